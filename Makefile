@@ -24,8 +24,8 @@ LAUNCH_ARGS ?= --multi_gpu --num_machines 1 --num_processes $(PROCESSES) --mixed
 	--main_process_port 0
 
 PYTEST_ARGS ?=
-# Worlds of processes that are tested at a time. Ranks wait for each other a good deal, so two fill two cores.
-TEST_WORLDS ?= 2
+# Worlds of processes that are tested at a time. Ranks wait for each other a good deal: three fill two cores.
+TEST_WORLDS ?= 3
 OLDEST_ARGS ?=
 BENCH_SCRIPTS ?= benchmarks/step.py benchmarks/switch.py benchmarks/slow_link.py benchmarks/planner.py
 BENCH_ARGS ?=

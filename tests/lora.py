@@ -5,8 +5,11 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.families import tiny_model
+from tests.families import FAMILIES as DENSE
+from tests.families import MIXTURE, tiny_model
+from tests.tiny_families import tiny_model_of
 
+KNOWN = (*DENSE, MIXTURE)
 FAMILIES = ("llama_gqa_bias", "qwen3_qk_norm_tied", "phi3_fused")
 """Fewer key/value heads than tp and biases; q/k norms and tied embeddings; fused projections."""
 
@@ -17,13 +20,13 @@ def tiny_lora(
     """A `PeftModel` with LoRA on every linear layer, the same on every rank; no factor of the adapter is zero.
 
     Args:
-        family: As for `tiny_model`.
+        family: As for `tiny_model`, or else for `tiny_model_of`.
         dtype: Of the base model.
         seed: Of base and adapter.
         model: Changes of the base model's config.
         config: Changes of the `LoraConfig`.
     """
-    base = tiny_model(family, dtype, seed, **(model or {}))
+    base = tiny_model(family, dtype, seed, **(model or {})) if family in KNOWN else tiny_model_of(family, dtype, seed)
     torch.manual_seed(seed)
     options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
     adapted = get_peft_model(base, LoraConfig(**options))

@@ -426,13 +426,14 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         if not getattr(self, name := recompute_argument(self)):
             return 0
         given = getattr(self, f"{name}_kwargs") or {}
-        options = {key: value for key, value in given.items() if not (key == "use_reentrant" and value is False)}
+        # the same numbers either way
+        options = {key: value for key, value in given.items() if key != "use_reentrant" or not isinstance(value, bool)}
         every = options.pop("every_n_layers", 1)
         if options or not isinstance(every, int) or every < 1:
             raise UnsupportedError(
                 f"{name}_kwargs={given!r} cannot be honoured",
-                why="layers are recomputed by torch's checkpoint without re-entrance",
-                fix="use every_n_layers alone, or nothing",
+                why="whole layers are recomputed, by torch's checkpoint without re-entrance",
+                fix="use every_n_layers and use_reentrant, or nothing",
             )
         return every
 

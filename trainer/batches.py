@@ -38,6 +38,7 @@ from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.packing.bucketing import check_lengths
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.rope import length_borders
 from hf_hotspa.rows.features import TOKEN_COLUMNS, RowRules
 from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
@@ -72,7 +73,7 @@ class Rows:
         self._known = dict[int, tuple[Any, Any, SequenceTable]]()
         self._collators = list[RowCollator]()
         self._longest: int | None = None
-        self.sampled, self.evaluated, self.default_collator, self._has_said = False, None, None, False
+        self.sampled, self.evaluated, self.default_collator, self._said = False, None, None, set[str]()
         self.sampler: MiniBatchSampler | None = None
 
     # -- what loaders are given ---------------------------------------------------------------------------------------
@@ -88,12 +89,8 @@ class Rows:
         collator = getattr(self._trainer, "data_collator", None)
         if isinstance(collator, RowCollator):  # while a loader is made
             return collator.collator
-        if isinstance(collator, PackedBucketCollator) and not self._has_said:
-            self._has_said = True
-            if self._args.process_index == 0:
-                logger.warning(
-                    "PackedBucketCollator is for loops of your own; here rows are packed: pass no data_collator"
-                )
+        if isinstance(collator, PackedBucketCollator):
+            self._say("PackedBucketCollator is for loops of your own; here rows are packed: pass no data_collator")
         return None if collator is self.default_collator or isinstance(collator, PackedBucketCollator) else collator
 
     def _tokenizer(self) -> Any:
@@ -115,10 +112,19 @@ class Rows:
             skips_empty=args.hotspa_skips_empty,
             counts=is_training and (args.hotspa_overlong != ERROR or args.hotspa_skips_empty),
             refused=self._refused(),
+            borders=length_borders(self._config()),
             longest=self._longest,
             kept=frozenset(signature) | set(kept_columns(names, self._loss_columns)),
         )
         self._collators.append(collator)
+        for border in collator.borders if is_training else ():
+            if border < (
+                self._config().get_text_config().max_position_embeddings or 0
+            ):  # else no longer row is trained
+                self._say(
+                    f"rows of up to {border} tokens have other rotary factors than longer ones, and each is trained with those "
+                    "of its own length; a padded batch of the stock Trainer has those of its longest row"
+                )
         return collator
 
     @contextmanager
@@ -192,6 +198,14 @@ class Rows:
         columns: list[str] = self._trainer._signature_columns
         return columns
 
+    def _say(self, text: str) -> None:
+        if text not in self._said and self._args.process_index == 0:
+            logger.warning("%s", text)
+        self._said.add(text)
+
+    def _config(self) -> Any:
+        return bare_model(self._trainer.model)[0].config
+
     def _refused(self) -> frozenset[str]:
         """Those of them that packing cannot honour."""
         return frozenset(self._signature()) - {*TOKEN_COLUMNS, "label"}
@@ -228,8 +242,9 @@ class Rows:
             labels_are_ids=of_ids,
             unlabelled_id=getattr(collator.tokenizer, "pad_token_id", None) if of_ids else None,
             pads_left=getattr(getattr(collator, "tokenizer", None), "padding_side", "right") == "left",
-            absolute_positions=has_absolute_positions(bare_model(self._trainer.model)[0].config),
+            absolute_positions=has_absolute_positions(self._config()),
             skips_empty=args.hotspa_skips_empty,
+            borders=length_borders(self._config()),
             refused=self._refused(),
         )
         quiet = args.disable_tqdm or args.process_index != 0

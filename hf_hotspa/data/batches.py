@@ -87,6 +87,7 @@ class RowCollator:
         skips_empty: Whether rows that are null or empty are left out.
         counts: Whether the batch says how many were cut, or left out (`COUNTS`).
         refused: Columns that the model would be given and that packing cannot honour.
+        borders: As of `RowRules`.
 
     Attributes:
         longest: Tokens of the longest sequence that is trained; None while that is not known.
@@ -101,6 +102,7 @@ class RowCollator:
     skips_empty: bool = False
     counts: bool = False
     refused: frozenset[str] = frozenset()
+    borders: tuple[int, ...] = ()
     longest: int | None = None
     kept: frozenset[str] = frozenset()
 
@@ -151,7 +153,7 @@ class RowCollator:
         return self.collator(examples)
 
     def _padded(self, examples: list[Any]) -> dict[str, Tensor]:
-        rules = RowRules(refused=self.refused, columns=tuple(self.loss_columns))
+        rules = RowRules(borders=self.borders, refused=self.refused, columns=tuple(self.loss_columns))
         if "input_ids" not in examples[0]:
             raise DataError(
                 f"a row has no 'input_ids', only {sorted(map(str, examples[0]))}",

@@ -3,7 +3,6 @@
 Asked before anything is built from a model, so that another kind is refused by its name and not by what fails first.
 """
 
-import re
 from typing import Any
 
 from torch import nn
@@ -88,6 +87,4 @@ def has_absolute_positions(config: Any) -> bool:
     if getattr(text, "model_type", None) in _POSITIONS_BY_MASK or getattr(text, "alibi", False):
         return False
     rotary = getattr(text, "rope_parameters", None)
-    if rotary:
-        return bool(re.search("dynamic|longrope", repr(rotary)))  # tables by the largest position
-    return not any(getattr(text, name, None) for name in ("rope_theta", "rotary_dim", "rotary_pct"))
+    return not rotary and not any(getattr(text, name, None) for name in ("rope_theta", "rotary_dim", "rotary_pct"))

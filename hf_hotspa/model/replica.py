@@ -27,6 +27,7 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.model.storage import slot_view
+from hf_hotspa.parallel.adapters import base_layer
 from hf_hotspa.parallel.attention import PackedSequences
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
@@ -42,6 +43,7 @@ from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.noise import EmbeddingNoise
 from hf_hotspa.parallel.own_loss import SequenceLoss
 from hf_hotspa.parallel.recompute import recompute_layers
+from hf_hotspa.parallel.rope import RopeByRow
 from hf_hotspa.parallel.router_loss import ChunkPrefix, RouterLoss, attach_loss
 from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens, same_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
@@ -123,6 +125,7 @@ class Replica:
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
         self.model = self._build(description)
         self._base = getattr(self.model, description.base)
+        self._rope = RopeByRow(self._base)
         self.layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
         self.parameters = self._own_parameters(description)
         self.check_weights: Callable[[], None] = lambda: None
@@ -180,7 +183,8 @@ class Replica:
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
         self._tail = Tail(self.model, description.base) if self.is_last else None
         if self.capacity is not None and self.experts is None:
-            self.capacity.limit(self.model, description.experts)
+            modules = dict(self.model.named_modules())  # without those of other stages
+            self.capacity.limit(base_layer(modules[name]) for name in description.experts if name in modules)
 
     def _take_loss(self, description: ModelDescription, options: EngineOptions) -> None:
         """What is computed of logits, and of the logits of routers."""
@@ -378,6 +382,7 @@ class Replica:
         return out
 
     def _begin(self, micro_batch: MicroBatch, whole: MicroBatch, pack: PackedSequences, with_loss: bool) -> None:
+        self._rope.begin(micro_batch)
         if self.dropout is not None:
             self.dropout.begin(pack, micro_batch)
         if self.routers is not None:

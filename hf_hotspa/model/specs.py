@@ -33,12 +33,13 @@ from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.counted_positions import counting_from
 from hf_hotspa.parallel.dropout_settings import attention_dropouts, refuse_dropout, without_attention_dropout
 from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
+from hf_hotspa.parallel.rope import refuse_hidden_rope
 from hf_hotspa.parallel.router_loss import router_layers
 from hf_hotspa.parallel.stage_input import stage_unsupported_reason
 
 _RANDOM_ROUTERS = {"phimoe"}
+_ADAPTED_EXPERTS = "experts are adapted (target_parameters), and lora_B holds those of all in each row, so ep must be 1"
 _MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
-_POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -128,16 +129,7 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
     Raises:
         UnsupportedError: naming the setting of the config.
     """
-    text = config.get_text_config()
-    name = text.model_type
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {str(r.get("rope_type")) for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
-    if bad := kinds & _POSITION_DEPENDENT_ROPE:
-        raise UnsupportedError(
-            f"{name} config has rope_type={sorted(bad)}",
-            why="it is computed from the longest position of the whole row, so sequences of a pack would change each other",
-            fix="use a rope type that does not depend on the length (default, linear, yarn, llama3)",
-        )
+    name = config.get_text_config().model_type
     if name in _RANDOM_ROUTERS:
         raise UnsupportedError(
             f"the router of {name} draws random numbers in training",
@@ -226,9 +218,9 @@ class _Structure:
         """What names inside the modules before the layers begin with."""
         return [f"{self.base}.{name}." for name in self.embeddings]
 
-    def is_of_adapter(self, name: str) -> bool:
-        """Whether a parameter is one of the adapter's."""
-        return self.adapters is not None and self.adapters.layer_of(name.rpartition(".")[0])[1] is not None
+    def adapted(self, name: str) -> tuple[str, str | None]:
+        """See `Adapters`; any name as it is without an adapter."""
+        return (name, None) if self.adapters is None else self.adapters.adapted(name)
 
 
 def _structure(model: PreTrainedModel, prefix: str, adapters: Adapters | None) -> _Structure:
@@ -282,6 +274,7 @@ def describe_model(
     refuse_inexact(bare.config)
     refuse_own_attention(bare)
     structure = _structure(bare, prefix, adapters)
+    refuse_hidden_rope(bare.config, structure.base_model, [f"{name}." for name in structure.layers])
     plan = TensorPlan(bare, structure.layer_prefixes, structure.input_embedding, structure.head)
     counted = counting_from(structure.base_model, bare.config.get_text_config().model_type)
     decoder_layers = list(structure.decoder_layers.values())
@@ -381,7 +374,8 @@ def _with_unsupported_reasons(
         if model.supports_gradient_checkpointing
         else f"{type(model).__name__} cannot compute the activations of its layers again (+rc)",
         z_unsupported_reason=order_unsupported_reason(model, structure.base, layers, vector, structure.prefix),
-        ep_unsupported_reason=experts.unsupported_reason(family, plan.modules, plan.layer_prefixes, kinds),
+        ep_unsupported_reason=experts.unsupported_reason(family, plan.modules, plan.layer_prefixes, kinds)
+        or (_ADAPTED_EXPERTS if structure.adapters is not None and structure.adapters.parameters else None),
     )
 
 
@@ -396,8 +390,9 @@ def _parameter_vector(
         _check_tied(name, tied, structure)
         unit = _unit(name, layer_units, structure.embedding_prefixes)
         spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, structure)
-        specs.append(replace(spec, experts=fused.get(name.rpartition(".")[0], 0)))
-        if unit >= 0 and not structure.is_of_adapter(name):
+        name_in_plan, role = structure.adapted(name)
+        specs.append(replace(spec, experts=fused.get(name_in_plan.rpartition(".")[0], 0) if role is None else 0))
+        if unit >= 0 and role is None:
             costs[unit] += parameter.numel()  # an adapter costs next to nothing
     return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
 
@@ -466,15 +461,14 @@ def _spec(
     compute_dtype: torch.dtype | None,
     structure: _Structure,
 ) -> ParameterSpec:
-    prefix, adapters = structure.prefix, structure.adapters
-    module, _, leaf = name.rpartition(".")
-    module, role = adapters.layer_of(module) if adapters is not None else (module, None)
-    name_in_plan = f"{module}.{leaf}"
+    prefix = structure.prefix
+    name_in_plan, role = structure.adapted(name)
     cut, is_partial = plan.cuts.get(name_in_plan), name_in_plan in plan.partial
     if role is not None and cut is not None:
         # of A and B, the one that meets the cut dim of the base is cut alike; every shard adds its part to the other
-        is_partial = role == (LORA_B if cut.dim == 1 else LORA_A)
-        cut = None if is_partial else cut
+        of_inputs = cut.dim == plan.input_dim(name_in_plan)
+        is_partial = role == (LORA_B if of_inputs else LORA_A)
+        cut = None if is_partial else replace(cut, dim=int(of_inputs))
     return ParameterSpec(
         name=prefix + name,
         shape=tuple(parameter.shape),

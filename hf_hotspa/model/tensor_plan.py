@@ -146,6 +146,12 @@ class TensorPlan:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
+    def input_dim(self, name: str) -> int:
+        """The dim of a matrix, or of those of fused experts, that its inputs run along."""
+        module, _, leaf = name.rpartition(".")
+        experts = self.modules[module]
+        return 1 if getattr(experts, leaf).dim() == 2 or experts.is_transposed else 2
+
     def _planned(self, name: str) -> str | None:
         return self._plan.get(_pattern(name))
 

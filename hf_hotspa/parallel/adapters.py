@@ -9,6 +9,9 @@ trained. Where tensor parallelism cuts W, the adapter follows it:
   whose gradient there is a part of the sum. The sum over the shards is linear, so one all-reduce of
   `W_t x_t + s B A_t x_t` serves base and adapter.
 
+Of fused experts (`target_parameters`), [E, out, in] or [E, in, out], PEFT adapts the weights themselves, W + s B A for each
+expert, with A [E r, in] and B [out, r E] of all experts; they follow the cut of W in the same way.
+
 Replicas are injected with PEFT's own code, so the forward is PEFT's. Whatever else PEFT can put into a model is refused
 here by name. peft is imported only when a model brings it along.
 """
@@ -17,7 +20,7 @@ import copy
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.parallel.experts import is_fused
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 _BASE = "base_layer"
@@ -48,10 +52,6 @@ _REFUSED: dict[str, tuple[str, str]] = {
         "single rows of the embedding are trained beside the whole one, which the vocabulary shards do not know",
         "leave trainable_token_indices out",
     ),
-    "target_parameters": (
-        "adapters of bare parameters (fused experts) have no place in the family's parallel plan",
-        "target linear layers with target_modules",
-    ),
     "layer_replication": (
         "replicated layers share their weights, and every layer is laid out on its own",
         "leave layer_replication out",
@@ -68,32 +68,40 @@ class Adapters:
         name: Its name in PEFT (`default`).
         config: The `LoraConfig` with which replicas are injected; it initializes nothing.
         scalings: The factor s of every LoRA layer, by the layer's name in the transformers model.
+        parameters: Of the layers that adapt a parameter of fused experts, which one, by the layer's name. Those of one module
+            are one inside the other: `….experts` and `….experts.base_layer`.
     """
 
     name: str
     config: Any
     scalings: Mapping[str, float]
+    parameters: Mapping[str, str] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Equal on ranks whose adapters compute the same from the same weights."""
         return hashlib.sha256(repr((self.name, sorted(self.scalings.items()))).encode()).hexdigest()[:16]
 
-    def layer_of(self, module: str) -> tuple[str, str | None]:
-        """The layer that a module stands for under tensor parallelism, and its role in there.
+    def adapted(self, name: str) -> tuple[str, str | None]:
+        """The parameter that one stands for under tensor parallelism, and its role in there.
 
         Args:
-            module: The name of a module of the transformers model.
+            name: A parameter of the transformers model.
 
         Returns:
-            For `….q_proj.lora_A.default`: `….q_proj` and `LORA_A`; likewise `LORA_B`. For `….q_proj.base_layer`:
-            `….q_proj` and None. Any other name as it is, and None.
+            For `….q_proj.lora_A.default.weight`: `….q_proj.weight` and `LORA_A`; likewise `LORA_B`. For
+            `….q_proj.base_layer.weight`: `….q_proj.weight` and None. Any other name as it is, and None.
         """
+        module, _, leaf = name.rpartition(".")
         for role in (LORA_A, LORA_B):
             layer = module.removesuffix(f".{role}.{self.name}")
             if layer != module and layer in self.scalings:
-                return layer, role
-        layer = module.removesuffix(f".{_BASE}")
-        return (layer if layer in self.scalings else module), None
+                return f"{self._without_base(layer)}.{self.parameters.get(layer, leaf)}", role
+        return f"{self._without_base(module)}.{leaf}" if module else name, None
+
+    def _without_base(self, module: str) -> str:
+        while (layer := module.removesuffix(f".{_BASE}")) != module and layer in self.scalings:
+            module = layer
+        return module
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -111,19 +119,22 @@ def bare_model(model: nn.Module) -> tuple[Any, str]:
 
 
 def base_layer(module: nn.Module) -> nn.Module:
-    """The layer inside a LoRA layer; any other module as it is."""
-    return getattr(module, _BASE, module)
+    """The layer inside a LoRA layer, or inside several around each other; any other module as it is."""
+    return module if (inside := getattr(module, _BASE, None)) is None else base_layer(inside)
 
 
 def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters of a module as if it had no adapters: those of a LoRA layer's base, under the layer's name."""
-    layers = [name for name, child in module.named_modules() if name and base_layer(child) is not child]
+    layers = {name: base_layer(child) for name, child in module.named_modules() if name}  # parents come first
+    bases = {
+        name: next(n for n, m in module.get_submodule(name).named_modules() if m is b) for name, b in layers.items()
+    }
     for name, parameter in module.named_parameters():
-        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        layer = next((layer for layer, base in bases.items() if base and name.startswith(f"{layer}.")), None)
         if layer is None:
             yield name, parameter
-        elif name.startswith(f"{layer}.{_BASE}."):
-            yield f"{layer}{name.removeprefix(f'{layer}.{_BASE}')}", parameter
+        elif name.startswith(inside := f"{layer}.{bases[layer]}."):
+            yield f"{layer}.{name.removeprefix(inside)}", parameter
 
 
 def without_adapters(model: nn.Module) -> dict[str, nn.Module]:
@@ -132,9 +143,11 @@ def without_adapters(model: nn.Module) -> dict[str, nn.Module]:
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():  # parents come first
         if not name.startswith(inside or ("\0",)):
-            modules[name] = base_layer(module)
-            if modules[name] is not module:
+            base = base_layer(module)
+            modules[name] = base
+            if base is not module:
                 inside = (*inside, f"{name}.")
+                modules |= {f"{name}.{inner}": child for inner, child in base.named_modules() if inner}
     return modules
 
 
@@ -186,15 +199,17 @@ def read_adapters(model: nn.Module) -> Adapters | None:
         raise UnsupportedError(
             f"the adapter {name!r} is of the kind {kind} ({type(config).__name__})", why=_WHY, fix="use a LoraConfig"
         )
-    for field, (why, fix) in _REFUSED.items():
-        value = getattr(config, field, None)
+    for option, (why, fix) in _REFUSED.items():
+        value = getattr(config, option, None)
         if value:
-            raise UnsupportedError(f"the LoRA config has {field}={value!r}", why=why, fix=fix)
+            raise UnsupportedError(f"the LoRA config has {option}={value!r}", why=why, fix=fix)
     _refuse_idle(model, name, config)
     config = copy.deepcopy(config)
     config.init_lora_weights = False  # the values come from the model; inits such as PiSSA read the base weights
     config.inference_mode = False
-    return Adapters(name, config, _scalings(bare_model(model)[0], name))
+    bare = bare_model(model)[0]
+    parameters = {path: module.parameter_name for path, module in bare.named_modules() if is_of_parameter(module)}
+    return Adapters(name, config, _scalings(bare, name), parameters)
 
 
 def unwrap(model: nn.Module) -> tuple[Any, str, Adapters | None]:
@@ -248,7 +263,9 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
                 why="they are cut along the vocabulary and may be tied, which adapters are not",
                 fix="leave it out of target_modules; target_modules='all-linear' takes the layers without the head",
             )
-        if type(module) is not Linear or type(base) is not nn.Linear:
+        if is_of_parameter(module):
+            _refuse_other_parameters(path, module, base)
+        elif type(module) is not Linear or type(base) is not nn.Linear:
             raise UnsupportedError(
                 f"the adapter on {path!r} is a {type(module).__name__} around a {type(base).__name__}",
                 why=_WHY,
@@ -261,6 +278,24 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
             )
         scalings[path] = float(module.scaling[name])
     return scalings
+
+
+def is_of_parameter(module: nn.Module) -> bool:
+    """Whether a module is PEFT's around another one, one of whose parameters it adapts (`target_parameters`)."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return type(module) is ParamWrapper
+
+
+def _refuse_other_parameters(path: str, module: Any, base: nn.Module) -> None:
+    """Refuses an adapter of a parameter that is no weight of fused experts or of a module of the family's own (a router)."""
+    parameter = getattr(base, module.parameter_name)
+    if isinstance(base, nn.Linear) or parameter.dim() != (3 if is_fused(base) else 2):
+        raise UnsupportedError(
+            f"target_parameters has {module.parameter_name!r} of {path!r}, a {type(base).__name__}: {list(parameter.shape)}",
+            why="adapted are the weights of fused experts ([experts, ...]), and matrices of modules that are no linear layers",
+            fix="target linear layers with target_modules, and leave biases out of target_parameters",
+        )
 
 
 def inject(model: Any, adapters: Adapters) -> None:

@@ -61,10 +61,9 @@ class ExpertCapacity:
             self.num_dropped += int((counts - most).clamp_min(0).sum())
         return kept.view_as(index)
 
-    def limit(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Makes some modules of experts, all of whose experts are here, keep to it; a name without a module is passed over."""
-        modules = dict(model.named_modules())
-        for module in (modules[name] for name in names if name in modules):
+    def limit(self, modules: Iterable[nn.Module]) -> None:
+        """Makes some modules of experts, all of whose experts are here, keep to it."""
+        for module in modules:
             module.forward = partial(self._run, module, module.forward)
 
     def _run(self, module: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -46,6 +46,7 @@ class RowRules:
         pads_left: The collator would pad rows on the left.
         absolute_positions: The model knows where a row begins, so padding on the left would shift it.
         skips_empty: A row whose `input_ids` are missing (None) has no tokens, which is no error.
+        borders: Lengths up to which rows have other rotary tables than longer ones (`parallel.rope`).
         refused: Columns that the model would be given, and that packing cannot honour.
         columns: Other columns that a loss of the user's own reads.
     """
@@ -56,6 +57,7 @@ class RowRules:
     pads_left: bool = False
     absolute_positions: bool = False
     skips_empty: bool = False
+    borders: tuple[int, ...] = ()
     refused: frozenset[str] = frozenset()
     columns: tuple[str, ...] = ()
 
@@ -64,7 +66,9 @@ class RowRules:
         return repr((*(getattr(self, name) for name in _PLAIN), sorted(self.refused)))
 
 
-_PLAIN = ("labels_are_ids", "unlabelled_id", "reads_mask", "pads_left", "absolute_positions", "skips_empty")
+_PLAIN = (
+    "labels_are_ids", "unlabelled_id", "reads_mask", "pads_left", "absolute_positions", "skips_empty", "borders",
+)  # fmt: skip
 DEFAULT_RULES = RowRules()
 
 
@@ -163,6 +167,8 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
         mask = _column(example, "attention_mask", len(ids), row)
         if (mask != 1).any():
             begin, stop = _unpadded(mask, labels, row, rules, positions=example.get("position_ids") is not None)
+    if example.get("position_ids") is None:
+        _check_borders(stop - begin, len(ids), rules.borders, row)
     cuts = _NO_CUTS
     if any(example.get(name) is not None for name in CUT_COLUMNS):
         cuts = _cuts(example, len(ids), begin, stop, row)
@@ -171,6 +177,19 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
         for name, values in number_columns(example, row, rules.columns, len(ids)).items()
     }
     return Row(ids[begin:stop], None if labels is None else labels[begin:stop], cuts, begin, len(ids), columns)
+
+
+def _check_borders(num_tokens: int, width: int, borders: tuple[int, ...], row: int) -> None:
+    """Refuses padding in the data set that takes a row over a length where the model changes its rotary tables."""
+    border = next((border for border in borders if 0 < num_tokens <= border < width), None)
+    if border is not None:
+        raise UnsupportedError(
+            f"a row of {num_tokens} tokens is padded to {width}, and rows of more than {border} "
+            "(original_max_position_embeddings of rope_type longrope, max_position_embeddings of dynamic) have other factors",
+            where=f"dataset row {row}",
+            why="the stock Trainer would take those of the padding, and here rows are trained without it",
+            fix="do not pad the rows of the data set",
+        )
 
 
 def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:

@@ -10,8 +10,10 @@ import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -22,8 +24,25 @@ from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.own_loss import SequenceLoss
 
-_INPUT_HOOK = "make_inputs_require_grads"
-"""Gradient checkpointing with adapters hangs it on the embedding; PEFT and TRL one each, of which the first gets lost."""
+
+def only_requires_grad(hook: Any) -> bool:
+    """Whether a forward hook does no more than to make the output require a gradient, which changes no number.
+
+    Scripts, transformers, PEFT and TRL hang it on the embedding for gradient checkpointing. It is seen from what the hook does:
+    its code reaches for nothing but `requires_grad_`, and a tensor comes back from it as it was.
+    """
+    code = getattr(hook, "__code__", None)
+    if code is None or code.co_freevars or not set(code.co_names) <= {"requires_grad_", "requires_grad"}:
+        return False
+    if any(isinstance(constant, CodeType) for constant in code.co_consts):
+        return False
+    before = torch.arange(6.0).view(1, 2, 3)
+    output = before.clone()
+    try:
+        given = hook(None, (), output)
+    except Exception:  # whatever it wants with its module and inputs
+        return False
+    return (given is None or given is output) and output.requires_grad and torch.equal(output, before)
 
 
 def fused_head(model: nn.Module) -> dict[str, Any]:
@@ -39,7 +58,7 @@ def as_built(model: nn.Module) -> Iterator[None]:
     own = {name: vars(model).pop(name) for name in ("forward", "_loss_function") if name in vars(model)}
     for module in model.modules():
         for key, hook in list(module._forward_hooks.items()):
-            if getattr(hook, "__name__", "") == _INPUT_HOOK:
+            if only_requires_grad(hook):
                 del module._forward_hooks[key]
     try:
         yield

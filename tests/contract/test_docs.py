@@ -44,7 +44,7 @@ def test_the_readme_is_short_and_its_table_small():
 def test_the_readme_says_in_order_what_a_newcomer_needs():
     text = (ROOT / "README.md").read_text()
     needed = [
-        "**For you**", "**Not for you**", "**Status:**", "make train", "pip install .", "-from transformers import Trainer",
+        "**For you**", "**Not for you**", "**Status:**", "make train", "make test", "pip install .", "-from transformers import Trainer",
         "accelerate launch", "HotSPaTrainingArguments(", "hf-hotspa plan", "## What does not work", "## Documentation",
     ]  # fmt: skip
     places = [text.find(words) for words in needed]

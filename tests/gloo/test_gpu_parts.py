@@ -8,11 +8,15 @@ from tests.gpu_parts import PARTS, Stage
 
 pytestmark = pytest.mark.gloo
 
-TWO = ("exact", "overlap", "faults", "checkpoints", "auto", "curve", "loop")
+TWO = ("exact", "overlap", "auto", "loop")
 """Parts for which two ranks show what four would."""
 
 
-@pytest.mark.parametrize("name", PARTS)
+OTHERS = ("faults", "checkpoints", "curve")
+"""Parts that are much as test_faults.py, test_checkpoint.py and test_trainer.py: the slow test below runs them."""
+
+
+@pytest.mark.parametrize("name", [name for name in PARTS if name not in OTHERS])
 def test_part(name: str, tmp_path: Path) -> None:
     figures = PARTS[name].run(Stage("cpu", 2 if name in TWO else 4, True, tmp_path))
     assert figures

@@ -5,6 +5,7 @@ import torch
 
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import strategies_of
+from tests.families import MIXTURE
 from tests.harness import run_ranks
 from tests.lora import FAMILIES, tiny_lora
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
@@ -12,6 +13,7 @@ from tests.worlds import make_engine, make_mini_batch, worst_error
 
 pytestmark = pytest.mark.gloo
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 HOT = "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4:45@48,tp4:60"
 
 CASES = {
@@ -20,6 +22,12 @@ CASES = {
     "biases": ("llama_gqa_bias", "dp2tp2:16@32,tp2pp2:60", {"bias": "all", "use_rslora": True}),
     "lora biases": ("llama_gqa_bias", "tp4:60", {"bias": "lora_only", "rank_pattern": {"q_proj": 5, "2.mlp.*": 1}}),
     "last layers": ("qwen3_qk_norm_tied", "pp4:30@32,tp2pp2:60", {"layers_to_transform": [3], "target_modules": ["o_proj", "v_proj"]}),
+    # adapters of fused experts, one around the other, and of a router; [experts, in, out], with biases that have none
+    "experts": (MIXTURE, "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4+ck7:45@48,tp4:60", {"target_parameters": EXPERTS}),
+    "experts, other memory": (MIXTURE, "dp4+rc:5@32,tp2dp2+sp:10@32,dp4+z3:16@40,dp2cp2:60@66", {"target_parameters": EXPERTS}),
+    "transposed experts": (
+        "gpt_oss", "dp2pp2:10@20,pp4:60@66", {"target_parameters": ["experts.down_proj", "gate_up_proj"], "target_modules": ["q_proj"]},
+    ),
     "saving memory": ("llama_gqa_bias", "dp4+rc:12@32,dp2tp2+sp:30@32,tp2pp2+sp+rc:60@66", {}),
 }  # fmt: skip
 

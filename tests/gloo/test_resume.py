@@ -95,7 +95,16 @@ CASES = {
 }
 
 
-SLOW = {"workers", "momentum", "rmsprop"}
+SLOW = {
+    "workers",
+    "momentum",
+    "rmsprop",
+    "epochs",
+    "uneven accumulation",
+    "label smoothing",
+    "a loss from logits",
+    "another factor",
+}
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ LORA = {"target_modules": "all-linear"}
     ("lora", "ranks"),
     [
         pytest.param(None, 4, id="weights"),
-        pytest.param(LORA, 2, id="lora"),
+        pytest.param(LORA, 2, id="lora", marks=pytest.mark.slow),
         pytest.param(LORA, 4, id="lora on four ranks", marks=pytest.mark.slow),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, TrainerCallback
 
+from tests.families import MIXTURE
 from tests.lora import tiny_lora
 from tests.moves import MINI_BATCH, Kit, Move, Seen
 
@@ -220,19 +221,26 @@ def best_adapter(kit: Kit) -> Seen:
     return {**kit.train(trainer), "best": trainer.state.best_global_step, "evaluated": trainer.evaluate()["eval_loss"]}
 
 
+_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+
+
 def lora_model(seed: int = 0) -> Any:
     return tiny_lora("llama_gqa_bias", seed=seed)
 
 
-def adapter(kit: Kit) -> Seen:
-    from peft import PeftModel
+def adapter(family: str, **config: Any) -> Callable[[Kit], Seen]:
+    def run(kit: Kit) -> Seen:
+        from peft import PeftModel
 
-    seen = kit.train(kit.trainer(model=lora_model(), args=kit.arguments(save_strategy="steps", save_steps=2)))
-    everyone(kit)
-    path = kit.folder / "out" / "checkpoint-2"
-    names = {"adapter_config.json", "adapter_model.safetensors", "trainer_state.json"}
-    seen["files"] = sorted(names & {file.name for file in path.iterdir()})
-    return {**seen, "loaded": flat(PeftModel.from_pretrained(kit.model(), str(path)))}
+        model = tiny_lora(family, **config)
+        seen = kit.train(kit.trainer(model=model, args=kit.arguments(save_strategy="steps", save_steps=2)))
+        everyone(kit)
+        path = kit.folder / "out" / "checkpoint-2"
+        names = {"adapter_config.json", "adapter_model.safetensors", "trainer_state.json"}
+        seen["files"] = sorted(names & {file.name for file in path.iterdir()})
+        return {**seen, "loaded": flat(PeftModel.from_pretrained(kit.model(family), str(path)))}
+
+    return run
 
 
 def not_found(resume: str | bool, words: str) -> Callable[[Kit], Seen]:
@@ -270,7 +278,8 @@ MOVES: tuple[Move, ...] = (
     Move("`load_best_model_at_end`, then `evaluate` and `save_model`", best(), tolerance=1e-4),
     Move("`load_best_model_at_end` with `save_only_model`", best(save_only_model=True, save_total_limit=2), tolerance=1e-4),
     Move("an `on_save` that opens the folder", opened_in_on_save),
-    Move("checkpoints of a LoRA adapter, loaded by PEFT", adapter),
+    Move("checkpoints of a LoRA adapter, loaded by PEFT", adapter("llama_gqa_bias")),
+    Move("the same of fused experts (`target_parameters`)", adapter(MIXTURE, **_EXPERTS)),
     Move("the best adapter at the end, with `save_only_model`", best_adapter),
     Move("a tokenizer that only the collator has, in checkpoints and in `save_model`", tokenizer_of_the_collator),
     Move("`resume_from_checkpoint=True`", resumed(True)),

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from tests.families import tiny_config
-from tests.moves import Kit, Move, Seen
+from tests.moves import ROWS, Kit, Move, Seen
 
 _BERT = {
     "hidden_size": 32,
@@ -115,6 +115,14 @@ def _attention_dropout_off(kit: Kit) -> Seen:
     return kit.train(kit.trainer(model=model, args=kit.arguments(hotspa_attention_dropout=0.0)))
 
 
+def _longrope(kit: Kit) -> Seen:
+    """All rows are beyond the border: then a padded batch of the stock Trainer has their factors, too."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 5, "factor": 4.0}
+    model = kit.model(rope_parameters={**rope, "short_factor": [1.0, 1.4], "long_factor": [2.0, 5.0]})
+    rows = [row for row in kit.rows(3 * ROWS) if len(row["input_ids"]) > 5]
+    return kit.train(kit.trainer(model=model, train_dataset=rows))
+
+
 def _model_init(kit: Kit) -> Seen:
     def init() -> PreTrainedModel:
         with torch.random.fork_rng():
@@ -149,6 +157,10 @@ MOVES: tuple[Move, ...] = (
         ours="masks are [others](exactness.md#dropout), the same under every strategy",
     ),
     Move("attention dropout turned off for a run (`hotspa_attention_dropout=0`)", _attention_dropout_off),
+    Move(
+        "LongRoPE (Phi-3.5, Phi-4-mini), rows of one side of `original_max_position_embeddings`", _longrope,
+        ours="each row has the factors of its own length; a padded batch of the stock Trainer has those of its longest row",
+    ),
     Move("a `model_init`", _model_init, ours="what it draws does not change the order of the rows"),
     Move("layers frozen with `requires_grad_(False)`", _frozen_layer),
     Move("a subclass of a causal language model", _subclass),

@@ -1,5 +1,7 @@
 """LoRA adapters: which are refused and how, how they are laid out, and what their names are in files."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, TaskType, get_peft_model, inject_adapter_in_model
@@ -10,7 +12,7 @@ from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.model_check import check_model
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.adapters import bare_model, frozen_digest, is_adapted, read_adapters, unwrap
-from tests.families import tiny_model
+from tests.families import MIXTURE, tiny_model
 from tests.lora import FAMILIES, tiny_lora
 
 LINEAR = ["q_proj", "o_proj"]
@@ -129,15 +131,55 @@ def test_adapters_are_cut_like_their_base():
     assert vector.layer_costs == describe_model(tiny_model("phi3_fused")).vector.layer_costs
 
 
+EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "gate.weight"]}
+
+
+def test_adapters_of_fused_experts_are_cut_like_their_base():
+    """One around the other; a column of lora_B and r rows of lora_A belong to an expert."""
+    model = tiny_lora(MIXTURE, target_modules=["q_proj"], **EXPERTS)
+    description = describe_model(model)
+    check_model(model, description)
+    specs = {s.name.removeprefix("base_model.model.model.layers.1.mlp."): s for s in description.vector.specs}
+    inner, base = "experts.base_layer", "experts.base_layer.base_layer"
+    found = {
+        name: (specs[name].shard_dim, specs[name].partial_gradient, specs[name].experts)
+        for name in specs
+        if name.startswith(("experts", "gate"))
+    }
+    assert found == {
+        f"{base}.gate_up_proj": (1, False, 8), f"{base}.down_proj": (2, False, 8),
+        f"{inner}.lora_A.default.weight": (None, True, 0), f"{inner}.lora_B.default.weight": (0, False, 0),
+        "experts.lora_A.default.weight": (1, False, 0), "experts.lora_B.default.weight": (None, True, 0),
+        "gate.base_layer.weight": (None, False, 0),
+        "gate.lora_A.default.weight": (None, False, 0), "gate.lora_B.default.weight": (None, False, 0),
+    }  # fmt: skip
+    assert specs[f"{inner}.lora_B.default.weight"].parts == specs[f"{base}.gate_up_proj"].parts
+    plain = describe_model(tiny_model(MIXTURE))
+    assert "target_parameters" in description.shape.ep_unsupported_reason
+    assert replace(description.shape, ep_unsupported_reason=None) == plain.shape
+    assert (description.styles, description.experts) == (plain.styles, plain.experts)
+
+
+@pytest.mark.parametrize(
+    ("family", "parameter", "module"),
+    [("llama_gqa_bias", "q_proj.weight", "Linear"), ("gpt_oss", "experts.down_proj_bias", "GptOssExperts")],
+)
+def test_adapters_of_other_parameters_are_refused(family, parameter, module):
+    model = tiny_lora(family, torch.float64, target_modules=["k_proj"], target_parameters=[parameter])
+    with pytest.raises(UnsupportedError, match=f"target_parameters has .* a {module}:"):
+        describe_model(model)
+
+
 def test_names():
     model = tiny_lora("llama_gqa_bias")
     bare, prefix, adapters = unwrap(model)
     assert is_adapted(model)
     assert (bare, prefix) == (model.get_base_model(), "base_model.model.")
-    assert adapters.layer_of("model.layers.0.mlp.up_proj.lora_A.default") == ("model.layers.0.mlp.up_proj", "lora_A")
-    assert adapters.layer_of("model.layers.0.mlp.up_proj.lora_B.other")[1] is None
-    assert adapters.layer_of("model.layers.0.mlp.up_proj.base_layer") == ("model.layers.0.mlp.up_proj", None)
-    assert adapters.layer_of("model.norm") == ("model.norm", None)
+    up = "model.layers.0.mlp.up_proj"
+    assert adapters.adapted(f"{up}.lora_A.default.weight") == (f"{up}.weight", "lora_A")
+    assert adapters.adapted(f"{up}.lora_B.other.weight")[1] is None
+    assert adapters.adapted(f"{up}.base_layer.weight") == (f"{up}.weight", None)
+    assert adapters.adapted("model.norm.weight") == ("model.norm.weight", None)
     plain = tiny_model("llama_gqa_bias")
     assert bare_model(plain) == (plain, "")
     assert read_adapters(plain) is None

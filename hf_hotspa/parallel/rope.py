@@ -1,0 +1,112 @@
+"""Rotary tables that depend on how long a row is, computed for each sequence of a pack by its own length.
+
+* ``longrope`` (Phi-3.5, Phi-4-mini) has short factors for rows of up to `original_max_position_embeddings` tokens, the border,
+  and long ones for longer rows.
+* ``dynamic`` stretches its tables for rows beyond `max_position_embeddings`. No bucket takes such rows (`check_buckets`),
+  so its tables are always those it was built with.
+
+transformers looks at the largest position that it is given. A rank of cp, or a chunk, has a part of a row, and a pack has
+rows of both sides: so the module is asked for one side at a time, with a position behind the others that says which.
+"""
+
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.errors import UnsupportedError
+
+LONGROPE, DYNAMIC = "longrope", "dynamic"
+
+
+def length_borders(config: Any) -> tuple[int, ...]:
+    """Lengths, in tokens, up to which rows have other tables than longer ones; none where tables do not depend on it."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    borders = {
+        rope.get("original_max_position_embeddings") if rope.get("rope_type") == LONGROPE else most
+        for most in [getattr(text, "max_position_embeddings", None)]
+        for rope in _ropes(text)
+        if rope.get("rope_type") in (LONGROPE, DYNAMIC)
+    }
+    return tuple(sorted(border for border in borders if border))
+
+
+def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collection[str]) -> None:
+    """Refuses tables by the length of a row that are not computed once for all layers by a module of transformers.
+
+    Args:
+        layers: What the names of modules in decoder layers of the base model begin with.
+
+    Raises:
+        UnsupportedError: naming the rope type.
+    """
+    kinds = {str(rope.get("rope_type")) for rope in _ropes(config.get_text_config())} & {LONGROPE, DYNAMIC}
+    for kind in sorted(kinds):
+        names = [name for name, module in base.named_modules() if kind in _types(module)]
+        if not names or (kind == LONGROPE and any(name.startswith(tuple(layers)) for name in names)):
+            raise UnsupportedError(
+                f"{config.get_text_config().model_type} config has rope_type={kind!r}",
+                why="it depends on the length of a row, and is computed inside of the layers"
+                if names
+                else "it depends on the length of a row, and no module of the model says that it computes it",
+                fix="use a rope type that does not depend on the length (default, linear, yarn, llama3)",
+            )
+
+
+class RopeByRow:
+    """Makes the rotary modules of a replica compute each token's table by the length of its own sequence."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._lengths: tuple[int, ...] = ()
+        self._pack: MicroBatch | None = None
+        for module in model.modules():
+            if LONGROPE in _types(module):
+                module.forward = partial(self._forward, module, module.forward)
+
+    def begin(self, micro_batch: MicroBatch) -> None:
+        """A forward of a pack, or of a part of one, begins."""
+        self._pack = micro_batch
+        self._lengths = tuple(whole for _, whole in micro_batch.cuts) or micro_batch.lengths
+
+    def _forward(self, module: Any, own: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
+        rope = module.config.rope_parameters
+        further: tuple[Any, ...] = ()
+        if layer_type is not None:
+            rope, further = rope[layer_type], (layer_type,)
+        if rope.get("rope_type") != LONGROPE:
+            return own(x, position_ids, *further)
+        border = rope["original_max_position_embeddings"]
+        is_long = [length > border for length in self._lengths]
+        if not any(is_long):
+            return own(x, position_ids, *further)
+        behind = position_ids.new_full((*position_ids.shape[:-1], 1), border)
+        tables = own(x, torch.cat([position_ids, behind], -1), *further)
+        long = [table[..., :-1, :] for table in _each(tables)]
+        if not all(is_long):
+            assert self._pack is not None
+            device = position_ids.device
+            sides = torch.tensor(is_long).to(device, non_blocking=True)
+            counts = self._pack.cu_seqlens.diff().to(device)
+            mask = torch.repeat_interleave(sides, counts, output_size=position_ids.shape[-1])[:, None]
+            short = _each(own(x, position_ids.clamp(max=border - 1), *further))
+            long = [torch.where(mask, one, other) for one, other in zip(long, short, strict=True)]
+        return long[0] if isinstance(tables, Tensor) else tuple(long)
+
+
+def _each(tables: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (tables,) if isinstance(tables, Tensor) else tables
+
+
+def _ropes(text: Any) -> list[dict[str, Any]]:
+    """The rope parameters of a config: one, or one for each type of layer."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
+
+
+def _types(module: nn.Module) -> Collection[Any]:
+    types = getattr(module, "rope_type", None)
+    return types.values() if isinstance(types, dict) else (types,)
