@@ -11,6 +11,7 @@ from transformers import (
     BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
     PreTrainedModel,
@@ -104,6 +105,38 @@ def _subclass(kit: Kit) -> Seen:
     return kit.train(kit.trainer(model=model))
 
 
+class _Spare(LlamaForCausalLM):
+    """Has weights that no loss reaches, in a layer and beside the head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1].mlp.spare = nn.Linear(config.hidden_size, 5)
+        self.value_head = nn.Linear(config.hidden_size, 1, bias=False)
+
+
+def _never_reached(kit: Kit) -> Seen:
+    """A run with a resumption, under each of some mixes: the resumed one has no state of these weights."""
+    mixes = [None] if kit.world_size == 1 else [None, "pp2:16@32,dp2+z3:64@64"]
+    seen: dict[str, Any] = {}
+    for number, mix in enumerate(mixes):
+        own = {"weight_decay": 0.3, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+        own |= {"hotspa_strategies": mix} if mix is not None else {}
+        folder = str(kit.folder / f"out{number}")
+        for steps in (2, 4):
+            torch.manual_seed(0)
+            trainer = kit.trainer(
+                model=_Spare(tiny_config("llama_gqa_bias")), args=kit.arguments(**own, output_dir=folder)
+            )
+            trainer.args.max_steps = steps
+            seen[f"{mix}, {steps}"] = kit.train(trainer, resume_from_checkpoint=steps > 2)
+            states = trainer.optimizer.state_dict()["state"]
+            seen[f"{mix}, {steps} states"] = len(states)
+            kit.close()
+    return {
+        name: {k: v for k, v in of.items() if k != "logs"} if isinstance(of, dict) else of for name, of in seen.items()
+    }
+
+
 def _other(model: type[PreTrainedModel], config: Any) -> Any:
     return _of(lambda: model(config))
 
@@ -121,6 +154,7 @@ MOVES: tuple[Move, ...] = (
     Move("a `model_init`", _model_init, ours="what it draws does not change the order of the rows"),
     Move("layers frozen with `requires_grad_(False)`", _frozen_layer),
     Move("a subclass of a causal language model", _subclass),
+    Move("trained weights that no loss reaches", _never_reached, ours="no decay, no momentum, no state in checkpoints, as with torch"),
     Move("an `nn.Module` of your own", _of(_Toy), refused="is a _Toy, not a transformers", instead=_INSTEAD),
     Move(
         "a `model_init` that gives such a module", _model_init_of_another_kind,
