@@ -137,6 +137,24 @@ def _never_reached(kit: Kit) -> Seen:
     }
 
 
+def _padding_named_later(kit: Kit) -> Seen:
+    model = kit.model()
+    model.config.pad_token_id = 7  # of which the rows have some
+    return kit.train(kit.trainer(model=model))
+
+
+def _another_activation(kit: Kit) -> Seen:
+    model = kit.model()
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+    return kit.train(kit.trainer(model=model))
+
+
+def _another_epsilon(kit: Kit) -> Seen:
+    model = kit.model()
+    model.model.norm.variance_epsilon = 0.5
+    return kit.train(kit.trainer(model=model))
+
+
 def _other(model: type[PreTrainedModel], config: Any) -> Any:
     return _of(lambda: model(config))
 
@@ -155,6 +173,15 @@ MOVES: tuple[Move, ...] = (
     Move("layers frozen with `requires_grad_(False)`", _frozen_layer),
     Move("a subclass of a causal language model", _subclass),
     Move("trained weights that no loss reaches", _never_reached, ours="no decay, no momentum, no state in checkpoints, as with torch"),
+    Move("`model.config.pad_token_id` set after the model was made", _padding_named_later),
+    Move(
+        "another activation in a layer of the object", _another_activation,
+        refused=r"layers.0.mlp.act_fn' is a ReLU, and a SiLU", instead="set `hidden_act` in the config, or subclass the model",
+    ),
+    Move(
+        "another number in a module of the object (`variance_epsilon`, `scaling`, `top_k`, ...)", _another_epsilon,
+        refused=r"'model.norm' has variance_epsilon=0.5, and 1e-0", instead="set it in the config, or subclass the model",
+    ),
     Move("an `nn.Module` of your own", _of(_Toy), refused="is a _Toy, not a transformers", instead=_INSTEAD),
     Move(
         "a `model_init` that gives such a module", _model_init_of_another_kind,
