@@ -345,8 +345,8 @@ MUTATIONS = [
     Mutation(
         "gradients of the mini-batch before stay",
         "hf_hotspa/engine/engine.py",
-        "        if not add:\n            self.master.zero_gradients()\n",
-        "",
+        "            self.master.zero_gradients()\n            self._reached",
+        "            self._reached",
         HOT,
     ),
     Mutation(

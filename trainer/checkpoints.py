@@ -53,6 +53,7 @@ from hf_hotspa.checkpoint.stock_writing import (
 )
 from hf_hotspa.checkpoint.tensors import (
     Share,
+    drop_unstepped,
     named_tensors,
     optimizer_to_json,
     saved_parameters,
@@ -100,6 +101,8 @@ class CheckpointContents:
         self._rank, self._world, self._rank_tensors = args.process_index, args.world_size, rank_tensors
         self._adapted = engine.description.adapters is not None
         self._vector = saved_vector(engine.description.vector, self._adapted)
+        if engine.updates is not None and optimizer is not None:
+            drop_unstepped(engine.master, optimizer, engine.agreement)
         share = share_of(engine.master, optimizer, self._vector)
         self._share = share.copy() if args.hotspa_async_save else share
         with structure_only():

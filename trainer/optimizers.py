@@ -143,20 +143,13 @@ def _copy(optimizer: Optimizer, parameters: list[nn.Parameter], met: _Met) -> Op
 
 
 def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
-    """Compares what three steps make of a vector of 12, of its two pieces, and of the first piece alone, which must not
-    depend on the second."""
-    start, slope = torch.linspace(-1.0, 2.0, 12, device=device), torch.linspace(0.1, 5.0, 12, device=device).square()
-    ends = []
+    """Compares what a few steps make of a vector of 12, of its two pieces, and of the first piece alone, which must not depend
+    on the second: relative to how far it went, in fp64 where the optimizer takes that, so that tiny steps show."""
     try:
-        for cut in ([12], [5, 7], [5]):
-            optimizer = make([nn.Parameter(part.clone()) for part in start[: sum(cut)].split(cut)])
-            groups = [group["params"] for group in optimizer.param_groups]
-            for step in (1.0, -3.0, 0.5):
-                for parameters in groups:
-                    for parameter, part in zip(parameters, (step * slope)[: sum(cut)].split(cut), strict=True):
-                        parameter.grad = part.clone()
-                optimizer.step()
-            ends.append(torch.stack([torch.cat([p.detach() for p in parameters]) for parameters in groups]))
+        try:
+            start, ends = _trials(make, device, torch.float64)
+        except Exception:  # kernels that take fp32 only
+            start, ends = _trials(make, device, torch.float32)
     except Exception as error:
         raise UnsupportedError(
             f"the optimizer {name} does not run on 1-D parameters: {type(error).__name__}: {error}",
@@ -164,21 +157,62 @@ def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device:
             fix="use an elementwise optimizer such as torch.optim.AdamW",
         ) from error
     whole, pieces, alone = ends
-    if not bool(whole.isfinite().all()):
-        groups = optimizer.param_groups
+    if not all(bool(of_group.isfinite().all()) for of_group in whole):
+        groups = make([nn.Parameter(start.clone())]).param_groups
         odd = {k: v for group in groups for k, v in group.items() if isinstance(v, float) and not math.isfinite(v)}
         named = ", ".join(f"{key}={value}" for key, value in odd.items())
         raise HotspaConfigError(
             f"the optimizer {name} makes weights that are not finite of finite gradients{f' ({named})' if named else ''}",
             fix="give its options finite values",
         )
-    for actual, expected in ((pieces, whole), (alone, whole[:, :5])):
-        if not torch.allclose(actual, expected, rtol=1e-5, atol=1e-6):  # kernels may round tails of vectors otherwise
+    for index, of_group in enumerate(whole):
+        went = of_group - start
+        rounding = 1e-4 * went.abs().max() + 8 * torch.finfo(start.dtype).eps * start.abs().max()
+        actual = torch.cat([pieces[index] - of_group, alone[index] - of_group[:5]])
+        if not bool((actual.abs() <= rounding).all()):  # kernels may round tails of vectors otherwise
             raise UnsupportedError(
                 f"the optimizer {name} is not elementwise: cut in two, a vector is updated in another way",
                 why=_WHY,
                 fix="use an elementwise optimizer such as torch.optim.AdamW",
             )
+
+
+_SLOPES, _MOST_STEPS, _LEAST_RATE = (1.0, -3.0, 0.5), 300, 1e-3
+
+
+def _trials(
+    make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, list[list[Tensor]]]:
+    """Where a vector starts, and by cut and group where it ends.
+
+    Three steps, or as many as it takes until three have moved every group's vector: some warm up by themselves. A learning
+    rate of 0, or near it, is that of a schedule's beginning: a larger one is tried.
+    """
+    start = torch.linspace(-1.0, 2.0, 12, device=device, dtype=dtype)
+    slope = torch.linspace(0.1, 5.0, 12, device=device, dtype=dtype).square()
+    ends, number = [], None
+    for cut in ([12], [5, 7], [5]):
+        optimizer = make([nn.Parameter(part.clone()) for part in start[: sum(cut)].split(cut)])
+        groups, made, moved = [group["params"] for group in optimizer.param_groups], 0, 0
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, int | float | Tensor) and 0 <= rate < _LEAST_RATE:
+                group["lr"] = torch.full_like(rate, _LEAST_RATE) if isinstance(rate, Tensor) else _LEAST_RATE
+        while moved < len(_SLOPES) and made < _MOST_STEPS if number is None else made < number:
+            before = [[p.detach().clone() for p in parameters] for parameters in groups]
+            for parameters in groups:
+                of_step = _SLOPES[made % len(_SLOPES)] * slope
+                for parameter, part in zip(parameters, of_step[: sum(cut)].split(cut), strict=True):
+                    parameter.grad = part.clone()
+            optimizer.step()
+            made += 1
+            moved += all(
+                any(not torch.equal(p.detach(), old) for p, old in zip(parameters, olds, strict=True))
+                for parameters, olds in zip(groups, before, strict=True)
+            )
+        number = made
+        ends.append([torch.cat([p.detach() for p in parameters]) for parameters in groups])
+    return start, ends
 
 
 _FIX = "build it on model.parameters() of the model that the trainer was given, or leave it to --optim"

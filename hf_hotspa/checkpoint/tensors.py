@@ -25,6 +25,7 @@ from hf_hotspa.layout.placement import master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, trained_part
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.storage import from_storage, to_storage
+from hf_hotspa.parallel.agreement import Agreement, any_flag, packed_flags
 from hf_hotspa.versions import version_of
 
 HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
@@ -91,6 +92,17 @@ def named_tensors(tensors: Mapping[str, Tensor]) -> list[tuple[TensorRecord, Ten
 def saved_vector(vector: ParameterVector, adapted: bool) -> ParameterVector:
     """The parameters that checkpoints of a model hold: all of them, or with an adapter the trained ones."""
     return trained_part(vector) if adapted else vector
+
+
+def drop_unstepped(master: MasterStore, optimizer: Optimizer, agreement: Agreement) -> None:
+    """Where stages step by themselves, a rank has a state of all parameters of other stages, of which it owns nothing: drops
+    those that their own stage has none of, since no gradient has ever reached them. Collective."""
+    state = bare_optimizer(optimizer).state
+    parameters = [master.parameters[name] for name in master.trained]
+    stepped = packed_flags(p.numel() > 0 and p in state for p in parameters)
+    for parameter, is_stepped in zip(parameters, any_flag(agreement.gather(stepped), len(parameters)), strict=True):
+        if not is_stepped:
+            state.pop(parameter, None)
 
 
 def share_of(master: MasterStore, optimizer: Optimizer | None, vector: ParameterVector) -> Share:

@@ -14,6 +14,7 @@ It promises: loss and gradients are those of the plain model on the whole mini-b
 optimizer step changes the weights; what one rank finds wrong before a phase is raised by all ranks before a byte moves.
 """
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,7 +47,7 @@ from hf_hotspa.model.options import EngineOptions, default_device
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause
+from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, hotspa_cause, packed_flags
 from hf_hotspa.parallel.flexible_work import FlexibleWork
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
 from hf_hotspa.parallel.same_rows import check_mini_batch
@@ -125,7 +126,7 @@ class HotSPaEngine:
         self._switching.prepare()
         self.observer = Observer()
         self.stop_ranks: tuple[int, ...] = ()
-        self._steps, self._grad_norm = 0, 0.0
+        self._steps, self._grad_norm, self._reached = 0, 0.0, frozenset[str]()
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -326,6 +327,7 @@ class HotSPaEngine:
         self._agreed = time.perf_counter()  # about the same moment on all ranks
         if not add:
             self.master.zero_gradients()
+            self._reached = frozenset()
         self.master.bind_gradients()
         loaded = (
             scored.hand_over([phase.bucket.strategy for phase in mini_batch.phases]) if scored is not None else None
@@ -402,10 +404,12 @@ class HotSPaEngine:
         where: str,
     ) -> StepReport:  # fmt: skip
         mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
-        updates = self.updates
+        updates, trained = self.updates, self.master.trained
+        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
+        reached = packed_flags(any(name in runner.parts.reached for runner in runners) for name in trained)
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
-        values = [loss, square, *mine, *(number for phase in measures for number in phase)]
-        rows = self.agreement.gather(values)
+        values = [loss, square, *mine, *(number for phase in measures for number in phase), *reached]
+        rows, flags = self.agreement.gather(values).tensor_split([len(values) - len(reached)], 1)
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         self._grad_norm = squared_norm**0.5
         self.stop_ranks = tuple(rows[:, 4].nonzero().flatten().tolist())
@@ -413,9 +417,11 @@ class HotSPaEngine:
             raise_non_finite(
                 mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where, updates is None
             )
+        if updates is None:
+            self._reached |= set(itertools.compress(trained, any_flag(flags, len(trained))))
+            self.master.bind_gradients(self._reached)
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
-        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
         ways = [context.way if (context := runner.replica.context) is not None else "" for runner in runners]
         facts = [PhaseFacts(runner.frozen_bytes, way) for runner, way in zip(runners, ways, strict=True)]
         return step_report(

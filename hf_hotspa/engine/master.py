@@ -53,6 +53,7 @@ class MasterStore:
         gradients: The same for trained segments.
         parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model; their `.grad` is a
             view of `gradients` after `bind_gradients`. Parameters of which this rank owns nothing have size 0.
+        trained: The names of those that have gradients, the same on all ranks.
         shares: What this rank owns of each parameter, by Hugging Face name.
         frozen_version: Counts the changes of frozen weights, so that strategies that hold them know theirs are old.
     """
@@ -82,7 +83,8 @@ class MasterStore:
             has_gradient = size and segment.trainable and trained
             self.gradients.append(torch.zeros(size, **memory) if has_gradient else None)
         self.parameters: dict[str, nn.Parameter] = {}
-        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        self._views: dict[str, Tensor] = {}
+        self._bound: Collection[str] = ()
         owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
         self.shares = {spec.name: _share(spec, vector.segment_of(spec).index, owned) for spec in vector.specs}
         for name, (spec, start, stop, index, low) in self.shares.items():
@@ -92,7 +94,8 @@ class MasterStore:
             view = buffer[here] if buffer is not None else torch.empty(0, dtype=dtype, device=device)
             parameter = self.parameters[name] = nn.Parameter(view, requires_grad=spec.trainable and trained)
             if parameter.requires_grad:
-                self._views.append((parameter, grad[here] if grad is not None else torch.empty_like(view)))
+                self._views[name] = grad[here] if grad is not None else torch.empty_like(view)
+        self.trained = tuple(self._views)
 
     def empty_buffers(self) -> list[Tensor | None]:
         """Zeros, laid out as this rank's trained weights: by segment, None where it owns nothing or nothing is trained."""
@@ -165,23 +168,27 @@ class MasterStore:
             if gradient is not None:
                 gradient.zero_()
 
-    def bind_gradients(self) -> None:
-        """Hangs the gradients on the parameters (an optimizer's `zero_grad` may have dropped them)."""
-        for parameter, gradient in self._views:
-            parameter.grad = gradient
+    def bind_gradients(self, names: Collection[str] | None = None) -> None:
+        """Hangs the gradients on the parameters (an optimizer's `zero_grad` may have dropped them).
 
-    def unbind_gradients(self) -> None:
-        """Takes them off again: an optimizer leaves parameters without a gradient as they are."""
-        for parameter, _ in self._views:
-            parameter.grad = None
+        Args:
+            names: Those that have one; all when None. Of the others they are taken off: an optimizer leaves parameters without
+                a gradient as they are, without decay.
+        """
+        self._bound = self.trained if names is None else names
+        for name, gradient in self._views.items():
+            self.parameters[name].grad = gradient if name in self._bound else None
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether the gradients hang where `bind_gradients` has put them."""
+        return all(self.parameters[name].grad is not None for name in self._bound)
 
     def drop_gradients_of(self, names: Collection[str]) -> None:
         """Makes the gradients of some parameters 0, and takes them off."""
         for name in names:
-            parameter = self.parameters[name]
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-                parameter.grad = None
+            self._views[name].zero_()
+        self.bind_gradients(set(self._bound) - set(names))
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradients, in fp64. Every element is owned once, so ranks add up exactly."""
@@ -196,5 +203,4 @@ class MasterStore:
 
     def non_finite_parameters(self) -> list[str]:
         """Names of the parameters whose gradient on this rank is NaN or infinite."""
-        names = {id(p): name for name, p in self.parameters.items()}
-        return [names[id(p)] for p, gradient in self._views if not torch.isfinite(gradient).all()]
+        return [name for name, gradient in self._views.items() if not torch.isfinite(gradient).all()]

@@ -11,7 +11,7 @@ flight need, and runs our 1F1B with them. Promises:
 * A gradient that is not finite is not applied, nor is any later one of the mini-batch on this stage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -64,14 +64,22 @@ class StageUpdates:
             )
         self._squares, self._num, self._is_finite = 0.0, 0, True
 
-    def update(self) -> None:
-        """One step on the gradients that the master store has. Collective in the stage."""
+    def update(self, reached: Collection[str]) -> None:
+        """One step on the gradients that the master store has. Collective in the stage.
+
+        Args:
+            reached: The parameters that this rank has given a gradient; of the stage's, those that no rank has are not stepped.
+        """
         assert self.step is not None
-        square = own = self._master.squared_norm()
+        own, trained = self._master.squared_norm(), self._master.trained
+        # of other stages' parameters there is nothing here; they count as stepped, or their state would be missing here
+        is_here = [float(self._master.parameters[name].numel() > 0) for name in trained]
+        sums = [own, *is_here, *(float(name in reached) for name in trained)]
         if self._stage is not None:
-            total = torch.tensor(own, dtype=torch.float64, device=self._master.compute_device)
+            total = torch.tensor(sums, dtype=torch.float64, device=self._master.compute_device)
             dist.all_reduce(total, group=self._stage)
-            square = float(total)
+            sums = total.tolist()
+        square, of_stage, counts = sums[0], sums[1 : len(trained) + 1], sums[len(trained) + 1 :]
         self._squares, self._num = self._squares + own, self._num + 1
         self._is_finite = self._is_finite and square < float("inf")
         if not self._is_finite:
@@ -79,12 +87,13 @@ class StageUpdates:
         most = self.mode.max_norm
         if most is not None and (factor := most / (square**0.5 + 1e-6)) < 1.0:
             self._master.scale_gradients(factor)
-        self._master.bind_gradients()
+        steps = zip(trained, of_stage, counts, strict=True)
+        self._master.bind_gradients({name for name, is_own, count in steps if count or not is_own})
         self.step()
 
     def end(self) -> None:
         """All updates of the mini-batch are made: a step of the optimizer that the loop around it makes changes nothing."""
-        self._master.unbind_gradients()
+        self._master.bind_gradients(())
 
     @property
     def squared_norm(self) -> float:
@@ -206,10 +215,11 @@ class PipeDreamRunner(PhaseRunner):
         if self._labels[k]:
             self._master.zero_gradients()
             self._return(None).result()
-            self._updates.update()
+            self._updates.update(self.parts.reached)
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.zero_()
+        self.replica.reached.clear()
         in_flight = self._versions[k + 1 :]
         for version in [v for v in self._held if v not in in_flight]:
             self._free.append(self._held.pop(version))

@@ -5,6 +5,7 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 """
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping
 from functools import partial
@@ -13,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
 from hf_hotspa.parallel.adapters import INTEGERS, bare_model, bit_sum
+from hf_hotspa.parallel.dropout_settings import attention_dropouts
 
 _OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
 """Fields that each call of a forward may say otherwise, or that say where a config is from."""
@@ -65,6 +67,105 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
             fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
         )
     _check_scalings(fresh, description)
+    bare = bare_model(model)[0]
+    facts, expected_facts = module_facts(bare), module_facts(fresh)
+    if attention_dropouts(bare.config) != attention_dropouts(description.config):  # turned off for this run
+        facts, expected_facts = ({k: v for k, v in of.items() if "drop" not in k[1]} for of in (facts, expected_facts))
+    if changes := changed_facts(facts, expected_facts, fresh):
+        raise ModelError(
+            f"{changes[0]} as its config makes it ({len(changes)} differ)",
+            why="the model is rebuilt from its class and config for every strategy, and the change would be lost",
+            fix="put it into the config, or into the __init__ of a subclass of the model, before training",
+        )
+
+
+Facts = dict[tuple[str, str], Any]
+"""What of a model's modules decides what they compute beside weights, buffers and config, by module and attribute."""
+
+
+def module_facts(model: nn.Module) -> Facts:
+    """The class of each module, and its attributes that are numbers, strings, functions, plain tensors, or tuples of such.
+
+    What is no such thing is left out, and so is what anything but a forward changes and reads.
+    """
+    facts: Facts = {}
+    for name, module in model.named_modules():
+        facts[name, _CLASS] = type(module)
+        for key, value in vars(module).items():
+            of_class = getattr(type(module), key, None)
+            if inspect.isfunction(of_class) and name:  # a method that was replaced on the object
+                facts[name, key] = value
+            elif key.startswith("_") or key in _OF_NO_FORWARD or hasattr(PreTrainedModel, key):
+                continue
+            elif (plain := _plain(value)) is not _OTHER:
+                facts[name, key] = plain
+    return facts
+
+
+def changed_facts(facts: Facts, expected: Facts, like: nn.Module) -> list[str]:
+    """Where facts are not the expected ones, as texts that name module, attribute and both values.
+
+    Attributes that neither the expected facts nor the classes of the modules have are passed over: no forward knows them.
+
+    Args:
+        like: What the expected facts are of.
+    """
+    names, modules = {name for name, _ in facts}, dict(like.named_modules())
+    texts = [
+        f"module {name!r} is missing, and a {modules[name].__class__.__name__}" for name in modules if name not in names
+    ]
+    for (name, key), value in facts.items():
+        place = f"module {name or 'model'!r}"
+        if name not in modules:
+            texts += [f"{place} is a {value.__name__}, and not there"] if key == _CLASS else []
+            continue
+        wanted = expected.get((name, key), _OTHER)
+        if wanted is _OTHER:
+            wanted = _plain(getattr(modules[name], key, _OTHER))
+        if key == _CLASS and value is not wanted:
+            texts.append(f"{place} is a {value.__name__}, and a {wanted.__name__}")
+        elif key != _CLASS and wanted != value and not (wanted is _OTHER and not hasattr(modules[name], key)):
+            texts.append(f"{place} has {key}={_text(value)}, and {_text(wanted)}")
+    gone = [(name, key) for name, key in expected.keys() - facts.keys() if name in names]
+    return texts + [
+        f"module {name or 'model'!r} has another kind of {key}, and {_text(wanted)}"
+        for name, key in sorted(gone)
+        for wanted in [expected[name, key]]
+        if callable(wanted) or isinstance(wanted, bool | int | float | str)
+    ]
+
+
+_CLASS = "class"
+_OTHER = object()
+_OF_NO_FORWARD = (
+    "training", "gradient_checkpointing", "max_seq_len_cached", "output_router_logits", "merged_adapters", "name_or_path",
+    "vocab_size", "num_embeddings",
+)  # fmt: skip
+"""Attributes that change while a model is used, that say what each call may say otherwise, or what the weights say."""
+_MOST_NUMBERS = 4096
+
+
+def _plain(value: Any) -> Any:
+    """A value to compare and to show; `_OTHER` for objects of any other kind."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), value.tolist()) if not value.is_meta and value.numel() <= _MOST_NUMBERS else _OTHER
+    if inspect.isroutine(value) and not inspect.ismethod(value):
+        return value
+    if isinstance(value, partial):
+        return _plain((value.func, value.args, tuple(value.keywords.items())))
+    if isinstance(value, list | tuple):
+        parts = tuple(map(_plain, value))
+        return _OTHER if any(part is _OTHER for part in parts) else parts
+    if isinstance(value, float) and value != value:
+        return "nan"
+    return value if value is None or isinstance(value, bool | int | float | str) else _OTHER
+
+
+def _text(value: Any) -> str:
+    return "something else" if value is _OTHER else f"{getattr(value, '__qualname__', None) or repr(value)[:_SHOWN]}"
+
+
+_SHOWN = 60
 
 
 def check_same_build(model: nn.Module, description: ModelDescription, buffers: Mapping[str, Tensor]) -> None:

@@ -39,6 +39,11 @@ class Parts(tuple[Replica, ...]):
             part.begin_step(step)
 
     @property
+    def reached(self) -> set[str]:
+        """See `Replica`."""
+        return set().union(*(part.reached for part in self))
+
+    @property
     def balance_loss(self) -> Tensor:
         """fp64 scalar: the balance loss of the routers here, but of those whose stage has it in its loss."""
         losses = [part.balance_loss.cpu() for part in self if not part.is_last]

@@ -90,6 +90,7 @@ class Replica:
         objective: What a last stage makes of logits.
         routers: The routers of the layers here, whose balance loss `balance_of` computes; None where none is wanted.
         attachments: What is told of steps, phases and forwards.
+        reached: The names of the parameters that a backward of the present mini-batch has given a gradient.
         keeps_graphs: Whether forwards on a stage that has all layers keep their graphs, in `kept`: the next forward with the
             loss of the same pack begins behind the layers.
         begin_pass, end_pass: Called around each forward and each backward; `end_pass` before another stage is waited for.
@@ -107,6 +108,7 @@ class Replica:
         options = options or EngineOptions()
         self.mesh, self.device = mesh, device
         self.losses: list[Tensor] = []
+        self.reached = set[str]()
         self.logits: list[Tensor] | None = None
         self._vocab_size, self._own_loss = vocabulary_of_logits(description), options.loss
         self._gradients, self._counts_from = options.gradients, description.counts_from
@@ -224,7 +226,8 @@ class Replica:
         if not self.is_last:
             for name in description.norms:
                 setattr(base, name, PassThrough())
-            model.set_submodule(description.head, PassThrough())
+            for name in {description.head, *(name for name, _ in model.named_children() if name != description.base)}:
+                model.set_submodule(name, PassThrough())
         return model
 
     def _own_parameters(self, description: ModelDescription) -> list[tuple[nn.Parameter, Slot]]:
@@ -237,6 +240,7 @@ class Replica:
             parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=spec.trainable)
             if spec.trainable:
                 widen(parameter, getattr(torch, self._gradients.accumulated(spec.dtype)))
+                parameter.register_post_accumulate_grad_hook(lambda _, name=spec.name: self.reached.add(name))
             for name in (spec.name, *spec.tied_names):
                 module, _, leaf = description.local_name(name).rpartition(".")
                 if leaf in getattr(modules.get(module), "_parameters", {}):
@@ -419,7 +423,8 @@ class Replica:
         return num_tokens if self.context is None else self.context.tokens_kept(num_tokens)
 
     def begin_step(self, step: int) -> None:
-        """What is random draws from the number of the mini-batch that begins."""
+        """What is random draws from the number of the mini-batch that begins; no gradient has come yet."""
+        self.reached.clear()
         for random in (self.noise, self.dropout):
             if random is not None:
                 random.step = step

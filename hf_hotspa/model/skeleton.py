@@ -25,4 +25,7 @@ def build_skeleton(description: ModelDescription) -> Any:
         model.tie_weights()
         if description.adapters is not None:
             inject(model, description.adapters)
+    for name, module in model.named_modules():
+        if name in description.paddings:
+            module.padding_idx = description.paddings[name]
     return model

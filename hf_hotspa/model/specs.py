@@ -62,6 +62,7 @@ class ModelDescription:
         router_layers: Routers whose balance loss is part of the loss; 0 for none.
         whole: Why blocks that the tensor-parallel plan names are held whole all the same, by name.
         experts: The modules of fused experts, which ep divides, by name, and how many each has.
+        paddings: The `padding_idx` of modules that have one; the config may have got its padding token later than these.
         compute_dtype: The dtype of activations.
         counts_from: The id of padding from which its embedding counts positions; None where these begin with 0.
         prefix: What the names of parameters begin with in the model that was given, before those in `model_class`.
@@ -83,6 +84,7 @@ class ModelDescription:
     router_layers: int
     whole: Mapping[str, str]
     experts: Mapping[str, int]
+    paddings: Mapping[str, int | None]
     compute_dtype: torch.dtype
     counts_from: int | None = None
     prefix: str = ""
@@ -91,7 +93,7 @@ class ModelDescription:
     def digest(self) -> str:
         """Equal on ranks whose models and layouts agree."""
         adapters = self.adapters.digest() if self.adapters is not None else ""
-        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters}"
+        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters} {self.paddings}"
 
     def local_name(self, name: str) -> str:
         """A parameter's name in `model_class`."""
@@ -301,6 +303,7 @@ def describe_model(
         router_layers=routers,
         whole=plan.whole,
         experts=fused,
+        paddings={name: m.padding_idx for name, m in bare.named_modules() if "padding_idx" in vars(m)},
         compute_dtype=compute_dtype or bare.dtype,
         counts_from=counted,
         prefix=prefix,

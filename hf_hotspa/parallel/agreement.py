@@ -9,8 +9,10 @@ monitored barrier in the same store, and the one that does not answer is named (
 caught is over with the next agreement of all ranks: later ones are told in a mailbox of their own.
 """
 
+import functools
 import hashlib
 import json
+import operator
 import re
 import weakref
 from collections import Counter
@@ -27,7 +29,7 @@ from hf_hotspa.parallel.monitored_barrier import MonitoredBarrier
 T = TypeVar("T")
 _MAILBOX_KEY = "hotspa_first_error"
 _MAX_LISTED, _MAX_RANKS, _MAX_SHOWN = 5, 8, 120
-_HALF = 1 << 63
+_HALF, _FLAGS = 1 << 63, 48
 _LOST = re.compile(
     "[Cc]onnection (closed|reset|refused)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
 )
@@ -46,6 +48,26 @@ def rank_names(ranks: Sequence[int]) -> str:
     if len(ranks) > _MAX_RANKS:
         return f"ranks {', '.join(map(str, ranks[:_MAX_RANKS]))} and {len(ranks) - _MAX_RANKS} more"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def packed_flags(flags: Iterable[bool]) -> list[float]:
+    """Flags as few numbers, for `Agreement.gather`: 48 in each, which an fp64 holds exactly."""
+    bits = list(flags)
+    return [
+        float(sum(flag << place for place, flag in enumerate(bits[i : i + _FLAGS])))
+        for i in range(0, len(bits), _FLAGS)
+    ]
+
+
+def any_flag(gathered: torch.Tensor, number: int) -> list[bool]:
+    """Which of some flags any rank has set.
+
+    Args:
+        gathered: fp64 [world size, n], the `packed_flags` of each rank.
+        number: How many they are.
+    """
+    words = [functools.reduce(operator.or_, map(int, column)) for column in gathered.T.tolist()]
+    return [bool(words[place // _FLAGS] >> place % _FLAGS & 1) for place in range(number)]
 
 
 def odd_ones(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:

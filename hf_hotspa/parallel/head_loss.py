@@ -78,9 +78,7 @@ class _ChunkedLoss(torch.autograd.Function):
         wanted = [parameter for parameter in parameters if parameter.requires_grad]
         needs_hidden = ctx.needs_input_grad[2]
         of_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        sums = [
-            torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device) for p in wanted
-        ]
+        sums: list[Tensor | None] = [None] * len(wanted)
         for place in chunks:
             with torch.enable_grad():
                 part = hidden[:, place].detach().requires_grad_(needs_hidden)
@@ -92,9 +90,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 mine = gradients.pop(0)
                 if mine is not None:
                     of_hidden[:, place] = mine
-            for whole, mine in zip(sums, gradients, strict=True):
+            for index, mine in enumerate(gradients):
                 if mine is not None:
-                    whole += mine
+                    wide, whole = torch.promote_types(mine.dtype, torch.float32), sums[index]
+                    sums[index] = mine.to(wide, copy=True) if whole is None else whole.add_(mine)
         ctx.of_hidden = of_hidden
         ctx.sums = [sums.pop(0) if parameter.requires_grad else None for parameter in parameters]
         return total

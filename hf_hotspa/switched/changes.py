@@ -6,7 +6,7 @@ Replicas are built once. `ObjectChanges` looks at the object where a step begins
 * a parameter that is frozen gets no gradient from then on, as with torch; one that was frozen when the replicas were built has no
   place for a gradient, and unfreezing it is refused;
 * weights that were changed where they are current (`SwitchedModel.show`) are trained on;
-* another value in the config is refused: what is built goes by it.
+* another value in the config, another module, or another attribute of a module is refused: what is built goes by them.
 """
 
 import json
@@ -18,7 +18,7 @@ from hf_hotspa.checkpoint.tensors import copy_buffers
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.errors import HotspaError, UnsupportedError
-from hf_hotspa.model.model_check import deciding_values, weights_digest
+from hf_hotspa.model.model_check import changed_facts, deciding_values, module_facts, weights_digest
 from hf_hotspa.parallel.adapters import bare_model
 
 _SHOWN = 3
@@ -37,7 +37,7 @@ class ObjectChanges:
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
         self._model, self._engine, self._bare = model, engine, bare_model(model)[0]
         self._parameters = self._by_name()
-        self._config = self._values()
+        self._config, self._facts = self._values(), module_facts(self._bare)
         self._buffers = {name: buffer.clone() for name, buffer in self._bare.named_buffers()}
         self.frozen = frozenset[str]()
         self._digest: str | None = None
@@ -105,6 +105,12 @@ class ObjectChanges:
                 f"the config values {_some(names)} were changed after the training had started",
                 why="the replicas that run were built by the config as it was",
                 fix="set them before train()",
+            )
+        if changes := changed_facts(module_facts(self._bare), self._facts, self._bare):
+            return UnsupportedError(
+                f"{changes[0]} when the training had started ({len(changes)} differ)",
+                why="the replicas that run were built by the model as it was",
+                fix="put it into the config before train()",
             )
         return None
 

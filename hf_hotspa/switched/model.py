@@ -389,7 +389,7 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.let_go()
         if self._calls:
             self.engine.drop_gradients()
-            self.engine.master.unbind_gradients()  # an optimizer leaves parameters without a gradient as they are
+            self.engine.master.bind_gradients(())  # an optimizer leaves parameters without a gradient as they are
         self._begin_step()
 
     def _note_gradients(self) -> None:
@@ -400,7 +400,7 @@ class SwitchedModel(DistributedDataParallel):
         """Whether somebody has cleared the gradients since the first call of the step (`optimizer.zero_grad()`)."""
         if not self._calls or self.engine.updates is not None:
             return False
-        if any(p.grad is None for _, p in self.engine.named_parameters()):
+        if not self.engine.master.is_bound:
             return True
         gradients = [g for g in self.engine.master.gradients if g is not None]
         changed = sum(g._version for g in gradients) != self._gradient_version

@@ -100,6 +100,17 @@ def _resumed(kit: Kit) -> Seen:
     return {**kit.train(trainer, resume_from_checkpoint=f"{changes['output_dir']}/checkpoint-2"), "looks": looks}
 
 
+class _SetsEpsilon(TrainerCallback):
+    """Changes a number that a forward reads, on the object."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.model.norm.variance_epsilon = 0.5
+
+
+def _epsilon_changed(kit: Kit) -> Seen:
+    return kit.train(kit.trainer(callbacks=[_SetsEpsilon()]))
+
+
 class _Pruned(Exception):
     """What a callback raises to end a run."""
 
@@ -141,6 +152,12 @@ MOVES: tuple[Move, ...] = (
     Move("`compute_metrics` looks at `trainer.model`", _metrics),
     Move("`evaluate` overridden, which looks at `self.model`", _evaluate_overridden),
     Move("weights looked at in `on_train_begin` of a resumed run", _resumed),
+    Move(
+        "a number in a module (`variance_epsilon`, `scaling`, ...) changed in `on_train_begin`, or later",
+        _epsilon_changed,
+        refused=r"'model.norm' has variance_epsilon=0.5, and 1e-0\d when the training had started",
+        instead="set it in the config before training",
+    ),
     Move(
         "a callback raises an exception of its own, which the script catches",
         _pruned,

@@ -11,6 +11,7 @@ from transformers import (
     BertLMHeadModel,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
     LlamaModel,
     PreTrainedModel,
@@ -147,6 +148,56 @@ def _subclass(kit: Kit) -> Seen:
     return kit.train(kit.trainer(model=model))
 
 
+class _Spare(LlamaForCausalLM):
+    """Has weights that no loss reaches, in a layer and beside the head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model.layers[1].mlp.spare = nn.Linear(config.hidden_size, 5)
+        self.value_head = nn.Linear(config.hidden_size, 1, bias=False)
+
+
+def _never_reached(kit: Kit) -> Seen:
+    """A run with a resumption, under each of some mixes: the resumed one has no state of these weights."""
+    mixes = [None] if kit.world_size == 1 else [None, "pp2:16@32,dp2+z3:64@64"]
+    seen: dict[str, Any] = {}
+    for number, mix in enumerate(mixes):
+        own = {"weight_decay": 0.3, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+        own |= {"hotspa_strategies": mix} if mix is not None else {}
+        folder = str(kit.folder / f"out{number}")
+        for steps in (2, 4):
+            torch.manual_seed(0)
+            trainer = kit.trainer(
+                model=_Spare(tiny_config("llama_gqa_bias")), args=kit.arguments(**own, output_dir=folder)
+            )
+            trainer.args.max_steps = steps
+            seen[f"{mix}, {steps}"] = kit.train(trainer, resume_from_checkpoint=steps > 2)
+            states = trainer.optimizer.state_dict()["state"]
+            seen[f"{mix}, {steps} states"] = len(states)
+            kit.close()
+    return {
+        name: {k: v for k, v in of.items() if k != "logs"} if isinstance(of, dict) else of for name, of in seen.items()
+    }
+
+
+def _padding_named_later(kit: Kit) -> Seen:
+    model = kit.model()
+    model.config.pad_token_id = 7  # of which the rows have some
+    return kit.train(kit.trainer(model=model))
+
+
+def _another_activation(kit: Kit) -> Seen:
+    model = kit.model()
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+    return kit.train(kit.trainer(model=model))
+
+
+def _another_epsilon(kit: Kit) -> Seen:
+    model = kit.model()
+    model.model.norm.variance_epsilon = 0.5
+    return kit.train(kit.trainer(model=model))
+
+
 MOVES: tuple[Move, ...] = (
     Move(
         "GPT-2 without dropout, the first label of a row masked", _gpt2_data_parallel,
@@ -164,6 +215,16 @@ MOVES: tuple[Move, ...] = (
     Move("a `model_init`", _model_init, ours="what it draws does not change the order of the rows"),
     Move("layers frozen with `requires_grad_(False)`", _frozen_layer),
     Move("a subclass of a causal language model", _subclass),
+    Move("trained weights that no loss reaches", _never_reached, ours="no decay, no momentum, no state in checkpoints, as with torch"),
+    Move("`model.config.pad_token_id` set after the model was made", _padding_named_later),
+    Move(
+        "another activation in a layer of the object", _another_activation,
+        left=True, refused=r"layers.0.mlp.act_fn' is a ReLU, and a SiLU", instead="set `hidden_act` in the config, or subclass the model",
+    ),
+    Move(
+        "another number in a module of the object (`variance_epsilon`, `scaling`, `top_k`, ...)", _another_epsilon,
+        left=True, refused=r"'model.norm' has variance_epsilon=0.5, and 1e-0", instead="set it in the config, or subclass the model",
+    ),
     Move("an `nn.Module` of your own", _of(_Toy), left=True, refused="is a _Toy, not a transformers", instead=_INSTEAD),
     Move(
         "a `model_init` that gives such a module", _model_init_of_another_kind,

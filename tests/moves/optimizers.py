@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback
+from transformers.optimization import Adafactor
 
 from tests.moves import Kit, Move, Seen, with_arguments
 
@@ -168,6 +169,11 @@ def _foreign(kit: Kit) -> Seen:
     return kit.train(kit.trainer(optimizers=(torch.optim.AdamW(kit.model().parameters()), None)))
 
 
+def _warms_up_itself(kit: Kit) -> Seen:
+    model = kit.model()
+    return kit.train(kit.trainer(model=model, optimizers=(Adafactor(model.parameters(), warmup_init=True), None)))
+
+
 def _whole_matrices(kit: Kit) -> Seen:
     model = kit.model()
     return kit.train(kit.trainer(model=model, optimizers=(torch.optim.Adafactor(model.parameters()), None)))
@@ -232,6 +238,10 @@ MOVES: tuple[Move, ...] = (
     Move("`train()` twice with one's own optimizer, and other weights", _twice),
     Move("resuming with one's own optimizer", _resumed),
     Move("an optimizer on another model's parameters", _foreign, left=True, refused="are not the model's", instead=_OWN),
+    Move(
+        "transformers' `Adafactor` with `warmup_init`", _warms_up_itself, left=True, refused="Adafactor is not elementwise",
+        instead=_ELEMENTWISE,
+    ),
     Move("an optimizer of whole matrices (`Adafactor`)", _whole_matrices, left=True, refused="Adafactor", instead=_ELEMENTWISE),
     Move(
         "an optimizer that looks at all gradients at once", _clips_itself, left=True, refused="_ClipsItself is not elementwise",

@@ -16,7 +16,7 @@ from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, ModelErr
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.model.storage import to_storage
 from hf_hotspa.model.weight_files import INDEX, WEIGHTS, WeightFiles
-from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.agreement import Agreement, any_flag, packed_flags
 from tests.families import FAMILIES, tiny_model
 
 
@@ -290,3 +290,10 @@ def test_a_model_in_memory_is_read_for_its_digest_once_when_the_engine_starts(tm
     switched.take_changes()  # the user may have changed the weights in between
     assert sorted(read) == sorted(p.data_ptr() for p in trainer.model.parameters())
     trainer.close_engine()
+
+
+def test_flags_of_ranks_travel_as_few_numbers():
+    of_ranks = [[place % 7 == rank for place in range(100)] for rank in range(3)]
+    gathered = torch.tensor([packed_flags(flags) for flags in of_ranks], dtype=torch.float64)
+    assert gathered.shape == (3, 3)
+    assert any_flag(gathered, 100) == [place % 7 < 3 for place in range(100)]

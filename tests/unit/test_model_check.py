@@ -1,0 +1,122 @@
+"""What was changed on a model object beside its config: refused by name, but for what no forward reads."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.model.model_check import changed_facts, check_model, module_facts
+from hf_hotspa.model.skeleton import build_skeleton
+from hf_hotspa.model.specs import describe_model
+from tests.families import FAMILIES, MIXTURE, tiny_model
+from tests.tiny_families import tiny_model_of
+
+LAYER = "model.layers.1."
+
+
+def swapped(model):
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def scaled_adapter(model):
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    next(m for m in model.modules() if hasattr(m, "set_scale")).set_scale("default", 7.0)
+    return model
+
+
+def named_padding(model):
+    model.resize_token_embeddings(model.config.vocab_size + 1)
+    model.config.pad_token_id = model.config.vocab_size - 1
+
+
+REFUSED = {
+    "activation": ("llama", f"{LAYER}mlp", "act_fn", nn.ReLU(), r"layers\.1\.mlp\.act_fn' is a ReLU, and a SiLU"),
+    "norm": ("qwen3", f"{LAYER}self_attn.q_norm", "variance_epsilon", 0.3, "variance_epsilon=0.3, and 1e-06"),
+    "scaling": ("phi3", f"{LAYER}self_attn", "scaling", torch.tensor(3.0), r"layers\.1\.self_attn' has scaling="),
+    "rotary": ("llama", "model.rotary_emb", "attention_scaling", 1.5, "attention_scaling=1.5, and 1.0"),
+    "softcap": ("gemma2", f"{LAYER}self_attn", "attn_logit_softcapping", None, "attn_logit_softcapping=None"),
+    "window": ("gemma2", "model.layers.0.self_attn", "sliding_window", 3, "sliding_window=3"),
+    "router": ("mixtral", f"{LAYER}mlp.gate", "top_k", 1, "top_k=1, and 2"),
+    "jitter": ("mixtral", f"{LAYER}mlp", "jitter_noise", 0.2, "jitter_noise=0.2"),
+    "dropout": ("gpt2", "transformer.drop", "p", 0.3, "'transformer.drop' has p=0.3"),
+    "function": ("gpt2", "transformer.h.0.mlp", "act", nn.functional.gelu, "act=gelu|act' is missing"),
+    "added": ("llama", f"{LAYER}mlp", "extra", nn.Identity(), "mlp.extra' is a Identity, and not there"),
+    "callable object": ("llama", f"{LAYER}self_attn", "scaling", slice(3), "another kind of scaling, and 0."),
+    "of the class": ("llama", f"{LAYER}mlp", "extra_repr", print, "extra_repr=print"),
+}
+ACCEPTED = {
+    "note": lambda model: setattr(model.model, "note", 3),
+    "name": lambda model: setattr(model, "name_or_path", "elsewhere"),
+    "devices": lambda model: setattr(model, "hf_device_map", {"": "cpu"}),
+    "noise": lambda model: setattr(model.get_input_embeddings(), "neftune_noise_alpha", 5.0),
+    "attention": lambda model: model.set_attn_implementation("eager"),
+    "evaluation": lambda model: model.eval() and None,
+    "checkpointing": lambda model: setattr(model.model.layers[0], "gradient_checkpointing", True),
+    "generation": lambda model: model.generate(torch.tensor([[3, 4]]), max_new_tokens=2, pad_token_id=0)[:0],
+    "dtype": lambda model: model.bfloat16(),
+    "padding": named_padding,
+    "adapter": lambda model: get_peft_model(model, LoraConfig(target_modules="all-linear", lora_dropout=0.1)),
+}
+
+
+def checked(model):
+    check_model(model, describe_model(model))
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_an_attribute_that_a_forward_reads_is_refused(change):
+    family, module, attribute, value, words = REFUSED[change]
+    model = tiny_model_of(family)
+    if isinstance(value, nn.Module) or not isinstance(getattr(model.get_submodule(module), attribute, None), nn.Module):
+        setattr(model.get_submodule(module), attribute, value)
+    else:
+        delattr(model.get_submodule(module), attribute)
+        setattr(model.get_submodule(module), attribute, value)
+    with pytest.raises(HotspaError, match=words):
+        checked(model)
+
+
+@pytest.mark.parametrize(("change", "words"), [(swapped, "layer_idx=1, and 0"), (scaled_adapter, "scales by 7.0")])
+def test_modules_in_other_places_are_refused(change, words):
+    model = tiny_model_of("llama")
+    model = change(model) or model
+    with pytest.raises(HotspaError, match=words):
+        checked(model)
+
+
+@pytest.mark.parametrize("change", ACCEPTED)
+def test_what_no_forward_reads_is_accepted(change):
+    model = tiny_model_of("llama")
+    made = ACCEPTED[change](model)
+    checked(made if isinstance(made, nn.Module) else model)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, MIXTURE, "gemma4_text", "qwen3_next", "deepseek_v3", "opt"])
+def test_a_model_as_its_class_makes_it_is_accepted(family):
+    checked(tiny_model(family) if family in (*FAMILIES, MIXTURE) else tiny_model_of(family))
+
+
+def test_attention_dropout_that_is_off_for_a_run_is_no_change():
+    model = tiny_model("llama_gqa_bias", attention_dropout=0.5)
+    check_model(model, describe_model(model, attention_dropout=False))
+
+
+def test_replicas_have_the_padding_row_of_the_object():
+    model = tiny_model("llama_gqa_bias")
+    before = model.get_input_embeddings().padding_idx
+    model.config.pad_token_id = 7
+    assert build_skeleton(describe_model(model)).get_input_embeddings().padding_idx == before
+
+
+def test_a_change_while_training_is_found():
+    model = tiny_model("llama_gqa_bias")
+    facts = module_facts(model)
+    model.eval()
+    assert not changed_facts(module_facts(model), facts, model)
+    model.model.layers[0].mlp.act_fn = nn.ReLU()
+    model.model.norm.variance_epsilon = 0.5
+    first, second = changed_facts(module_facts(model), facts, model)
+    assert "act_fn' is a ReLU" in first
+    assert "variance_epsilon=0.5" in second
