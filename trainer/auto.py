@@ -49,7 +49,7 @@ from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.single import SingleStrategy, fitting, with_single
 from hf_hotspa.stragglers.modes import GIVING
-from hf_hotspa.strategy import Bucket, Strategy, strategies_with_options
+from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -271,8 +271,9 @@ class AutoStrategies:
             return
         same = self.chooser.load_state_dict(state["chooser"])
         pool = [str(bucket) for bucket in self.plan.pool]
-        if self._args.process_index == 0 and state["pool"] != pool:
-            logger.warning("auto strategies: %s before, %s now", ", ".join(map(str, state["pool"])), ", ".join(pool))
+        before = [as_written(str(bucket)) for bucket in state["pool"]]
+        if self._args.process_index == 0 and before != pool:
+            logger.warning("auto strategies: %s before, %s now", ", ".join(before), ", ".join(pool))
         elif self._args.process_index == 0 and not same:
             logger.warning("the time model is another one than before: its corrections start anew")
 

@@ -335,9 +335,9 @@ def test_buckets_are_printed_with_the_tables(capsys):
     SwitchOverheadCallback(print_table=True).on_run_begin(None, state, None, run=made_facts())
     assert capsys.readouterr().out.splitlines() == [
         "buckets on 2 ranks",
-        "tokens    strategy   pack tokens",
-        "1 - 16    dp2tp1pp1           64",
-        "17 - 100  dp1tp2pp1          100",
+        "tokens    strategy  pack tokens",
+        "1 - 16    dp2                64",
+        "17 - 100  tp2               100",
     ]
 
 
