@@ -206,13 +206,21 @@ def test_whether_it_paid(tmp_path, single_s, answer):
 
 
 def test_a_single_strategy_that_is_measured_slower_than_predicted(tmp_path):
-    """What it did in its own phases counts, not what all did."""
-    run = read_run_log(write_run(tmp_path, single_s=1.32))
-    run.steps = [
-        replace(r, report=replace(r.report, phases=(r.report.phases[0], replace(r.report.phases[1], predicted_s=0.4))))
-        for r in run.steps
-    ]
-    assert verdict(run)[0] == f"Switching paid: about 2.20x as fast as {LONG} alone (predicted)"
+    """What it did in its own phases counts, not what all did; how far others are off from that is how far it may be off."""
+    # 0.8 / 0.7 measured by predicted seconds, against 0.4 / 0.44 of the other strategy
+    unknown = f"Whether switching paid is not known: predictions are off by 26%, and the difference to {LONG} is 24%"
+    for single_s, answer in (
+        (1.30, unknown),
+        (1.50, f"Switching paid: about 1.43x as fast as {LONG} alone (predicted)"),
+    ):
+        run = read_run_log(write_run(tmp_path, single_s=single_s))
+        run.steps = [
+            replace(
+                r, report=replace(r.report, phases=(r.report.phases[0], replace(r.report.phases[1], predicted_s=0.7)))
+            )
+            for r in run.steps
+        ]
+        assert verdict(run)[0] == answer
 
 
 def test_without_a_time_model_nothing_is_claimed_that_nobody_knows(tmp_path):
