@@ -8,19 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.strategy import AXES, Bucket, Strategy, check_buckets, parse_buckets, strategies_of
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets, parse_buckets, strategies_of
 
 MODELS = {  # hidden, intermediate, layers, vocabulary; 8 heads, 4 key/value heads
     "0.9M": (128, 384, 4, 512),
     "7M": (256, 768, 8, 2048),
     "46M": (512, 1536, 12, 8192),
 }
-
-
-def short_name(strategy: Strategy) -> str:
-    """`dp2tp2` for `dp2tp2pp1`."""
-    parts = [f"{axis}{getattr(strategy, axis)}" for axis in AXES if getattr(strategy, axis) > 1]
-    return ("".join(parts) or "dp1") + strategy.options
 
 
 @dataclass(frozen=True)
@@ -58,19 +52,17 @@ def make_sides(options: argparse.Namespace, lengths: Sequence[int]) -> tuple[lis
     for strategy in contestants:
         limit = pack_limit(strategy, options.budget, options.budget_rule)
         if why := strategy.unsupported_reason(shape):
-            left_out.append(f"{short_name(strategy)} is not legal: {why}")
+            left_out.append(f"{strategy} is not legal: {why}")
         elif limit < longest:
-            left_out.append(
-                f"{short_name(strategy)} does not fit: its packs of {limit} tokens cannot hold a sequence of {longest}"
-            )
+            left_out.append(f"{strategy} does not fit: its packs of {limit} tokens cannot hold a sequence of {longest}")
         else:
-            sides.append(Side(f"static {short_name(strategy)}", (Bucket(strategy, longest, limit),)))
+            sides.append(Side(f"static {strategy}", (Bucket(strategy, longest, limit),)))
     texts = options.hot or default_hot(options, longest, sides)
     for text in texts:
         buckets = parse_buckets(text)
         check_buckets(buckets, options.ranks, shape)
         over = [str(b) for b in buckets if b.pack_tokens > pack_limit(b.strategy, options.budget, options.budget_rule)]
-        name = "hot " + " + ".join(short_name(b.strategy) for b in buckets)
+        name = "hot " + " + ".join(str(b.strategy) for b in buckets)
         if any(side.name == name for side in sides):
             name = f"hot {text}"  # the same strategies with other packs
         sides.append(Side(name + (" (over budget)" if over else ""), buckets))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contest import MODELS, check_runs_everywhere, make_model, make_rows, model_config, short_name
+from contest import MODELS, check_runs_everywhere, make_model, make_rows, model_config
 from cost_report import TARGETS, compare_memory, print_memory, print_rows, processor_seconds, summarise
 from result_file import write_json
 from worlds import run_world
@@ -260,7 +260,7 @@ def compare(options: argparse.Namespace, name: str, cases: list[Case]) -> dict[s
             rows.append(
                 {
                     "case": case.name,
-                    "strategy": short_name(strategy),
+                    "strategy": str(strategy),
                     "packs": sum(map(len, phases[key])),
                     "predicted_s": time_model.phase_seconds(strategy, phases[key]) + switches[strategy],
                     "measured_s": statistics.median(seconds),

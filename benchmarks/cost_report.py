@@ -4,8 +4,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from contest import short_name
-
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
@@ -83,7 +81,7 @@ def compare_memory(
         predicted = found.activations + found.logits
         rows.append(
             {
-                "strategy": short_name(strategy),
+                "strategy": str(strategy),
                 "tokens": tokens,
                 "predicted_bytes": predicted,
                 "measured_bytes": measured,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contest import Side, describe, make_model, make_rows, short_name
+from contest import Side, describe, make_model, make_rows
 from worlds import run_world
 
 from hf_hotspa.search.histogram import synthetic_lengths
@@ -105,7 +105,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
         choice = searched(strategies)
         chooser = PhaseChooser(pool_of(choice, capacities), time_model, switch, quadratic_cost=shape.quadratic_cost)
         fitting = [s for s in strategies if capacities.tokens(s, capacities.arena(s)) >= longest]
-        sides = [Side(f"static {short_name(s)}", searched([s]).buckets) for s in fitting]
+        sides = [Side(f"static {s}", searched([s]).buckets) for s in fitting]
         sides += [Side(AGAIN, (choice.static,)), Side("auto", choice.buckets)]
         seconds: dict[str, list[float]] = {side.name: [] for side in sides}
         cpu: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -142,7 +142,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
                     seconds[side.name].append(took)
                     cpu[side.name].append(spent)
                     if side.name == "auto":
-                        phases.append(" + ".join(short_name(p.bucket.strategy) for p in plan.phases))
+                        phases.append(" + ".join(str(p.bucket.strategy) for p in plan.phases))
                         errors.append(predicted / sum(phase.seconds for phase in report.phases) - 1)
             assert max(losses) - min(losses) < 0.5, losses  # the weights move a little from side to side
         return {
@@ -151,7 +151,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
             "mini_batch_size": size,
             "tokens": sum(lengths) / rounds,
             "longest": longest,
-            "again_of": f"static {short_name(choice.static.strategy)}",
+            "again_of": f"static {choice.static.strategy}",
             "pool": ",".join(map(str, chooser.pool)),
             "predicted_gain": choice.static_seconds / choice.seconds,
             "phases": phases,

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from contest import MODELS, Side, make_model, make_rows, make_sides, mini_batch_lengths, short_name
+from contest import MODELS, Side, make_model, make_rows, make_sides, mini_batch_lengths
 from distributions import NAMES, compare_distributions
 from result_file import write_json
 from trainer_overhead import trainer_overhead
@@ -181,7 +181,7 @@ def table_rows(sides: Sequence[Side], timings: dict[str, Timing], num_tokens: in
     """One plain row a side, with its ratios to static tp over all ranks and to the best static side."""
     medians = {name: statistics.median(timing.seconds) for name, timing in timings.items()}
     best = min((medians[s.name] for s in sides if s.is_static), default=None)
-    reference = medians.get(f"static {short_name(Strategy(tp=ranks))}")
+    reference = medians.get(f"static {Strategy(tp=ranks)}")
 
     rows = []
     for side in sides:

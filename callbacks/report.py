@@ -27,11 +27,15 @@ class ReportCallback(TraceCallback):
         path: The folder; `hotspa_report` in the output directory when None.
         steps: See `TraceCallback`.
         pictures: Also SVG files of the main charts.
+
+    Attributes:
+        gain_follows: Whether what switching gained is measured after training (`measure_gain`); false at first. Nothing is
+            claimed of it before.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, steps: int = 3, pictures: bool = False) -> None:
         super().__init__(path, steps)
-        self.pictures = pictures
+        self.pictures, self.gain_follows = pictures, False
 
     @property
     def page(self) -> Path | None:
@@ -44,8 +48,8 @@ class ReportCallback(TraceCallback):
         """Ends the record and writes the page."""
         had_record = self._writer is not None
         super().on_train_end(args, state, control, **kwargs)
-        if had_record and (run := self._make_page()) is not None:
-            tqdm.write(f"{verdict(run)[0]}. The run in one page: {self.page}")
+        if had_record and (run := self._make_page(self.gain_follows)) is not None:
+            tqdm.write(f"{verdict(run, self.gain_follows)[0]}. The run in one page: {self.page}")
 
     def on_gain_measured(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, gain: MeasuredGain, **kwargs: Any
@@ -64,12 +68,12 @@ class ReportCallback(TraceCallback):
         if had_record:
             self._make_page()
 
-    def _make_page(self) -> RunLog | None:
+    def _make_page(self, to_be_measured: bool = False) -> RunLog | None:
         if self.folder is None:
             return None
         try:
             run = read_run_log(self.folder)
-            write_whole(self.folder / PAGE_NAME, report_page(run))
+            write_whole(self.folder / PAGE_NAME, report_page(run, to_be_measured))
             if self.pictures:
                 save_pictures(run, self.folder)
         except (OSError, HotspaError) as error:

@@ -26,7 +26,6 @@ SHORT_KEYS = tuple(
     for name in (
         "tokens_per_s",
         "switch_share",
-        "predicted_gain",
         "truncated",
         "split",
         "dropped",

@@ -25,7 +25,7 @@ def main() -> None:
         eval_dataset=evaluated,
         processing_class=tokenizer,
     )
-    script.finish(trainer, script.train(trainer), settings.script)
+    script.finish(trainer, script.train(trainer, settings.script), settings.script)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ bucket          a length range ``(low, high]`` and its strategy
 pack            one row of concatenated sequences, at most a capacity of tokens, isolated from each other
 micro-batch     one forward/backward unit: one pack on one replica
 phase           the run of one strategy inside a mini-batch
-strategy        the degrees of dp, tp and pp, written ``dp4tp2pp1``
+strategy        the degrees of dp, tp and pp, written ``dp4tp2``
 axis            dp, tp or pp of a mesh
 dim             a dimension of a tensor (never an axis)
 rank            the global number of a process

@@ -45,7 +45,7 @@ class PhaseReport:
     """One phase of a mini-batch. Seconds and bytes of the slowest (busiest) rank, counts over all ranks.
 
     Args:
-        strategy: The strategy that ran, `dp4tp1pp1`.
+        strategy: The strategy that ran, `dp4`.
         num_packs: Micro-batches, over all replicas.
         num_sequences: Sequences trained.
         num_tokens: Tokens trained.
@@ -296,7 +296,7 @@ class PhaseEvent:
         step: The mini-batch, counted from 1.
         index: The phase among those of the mini-batch, counted from 0 in the order in which they run.
         num_phases: How many the mini-batch has.
-        strategy: The strategy that runs, `dp4tp1pp1`.
+        strategy: The strategy that runs, `dp4`.
         num_packs: Micro-batches, over all replicas.
         num_sequences: Sequences, over all replicas.
         seconds: What this rank measured of it, by the names of `MEASURES`; None at its begin.
@@ -319,7 +319,7 @@ class SwitchEvent:
     Args:
         step: The mini-batch, counted from 1.
         kind: `load`: the weights went into the layout of the strategy; `return`: its gradients to the master store.
-        strategy: The strategy, `dp4tp1pp1`.
+        strategy: The strategy, `dp4`.
         seconds: Exposed seconds on this rank.
         busy_s: Seconds in which it ran beside the computation; 0 without overlap.
         sent_bytes: What this rank sent.

@@ -2,7 +2,7 @@
 
 Owns the two grammars that users type:
 
-* a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``, ``dp2cp4``), perhaps with ``ep4`` (the
+* a *strategy*, ``dp4tp2`` (an axis of degree 1 is left out, or written: ``dp4tp2pp1``), perhaps with ``ep4`` (the
   experts of each layer over four neighbouring ranks of a stage), and with options after a plus sign:
   ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one),
   ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), ``dp4+ck8192+kg2`` (the graphs of two more chunks
@@ -19,7 +19,9 @@ Plain data, no torch.
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from hf_hotspa.errors import LaunchError, StrategyError
 from hf_hotspa.model_shape import ModelShape
@@ -92,6 +94,12 @@ class Strategy:
         check_strategy(self)
 
     def __str__(self) -> str:
+        degrees = ((name, getattr(self, name)) for name in (*AXES, "ep"))
+        return ("".join(f"{name}{degree}" for name, degree in degrees if degree > 1) or "dp1") + self.options
+
+    @property
+    def spelled_out(self) -> str:
+        """With the degrees of dp, tp and pp that are 1, `dp4tp1pp1`: as it once was written everywhere."""
         context = f"cp{self.cp}" if self.cp > 1 else ""
         experts = f"ep{self.ep}" if self.ep > 1 else ""
         return f"dp{self.dp}{context}tp{self.tp}pp{self.pp}{experts}{self.options}"
@@ -187,13 +195,13 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """Reads ``dp4tp2pp1``, then options; each axis at most once, in any order, 1 when left out.
+        """Reads ``dp4tp2``, then options; each axis at most once, in any order, 1 when left out.
 
         Raises:
             StrategyError: the text is not a strategy.
         """
         text = text.strip()
-        how = "write the degrees as dp4tp2pp1 or dp4ep4; one may be left out when it is 1 (dp2tp2, tp4)"
+        how = "write the degrees as dp2tp2, tp4 or dp4ep4; one that is 1 may be left out"
         base, *options = text.split("+")
         numbers: dict[str, int] = {}
         for option in options:
@@ -255,6 +263,16 @@ class Strategy:
             (self.num_stages > layers, f"pp{pp}+v{self.v} has {self.num_stages} stages, more than the {layers} layers"),
         )
         return next((reason for applies, reason in reasons if applies and reason), None)
+
+
+@cache
+def as_written(text: str) -> str:
+    """A strategy of a record, or a bucket, in today's writing: `tp4` for the `dp1tp4pp1` of earlier releases. Any other text
+    is left as it is."""
+    name, colon, lengths = text.partition(":")
+    with suppress(StrategyError):
+        name = str(Strategy.parse(name))
+    return name + colon + lengths
 
 
 def strategies_of(world_size: int) -> Iterator[Strategy]:

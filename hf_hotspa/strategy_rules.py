@@ -16,7 +16,7 @@ def check_strategy(strategy: Any) -> None:
         if type(degree) is not int or not 1 <= degree <= MAX_DEGREE:
             raise StrategyError(
                 f"{axis} degree {degree!r} is not an integer between 1 and {MAX_DEGREE}",
-                fix="write a strategy such as dp4tp2pp1",
+                fix="write a strategy such as dp4tp2",
             )
     if strategy.stage_size % strategy.ep:
         raise StrategyError(

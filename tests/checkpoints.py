@@ -52,7 +52,7 @@ def tiny_manifest(step: int, files: tuple[FileRecord, ...] = (), run: str = "tes
     return Manifest(
         step=step,
         world_size=world,
-        strategies="dp2tp1pp1:8@8",
+        strategies="dp2:8@8",
         resumable=True,
         run=run,
         versions={"hf-hotspa": "0"},

@@ -1,14 +1,21 @@
 """Made-up runs for the tests of reports: known numbers, no training."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from hf_hotspa.report import MEASURES, PhaseReport, RankMeasures, RunFacts, StepReport
 from hf_hotspa.reporting.histogram import length_histogram
 from hf_hotspa.reporting.run_log import RunLogWriter
+from hf_hotspa.strategy import Strategy
 
-SHORT, LONG = "dp2tp1pp1", "dp1tp2pp1"
+SHORT, LONG = "dp2", "tp2"
 LENGTHS = [3, 5, 5, 9, 17, 33, 60, 100]
+
+
+def of_earlier_releases(text: str) -> str:
+    """JSON in which strategies are written as they once were: `dp1tp4pp1` for `tp4`."""
+    return re.sub(r'"((?:(?:dp|cp|tp|pp)\d+)+[^":]*)', lambda found: '"' + Strategy.parse(found[1]).spelled_out, text)
 
 
 def made_phase(strategy: str, seconds: float, predicted: bool = True, **changes: Any) -> PhaseReport:

@@ -47,9 +47,9 @@ from hf_hotspa.search.automatic import longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
 from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
-from hf_hotspa.search.single import SingleStrategy, fitting, with_single
+from hf_hotspa.search.single import Singles, SingleStrategy, with_single
 from hf_hotspa.stragglers.modes import GIVING
-from hf_hotspa.strategy import Bucket, Strategy, strategies_with_options
+from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class AutoStrategies:
     """The plan of a run, and its choice of phases.
 
     Args:
-        singles: Gives the single strategies that fit, the fastest as predicted first.
+        singles: Gives the single strategies to compare with.
         stage_costs: What stages are cut by, as the plan has it.
         fits: Raises where a device cannot hold the pool, for a description with another cut of stages.
     """
@@ -145,7 +145,7 @@ class AutoStrategies:
         cost: CostModel,
         args: HotSPaTrainingArguments,
         quadratic_cost: float,
-        singles: Callable[[], list[Bucket]],
+        singles: Callable[[], Singles],
         stage_costs: StageCosts | None,
         fits: Callable[[ModelDescription], None],
     ) -> None:
@@ -215,8 +215,9 @@ class AutoStrategies:
             return
         same = self.chooser.load_state_dict(state["chooser"])
         pool = [str(bucket) for bucket in self.plan.pool]
-        if self._args.process_index == 0 and state["pool"] != pool:
-            logger.warning("auto strategies: %s before, %s now", ", ".join(map(str, state["pool"])), ", ".join(pool))
+        before = [as_written(str(bucket)) for bucket in state["pool"]]
+        if self._args.process_index == 0 and before != pool:
+            logger.warning("auto strategies: %s before, %s now", ", ".join(before), ", ".join(pool))
         elif self._args.process_index == 0 and not same:
             logger.warning("the time model is another one than before: its corrections start anew")
 
@@ -267,7 +268,7 @@ def prepare_auto(
         chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
         tqdm.write(f"{chosen}\n{limit_text(limit, source)}\n\n{plan}")
     quadratic_cost = description.shape.quadratic_cost
-    singles = lambda: fitting(strategies, lambda s: planned([s]))  # noqa: E731
+    singles = lambda: Singles.of(strategies, lambda s: planned([s]), description.shape, limit)  # noqa: E731
 
     def fits(cut: ModelDescription) -> None:
         cost_model(calibration, cut, args).memory.check_pool(plan.pool, limit, limit_text(limit, source))

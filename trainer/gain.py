@@ -2,7 +2,8 @@
 
 `measure_gain` runs after training, on an engine of its own that knows the strategies of all sides. It runs forward and
 backward passes and makes no update, so nothing of the trainer changes: not its weights, its optimizer, its choice of
-strategies or any random generator. Sides take turns in another order for each mini-batch, after one that is not timed.
+strategies or any random generator. Sides take turns in another order for each mini-batch, after one that is not timed. All
+single strategies run the first mini-batches; those that are clearly slower than another are left out of the others.
 """
 
 import time
@@ -20,8 +21,9 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.reporting.measured import MeasuredGain
+from hf_hotspa.reporting.measured import MeasuredGain, known_as
 from hf_hotspa.rows.features import RowRules
+from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
 from hf_hotspa.switched.model_object import as_built
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from hf_hotspa.trainer.trainer import SwitchedMixin
 
 SWITCHING = "switching"
+_ALL_SIDES, _SLOWER = 2, 1.2
+"""After so many mini-batches single strategies are left out that took so many times as long as the fastest of them."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,16 @@ class Side:
         return self.buckets if self.choose is None else self.choose(lengths)
 
 
-def measure_gain(trainer: "SwitchedMixin", steps: int = 3, most: int = 2) -> MeasuredGain | None:
-    """Measures how much faster switching is than the best single strategy that fits. Collective.
+def measure_gain(trainer: "SwitchedMixin", steps: int = 5) -> MeasuredGain | None:
+    """Measures how much faster switching is than single strategies: the best one that fits as predicted, and what people
+    run (DDP, FSDP, tensor parallelism, a pipeline) where it fits. Collective.
 
     The engine of the trainer may be closed, and should be where memory is short: this makes one beside it.
 
     Args:
         trainer: One that has trained.
-        steps: Mini-batches that are timed, the first of the run.
-        most: Single strategies that are measured: those that fit and are fastest as predicted. Without a time model the
-            strategies of the list that hold every row.
+        steps: Mini-batches that are timed, the first of the run. Without a time model single strategies are those of the
+            list that hold every row.
 
     Returns:
         What was measured, which is printed, and told to callbacks (`on_gain_measured`); None where the run has one strategy.
@@ -70,8 +74,10 @@ def measure_gain(trainer: "SwitchedMixin", steps: int = 3, most: int = 2) -> Mea
     Raises:
         HotspaError: on every rank: `auto` has not chosen strategies, the data set is a stream, or no single strategy fits.
     """
-    if steps < 1 or most < 1:
-        raise HotspaConfigError(f"{steps} mini-batches under {most} single strategies", fix="use at least 1 of each")
+    if steps < 1:
+        raise HotspaConfigError(
+            f"the gain of switching is to be measured on {steps} mini-batches", fix="use at least 1"
+        )
     if is_stream(trainer.train_dataset):
         raise UnsupportedError(
             "the gain of switching cannot be measured on a stream",
@@ -81,7 +87,8 @@ def measure_gain(trainer: "SwitchedMixin", steps: int = 3, most: int = 2) -> Mea
     hot = _switching(trainer)
     if len(hot.buckets) < 2:
         return None
-    sides = [hot, *(Side(str(bucket.strategy), (bucket,)) for bucket in _singles(trainer, hot)[:most])]
+    rivals, left_out = _singles(trainer, hot).rivals(trainer.args.world_size)
+    sides = [hot, *(Side(str(bucket.strategy), (bucket,)) for bucket in rivals)]
     if len(sides) < 2:
         raise HotspaConfigError(
             "no single strategy is known to hold every row, so there is nothing to compare with",
@@ -94,7 +101,7 @@ def measure_gain(trainer: "SwitchedMixin", steps: int = 3, most: int = 2) -> Mea
     seconds, differences = _take_turns(engine, sides, _first_mini_batches(trainer, engine, hot, steps), steps, trainer)
     engine.close()
     singles = {side.name: tuple(seconds[side.name]) for side in sides[1:]}
-    measured = MeasuredGain(tuple(seconds[hot.name]), singles, max(differences))
+    measured = MeasuredGain(tuple(seconds[hot.name]), singles, max(differences), left_out)
     if trainer.is_world_process_zero():
         tqdm.write(str(measured))
     trainer.callback_handler.dispatch("on_gain_measured", trainer.args, trainer.state, trainer.control, gain=measured)
@@ -139,6 +146,7 @@ def _take_turns(
     """Runs the mini-batches under each side, after one that is not timed. Collective.
 
     Args:
+        sides: Switching first.
         batches: The mini-batches; they come again where there are fewer than `steps`.
 
     Returns:
@@ -157,9 +165,12 @@ def _take_turns(
 
     for number in range(-1, steps):
         documents = batches[max(number, 0) % len(batches)]
+        if number == _ALL_SIDES:
+            least = min(sum(seconds[side.name]) for side in sides[1:])
+            sides = [side for side in sides if side is sides[0] or sum(seconds[side.name]) <= _SLOWER * least]
         if verbose:
             shown = f"mini-batch {number + 1} of {steps}" if number >= 0 else "a first mini-batch, not timed,"
-            tqdm.write(f"measuring {shown} under {', '.join(side.name for side in sides)}")
+            tqdm.write(f"measuring {shown} under {', '.join(known_as(side.name) for side in sides)}")
         losses = []
         for turn in range(len(sides)):
             side = sides[(number + turn) % len(sides)]
@@ -189,12 +200,15 @@ def _switching(trainer: "SwitchedMixin") -> Side:
     )
 
 
-def _singles(trainer: "SwitchedMixin", hot: Side) -> list[Bucket]:
+def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:
     """The single strategies that fit: as a time model and a memory model have it, or those of the list."""
     predictions = trainer._hotspa_watchers.auto or trainer._hotspa_watchers.predictions
-    singles = predictions.singles() if predictions is not None else []
+    singles = predictions.singles() if predictions is not None else Singles()
+    if singles.fitting:
+        return singles
     longest = max(bucket.longest for bucket in hot.buckets)
-    return singles or [replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest]
+    own = (replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest)
+    return Singles(tuple(own), singles.refused, "without a calibration nobody knows whether it fits")
 
 
 def _engine(trainer: "SwitchedMixin", sides: Sequence[Side]) -> HotSPaEngine:

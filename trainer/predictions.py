@@ -31,8 +31,8 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import make_auto_plan
 from hf_hotspa.search.chooser import predict_phases
 from hf_hotspa.search.plan import Plan
-from hf_hotspa.search.single import SingleStrategy, fitting, with_single
-from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.search.single import Singles, SingleStrategy, with_single
+from hf_hotspa.strategy import Strategy
 from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import (
     AutoStrategies,
@@ -69,7 +69,7 @@ class Predictions:
 
     Attributes:
         single: The best single strategy that fits; None before `compare_with_single`, and where none does.
-        singles: Gives all that fit, the fastest as predicted first; none before `compare_with_single`.
+        singles: Gives all that there are; none before `compare_with_single`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Predictions:
         self._legal = [s for s in legal if self._cost.time.knows(s)]
         self._switch = self._cost.switch_seconds([*(bucket.strategy for bucket in engine.buckets), *self._legal])
         self.single: SingleStrategy | None = None
-        self.singles: Callable[[], list[Bucket]] = list
+        self.singles: Callable[[], Singles] = Singles
 
     def take_cut(self, description: ModelDescription) -> None:
         """Predicts for stages that are cut as the description says, by devices of the paces that cut them."""
@@ -106,7 +106,7 @@ class Predictions:
                 may_chunk=False,
             )
 
-        self.singles = lambda: fitting(self._legal, lambda s: planned([s]))
+        self.singles = lambda: Singles.of(self._legal, lambda s: planned([s]), shape, self._known.limit_bytes)
         with suppress(HotspaError):  # nothing fits, by the memory model: there is nothing to compare with
             best = planned(self._legal).choice.static
             self.single = SingleStrategy(best, self._cost.time, self._switch, shape.quadratic_cost)

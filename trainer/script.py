@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedConfig, set_seed
 
+from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.data.batches import SKIP
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
@@ -119,8 +120,8 @@ class ScriptArguments:
     measure_gain: int = field(
         default=0,
         metadata={
-            "help": "After training, time so many mini-batches with switching and under the best single strategies that fit, "
-            "and say how much faster switching is; 0 for none."
+            "help": "After training, time so many mini-batches with switching and under single strategies that fit (DDP, FSDP, "
+            "tensor parallelism, a pipeline, the best as predicted), and say how much faster switching is; 0 for none."
         },
     )
 
@@ -349,7 +350,7 @@ def run(settings: Settings) -> None:
         eval_dataset=evaluated,
         processing_class=tokenizer,
     )
-    finish(trainer, train(trainer), script)
+    finish(trainer, train(trainer, script), script)
 
 
 def finish(trainer: HotSPaTrainer, trained: bool, script: Any) -> None:
@@ -359,8 +360,11 @@ def finish(trainer: HotSPaTrainer, trained: bool, script: Any) -> None:
         measure_gain(trainer, script.measure_gain)
 
 
-def train(trainer: HotSPaTrainer) -> bool:
+def train(trainer: HotSPaTrainer, script: Any) -> bool:
     """Trains, saves into `output_dir` and says how it went; False where a signal has ended it before."""
+    for callback in trainer.callback_handler.every:
+        if isinstance(callback, ReportCallback):
+            callback.gain_follows = bool(script.measure_gain)
     trainer.train()
     if trainer.preempted:  # by SIGTERM: the checkpoint is what counts, and time is short
         return False

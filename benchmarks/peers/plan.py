@@ -6,7 +6,7 @@ One world calibrates (or finds the machine's calibration in the cache), and the 
 from collections.abc import Sequence
 from typing import Any
 
-from contest import check_runs_everywhere, make_model, short_name
+from contest import check_runs_everywhere, make_model
 
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.strategy import Bucket, Strategy
@@ -52,15 +52,15 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
     memory, free, rank_bytes = planner.memory, {}, 0.0
     for strategy in planner.strategies:
         buckets = planner.buckets(strategy, None)
-        free[short_name(strategy)] = ",".join(map(str, buckets))
+        free[str(strategy)] = ",".join(map(str, buckets))
         largest = max(bucket.pack_tokens for bucket in buckets)
         rank_bytes = max(rank_bytes, memory.breakdown(strategy, largest).total)
     need = {s: memory.breakdown(s, work.longest).total for s in planner.strategies}
     least = min(need, key=lambda s: need[s])
     return {
         "free": free,
-        "short": {short_name(s): str(planner.shortest(s)) for s in planner.strategies},
-        "least": short_name(least),
+        "short": {str(s): str(planner.shortest(s)) for s in planner.strategies},
+        "least": str(least),
         "need_bytes": need[least],
         "given_bytes": planner.given_bytes,
         "rank_bytes": rank_bytes,
@@ -85,8 +85,8 @@ def plan_limited(rank: int, world_size: int, work: Work, limit_bytes: float) -> 
     for strategy, tokens in room.items():
         fits = tokens >= work.longest
         buckets = planner.buckets(strategy, limit_bytes) if fits else (planner.shortest(strategy),)
-        found[short_name(strategy)] = ",".join(map(str, buckets))
-    return {"limited": found, "room": {short_name(s): tokens for s, tokens in room.items()}}
+        found[str(strategy)] = ",".join(map(str, buckets))
+    return {"limited": found, "room": {str(s): tokens for s, tokens in room.items()}}
 
 
 class _FullPipelines(Capacities):

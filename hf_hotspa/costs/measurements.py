@@ -103,7 +103,7 @@ class SwitchSample:
     """One load and one return of gradients, of the busiest rank.
 
     Args:
-        strategy: The strategy, `dp4tp1pp1`; `StrategyError` when it is none.
+        strategy: The strategy, `dp4`; `StrategyError` when it is none.
     """
 
     strategy: str
@@ -120,7 +120,7 @@ class PhaseSample:
     """One whole phase, as training has them: packs of mixed lengths, all replicas at the same time.
 
     Args:
-        strategy: The strategy, `dp2tp1pp2`; `StrategyError` when it is none.
+        strategy: The strategy, `dp2pp2`; `StrategyError` when it is none.
         num_layers: Decoder layers of the model that ran.
         replicas: The packs of each replica, each the lengths of its sequences.
         seconds: Until the last rank was done, without the switch.

@@ -218,5 +218,6 @@ def _pair(name: str, *numbers: float) -> _Pair:
 
 def fingerprint(time: TimeModel, switch: Mapping[Strategy, float]) -> str:
     """Tells constants apart: factors are worth nothing with others."""
-    data = repr((time, [(str(strategy), seconds) for strategy, seconds in sorted(switch.items())]))
+    # in the words of checkpoints that are there
+    data = repr((time, [(strategy.spelled_out, seconds) for strategy, seconds in sorted(switch.items())]))
     return hashlib.sha256(data.encode()).hexdigest()[:16]

@@ -1,19 +1,84 @@
 """Switching against single strategies, measured: seconds of the same mini-batches under both, and what follows from them.
 
-Owns the numbers of `trainer/single_strategies.py` as plain data, their JSON in the record of a run, and the sentence that
-says whether switching paid. Promises: the single strategy it is compared with is the fastest of those measured, and the
-spread over the mini-batches is said beside the ratio.
+Owns the numbers of `trainer/gain.py` as plain data, their JSON in the record of a run, and all that is said about them: in a
+terminal, in a log and on the page of the run. Promises: one statistic, the mean, so that a ratio is that of the seconds
+beside it; switching paid, or did not, only where the 95% interval of the ratio excludes 1, and else it is not clear.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from statistics import median
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import sqrt
+from statistics import fmean
 from typing import Any
 
+from hf_hotspa.errors import StrategyError
 from hf_hotspa.reporting.terminal import text_table
+from hf_hotspa.strategy import Strategy
 
-CLEAR = 0.03
-"""Differences below this are not called a gain or a loss."""
+_KNOWN_AS = {0: "DDP", 2: "ZeRO-2", 3: "FSDP / ZeRO-3"}
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""What 97.5 % of Student's t distribution lie below, by degrees of freedom from 1 on."""
+
+
+def known_as(name: str) -> str:
+    """A strategy by the name that people know, where it has one: `FSDP / ZeRO-3 (dp4+z3)`."""
+    try:
+        strategy = Strategy.parse(name)
+    except StrategyError:
+        return name
+    plain = 1 < strategy.dp == strategy.world_size and strategy.ep == 1 and not strategy.ck
+    return f"{_KNOWN_AS[strategy.z]} ({name})" if plain else name
+
+
+def _shown(seconds: float) -> float:
+    """As seconds are shown: four digits."""
+    return float(f"{seconds:#.4g}")
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A single strategy beside switching, on the same mini-batches.
+
+    Args:
+        name: As people know it.
+        count: Mini-batches.
+        alone: Its mean seconds, rounded as they are shown.
+        switching: Those of switching.
+        margin: Half of the 95% interval of the ratio; infinite where there is one mini-batch.
+    """
+
+    name: str
+    count: int
+    alone: float
+    switching: float
+    margin: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long as switching it took."""
+        return self.alone / self.switching
+
+    @property
+    def low(self) -> float:
+        """The lower end of the interval, to two decimals, as it is shown."""
+        return round(max(self.ratio - self.margin, 0.0), 2)
+
+    @property
+    def high(self) -> float:
+        """The upper end."""
+        return round(self.ratio + self.margin, 2)
+
+    @classmethod
+    def of(cls, name: str, alone: Sequence[float], switching: Sequence[float]) -> "Rival":
+        """That of the seconds of each mini-batch: a paired comparison, whose interval is that of a ratio of two means."""
+        count, a, b = len(alone), _shown(fmean(alone)), _shown(fmean(switching))
+        margin = float("inf")
+        if count > 1:
+            off = sum((one - a / b * other) ** 2 for one, other in zip(alone, switching, strict=True))
+            free = count - 1
+            student = _STUDENT[free - 1] if free <= len(_STUDENT) else 1.96 + 2.4 / free + 2.8 / free**2
+            margin = student * sqrt(off / (count * free)) / b
+        return cls(known_as(name), count, a, b, margin)
 
 
 @dataclass(frozen=True)
@@ -22,8 +87,10 @@ class MeasuredGain:
 
     Args:
         switching: Of each mini-batch under the strategies of the run.
-        singles: Of the same mini-batches, in the same order, under each single strategy.
+        singles: Of the same mini-batches, in the same order, under each single strategy; of the first ones alone for one
+            that was clearly slower than another.
         loss_difference: The largest relative difference between the losses of the same mini-batch.
+        left_out: Single strategies that people run and that were not measured, and why.
 
     Raises:
         ValueError: the seconds are not of the same mini-batches, or there are none.
@@ -32,52 +99,70 @@ class MeasuredGain:
     switching: tuple[float, ...]
     singles: Mapping[str, tuple[float, ...]]
     loss_difference: float
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        counts = {len(self.switching), *map(len, self.singles.values())}
-        if not self.singles or len(counts) > 1 or not self.switching or min(self.switching) <= 0:
+        counts = {len(seconds) for seconds in self.singles.values()}
+        if not counts or min(counts) < 1 or max(counts) != len(self.switching) or min(self.switching) <= 0:
             raise ValueError("the measured seconds are not of the same mini-batches")
 
     @property
     def best(self) -> str:
-        """The single strategy that took least for all mini-batches."""
-        return min(self.singles, key=lambda name: sum(self.singles[name]))
+        """The single strategy that took least, of those that ran all mini-batches."""
+        whole = [name for name, seconds in self.singles.items() if len(seconds) == len(self.switching)]
+        return min(whole, key=lambda name: sum(self.singles[name]))
 
-    def gains(self, single: str) -> list[float]:
-        """How many times as long as switching a single strategy took, by mini-batch."""
-        return [alone / hot for alone, hot in zip(self.singles[single], self.switching, strict=True)]
-
-    @property
-    def gain(self) -> float:
-        """How many times as long as switching the best single strategy took: the median over the mini-batches."""
-        return median(self.gains(self.best))
+    def against(self, single: str) -> Rival:
+        """A single strategy beside switching, on the mini-batches that both ran."""
+        alone = self.singles[single]
+        return Rival.of(single, alone, self.switching[: len(alone)])
 
     @property
     def sentence(self) -> str:
         """The answer, without a full stop."""
-        gains, name = self.gains(self.best), self.best
-        spread = f"{min(gains):.2f}x to {max(gains):.2f}x" if len(gains) > 1 else "one mini-batch only"
-        if self.gain > 1 + CLEAR:
-            return f"Switching paid: {self.gain:.2f}x as fast as {name} alone (measured, {spread})"
-        if self.gain < 1 - CLEAR:
-            spread = f"{1 / max(gains):.2f}x to {1 / min(gains):.2f}x" if len(gains) > 1 else spread
-            return f"Switching did not pay: {name} alone is {1 / self.gain:.2f}x as fast (measured, {spread})"
-        return f"One strategy is as fast: {name} alone took {self.gain:.2f} times as long (measured, {spread})"
+        rival = self.against(self.best)
+        count = f"{rival.count} mini-batch" + "es" * (rival.count > 1)
+        fast = f"{rival.ratio:.2f}x as fast as {rival.name}, the best single strategy"
+        interval = f"95% interval {rival.low:.2f}x to {rival.high:.2f}x" if rival.count > 1 else "without an interval"
+        if rival.low > 1:
+            return f"Switching paid: {fast} (measured on {count}, {interval})"
+        if rival.high < 1:
+            return f"Switching did not pay: {fast} (measured on {count}, {interval})"
+        return f"Whether switching paid is not clear from {count}: {fast} (measured, {interval})"
 
     @property
     def basis(self) -> str:
         """What the answer rests on."""
-        count = len(self.switching)
         return (
-            f"Measured after training, on {count} mini-batch{'es' if count > 1 else ''} of the run, each under every side in "
-            f"turn: forward, backward and all that moves, without the update. Their losses agree to {self.loss_difference:.0e}."
+            "Measured after training, on the first mini-batches of the run, each under every side in turn: forward, backward "
+            "and all that moves, without the update. Seconds and ratios are means; the losses of all sides agree to "
+            f"{self.loss_difference:.0e}."
         )
 
+    @property
+    def rivals(self) -> list[Rival]:
+        """Those that were measured, the fastest first."""
+        return sorted(map(self.against, self.singles), key=lambda rival: (-rival.count, rival.ratio))
+
+    @property
+    def not_measured(self) -> str:
+        """Those that were not, and why; empty where there are none."""
+        return "; ".join(f"{known_as(name)}: {why}" for name, why in self.left_out.items())
+
+    @property
+    def sentences(self) -> list[str]:
+        """All of it for a page: the answer first."""
+        seconds = "; ".join(
+            f"{r.name} {r.alone:#.4g} s and switching {r.switching:#.4g} s a mini-batch, {r.ratio:.2f}x, on {r.count}"
+            for r in self.rivals
+        )
+        return [self.sentence, self.basis, f"{seconds}.", *([f"{self.not_measured}."] if self.left_out else [])]
+
     def __str__(self) -> str:
-        rows = [["", "s/mini-batch", "/ switching"], ["switching", f"{median(self.switching):.3f}", ""]]
-        for name in sorted(self.singles, key=lambda name: sum(self.singles[name])):
-            rows.append([f"{name} alone", f"{median(self.singles[name]):.3f}", f"{median(self.gains(name)):.2f}x"])
-        return f"{text_table(self.basis, rows)}\n{self.sentence}"
+        rows = [["", "s/mini-batch alone", "switching", "ratio", "mini-batches"]]
+        for r in self.rivals:
+            rows.append([r.name, f"{r.alone:#.4g}", f"{r.switching:#.4g}", f"{r.ratio:.2f}x", f"{r.count}"])
+        return "\n".join(filter(None, [text_table(self.basis, rows), self.not_measured, self.sentence]))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -52,8 +52,8 @@ def document(
     )
 
 
-def report_page(run: RunLog) -> str:
-    """The page of a run."""
+def report_page(run: RunLog, to_be_measured: bool = False) -> str:
+    """The page of a run; see `verdict`."""
     summary = summarize(run)
     model = run.facts.model
     started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.started))
@@ -73,7 +73,7 @@ def report_page(run: RunLog) -> str:
     return document(
         f"hf_hotspa: {name} on {run.facts.world_size} ranks",
         f"started {started}{restarts}; strategies {', '.join(b['strategy'] for b in run.facts.buckets)}{state}",
-        [*verdict(run), *advice(run)],
+        [*verdict(run, to_be_measured), *advice(run)],
         tiles,
         all_panels(run),
         f"Made by hf_hotspa {run.facts.versions.get('hf_hotspa', '')} from the run's record; "

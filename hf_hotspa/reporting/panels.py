@@ -288,7 +288,7 @@ def plan_panel(run: RunLog) -> Panel:
             f"Predicted for a typical mini-batch: {facts.plan['seconds']:.3f} s; the best single strategy, "
             f"{facts.plan['static']}, {facts.plan['static_s']:.3f} s."
         )
-        if "verdict" in facts.plan:  # the records of earlier versions have none
+        if "verdict" in facts.plan and run.gain is None:  # the records of earlier versions have none
             note += f" {str(facts.plan['verdict']).capitalize()}."
     return Panel("plan", "Buckets", len(facts.buckets), table(rows, 2), note)
 

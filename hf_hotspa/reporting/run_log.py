@@ -35,6 +35,7 @@ from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 from hf_hotspa.report import RunFacts, StepReport
 from hf_hotspa.reporting.histogram import is_histogram
 from hf_hotspa.reporting.measured import MeasuredGain
+from hf_hotspa.strategy import as_written
 from hf_hotspa.typed import Count, typed
 from hf_hotspa.whole_file import write_whole
 
@@ -352,14 +353,14 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
     for number, line in enumerate(lines, start=1):
         where = f"{file}:{number}"
         try:
-            data = msgspec.json.decode(line)
+            data = _renamed(msgspec.json.decode(line))
             match kind := data["kind"]:
                 case "header":
                     run = _with_header(run, data, str(file))
                 case _ if run is None:
                     raise ValueError("the first line is no header")
                 case "step":
-                    record = typed(_renamed(data), StepRecord)
+                    record = typed(data, StepRecord)
                     steps[record.step] = record
                     run.memory = record.memory or run.memory
                 case "eval":
@@ -419,9 +420,23 @@ def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
     return run
 
 
-def _renamed(step: dict[str, Any]) -> dict[str, Any]:
-    """A step with the names of today: the first records say `room_tokens`."""
-    for phase in step["report"]["phases"]:
-        if "room_tokens" in phase:
-            phase["capacity_tokens"] = phase.pop("room_tokens")
-    return step
+def _renamed(data: Any) -> Any:
+    """A line with the names of today: the first records say `room_tokens`, and `dp1tp4pp1` for `tp4`."""
+    match data:
+        case {"kind": "step", "report": {"phases": [*named]}}:
+            pass
+        case {"kind": "header", "buckets": [*named]}:
+            plan = data.get("plan")
+            named += [data, plan, *(plan.get("rows", ()) if isinstance(plan, dict) else ())]
+        case {"kind": "gain", "singles": dict(singles)}:
+            return {**data, "singles": {as_written(name): seconds for name, seconds in singles.items()}}
+        case _:
+            return data
+    for part in named:
+        if isinstance(part, dict):
+            if "room_tokens" in part:
+                part["capacity_tokens"] = part.pop("room_tokens")
+            for key in ("strategy", "single", "static"):
+                if isinstance(part.get(key), str):
+                    part[key] = as_written(part[key])
+    return data

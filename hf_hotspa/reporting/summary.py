@@ -4,12 +4,15 @@ Pure functions of a `RunLog`. Promises: a claim that was measured says so, and o
 taken from other lengths says that.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from hf_hotspa.reporting.measured import CLEAR
+from hf_hotspa.report import PhaseReport
 from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals, sums_of
 
+_CLEAR = 0.03
+"""Differences below this are not called a gain or a loss, in what is predicted."""
 _MUCH_SWITCHING = 0.25
 _MUCH_WAITING = 0.2
 
@@ -84,14 +87,26 @@ def measured_steps(run: RunLog) -> list[StepRecord]:
     return run.steps[1:] if len(run.steps) > 2 else run.steps
 
 
-def verdict(run: RunLog) -> list[str]:
+def verdict(run: RunLog, to_be_measured: bool = False) -> list[str]:
     """Whether switching paid, in sentences; the first is the answer, a heading without a full stop.
 
     Switching is compared with the best single strategy that fits, on the rows that were trained.
+
+    Args:
+        to_be_measured: Whether a measurement follows: nothing is claimed before.
     """
     summary = summarize(run)
     if not summary.num_steps:
         return ["No mini-batch was recorded"]
+    cost = (
+        f"Measured: switching took {summary.switch_share:.1%} of the step time ({summary.switch_s:.2f} s). Loading weights "
+        f"and returning gradients once a mini-batch, as one strategy would have, too, took {summary.load_return_share:.1%}."
+        + (f" {summary.hidden_s:.2f} s more ran beside computation." if summary.hidden_s else "")
+    )
+    if run.gain is not None:
+        return [*run.gain.sentences, cost]
+    if to_be_measured and len(run.facts.buckets) > 1:
+        return ["Whether switching paid is measured after training", cost]
     used = summary.strategies
     if len(used) < 2:
         name = used[0].strategy if used else "none"
@@ -99,13 +114,6 @@ def verdict(run: RunLog) -> list[str]:
             ["Predicted: for these lengths switching is not worth it here."] if run.facts.plan is not None else []
         )
         return [f"One strategy trained everything ({name}): nothing was switched", *predicted_s]
-    cost = (
-        f"Measured: switching took {summary.switch_share:.1%} of the step time ({summary.switch_s:.2f} s). Loading weights "
-        f"and returning gradients once a mini-batch, as one strategy would have, too, took {summary.load_return_share:.1%}."
-        + (f" {summary.hidden_s:.2f} s more ran beside computation." if summary.hidden_s else "")
-    )
-    if run.gain is not None:
-        return [run.gain.sentence, run.gain.basis, cost]
     return [*(_against_prediction(run) or _against_own_rates(run, summary)), cost]
 
 
@@ -123,18 +131,37 @@ def _against_prediction(run: RunLog) -> list[str] | None:
     if own:
         ratio = sum(p.seconds for p in own) / sum(p.predicted_s or 0.0 for p in own)
     alone = ratio * sum(single for _, single, _ in compared)
+    gain = alone / measured if measured else 1.0
+    error = _error([phase for report, *_ in compared for phase in report.phases], ratio)
     basis = (
         f"{len(compared)} steps took {measured:.2f} s in their phases. {run.facts.single} alone, the best single strategy "
         f"that fits, would have taken about {alone:.2f} s for the same rows: as predicted, times {ratio:.2f}, measured by "
         f"predicted seconds of {'its own phases' if own else 'what ran'}."
     )
-    return [f"{_answer(alone / measured if measured else 1.0, run.facts.single)} (predicted)", basis]
+    return [_answer(gain, error, run.facts.single), basis]
 
 
-def _answer(gain: float, single: str) -> str:
-    if gain > 1 + CLEAR:
+def _error(phases: Sequence[PhaseReport], ratio: float) -> float:
+    """How far off predictions are, corrected by a ratio, as a share: the most of the strategies that ran."""
+    known = [phase for phase in phases if phase.predicted_s]
+    off = []
+    for strategy in {phase.strategy for phase in known}:
+        own = [phase for phase in known if phase.strategy == strategy]
+        off.append(sum(p.seconds for p in own) / sum(ratio * (p.predicted_s or 0.0) for p in own))
+    return max((max(each, 1 / each) if each else float("inf") for each in off), default=1.0) - 1
+
+
+def _answer(gain: float, error: float, single: str) -> str:
+    apart = max(gain, 1 / gain) - 1
+    if error > max(apart, _CLEAR):
+        return f"Whether switching paid is not known: predictions are off by {error:.0%}, and the difference to {single} is {apart:.0%}"
+    return f"{_likely(gain, single)} (predicted)"
+
+
+def _likely(gain: float, single: str) -> str:
+    if gain > 1 + _CLEAR:
         return f"Switching paid: about {gain:.2f}x as fast as {single} alone"
-    if gain < 1 - CLEAR:
+    if gain < 1 - _CLEAR:
         return f"Switching did not pay: {single} alone would have been about {1 / gain:.2f}x as fast"
     return f"One strategy would have been as fast: {single}"
 
@@ -151,7 +178,7 @@ def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:
         if s.strategy not in holds or not s.tokens_per_s:
             continue
         alone = summary.num_tokens / s.tokens_per_s + s.moved_s / s.num_phases * summary.num_steps
-        if alone <= took * (1 + CLEAR):
+        if alone <= took * (1 + _CLEAR):
             basis = (
                 f"The packs of {s.strategy} hold the longest sequence ({longest} tokens), and at the rate that it had on its "
                 f"own bucket it would have taken about {alone:.2f} s for everything, instead of {took:.2f} s. This is rough: "

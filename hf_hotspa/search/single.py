@@ -1,15 +1,16 @@
 """The single strategies that fit: which they are, and what the best of them would take for the rows of a mini-batch.
 
-What switching is compared with, whoever chose the strategies. The time model and the packer are those of the choice
-itself. No torch.
+What switching is compared with, whoever chose the strategies: the best single one as predicted, and those that people run
+and know by name. The time model and the packer are those of the choice itself. No torch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from hf_hotspa.costs.breakdown import size
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.errors import HotspaError
+from hf_hotspa.errors import DeviceMemoryError, HotspaError
+from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
 from hf_hotspa.search.chooser import predict_phases
@@ -52,15 +53,73 @@ def with_single(report: StepReport, single: SingleStrategy, plan: MiniBatchPlan)
     return replace(report, single_s=pair[0] * report.predicted_s / pair[1])
 
 
-def fitting(strategies: Iterable[Strategy], plan: Callable[[Strategy], Plan]) -> list[Bucket]:
-    """The single strategies that hold every row, each with the packs that suit it best; the fastest as predicted first.
+def known_strategies(world_size: int) -> tuple[Strategy, ...]:
+    """What people run: DDP, FSDP (ZeRO-3), tensor parallelism alone, a pipeline alone."""
+    return Strategy(world_size), Strategy(world_size, z=3), Strategy(tp=world_size), Strategy(pp=world_size)
+
+
+def _kind(strategy: Strategy) -> tuple[int, ...]:
+    """What tells those apart that have a name: their degrees, and of replicas alone how they are sharded. Nothing that is
+    computed in chunks has one."""
+    s = strategy
+    return s.dp, s.cp, s.tp, s.pp, s.ep, s.ck, s.z if s.dp == s.world_size else 0
+
+
+@dataclass(frozen=True)
+class Singles:
+    """Single strategies to compare with.
 
     Args:
-        plan: Plans a run under one of them; raises a `HotspaError` where it does not fit.
+        fitting: Those that hold every row, each with the packs that suit it best; the fastest as predicted first.
+        refused: Why others do not.
+        otherwise: Why one is not measured that is in neither.
     """
-    timed = []
-    for strategy in strategies:
-        with suppress(HotspaError):
-            choice = plan(strategy).choice
-            timed.append((choice.static_seconds, choice.static))
-    return [bucket for _, bucket in sorted(timed, key=lambda each: each[0])]
+
+    fitting: tuple[Bucket, ...] = ()
+    refused: Mapping[Strategy, str] = field(default_factory=dict)
+    otherwise: str = "the flags or the calibration of this run leave it out"
+
+    @classmethod
+    def of(
+        cls,
+        strategies: Sequence[Strategy],
+        plan: Callable[[Strategy], Plan],
+        shape: ModelShape,
+        limit_bytes: float | None,
+    ) -> "Singles":
+        """Looks at every strategy.
+
+        Args:
+            plan: Plans a run under one of them; raises a `HotspaError` where it does not fit.
+            limit_bytes: What a device may hold.
+        """
+        room = size(limit_bytes).replace(".0 ", " ") if limit_bytes is not None else "memory"
+        timed: list[tuple[float, Bucket]] = []
+        refused: dict[Strategy, str] = {}
+        for strategy in strategies:
+            try:
+                choice = plan(strategy).choice
+                timed.append((choice.static_seconds, choice.static))
+                if choice.static.strategy.ck:
+                    refused[strategy] = f"does not fit in {room}, but in chunks"
+            except DeviceMemoryError:
+                refused[strategy] = f"does not fit in {room}"
+            except HotspaError as error:
+                refused[strategy] = error.what
+        for world_size in {strategy.world_size for strategy in strategies}:
+            reasons = {known: known.unsupported_reason(shape) for known in known_strategies(world_size)}
+            refused |= {known: reason for known, reason in reasons.items() if reason is not None}
+        return cls(tuple(bucket for _, bucket in sorted(timed, key=lambda each: each[0])), refused)
+
+    def rivals(self, world_size: int) -> tuple[list[Bucket], dict[str, str]]:
+        """Those to measure: the fastest of all as predicted, and the fastest of each kind that people know; and why one of
+        such a kind is not among them, by its strategy."""
+        chosen, left_out = dict.fromkeys(self.fitting[:1]), dict[str, str]()
+        for known in known_strategies(world_size):
+            own = next((bucket for bucket in self.fitting if _kind(bucket.strategy) == _kind(known)), None)
+            if own is not None:
+                chosen[own] = None
+            else:
+                reasons = (why for strategy, why in self.refused.items() if _kind(strategy) == _kind(known))
+                left_out[str(known)] = next(reasons, self.otherwise)
+        return list(chosen), left_out

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
 
+from hf_hotspa.strategy import as_written
 from hf_hotspa.typed import reading_state
 
 CHANGE = 0.10
@@ -201,7 +202,7 @@ class SlowDevices:
             known = [float(pace) for pace in state["known"]]
             slow = frozenset(int(rank) for rank in state["slow"])
             changed = [None if pace is None else float(pace) for pace in state["changed"]]
-            seen, refreshes = {str(name) for name in state["seen"]}, int(state["num_refreshes"])
+            seen, refreshes = {as_written(str(name)) for name in state["seen"]}, int(state["num_refreshes"])
             if len(changed) != len(known) or not slow <= set(range(len(known))) or min(known, default=1.0) <= 0.0:
                 raise ValueError("its lists do not belong together")
         if len(known) != len(self.known):

@@ -11,7 +11,7 @@ from statistics import median_low
 from typing import Any
 
 from hf_hotspa.stragglers.ratios import PretestCurves, excess_ratios, settled_ratios, settled_semi, undone
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Strategy, as_written
 from hf_hotspa.typed import reading_state
 
 Shares = tuple[float, ...]
@@ -181,14 +181,19 @@ class Giving:
             HotspaConfigError: it is not one.
         """
         with reading_state("migrated columns", "they are decided anew"):
+            keys = ("shares", "resized", "products", "token_s", "curves")
+            saved = {
+                key: {as_written(name): values for name, values in state[key].items()} for key in keys if key in state
+            }
             for name, shares in self.shares.items():
-                if name not in state["shares"]:
+                if name not in saved["shares"]:
                     continue
-                lists = [list(map(float, state[key][name])) for key in ("shares", "resized", "products", "token_s")]
+                lists = [list(map(float, saved[key][name])) for key in keys[:-1]]
                 if {len(values) for values in lists} != {len(shares)}:
                     raise ValueError(f"{name} is of another number of ranks")
                 self.shares[name], self.resized[name] = tuple(lists[0]), tuple(lists[1])
                 self._products[name], self._token_s[name] = lists[2:]
-                if name in self.curves and name in state["curves"]:
-                    self.curves[name] = [PretestCurves(*map(float, curve)) for curve in state["curves"][name]]
-            self._decided = state["decided"]
+                if name in self.curves and name in saved["curves"]:
+                    self.curves[name] = [PretestCurves(*map(float, curve)) for curve in saved["curves"][name]]
+            decided = state["decided"]
+            self._decided = decided and [*decided[:2], sorted(map(as_written, decided[2]))]

@@ -436,5 +436,5 @@ def test_nothing_but_the_trainer_is_needed(world_size, tmp_path):
     found = run_ranks(world_size, measured_run, str(tmp_path))
     assert all(pool == found[0][0] and num_trained == 2 for pool, num_trained in found)
     if world_size == 1:
-        assert found[0][0][0].startswith("dp1tp1pp1:")
+        assert found[0][0][0].startswith("dp1:")
     assert len(list((tmp_path / "calibration").glob("*.json"))) == 1

@@ -101,8 +101,8 @@ def test_pipedream_loss(tmp_path: Path) -> None:
 
 def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("long_sequences", tmp_path / "out" / "long.json")
-    chunks = "dp1tp1pp1+ck128"
-    assert list(found["sides"]) == ["stock, checkpointing", "dp1tp1pp1+rc", chunks, f"{chunks}+kh"]
+    chunks = "dp1+ck128"
+    assert list(found["sides"]) == ["stock, checkpointing", "dp1+rc", chunks, f"{chunks}+kh"]
     for name, side in found["sides"].items():
         assert set(side) == ({"512", "1024", "2048"} if "+ck" in name else {"512", "1024"})
         assert all(each["peak_bytes"] > 0 for each in side.values())
@@ -110,7 +110,7 @@ def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     stock, recomputed, chunked, hosted = found["growth"].values()
     assert max(chunked, hosted) < recomputed / 2 < stock / 2
     assert found["sides"][f"{chunks}+kh"]["2048"]["host_bytes"] == found["carried"] * (2048 - 128)
-    assert list(found["rounds"]) == ["dp1tp1pp1", "dp1tp1pp1+rc", chunks, f"{chunks}+kg3"]
+    assert list(found["rounds"]) == ["dp1", "dp1+rc", chunks, f"{chunks}+kg3"]
     aims, text = found["aims"], capsys.readouterr().out
     assert len(aims) == 7
     assert all(f"{'yes' if aim['is_met'] else 'NO '}  {aim['text']}" in text for aim in aims)
@@ -136,8 +136,8 @@ def test_interleaved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     found = run_quick("interleaved", tmp_path / "interleaved.json", "--packs", "2", "3", "--vocabulary", "32")
     two, three = found["runs"]
     assert (two["packs"], three["packs"]) == (2, 3)
-    assert list(two["sides"]) == list(three["sides"]) == ["dp1tp1pp2", "dp1tp1pp2+v2"]
-    assert three["sides"]["dp1tp1pp2"]["formula"] == 1 / 3
+    assert list(two["sides"]) == list(three["sides"]) == ["pp2", "pp2+v2"]
+    assert three["sides"]["pp2"]["formula"] == 1 / 3
     for rounds, side in enumerate(two["sides"].values(), start=1):
         assert len(side["forward"]) == len(side["backward"]) == 2 * rounds  # every stage has run
         assert min(*side["forward"], *side["backward"], side["idle over busy"]) > 0

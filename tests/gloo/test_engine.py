@@ -165,11 +165,11 @@ def test_a_schedule_that_gives_way_to_the_limit_is_named_once(caplog):
     from hf_hotspa.parallel.pipeline import PipelineRunner
 
     runner = object.__new__(PipelineRunner)
-    runner.__dict__.update(SimpleNamespace(_name="dp1tp1pp4", _schedule="1f1b", _speaks=True).__dict__)
+    runner.__dict__.update(SimpleNamespace(_name="pp4", _schedule="1f1b", _speaks=True).__dict__)
     for _ in range(2):
         runner._say_once(choose_passes("1f1b", [40, 11, 10, 9, 11], 4, 48), 48)
     (line,) = caplog.messages
-    assert "dp1tp1pp4" in line
+    assert "pp4" in line
     assert "more than 48 tokens" in line
 
 
@@ -296,7 +296,7 @@ def meshes(rank, world_size):
             assert total.item() == sum(ranks)
         found[str(strategy)] = (names, device_mesh.mesh.tolist())
         assert engine.mesh(strategy) == device_mesh
-    with pytest.raises(HotspaConfigError, match="dp1tp1pp4 is none of the engine's strategies"):
+    with pytest.raises(HotspaConfigError, match="pp4 is none of the engine's strategies"):
         engine.mesh(Strategy(pp=4))
     return found, pairs[0] is pairs[1], num_groups, len(engine._groups)
 
@@ -304,10 +304,10 @@ def meshes(rank, world_size):
 def test_one_device_mesh_per_strategy_on_shared_groups():
     for found, shared, num_groups, with_replicas in run_ranks(4, meshes):
         assert found == {
-            "dp4tp1pp1": (("dp",), [0, 1, 2, 3]),
-            "dp2tp2pp1": (("dp", "tp"), [[0, 1], [2, 3]]),
-            "dp1tp2pp2": (("pp", "tp"), [[0, 1], [2, 3]]),
-            "dp1tp4pp1": (("tp",), [0, 1, 2, 3]),
+            "dp4": (("dp",), [0, 1, 2, 3]),
+            "dp2tp2": (("dp", "tp"), [[0, 1], [2, 3]]),
+            "tp2pp2": (("pp", "tp"), [[0, 1], [2, 3]]),
+            "tp4": (("tp",), [0, 1, 2, 3]),
         }
         assert shared
         assert with_replicas == num_groups  # dp4 has the ranks of tp4, and dp2 those of pp2

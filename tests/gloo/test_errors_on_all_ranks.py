@@ -38,7 +38,7 @@ def build(rank, world_size, buckets, family="llama_gqa_bias"):
             ["need 4 processes and 2 are running", "--multi_gpu --num_processes 4", "--use_cpu"],
         ),
         (1, "dp4:64", "LaunchError", ["1 are running", "starts one process", "--multi_gpu --num_processes 4"]),
-        (2, "dp1tp1pp2:8,tp2:4", "StrategyError", ["not above 8"]),
+        (2, "pp2:8,tp2:4", "StrategyError", ["not above 8"]),
     ],
 )
 def test_strategies_that_do_not_fit_the_world(world_size, buckets, error_type, fragments):
@@ -60,9 +60,9 @@ def too_many_shards(rank, world_size):
 @pytest.mark.parametrize(
     ("fn", "fragments"),
     [
-        (too_many_stages, ["pp4 is more than the 2 layers", "legal", "dp2tp2pp1"]),
+        (too_many_stages, ["pp4 is more than the 2 layers", "legal", "dp2tp2"]),
         (too_long, ["257 tokens", "256 positions"]),
-        (too_many_shards, ["tp4 is more than the 2 attention heads", "legal", "dp4tp1pp1"]),
+        (too_many_shards, ["tp4 is more than the 2 attention heads", "legal", "dp4"]),
     ],
 )
 def test_strategies_that_do_not_fit_the_model(fn, fragments):
@@ -83,7 +83,7 @@ def family_without_plan(rank, world_size):
 
 
 def test_family_without_a_tensor_parallel_plan():
-    fragments = ["dp1tp2pp1 cannot run", "'stablelm' has no tensor-parallel plan", "legal", "dp2tp1pp1"]
+    fragments = ["tp2 cannot run", "'stablelm' has no tensor-parallel plan", "legal", "dp2"]
     assert_all_raise(2, "StrategyError", fragments, family_without_plan)
 
 

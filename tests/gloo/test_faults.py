@@ -323,16 +323,16 @@ def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
         assert (tmp_path / f"same-{outcome.rank}").read_text() == "True", "the weights changed"
         error = outcome.exception.to_dict()
         assert error["code"] == "HSP-401"
-        for part in ("rank 1", "compute", "dp1tp2pp1", "a pack of ", "predicted ", "held at most ", INJECTED):
+        for part in ("rank 1", "compute", "tp2", "a pack of ", "predicted ", "held at most ", INJECTED):
             assert part in error["what"], error
-        assert f"mini-batch {entry['step']}, strategy dp1tp2pp1" in error["where"]
-    assert (entry["strategy"], entry["rank"], entry["act"]) == ("dp1tp2pp1", 1, "compute")
+        assert f"mini-batch {entry['step']}, strategy tp2" in error["where"]
+    assert (entry["strategy"], entry["rank"], entry["act"]) == ("tp2", 1, "compute")
     assert entry["pack_tokens"] >= 40
     [(strategy, tokens)] = fewest_tokens([largest_packs(tmp_path)] * 2).items()
     assert strategy == Strategy(tp=2)
     assert 0 < tokens < entry["pack_tokens"]
     warn_of_known(tmp_path, parse_buckets("dp2:16@32,tp2:60"))
-    assert "dp1tp2pp1:60 ran out of memory in an earlier run" in caplog.text
+    assert "tp2:60 ran out of memory in an earlier run" in caplog.text
     caplog.clear()
     warn_of_known(tmp_path, parse_buckets(f"dp2:16@32,tp2:{tokens}"))
     assert not caplog.text
@@ -362,7 +362,7 @@ def test_an_evaluation_that_runs_out_of_memory_leaves_a_note_too(tmp_path):
         assert isinstance(outcome.exception, PhaseMemoryError), outcome.describe()
         assert INJECTED in outcome.error
     [entry] = json.loads((tmp_path / FILE).read_text())["entries"]
-    assert (entry["strategy"], entry["rank"], entry["act"]) == ("dp1tp2pp1", 1, "compute")
+    assert (entry["strategy"], entry["rank"], entry["act"]) == ("tp2", 1, "compute")
 
 
 def auto_pool(rank, world, folder):
@@ -377,7 +377,7 @@ def auto_pool(rank, world, folder):
     calibration = made_calibration(model, world, {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)})
     auto.calibrate = lambda config, **kwargs: calibration  # this process ends with the test
     pools = []
-    for failed in ({}, {"dp2tp1pp1": 60, "dp1tp2pp1": 0}):
+    for failed in ({}, {"dp2": 60, "tp2": 0}):
         for strategy, tokens in failed.items() if rank == 1 else ():
             record(folder, OutOfMemory(1, 3, "compute", strategy, tokens, 2, 1, 1, "no memory"))
         trainer = make_trainer(folder, world, hotspa_strategies="auto", max_steps=1, save_strategy="no")
@@ -392,5 +392,5 @@ def test_auto_makes_smaller_packs_after_a_lack_of_memory(tmp_path):
     assert first[0] == first[1]
     before, after = first[0]
     assert before != after
-    assert after.get("dp2tp1pp1", 0) <= 45
-    assert "dp1tp2pp1" not in after
+    assert after.get("dp2", 0) <= 45
+    assert "tp2" not in after

@@ -325,7 +325,7 @@ def test_a_lack_of_memory_in_a_switch_beside_the_computation_is_called_that(accu
     for outcome in run_ranks(2, no_memory_in_a_switch, accumulate, expect_failure=True, timeout=280):
         assert outcome.error_type == "PhaseMemoryError", outcome.describe()
         act = "return" if accumulate else "load"
-        assert f"rank 1 ran out of memory in the {act} of strategy dp2tp1pp1" in outcome.error
+        assert f"rank 1 ran out of memory in the {act} of strategy dp2" in outcome.error
         assert "no memory for a group" in outcome.error
         assert "HSP-401" in outcome.error
 

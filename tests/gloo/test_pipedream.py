@@ -267,10 +267,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 
 REFUSED = [
-    ("strategy dp2tp1pp1", "nothing is in flight"),
+    ("strategy dp2", "nothing is in flight"),
     ("with the strategies", "one strategy with pp"),
-    ("+ck8", "use dp1tp1pp2"),
-    ("+z2", "use dp1tp1pp2"),
+    ("+ck8", "use pp2"),
+    ("+z2", "use pp2"),
     ("tied weight", "tie_word_embeddings=False"),
     ("schedule 1f1b", "schedule own"),
     ("beside the computation", "leave overlap_load"),

@@ -78,7 +78,7 @@ def test_the_record_the_page_the_trace_and_the_events(tmp_path):
     assert heard[0] == ("run", 2, 2)
     phases = [entry for entry in heard if entry[0] == "begin"]
     assert [e[1:] for e in heard if e[0] == "end"] == [e[1:] for e in phases]
-    assert {e[3] for e in phases} == {"dp2tp1pp1", "dp1tp2pp1"}
+    assert {e[3] for e in phases} == {"dp2", "tp2"}
     assert sum(e[0] == "load" for e in heard) == sum(e[0] == "return" for e in heard) == len(phases)
     first = heard.index(("report", 1))
     assert [e[0] for e in heard[1:5]] == ["begin", "load", "return", "end"]

@@ -236,7 +236,7 @@ def test_a_plan_that_differs_on_one_rank_is_refused_before_a_byte_moves() -> Non
         assert outcome.error is not None
         for fragment in (
             "Where: set-up",
-            "plan 'load master store -> dp2tp1pp1': ranks [0] agree, ranks [1] agree",
+            "plan 'load master store -> dp2': ranks [0] agree, ranks [1] agree",
             "nothing was sent",
         ):
             assert fragment in outcome.error, outcome.error

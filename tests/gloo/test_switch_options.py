@@ -102,8 +102,8 @@ def test_the_engine_nests_shards_and_orders_phases():
         assert second
         assert wire_bytes == 0  # dp4 holds all that tp4 needs
         assert shards == [(0, 2, 1, 3), (), ()]
-        assert order[0] != "dp1tp4pp1"  # from dp4, everything else is a local copy
-        assert order == ["dp4tp1pp1", "dp2tp2pp1", "dp1tp4pp1"]
+        assert order[0] != "tp4"  # from dp4, everything else is a local copy
+        assert order == ["dp4", "dp2tp2", "tp4"]
 
 
 def too_large(rank, world_size):
@@ -156,8 +156,8 @@ def test_phases_of_equal_layout_share_one_load_and_one_return(second_source, ove
         for phases in mini_batches:
             own = [(load, back) for name, load, back in phases if name.startswith("dp4")]
             assert [name for name, *_ in phases] in (
-                ["dp4tp1pp1", "dp4tp1pp1+rc", "dp1tp4pp1"],
-                ["dp1tp4pp1", "dp4tp1pp1", "dp4tp1pp1+rc"],
+                ["dp4", "dp4+rc", "tp4"],
+                ["tp4", "dp4", "dp4+rc"],
             )
             assert (own[0][1], own[1][0]) == (0, 0)
             assert own[0][0] + own[1][1] == of_dp

@@ -1,8 +1,10 @@
 """`HotSPaTrainer` in a world: real text through the tokenizer, TensorBoard, saving, and the launch from a command line."""
 
 import os
+import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -69,7 +71,7 @@ def assert_tensorboard(folder):
     tags = set(events.Tags()["scalars"])
     assert {"train/loss", "train/hotspa/switch_s", "train/hotspa/switch_mb", "train/hotspa/switch_share"} <= tags
     assert {"train/hotspa/hidden_s", "train/hotspa/load_return_s"} <= tags
-    assert {"train/hotspa/dp2tp1pp1/compute_s", "train/hotspa/dp1tp2pp1/compute_s"} <= tags
+    assert {"train/hotspa/dp2/compute_s", "train/hotspa/tp2/compute_s"} <= tags
     shares = [event.value for event in events.Scalars("train/hotspa/switch_share")]
     phases = [event.value for event in events.Scalars("train/hotspa/phases")]
     assert len(shares) == 3
@@ -132,7 +134,7 @@ def test_hf_hotspa_train_starts_its_processes_and_leaves_a_model(tmp_path, model
     assert "'eval_loss'" in done.stdout
     run = read_run_log(out)
     assert run.facts.world_size == 2
-    assert {phase.strategy for record in run.steps for phase in record.report.phases} == {"dp2tp1pp1", "dp1tp2pp1"}
+    assert {phase.strategy for record in run.steps for phase in record.report.phases} == {"dp2", "tp2"}
     trained, before = (
         AutoModelForCausalLM.from_pretrained(out),
         AutoModelForCausalLM.from_pretrained(tmp_path / "tokenizer"),
@@ -176,26 +178,40 @@ def make_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_example_trains_on_the_standard_library(tmp_path, launched):
-    """By `accelerate launch`, or in ranks that have imported torch already."""
-    arguments = (
-        f"--use_cpu --max_steps 2 --hotspa_mini_batch_size 4 --vocab_size 400 --output_dir {tmp_path / 'out'} "
-        "--hotspa_strategies dp2:256@512,tp2:1024 --hotspa_overlong truncate --measure_gain 2"
-    )
+    """By `accelerate launch`, or in ranks that have imported torch already; with the settings of `make train`."""
+    arguments = f"--use_cpu --max_steps 2 --hotspa_mini_batch_size 8 --measure_gain 3 --output_dir {tmp_path / 'out'}"
     environment = {"HF_HOME": str(tmp_path / "cache")}
     if launched:
-        done = launch(arguments, **environment)
+        done = launch(arguments, processes=4, **environment)
         assert done.returncode == 0, done.stderr[-3000:]
         text = done.stdout
     else:
         log = tmp_path / "log.txt"
-        run_ranks(2, run_script, "demo.py", arguments.split(), str(log), env=environment)
+        run_ranks(4, run_script, "demo.py", arguments.split(), str(log), env=environment)
         text = log.read_text()
     assert text.startswith("[  0 s] importing torch")  # before anything that takes time
     assert "equal to what was trained: True" in text
     assert "longest" in text  # the histogram of lengths
     run, last = read_run_log(tmp_path / "out"), text.splitlines()[-10:]
-    assert len(run.gain.switching) == 2
+    assert len(run.gain.switching) == 3
     assert run.gain.sentence in last
+    # one verdict, measured; the terminal, the record and the page have the same words and numbers
+    page = unescape((tmp_path / "out" / "hotspa_report" / "report.html").read_text())
+    claims = re.compile(r"(?:Switching paid|Switching did not pay|Whether switching paid is not|One strategy)[^\n<]*")
+    assert claims.findall(text) == claims.findall(page) == [run.gain.sentence]
+    assert "(predicted)" not in text + page
+    assert all(sentence in page for sentence in run.gain.sentences)
+    known = ["DDP (dp4): does not fit in 144 MiB", "FSDP / ZeRO-3 (dp4+rc+z3)", "tp4", "pp4", "cp4"]
+    for named in known:
+        assert named in text
+        assert named in page
+    assert not re.search(r"(?<![a-z])(?:[dctp]p\d+)*[dctp]p1(?!\d)", text + str(run.gain.to_dict()))
+    begun, before, after = (
+        last[last.index(line) + i] for line in last if "how it goes on with" in line for i in range(3)
+    )
+    assert "'def " in begun
+    assert (before[:9], after[:9]) == ("  before ", "  after  ")
+    assert before[9:] != after[9:]
     assert f"The run in one page: {tmp_path / 'out' / 'hotspa_report' / 'report.html'}" in last
     assert last[-1].endswith("hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl --use_cpu")
 

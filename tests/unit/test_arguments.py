@@ -265,7 +265,7 @@ def test_flags_parse_from_a_command_line(tmp_path, capsys):
     )
     [args] = HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(line.split())
     assert args.hotspa_phase_table
-    assert str(args.hotspa_buckets[0]) == "dp1tp1pp1:64@256"
+    assert str(args.hotspa_buckets[0]) == "dp1:64@256"
     with pytest.raises(SystemExit):
         HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(["--help"])
     assert "--hotspa_mini_batch_size" in capsys.readouterr().out

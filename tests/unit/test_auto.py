@@ -20,7 +20,8 @@ from hf_hotspa.search.automatic import make_auto_plan
 from hf_hotspa.search.long_sequences import CHUNK_SIZES, with_chunks
 from hf_hotspa.search.plan import limit_text
 from hf_hotspa.search.select import Selector
-from hf_hotspa.strategy import Strategy, legal_strategies
+from hf_hotspa.search.single import Singles
+from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from hf_hotspa.trainer import auto
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from tests.families import tiny_model
@@ -42,10 +43,10 @@ RNG = np.random.default_rng(0)
 LONG_TAILED = SequenceTable.from_lengths(np.clip(RNG.lognormal(4.5, 1.2, 3000), 8, 3000).astype(int))
 
 
-def plan(table=LONG_TAILED, limit_mb=None, **options):
+def plan(table=LONG_TAILED, limit_mb=None, among=STRATEGIES, **options):
     limit = None if limit_mb is None else limit_mb * 2**20
     options = {"mini_batch_size": 64, "limit_bytes": limit, "limit_source": "as given"} | options
-    return make_auto_plan(table, STRATEGIES, COST, **options)
+    return make_auto_plan(table, among, COST, **options)
 
 
 def test_without_a_limit_nothing_is_switched() -> None:
@@ -82,6 +83,36 @@ def test_every_mini_batch_may_decide_for_the_best_static_strategy() -> None:
     assert len(selector.select([50] * 200).buckets) == 1
     assert len(selector.select([50] * 200 + [2900]).buckets) == 2
     assert selector.select([2900] * 8).strategies == (static.strategy,)
+
+
+def test_rivals_are_the_best_single_strategy_and_what_people_run() -> None:
+    def singles(limit_mb: int | None, strategies: list[Strategy] = STRATEGIES) -> Singles:
+        limit = None if limit_mb is None else limit_mb << 20
+        return Singles.of(strategies, lambda s: plan(limit_mb=limit_mb, among=[s], max_phases=1), SHAPE, limit)
+
+    free = singles(None)
+    assert len(free.fitting) == len(STRATEGIES)
+    assert not free.refused
+    rivals, left_out = free.rivals(4)
+    assert rivals[0] == free.fitting[0]
+    assert {str(bucket.strategy) for bucket in rivals} == {str(rivals[0].strategy), "dp4", "tp4", "pp4"}
+    assert left_out == {"dp4+z3": "the flags or the calibration of this run leave it out"}
+    rivals, left_out = singles(LIMIT, [*STRATEGIES, Strategy(4, z=3)]).rivals(4)
+    assert DP not in [bucket.strategy for bucket in rivals]
+    assert "dp4+ck1024" in [str(bucket.strategy) for bucket in rivals]
+    assert left_out["dp4"] == "does not fit in 52 MiB, but in chunks"
+    assert "no links" in left_out["dp4+z3"]
+    _, left_out = singles(30).rivals(4)
+    assert left_out["pp4"] == "does not fit in 30 MiB"
+    of_two_heads = replace(SHAPE, num_attention_heads=2, num_key_value_heads=2)
+    _, left_out = Singles.of([DP], lambda s: plan(among=[s], max_phases=1), of_two_heads, None).rivals(4)
+    assert left_out["tp4"] == "tp4 is more than the 2 attention heads"
+    # of several of a kind the fastest, whatever its options
+    options = (Strategy(tp=4, sp=True), Strategy(tp=4, rc=1), Strategy(4, z=3, rc=1), Strategy(4, z=2))
+    buckets = tuple(Bucket(s, 64, 64) for s in options)
+    rivals, left_out = Singles(buckets, otherwise="because").rivals(4)
+    assert rivals == [buckets[0], buckets[2]]
+    assert left_out == {"dp4": "because", "pp4": "because"}
 
 
 def test_one_bucket_at_most_when_asked() -> None:

@@ -34,6 +34,7 @@ from hf_hotspa.packing.packs import pack_sequences
 from hf_hotspa.packing.pipeline_order import reaches
 from hf_hotspa.search.estimate import Evaluator, LengthTable
 from hf_hotspa.strategy import Strategy, strategies_of
+from tests.run_logs import of_earlier_releases
 
 SHAPE = ModelShape("llama", 8, 8, 4, 256, 256, 2048, 800_000)
 SIZES = ModelSizes(SHAPE, "float32")
@@ -281,7 +282,7 @@ def test_round_trip(tmp_path: Path) -> None:
     for given in (
         calibration(),
         calibration(slots=math.inf, memory=(), inter=Link(1e-3, 1e8), hop_inter=Hop(1e-3, 0.0)),
-        calibration(switches=(SwitchSample("dp4tp1pp1", 1000, 0.1, 0.2),)),
+        calibration(switches=(SwitchSample("dp4", 1000, 0.1, 0.2),)),
     ):
         given.save(tmp_path / "folder" / "c.json")
         assert Calibration.load(tmp_path / "folder" / "c.json", KEY) == given
@@ -402,7 +403,7 @@ def test_factors_are_means_within_bounds() -> None:
     assert calibration(phases=mixed).time_model(SIZES).phase_factors[2, 1] == pytest.approx(1.1)
     for wild, factor in ((50.0, 2.0), (0.01, 0.5)):
         assert calibration(phases=phases({(2, 1): wild})).time_model(SIZES).phase_factors == {(2, 1): factor}
-    unknown = replace(first, strategy="dp1tp8pp1")
+    unknown = replace(first, strategy="tp8")
     assert calibration(phases=(unknown,)).time_model(SIZES).phase_factors == {}
 
 
@@ -411,6 +412,9 @@ def test_phases_are_kept_and_older_files_have_none(tmp_path: Path) -> None:
     given.save(tmp_path / "new.json")
     assert Calibration.load(tmp_path / "new.json") == given
     data = given.to_dict()
+    named = Calibration.from_dict(json.loads(of_earlier_releases(json.dumps(data))))
+    assert named.phases[0].strategy == "dp4tp1pp1"
+    assert named.time_model(SIZES) == given.time_model(SIZES)
     del data["phases"]
     assert Calibration.from_dict(json.loads(json.dumps(data))) == replace(given, phases=())
     for broken in ({"strategy": "dp2tp"}, {"seconds": 0}, {"replicas": [[["many"]]]}):

@@ -24,7 +24,9 @@ from hf_hotspa.callbacks import progress as progress_module
 from hf_hotspa.errors import CallbackError, HotspaConfigError, HotspaError
 from hf_hotspa.process_lock import LOCK_NAME
 from hf_hotspa.report import PhaseEvent
+from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.reporting.summary import verdict
 from hf_hotspa.trainer import trainer as trainer_module
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.events import CallbackEvents
@@ -42,7 +44,7 @@ def run_callback(callback, folder, steps, *, first=1, main=True, end=True):
     callback.on_train_begin(args, state, None)
     for step in range(first, first + steps):
         callback.on_step_begin(args, state, None)
-        callback.on_step_report(args, state, None, report=made_report(step))
+        callback.on_step_report(args, state, None, report=made_report(step, single_s=2.64))
         callback.on_pre_optimizer_step(args, state, None, optimizer=optimizer)
         state.global_step = step
         callback.on_step_end(args, state, None)
@@ -93,6 +95,21 @@ def test_the_page_comes_at_the_end_and_says_where_it_is(tmp_path, capsys):
     page = tmp_path / "hotspa_report" / "report.html"
     assert page.exists()
     assert str(page) in capsys.readouterr().out
+
+
+def test_nothing_is_claimed_of_switching_before_it_is_measured(tmp_path, capsys):
+    for gain_follows in (False, True):
+        callback = ReportCallback()
+        callback.gain_follows = gain_follows
+        run_callback(callback, tmp_path, 3)
+        said, page = capsys.readouterr().out, callback.page.read_text()
+        claims = ["Switching paid" in text for text in (said, page)]
+        assert claims == [not gain_follows] * 2
+        assert ("Whether switching paid is measured after training" in said) == gain_follows
+    gain = MeasuredGain((1.0, 2.0), {"tp2": (0.5, 1.0)}, 0.0)
+    callback.on_gain_measured(None, None, None, gain)
+    assert gain.sentence in callback.page.read_text()
+    assert verdict(read_run_log(callback.folder))[0] == gain.sentence
 
 
 def test_a_run_that_was_killed_and_resumed(tmp_path):
@@ -335,9 +352,9 @@ def test_buckets_are_printed_with_the_tables(capsys):
     SwitchOverheadCallback(print_table=True).on_run_begin(None, state, None, run=made_facts())
     assert capsys.readouterr().out.splitlines() == [
         "buckets on 2 ranks",
-        "tokens    strategy   pack tokens",
-        "1 - 16    dp2tp1pp1           64",
-        "17 - 100  dp1tp2pp1          100",
+        "tokens    strategy  pack tokens",
+        "1 - 16    dp2                64",
+        "17 - 100  tp2               100",
     ]
 
 
@@ -501,7 +518,7 @@ def test_a_printed_line_has_a_few_numbers_and_every_other_reader_all(events, cap
     assert reader.logs == logs
     assert len(logs) > 14
     printed = ast.literal_eval(capsys.readouterr().out)
-    few = {"loss", "hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/predicted_gain", "hotspa/skipped_mini_batches"}
+    few = {"loss", "hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/skipped_mini_batches"}
     assert printed.keys() == (logs.keys() if everything else few)
     assert printed["loss"] == "2.5"
 

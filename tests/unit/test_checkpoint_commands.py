@@ -34,8 +34,8 @@ def test_inspect(output, capsys):
     text = capsys.readouterr().out
     assert [line.split()[:4] for line in text.splitlines()] == [
         ["checkpoint", "step", "ranks", "strategies"],
-        ["checkpoint-5", "5", "2", "dp2tp1pp1:8@8"],
-        ["checkpoint-10", "10", "2", "dp2tp1pp1:8@8"],
+        ["checkpoint-5", "5", "2", "dp2:8@8"],
+        ["checkpoint-10", "10", "2", "dp2:8@8"],
     ]
     assert command("inspect", output / "checkpoint-5") == 0
     text = capsys.readouterr().out

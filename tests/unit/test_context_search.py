@@ -21,12 +21,12 @@ def names(strategies):
 
 def test_every_division_of_replicas() -> None:
     assert names(context_strategies([Strategy(6, 2, 1, sp=True), Strategy(1, 8, 1)], LLAMA_7B)) == [
-        "dp3cp2tp2pp1+sp", "dp2cp3tp2pp1+sp", "dp1cp6tp2pp1+sp",
+        "dp3cp2tp2+sp", "dp2cp3tp2+sp", "cp6tp2+sp",
     ]  # fmt: skip
     # what cannot run is not offered: pipelines of equal packs, and the ring where it has no kernel
     plain = [Strategy(4, 1, 1), Strategy(2, 1, 2)]
-    assert names(divided(plain, LLAMA_7B, RunOptions())) == ["dp2cp2tp1pp1", "dp1cp4tp1pp1", "dp1cp2tp1pp2"]
-    assert names(divided(plain, LLAMA_7B, RunOptions("gpipe"))) == ["dp2cp2tp1pp1", "dp1cp4tp1pp1"]
+    assert names(divided(plain, LLAMA_7B, RunOptions())) == ["dp2cp2", "cp4", "cp2pp2"]
+    assert names(divided(plain, LLAMA_7B, RunOptions("gpipe"))) == ["dp2cp2", "cp4"]
     assert divided(plain, LLAMA_7B, RunOptions(context_parallel="ring", device_type="cuda")) == []
     assert divided(plain, LLAMA_7B, RunOptions(flexible=True)) == []
 
@@ -43,10 +43,10 @@ def test_what_cannot_pay_is_left_out() -> None:
     assert that_pay(everything, [100] * 64, 64, 500, tokens, 0.0) == plain
     # one that takes as long as three replicas have to do: cp4 of eight, and of four cp2
     found = that_pay(everything, [1] * 63 + [40], 64, 40, tokens, 0.0)
-    assert names(s for s in found if s.cp > 1) == ["dp4cp2tp1pp1", "dp2cp4tp1pp1", "dp2cp2tp2pp1"]
+    assert names(s for s in found if s.cp > 1) == ["dp4cp2", "dp2cp4", "dp2cp2tp2"]
     # dp8 does not hold the longest: two that do; `+z3` only where nothing else does
     found = that_pay(everything, [100] * 640, 640, 1500, tokens, 0.0)
-    assert names(s for s in found if s.cp > 1) == ["dp4cp2tp1pp1", "dp2cp4tp1pp1"]
+    assert names(s for s in found if s.cp > 1) == ["dp4cp2", "dp2cp4"]
     found = that_pay(everything, [100] * 640, 640, 50000, tokens, 0.0)
     assert set(everything) == set(found)
     # one that stands alone stays

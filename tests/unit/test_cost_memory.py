@@ -340,7 +340,7 @@ def test_a_pool_that_does_not_fit() -> None:
     model.check_pool(fits, None)
     with pytest.raises(
         DeviceMemoryError,
-        match="dp2tp4pp1 with packs of 900000 tokens.*its activations do not fit: [0-9.]+ GiB are left for them.*"
+        match="dp2tp4 with packs of 900000 tokens.*its activations do not fit: [0-9.]+ GiB are left for them.*"
         "packs of at most [0-9]+ tokens",
     ):
         model.check_pool([Bucket(Strategy(2, 4, 1), 900_000, 900_000)], 79 * GIB)

@@ -331,7 +331,7 @@ def test_what_no_sample_shows_still_gets_a_good_strategy() -> None:
 def test_bad_input() -> None:
     time = TimeModel("test", StageCosts((1, 1)), {1: Cost(b=1e-6)})
     capacities, switch = FixedCapacities({Strategy(2, 1, 1): 100}), {Strategy(2, 1, 1): 0.0}
-    with pytest.raises(DeviceMemoryError, match="500 tokens.*at most 100 tokens fit, with dp2tp1pp1"):
+    with pytest.raises(DeviceMemoryError, match="500 tokens.*at most 100 tokens fit, with dp2"):
         search([10, 500], capacities.capacities, time, capacities, switch)
     for lengths in ([], [0, 5]):
         with pytest.raises(HotspaConfigError, match="lengths"):

@@ -106,9 +106,9 @@ def test_bad_input() -> None:
         selector().select([5, 20_000])
     with pytest.raises(HotspaConfigError, match="nothing to select"):
         Selector((), TIME, SWITCH)
-    with pytest.raises(HotspaConfigError, match="no switch seconds for dp1tp4pp1"):
+    with pytest.raises(HotspaConfigError, match="no switch seconds for tp4"):
         Selector(POOL, TIME, {s: v for s, v in SWITCH.items() if s.tp < 4})
-    with pytest.raises(HotspaConfigError, match="no coefficients for tp8pp1"):
+    with pytest.raises(HotspaConfigError, match="no coefficients for tp8"):
         Selector(parse_buckets("tp8:16"), TIME, SWITCH)
     empty = selector().select([])
     assert empty.seconds == 0
@@ -139,7 +139,7 @@ def test_the_single_strategy_is_corrected_as_what_ran_is() -> None:
     found = single.seconds_by(plan)
     assert found is not None
     alone, ran = found
-    report = made_report(1, made_phase("dp4tp1pp1", 1.0, predicted_s=1.5 * ran))
+    report = made_report(1, made_phase("dp4", 1.0, predicted_s=1.5 * ran))
     assert with_single(report, single, plan).single_s == pytest.approx(1.5 * alone)
-    unknown = made_report(1, made_phase("dp4tp1pp1", 1.0, predicted=False))
+    unknown = made_report(1, made_phase("dp4", 1.0, predicted=False))
     assert with_single(unknown, single, plan).single_s is None

@@ -172,7 +172,7 @@ def test_packs_replicas_and_phases() -> None:
     assert model.phase_seconds(Strategy(2, 1, 1), [[], []]) == 0
     piped = model.phase_seconds(Strategy(1, 1, 2), [[(100, 200)]])
     assert piped == pytest.approx(4 * layer.of([100, 200]) + 300e-5)  # one pack passes both stages
-    with pytest.raises(HotspaConfigError, match="no coefficients for tp4pp1.*tp1, tp2"):
+    with pytest.raises(HotspaConfigError, match="no coefficients for tp4.*tp1, tp2"):
         model.phase_seconds(Strategy(1, 4, 1), [[(1,)]])
     assert model.knows(Strategy(1, 2, 2))
     assert not model.knows(Strategy(1, 4, 1))

@@ -64,7 +64,7 @@ def test_grammar_groups_and_layout(text):
 
 def test_ep_1_is_no_other_strategy():
     assert Strategy.parse("dp2tp2ep1") == Strategy.parse("dp2tp2")
-    assert str(Strategy.parse("dp2ep1")) == "dp2tp1pp1"
+    assert str(Strategy.parse("dp2ep1")) == "dp2"
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def names(strategies):
 def test_every_division_of_experts() -> None:
     plain = [Strategy(6, 2), Strategy(4, rc=1), Strategy(4, z=3), Strategy(2, 2, 2, sp=True), Strategy(4, ck=8)]
     assert names(expert_strategies(plain, SHAPE)) == [
-        "dp6tp2pp1ep2", "dp6tp2pp1ep4", "dp4tp1pp1ep2+rc", "dp4tp1pp1ep4+rc", "dp2tp2pp2ep2+sp", "dp2tp2pp2ep4+sp",
+        "dp6tp2ep2", "dp6tp2ep4", "dp4ep2+rc", "dp4ep4+rc", "dp2tp2pp2ep2+sp", "dp2tp2pp2ep4+sp",
     ]  # fmt: skip
     assert expert_strategies(plain, LLAMA_7B) == []
     assert expert_strategies(plain, replace(SHAPE, ep_unsupported_reason="loose experts")) == []
@@ -49,14 +49,14 @@ def test_every_division_of_experts() -> None:
         assert all(s.ep == 1 or s.cp == 1 for s in offered)
         return [s for s in offered if s.ep > 1]
 
-    assert names(runnable())[:3] == ["dp4tp1pp1ep2", "dp4tp1pp1ep4", "dp2tp1pp2ep2"]
+    assert names(runnable())[:3] == ["dp4ep2", "dp4ep4", "dp2pp2ep2"]
     assert all(s.pp == 1 for s in runnable(schedule="gpipe"))
     assert all(not s.sp for s in runnable(expert_capacity=1.25))
     assert runnable(flexible=True) == []
 
 
 def test_a_refusal_lists_them_among_the_legal_ones() -> None:
-    with pytest.raises(StrategyError, match=r"legal with 2 processes .*: dp2tp1pp1, .*dp2tp1pp1ep2, dp1tp2pp1ep2"):
+    with pytest.raises(StrategyError, match=r"legal with 2 processes .*: dp2, .*dp2ep2, tp2ep2"):
         check_buckets(parse_buckets("dp4ep4:64"), 2, SHAPE)
     with pytest.raises(StrategyError) as caught:
         check_buckets(parse_buckets("dp4:64"), 2, LLAMA_7B)
@@ -72,15 +72,15 @@ def test_what_cannot_pay_is_left_out() -> None:
 
     assert experts_that_pay(everything, 1000, tokens) == plain
     # dp8 does not hold it: the smallest that does, and one more; no pipeline and nothing that recomputes beside it
-    assert names(experts_that_pay(everything, 1500, tokens))[4:] == ["dp8tp1pp1ep2", "dp8tp1pp1ep4"]
+    assert names(experts_that_pay(everything, 1500, tokens))[4:] == ["dp8ep2", "dp8ep4"]
     assert names(experts_that_pay(everything, 4000, tokens))[4:] == [
-        "dp8tp1pp1ep4", "dp8tp1pp1ep8", "dp4tp2pp1ep2", "dp4tp2pp1ep4",
+        "dp8ep4", "dp8ep8", "dp4tp2ep2", "dp4tp2ep4",
     ]  # fmt: skip
     # where nothing else holds it, layers that recompute come in
     of_dp = [s for s in everything if s.tp == s.pp == 1]
-    assert names(experts_that_pay(of_dp, 16000, tokens))[2:] == ["dp8tp1pp1ep8+rc"]
+    assert names(experts_that_pay(of_dp, 16000, tokens))[2:] == ["dp8ep8+rc"]
     # nothing does at all: the largest, of which what is missing is said
-    assert names(experts_that_pay(of_dp, 50000, tokens))[2:] == ["dp8tp1pp1ep8", "dp8tp1pp1ep8+rc"]
+    assert names(experts_that_pay(of_dp, 50000, tokens))[2:] == ["dp8ep8", "dp8ep8+rc"]
     # one that stands alone stays
     assert experts_that_pay([Strategy(8, ep=4)], 1000, tokens) == [Strategy(8, ep=4)]
 

@@ -58,20 +58,20 @@ def strategies_of(args):
 def test_length_ranges_that_become_the_same_strategy_are_joined_or_refused(tmp_path):
     given = "dp1:16@32,dp1+rc:64,dp1+z2:128"
     [first, last] = given_buckets(arguments(tmp_path, hotspa_strategies=given, activation_checkpointing=True))
-    assert (str(first.strategy), first.low, first.longest, first.pack_tokens) == ("dp1tp1pp1+rc", 0, 64, 64)
-    assert (str(last.strategy), last.low, last.longest) == ("dp1tp1pp1+rc+z2", 64, 128)
-    with pytest.raises(StrategyError, match="two length ranges .* under dp1tp1pp1.rc"):
+    assert (str(first.strategy), first.low, first.longest, first.pack_tokens) == ("dp1+rc", 0, 64, 64)
+    assert (str(last.strategy), last.low, last.longest) == ("dp1+rc+z2", 64, 128)
+    with pytest.raises(StrategyError, match="two length ranges .* under dp1.rc"):
         arguments(tmp_path, hotspa_strategies="dp1:16,dp1+z2:64,dp1+rc:128", activation_checkpointing=True)
 
 
 def test_strategies_that_say_nothing_are_sharded(tmp_path):
-    assert strategies_of(arguments(tmp_path)) == ["dp1tp1pp1+z2", "dp1tp1pp1+rc"]
+    assert strategies_of(arguments(tmp_path)) == ["dp1+z2", "dp1+rc"]
     asked = arguments(tmp_path, fsdp="full_shard offload")
-    assert strategies_of(asked) == ["dp1tp1pp1+z2", "dp1tp1pp1+rc+z3"]
+    assert strategies_of(asked) == ["dp1+z2", "dp1+rc+z3"]
     assert (asked.hotspa_offload, asked.fsdp) == ("master", None)  # transformers would start it
     config = {"zero_optimization": {"stage": 2}}
-    assert strategies_of(arguments(tmp_path, deepspeed=config)) == ["dp1tp1pp1+z2", "dp1tp1pp1+rc+z2"]
+    assert strategies_of(arguments(tmp_path, deepspeed=config)) == ["dp1+z2", "dp1+rc+z2"]
     (from_words,) = HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(
         ["--output_dir", str(tmp_path), "--use_cpu", "--hotspa_strategies", "dp1:64", "--fsdp", "shard_grad_op"]
     )
-    assert strategies_of(from_words) == ["dp1tp1pp1+z2"]
+    assert strategies_of(from_words) == ["dp1+z2"]

@@ -2,11 +2,20 @@
 
 import json
 import random
+from hashlib import sha256
 
 import pytest
 
 from hf_hotspa.costs.coefficients import Cost
-from hf_hotspa.costs.online_calibration import LIMIT, WINDOW, Factors, OnlineCalibration, PhaseSeconds, ScaledTime
+from hf_hotspa.costs.online_calibration import (
+    LIMIT,
+    WINDOW,
+    Factors,
+    OnlineCalibration,
+    PhaseSeconds,
+    ScaledTime,
+    fingerprint,
+)
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
@@ -14,6 +23,7 @@ from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.chooser import PhaseChooser, predict_phases
 from hf_hotspa.strategy import Strategy, parse_buckets
+from tests.run_logs import of_earlier_releases
 
 DP, TP, PP = Strategy(dp=4), Strategy(tp=4), Strategy(pp=4)
 
@@ -46,7 +56,7 @@ def test_bad_predictions_are_corrected_once_and_then_hold() -> None:
     assert refit.factors.switch[TP] == pytest.approx(1.0)
     # what did not run is taken to be off by as much as the rest: else it would look like a bargain
     assert refit.factors.compute[PP] == pytest.approx(2.0)
-    assert "dp1tp4pp1 2.50 / 1.00" in str(refit)
+    assert "tp4 2.50 / 1.00" in str(refit)
 
 
 def test_one_hiccup_changes_nothing_and_errors_do_not_cancel() -> None:
@@ -70,7 +80,7 @@ def test_without_switches_there_is_no_factor_for_them() -> None:
     online = OnlineCalibration([DP])
     for _ in range(WINDOW):
         online.observe([PhaseSeconds(DP, 1.0, 0.0)], [PhaseSeconds(DP, 2.0, 0.0)])
-    assert online.factors.to_dict() == {"dp4tp1pp1": [2.0, 1.0]}
+    assert online.factors.to_dict() == {"dp4": [2.0, 1.0]}
 
 
 def test_the_state_goes_on_where_it_stopped() -> None:
@@ -163,9 +173,15 @@ def test_a_resumed_run_chooses_as_the_whole_one() -> None:
         first = chooser(delay=3)
         head = walk(first, 0, stop, ahead=3)
         second = chooser(delay=3)
-        assert second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert second.load_state_dict(json.loads(of_earlier_releases(json.dumps(first.state_dict()))))
         assert second.num_trained == stop
         assert head + walk(second, stop, 50, ahead=3) == ran
+
+
+def test_time_models_of_earlier_checkpoints_are_known_again() -> None:
+    then = repr((TIME, [("dp1tp2pp1+sp", 0.2), ("dp2tp1pp1", 0.1)]))
+    switch = {Strategy(2): 0.1, Strategy(tp=2, sp=True): 0.2}
+    assert fingerprint(TIME, switch) == sha256(then.encode()).hexdigest()[:16]
 
 
 def test_corrections_of_another_time_model_are_left() -> None:

@@ -67,7 +67,7 @@ def phase(strategy: str, compute: float) -> dict[str, Any]:
 @pytest.fixture
 def cell() -> dict[str, Any]:
     """Four mini-batches of 100, 100, 200 and 200 tokens, one of them for warming up."""
-    auto = side([[9.0, 1.0, 2.0, 2.0]], phases=[[[phase("dp4tp1pp1", 0.8)]] * 4], pool=["dp4tp1pp1:200"])
+    auto = side([[9.0, 1.0, 2.0, 2.0]], phases=[[[phase("dp4", 0.8)]] * 4], pool=["dp4:200"])
     return {
         "lengths": [60, 40, 50, 50, 100, 100, 150, 50],
         "mini_batch_rows": 2,
@@ -199,9 +199,9 @@ def test_tables_have_a_row_for_every_side(cell):
     text = cell_tables(data, ["0.9M fp32 chat"])
     assert "| broken | RuntimeError: no such operation on gloo |" in text
     assert "does not fit (holds 120 tokens)" in text
-    assert "| ours, auto: dp4tp1pp1:200 | 1.667 |" in text
+    assert "| ours, auto: dp4:200 | 1.667 |" in text
     profile = profile_tables(data)
-    assert "| ours, auto | dp4tp1pp1 | 50 | 0.500 | 0.300 | 0.000 | 0.100 | 0.020 | 0.030 | 0.817 |" in profile
+    assert "| ours, auto | dp4 | 50 | 0.500 | 0.300 | 0.000 | 0.100 | 0.020 | 0.030 | 0.817 |" in profile
 
 
 def test_the_limit_may_change_nothing(cell):
@@ -303,7 +303,7 @@ def test_details_have_every_cell_and_the_profile(named):
     assert "| **ours, `auto`** | 1.67 |" in text
     assert "| **ours, `auto`** | **1.67** |" in text  # under the limit
     assert text.count("### 0.9M fp32 chat") == 1
-    assert "| ours, auto | dp4tp1pp1 | 50 |" in text
+    assert "| ours, auto | dp4 | 50 |" in text
 
 
 def test_longest_sequence_between_measured_lengths():
@@ -392,17 +392,17 @@ def test_what_our_sides_are_given():
     work = Work("0.9M", "fp32", 4, (64, 8), 2, 1, "")
     plan = {
         "plan_bytes": 5.0,
-        "free": {"dp4": "dp4tp1pp1:64@128", "tp4": "dp1tp4pp1:64@256"},
-        "limited": {"dp4": "dp4tp1pp1:64@64", "tp4": "dp1tp4pp1:64@96"},
+        "free": {"dp4": "dp4:64@128", "tp4": "tp4:64@256"},
+        "limited": {"dp4": "dp4:64@64", "tp4": "tp4:64@96"},
     }
     names = ["ours, dp4", "ours, pp4", "ours, auto"]
     free, limited = (our_works(work, plan, under, names) for under in (False, True))
     assert [(free[name].strategies, free[name].limit_bytes) for name in names[::2]] == [
-        ("dp4tp1pp1:64@128", None),
+        ("dp4:64@128", None),
         ("auto", None),
     ]
     assert [(limited[name].strategies, limited[name].limit_bytes) for name in names[::2]] == [
-        ("dp4tp1pp1:64@64", 5.0),
+        ("dp4:64@64", 5.0),
         ("auto", 5.0),
     ]
     assert free["ours, pp4"] == "pp4 is not legal for this model on 4 ranks"
@@ -460,9 +460,9 @@ def test_a_side_of_ours_that_fails_ends_the_run_with_an_error(tmp_path: Path, mo
 def test_the_papers_buckets_are_legal():
     found = parse_buckets(paper_buckets(4, 4096))
     assert [(str(b.strategy), b.longest, b.pack_tokens) for b in found] == [
-        ("dp4tp1pp1", 512, 512),
-        ("dp2tp2pp1", 2048, 2048),
-        ("dp1tp4pp1", 4096, 4096),
+        ("dp4", 512, 512),
+        ("dp2tp2", 2048, 2048),
+        ("tp4", 4096, 4096),
     ]
 
 

@@ -92,8 +92,8 @@ def test_every_panel_has_data(tmp_path):
     assert page.tags.count("script") == 1
     assert "LlamaForCausalLM &lt;&amp;&gt; on 2 ranks" in text
     for part in (
-        "dp2tp1pp1 to 16",
-        "Switching paid: about 2.00x as fast as dp1tp2pp1 alone",
+        "dp2 to 16",
+        "Switching paid: about 2.00x as fast as tp2 alone",
         "tokens per second",
         "2.13.0",
     ):
@@ -106,8 +106,7 @@ def test_charts_draw_what_was_recorded(tmp_path):
     assert "step 3: training 2.7" in tips
     assert "step 4: training 2.6, evaluation 2.7" in tips
     assert any(
-        t.startswith("step 1: 1.28 s; dp2tp1pp1 0.32 s, dp1tp2pp1 0.64 s, load and return 0.16 s, switching 0.08 s")
-        for t in tips
+        t.startswith("step 1: 1.28 s; dp2 0.32 s, tp2 0.64 s, load and return 0.16 s, switching 0.08 s") for t in tips
     ), tips
     assert "rank 1: 6" in tips
     assert any(t.startswith("step 2: measured 1.2 s, predicted 1.32 s") for t in tips)
@@ -207,13 +206,21 @@ def test_whether_it_paid(tmp_path, single_s, answer):
 
 
 def test_a_single_strategy_that_is_measured_slower_than_predicted(tmp_path):
-    """What it did in its own phases counts, not what all did."""
-    run = read_run_log(write_run(tmp_path, single_s=1.32))
-    run.steps = [
-        replace(r, report=replace(r.report, phases=(r.report.phases[0], replace(r.report.phases[1], predicted_s=0.4))))
-        for r in run.steps
-    ]
-    assert verdict(run)[0] == f"Switching paid: about 2.20x as fast as {LONG} alone (predicted)"
+    """What it did in its own phases counts, not what all did; how far others are off from that is how far it may be off."""
+    # 0.8 / 0.7 measured by predicted seconds, against 0.4 / 0.44 of the other strategy
+    unknown = f"Whether switching paid is not known: predictions are off by 26%, and the difference to {LONG} is 24%"
+    for single_s, answer in (
+        (1.30, unknown),
+        (1.50, f"Switching paid: about 1.43x as fast as {LONG} alone (predicted)"),
+    ):
+        run = read_run_log(write_run(tmp_path, single_s=single_s))
+        run.steps = [
+            replace(
+                r, report=replace(r.report, phases=(r.report.phases[0], replace(r.report.phases[1], predicted_s=0.7)))
+            )
+            for r in run.steps
+        ]
+        assert verdict(run)[0] == answer
 
 
 def test_without_a_time_model_nothing_is_claimed_that_nobody_knows(tmp_path):
@@ -301,7 +308,7 @@ def check_texts(chart):
 LONG_MARKS = [Mark(n, f"dp2tp4pp4+sp+rc to {n}") for n in (17, 60, 120, 128, 16384, 32768, 131072)]
 SHAPES = {
     "edges close together": lambda: svg.histogram("", [0, 64, 128, 192, 256, 384], [Series("a", "s0", [0.2] * 5)], LONG_MARKS, "tokens"),
-    "one bin": lambda: svg.histogram("", [0, 1], [Series("a", "s0", [1.0])], [Mark(1, "dp4tp1pp1 to 1")], "tokens"),
+    "one bin": lambda: svg.histogram("", [0, 1], [Series("a", "s0", [1.0])], [Mark(1, "dp4 to 1")], "tokens"),
     "many bins": lambda: svg.histogram("", list(range(0, 150000, 3000)), [Series("a", "s0", [0.02] * 49)] * 2, LONG_MARKS, "tokens"),
     "no mark": lambda: svg.histogram("", [0, 10000, 20000, 131072], [Series("a", "s0", [0.0001] * 3)], [], "tokens"),
     "a million steps": lambda: svg.stacked("", [float(i) for i in range(999_000, 1_000_001)], [Series("a", "s0", [0.00312] * 1001)], " s"),

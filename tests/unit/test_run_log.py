@@ -12,10 +12,11 @@ from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import MEASURES
 from hf_hotspa.reporting import run_log
 from hf_hotspa.reporting.histogram import bin_edges, is_histogram, length_histogram
+from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import report_page
 from hf_hotspa.reporting.run_log import FILE_NAME, RunLogWriter, find_run_log, plain, read_run_log
 from hf_hotspa.reporting.summary import summarize
-from tests.run_logs import made_facts, made_report, write_run
+from tests.run_logs import made_facts, made_report, of_earlier_releases, write_run
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path):
@@ -51,6 +52,20 @@ def test_a_record_of_an_earlier_version_reads_with_nothing_of_what_it_does_not_k
                 del phase[name]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run_log(path).steps[2].report.to_dict() == made_report(3, loss=2.7, single_s=2.64).to_dict()
+
+
+def test_strategies_of_an_earlier_version_have_the_names_of_today(tmp_path):
+    path = write_run(tmp_path, end=False) / FILE_NAME
+    writer = RunLogWriter(tmp_path, goes_on=True)
+    writer.gain(MeasuredGain((1.0, 2.0), {"tp2": (1.5, 2.5), "cp2+z2": (2.5, 3.5)}, 0.0))
+    writer.close()
+    now = read_run_log(path)
+    then = of_earlier_releases(path.read_text())
+    assert "dp1tp2pp1" in then
+    assert "dp1cp2tp1pp1+z2" in then
+    assert '"tp2"' not in then
+    path.write_text(then)
+    assert read_run_log(path) == now
 
 
 def test_memory_is_written_when_it_grows(tmp_path):

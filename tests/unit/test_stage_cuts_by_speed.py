@@ -170,11 +170,11 @@ def test_a_run_asks_once_for_a_cut_says_what_it_is_and_goes_back():
     engine, taken = Engine(8), list[Any]()
     cuts = StageCuts(engine, fits=lambda _: None, takes=taken.append)  # type: ignore[arg-type]
     assert cuts.decide(None) == ""
-    assert cuts.decide((1.0, 1 / 3)) == "stages have so many layers now: dp1tp1pp2 6+2"
+    assert cuts.decide((1.0, 1 / 3)) == "stages have so many layers now: pp2 6+2"
     assert cuts.decide((1.0, 1 / 3)) == cuts.decide((1.0, 0.34)) == ""  # the same, and too little to gain
     assert cuts.loads == ((1.5, 0.5),)
     assert engine.asked == [((100, 300),)]
-    assert cuts.decide(None) == "stages have so many layers now: dp1tp1pp2 4+4"
+    assert cuts.decide(None) == "stages have so many layers now: pp2 4+4"
     assert cuts.loads == ()
     assert len(taken) == 2
 
@@ -183,9 +183,9 @@ def test_a_cut_that_memory_does_not_hold_is_said_once():
     cuts = StageCuts(Engine(5), fits=lambda _: None)  # type: ignore[arg-type]
     assert "as memory does not hold another cut" in cuts.decide((1.0, 1 / 3))
     assert cuts.decide((1.0, 0.25)) == ""
-    assert cuts.decide((1.0, 0.6)) == "stages have so many layers now: dp1tp1pp2 5+3"
+    assert cuts.decide((1.0, 0.6)) == "stages have so many layers now: pp2 5+3"
     assert "as memory does not hold another cut" in cuts.decide((1.0, 0.2))  # after one that it held
-    assert cuts.decide(None).endswith("dp1tp1pp2 4+4")
+    assert cuts.decide(None).endswith("pp2 4+4")
 
 
 def test_a_resumed_run_takes_the_cut_of_the_one_before():
@@ -197,11 +197,11 @@ def test_a_resumed_run_takes_the_cut_of_the_one_before():
     assert resumed.begin() == ""
     resumed.load_state_dict(state)
     assert engine.asked == []  # not yet: the other ranks may still be reading
-    assert resumed.begin().endswith("dp1tp1pp2 6+2")
+    assert resumed.begin().endswith("pp2 6+2")
     assert resumed.begin() == resumed.decide((1.0, 1 / 3)) == ""
     assert resumed.state_dict() == first.state_dict()
     resumed.load_state_dict({"paces": [], "decided": None})  # of a run without slow devices
-    assert resumed.begin().endswith("dp1tp1pp2 4+4")
+    assert resumed.begin().endswith("pp2 4+4")
     for damage in ({}, {"paces": [[0, 1]], "decided": None}, {"paces": [["x"]], "decided": None}):
         with pytest.raises(HotspaConfigError, match="stages of pipelines cannot be read"):
             resumed.load_state_dict(damage)

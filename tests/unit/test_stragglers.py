@@ -36,6 +36,7 @@ from hf_hotspa.stragglers.ratios import (
 )
 from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.strategy import Strategy
+from tests.run_logs import of_earlier_releases
 
 FOUR_SLOW = [8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0]
 
@@ -454,11 +455,11 @@ def given_run(mini_batches, giving, devices, slow):
     """Lets rank 1 be four times as slow in its products (0.8 of the seconds of the others) where `slow` says so."""
     decided = []
     for step in mini_batches:
-        extra = giving.extra("dp1tp4pp1")
+        extra = giving.extra("tp4")
         product_s = [0.8 * (1.0 + a) * (4.0 if rank == 1 and slow(step) else 1.0) for rank, a in enumerate(extra)]
         seconds = [0.2 + m for m in product_s]
-        times = giving.measured("dp1tp4pp1", seconds, product_s)
-        devices.observe(step, [PhaseWork("dp1tp4pp1", tuple(seconds), times, (0,) * 4)])
+        times = giving.measured("tp4", seconds, product_s)
+        devices.observe(step, [PhaseWork("tp4", tuple(seconds), times, (0,) * 4)])
         decided.append(giving.decide(devices.known, devices.slow))
     return decided, seconds
 
@@ -469,38 +470,38 @@ def test_a_slow_rank_gives_until_it_recovers():
     assert [step for step, changed in enumerate(decided) if changed] == [4]
     assert devices.slow == {1}
     assert devices.known[1] == pytest.approx(3.4)
-    assert giving.shares["dp1tp4pp1"][1] > 0.6
+    assert giving.shares["tp4"][1] > 0.6
     assert seconds == pytest.approx([seconds[0]] * 4)  # all are done at once
     resumed, other = Giving([Strategy(1, 4, 1)]), SlowDevices(4)
-    resumed.load_state_dict(json.loads(json.dumps(giving.state_dict())))
-    other.load_state_dict(json.loads(json.dumps(devices.state_dict())))
+    resumed.load_state_dict(json.loads(of_earlier_releases(json.dumps(giving.state_dict()))))
+    other.load_state_dict(json.loads(of_earlier_releases(json.dumps(devices.state_dict()))))
     for state in ((giving, devices), (resumed, other)):
         decided, _ = given_run(range(10, 16), *state, lambda step: step < 12)
         assert [step for step, changed in enumerate(decided, 10) if changed] == [13]
-        assert state[0].shares == {"dp1tp4pp1": (0.0,) * 4}
+        assert state[0].shares == {"tp4": (0.0,) * 4}
     assert resumed.state_dict() == giving.state_dict()
     with pytest.raises(HotspaConfigError, match="migrated columns cannot be read"):
-        resumed.load_state_dict({"shares": {"dp1tp4pp1": [0.0]}, "products": {"dp1tp4pp1": [0.0]}, "decided": None})
+        resumed.load_state_dict({"shares": {"tp4": [0.0]}, "products": {"tp4": [0.0]}, "decided": None})
 
 
 def test_a_group_of_slow_ranks_alone_gives_nothing():
     giving = Giving([Strategy(2, 2, 1)])
-    giving.measured("dp2tp2pp1", [1.0] * 4, [0.8] * 4)
+    giving.measured("dp2tp2", [1.0] * 4, [0.8] * 4)
     assert giving.decide([4.0, 4.0, 1.0, 2.0], frozenset({0, 1, 3}))
-    shares = giving.shares["dp2tp2pp1"]
+    shares = giving.shares["dp2tp2"]
     assert shares[:3] == (0.0, 0.0, 0.0)
     assert shares[3] > 0.2
-    assert giving.extra("dp2tp2pp1")[2] == shares[3]
-    assert giving.extra("dp4tp1pp1") == ()
+    assert giving.extra("dp2tp2")[2] == shares[3]
+    assert giving.extra("dp4") == ()
 
 
 def test_what_goes_to_nobody_makes_a_slow_rank_as_fast_as_the_fastest():
     giving = Giving([Strategy(1, 4, 1)], "resize")
-    giving.measured("dp1tp4pp1", [1.0, 4.0, 1.0, 1.0], [0.8, 3.8, 0.8, 0.8])
+    giving.measured("tp4", [1.0, 4.0, 1.0, 1.0], [0.8, 3.8, 0.8, 0.8])
     assert giving.decide([1.0, 4.0, 1.0, 1.0], frozenset({1}))
-    shares = giving.resized["dp1tp4pp1"]
+    shares = giving.resized["tp4"]
     assert shares == pytest.approx((0.0, 3.0 / 3.8, 0.0, 0.0))
-    assert giving.shares["dp1tp4pp1"] == (0.0,) * 4
-    assert giving.extra("dp1tp4pp1") == (0.0, -shares[1], 0.0, 0.0)
-    times = giving.measured("dp1tp4pp1", [1.0] * 4, [0.8, 0.8, 0.8, 0.8])
+    assert giving.shares["tp4"] == (0.0,) * 4
+    assert giving.extra("tp4") == (0.0, -shares[1], 0.0, 0.0)
+    times = giving.measured("tp4", [1.0] * 4, [0.8, 0.8, 0.8, 0.8])
     assert times == pytest.approx((1.0, 0.25, 1.0, 1.0))

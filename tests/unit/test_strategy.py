@@ -16,6 +16,7 @@ from hf_hotspa.strategy import (
     Bucket,
     Coord,
     Strategy,
+    as_written,
     check_buckets,
     legal_strategies,
     parse_buckets,
@@ -43,6 +44,7 @@ STRATEGIES = st.builds(Strategy, dp=DEGREES, tp=DEGREES, pp=DEGREES, cp=st.integ
     ("text", "degrees"),
     [
         ("dp4tp2pp1", (4, 2, 1)),
+        ("dp1tp1pp1", (1, 1, 1)),
         ("dp2tp2", (2, 2, 1)),
         ("tp4", (1, 4, 1)),
         ("pp3", (1, 1, 3)),
@@ -89,7 +91,7 @@ BAD_STRATEGIES = [
     ("dp2+ck", "the option 'ck', which there is not"),
     ("dp2+ck-5", "the option 'ck-5', which there is not"),
     ("dp2+ck0", "chunks of 0 tokens"),
-    ("dp2+kg2", "dp2tp1pp1+kg2 has +kg or +kh without token chunks"),
+    ("dp2+kg2", "dp2+kg2 has +kg or +kh without token chunks"),
     ("dp2+kh", "without token chunks"),
     ("dp2pp2+ck8+kh", "has +kg or +kh in a pipeline"),
     ("dp2+ck8+kg0", "the option 'kg0', which there is not"),
@@ -124,6 +126,16 @@ def test_a_bad_degree_is_refused(axis: str, degree: object) -> None:
 def test_format_and_parse_are_inverse(strategy: Strategy) -> None:
     assert Strategy.parse(str(strategy)) == strategy
     assert str(Strategy.parse(str(strategy))) == str(strategy)
+
+
+def test_degrees_of_one_are_not_written() -> None:
+    names = ["dp1", "dp2", "tp4", "pp4+v2", "cp4+z2", "dp2tp2", "dp2cp2tp2pp2", "dp4ep4", "cp2pp2ep2", "dp1+rc"]
+    assert [str(Strategy.parse(name)) for name in names] == names
+    assert [str(Strategy.parse(Strategy.parse(name).spelled_out)) for name in names] == names
+    assert Strategy.parse("dp4tp1pp1+z3").spelled_out == "dp4tp1pp1+z3"
+    assert as_written("dp1cp2tp1pp1+z2") == "cp2+z2"
+    assert as_written("dp2tp1pp1:16@32") == "dp2:16@32"
+    assert as_written("what a newer version wrote") == "what a newer version wrote"
 
 
 def test_strategies_are_values() -> None:
@@ -170,7 +182,7 @@ def test_cp_lies_between_tp_and_dp() -> None:
     assert str(strategy) == "dp2cp2tp2pp2"
     assert strategy.world_size == 16
     assert [strategy.group_of(13, axis) for axis in ("tp", "cp", "dp", "pp")] == [(12, 13), (13, 15), (9, 13), (5, 13)]
-    assert str(Strategy.parse("cp4+ck64")) == "dp1cp4tp1pp1+ck64"
+    assert str(Strategy.parse("cp4+ck64")) == "cp4+ck64"
 
 
 def test_strategies_that_differ_in_cp_and_options_have_one_layout() -> None:
@@ -241,14 +253,14 @@ def test_what_a_strategy_lacks_is_said(strategy: str, change: dict[str, object],
 
 def test_legal_strategies() -> None:
     assert [str(s) for s in legal_strategies(4, LLAMA)] == [
-        "dp4tp1pp1",
-        "dp2tp2pp1",
-        "dp1tp4pp1",
-        "dp2tp1pp2",
-        "dp1tp2pp2",
-        "dp1tp1pp4",
+        "dp4",
+        "dp2tp2",
+        "tp4",
+        "dp2pp2",
+        "tp2pp2",
+        "pp4",
     ]
-    assert [str(s) for s in legal_strategies(7, LLAMA)] == ["dp7tp1pp1"]
+    assert [str(s) for s in legal_strategies(7, LLAMA)] == ["dp7"]
     bare = replace(LLAMA, has_tp_plan=False, has_pp_plan=False)
     assert legal_strategies(8, bare) == [Strategy(dp=8)]
 
@@ -312,7 +324,7 @@ def test_bad_buckets_are_refused_with_a_fix(text: str, says: str) -> None:
 
 
 def test_different_worlds_are_named_with_their_numbers() -> None:
-    with pytest.raises(StrategyError, match="dp4tp1pp1 = 4, dp1tp2pp1 = 2"):
+    with pytest.raises(StrategyError, match="dp4 = 4, tp2 = 2"):
         parse_buckets("dp4:1024,tp2:2048")
 
 
@@ -337,8 +349,8 @@ def test_format_and_parse_buckets_are_inverse(buckets: tuple[Bucket, ...]) -> No
 
 
 def test_a_pack_of_one_sequence_is_not_written() -> None:
-    assert str(Bucket(Strategy(2), 8, 8)) == "dp2tp1pp1:8"
-    assert str(Bucket(Strategy(2), 8, 16)) == "dp2tp1pp1:8@16"
+    assert str(Bucket(Strategy(2), 8, 8)) == "dp2:8"
+    assert str(Bucket(Strategy(2), 8, 16)) == "dp2:8@16"
 
 
 # --------------------------------------------------------------------------------------- buckets, world and model
@@ -352,11 +364,11 @@ def test_a_wrong_world_lists_the_legal_choices() -> None:
     with pytest.raises(StrategyError) as caught:
         check_buckets(parse_buckets("dp4:1024"), 2, LLAMA)
     assert caught.value.why == "it needs 4 processes and 2 are running"
-    assert "legal with 2 processes and this model: dp2tp1pp1, dp1tp2pp1, dp1tp1pp2" in (caught.value.fix or "")
+    assert "legal with 2 processes and this model: dp2, tp2, pp2" in (caught.value.fix or "")
 
 
 def test_a_model_that_does_not_fit_lists_the_legal_choices() -> None:
-    with pytest.raises(StrategyError, match="strategy dp1tp1pp8 cannot run") as caught:
+    with pytest.raises(StrategyError, match="strategy pp8 cannot run") as caught:
         check_buckets(parse_buckets("dp8:1024,pp8:2048"), 8, LLAMA)
     assert caught.value.why == "pp8 is more than the 4 layers"
     for strategy in legal_strategies(8, LLAMA):

@@ -37,7 +37,7 @@ def report(*phases, total_s=8.0):
 
 
 def test_reports_add_exposed_and_hidden_seconds_apart():
-    step = report(phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0, longest=60))
+    step = report(phase("dp2", 0.5, 0.25), phase("tp2", 1.5, 0.0, longest=60))
     assert step.moved_s == 3.0
     assert step.hidden_s == 0.5
     assert step.to_dict()["phases"][0]["hidden_load_s"] == 0.25
@@ -46,7 +46,7 @@ def test_reports_add_exposed_and_hidden_seconds_apart():
 
 def test_switching_is_what_one_strategy_would_not_have():
     """Whatever the order: the strategy of the longest sequences could have trained all, with one load and one return."""
-    short, long = phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0, longest=60)
+    short, long = phase("dp2", 0.5, 0.25), phase("tp2", 1.5, 0.0, longest=60)
     for step in (report(short, long), report(long, short)):
         assert (step.load_return_s, step.switch_s) == (2.0, 1.0)
         assert (step.load_return_share, step.switch_share) == (2.0 / 8.0, 1.0 / 8.0)
@@ -58,20 +58,20 @@ def test_switching_is_what_one_strategy_would_not_have():
 
 def test_what_ranks_of_cp_sent_is_apart_from_what_was_moved():
     callback = SwitchOverheadCallback()
-    divided = replace(phase("dp1cp2tp1pp1", 0.5, 0.0, longest=60), context="ulysses", context_bytes=3_000_000)
-    for step in (report(divided), report(divided, phase("dp2tp1pp1", 0.5, 0.25))):
+    divided = replace(phase("cp2", 0.5, 0.0, longest=60), context="ulysses", context_bytes=3_000_000)
+    for step in (report(divided), report(divided, phase("dp2", 0.5, 0.25))):
         callback.on_step_report(None, None, None, step)
     metrics = callback.pop_metrics()
     assert metrics["hotspa/context_mb"] == 3.0
     assert metrics["hotspa/switch_mb"] + metrics["hotspa/load_return_mb"] == 9.0
-    callback.on_step_report(None, None, None, report(phase("dp2tp1pp1", 0.5, 0.25)))
+    callback.on_step_report(None, None, None, report(phase("dp2", 0.5, 0.25)))
     assert callback.pop_metrics()["hotspa/context_mb"] == 0.0
 
 
 def test_metrics_are_means_since_the_last_log():
     callback = SwitchOverheadCallback()
     for load_s in (0.5, 1.5):
-        step = report(phase("dp2tp1pp1", load_s, 0.25), phase("dp1tp2pp1", 2.5, 0.0, longest=60))
+        step = report(phase("dp2", load_s, 0.25), phase("tp2", 2.5, 0.0, longest=60))
         callback.on_step_report(None, None, None, step)
     metrics = callback.pop_metrics()
     assert metrics["hotspa/switch_s"] == 1.5
@@ -86,7 +86,7 @@ def test_metrics_are_means_since_the_last_log():
 
 def test_the_gain_is_over_one_strategy_for_the_same_rows():
     callback = SwitchOverheadCallback()
-    first = replace(phase("dp2tp1pp1", 0.5, 0.25), predicted_s=2.0)
+    first = replace(phase("dp2", 0.5, 0.25), predicted_s=2.0)
     for single_s in (3.0, 1.8, None):  # one whose rows do not fit the single strategy says nothing
         callback.on_step_report(None, None, None, replace(report(first), single_s=single_s))
     assert callback.pop_metrics()["hotspa/predicted_gain"] == pytest.approx(4.8 / 4.0)
@@ -100,7 +100,7 @@ def test_the_table_has_a_column_for_each(monkeypatch, whole_run):
         SwitchOverheadCallback(print_table=True),
         SimpleNamespace(is_world_process_zero=True, global_step=1),
     )
-    callback.on_step_report(None, None, None, report(phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0)))
+    callback.on_step_report(None, None, None, report(phase("dp2", 0.5, 0.25), phase("tp2", 1.5, 0.0)))
     (callback.on_train_end if whole_run else callback.on_log)(None, state, None)
     title, header, *rows = printed[0].splitlines()
     assert ("0.5 s more hidden" in title) == whole_run
@@ -112,7 +112,7 @@ def test_the_table_has_a_column_for_each(monkeypatch, whole_run):
 
 def test_predictions_stand_beside_what_was_measured(monkeypatch):
     callback = SwitchOverheadCallback(print_table=True)
-    right, wrong = phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0)
+    right, wrong = phase("dp2", 0.5, 0.25), phase("tp2", 1.5, 0.0)
     assert wrong.seconds == 3.0
     step = report(replace(right, predicted_s=2.0), replace(wrong, predicted_s=1.5))
     callback.on_step_report(None, None, None, step)
@@ -140,6 +140,6 @@ def test_no_report_is_kept():
 
     callback, before = SwitchOverheadCallback(), kept()
     for _ in range(50):
-        callback.on_step_report(None, None, None, report(phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0)))
+        callback.on_step_report(None, None, None, report(phase("dp2", 0.5, 0.25), phase("tp2", 1.5, 0.0)))
     assert kept() - before <= 2
     assert callback.pop_metrics()["hotspa/phases"] == 2.0

@@ -264,12 +264,12 @@ def test_a_run_divides_says_so_and_goes_back():
     engine = Engine(vector_of("llama_gqa_bias"), 1.0)
     cuts = StageCuts(engine, fits=lambda _: None)  # type: ignore[arg-type]
     assert cuts.decide(None) == ""
-    assert cuts.decide((1.0, 0.25)) == "slow ranks compute so much of MLPs now: dp1tp2pp1 rank 1 2%"
+    assert cuts.decide((1.0, 0.25)) == "slow ranks compute so much of MLPs now: tp2 rank 1 2%"
     assert cuts.decide((1.0, 0.245)) == ""
     assert cuts.works[0][1][0] > 1 > cuts.works[0][1][1]
     resumed = StageCuts(Engine(vector_of("llama_gqa_bias"), 1.0), fits=lambda _: None)  # type: ignore[arg-type]
     resumed.load_state_dict(json.loads(json.dumps(cuts.state_dict())))
-    assert resumed.begin() == "slow ranks compute so much of MLPs now: dp1tp2pp1 rank 1 2%"
+    assert resumed.begin() == "slow ranks compute so much of MLPs now: tp2 rank 1 2%"
     assert resumed.state_dict() == cuts.state_dict()
     assert cuts.decide(None) == "MLPs are divided evenly again"
     assert engine.asked == [(100, 400), ()]
@@ -283,7 +283,7 @@ def test_shares_that_memory_does_not_hold_are_said_once_and_none_without_dense_m
     engine = Engine(vector_of("mixtral"), 1.0, Strategy(dp=2, tp=2))
     cuts = StageCuts(engine, fits=lambda _: None)  # type: ignore[arg-type]
     assert cuts.decide((1.0, 1.0, 1.0, 0.5)) == (
-        "the shards of dp2tp2pp1 stay even, as no layer has a dense MLP that its plan divides"
+        "the shards of dp2tp2 stay even, as no layer has a dense MLP that its plan divides"
     )
     assert cuts.decide((1.0, 1.0, 1.0, 0.3)) == ""
     assert engine.asked == []

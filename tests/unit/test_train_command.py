@@ -144,7 +144,7 @@ def test_the_settings_of_the_demonstration_belong_to_it_alone(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     demo = importlib.import_module("demo")
     found = read(demo.own.parser_of(demo.DemoArguments), [], demo.defaults)
-    assert (found.learning_rate, found.max_steps, found.hotspa_overlong, found.measure_gain) == (8e-3, 20, "split", 5)
+    assert (found.learning_rate, found.max_steps, found.hotspa_overlong, found.measure_gain) == (8e-3, 20, "split", 10)
     real = read(parser_of(), ["--model", "m", "--dataset", "d"])
     assert (real.learning_rate, real.max_steps, real.hotspa_overlong, real.measure_gain) == (2e-5, -1, "error", 0)
     finetune = (EXAMPLES / "finetune.py").read_text()

@@ -8,8 +8,6 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from contest import short_name
-
 from hf_hotspa.strategy import strategies_of
 
 
@@ -50,7 +48,7 @@ class Side:
 def static_names(ranks: int) -> tuple[str, ...]:
     """Our strategies for so many ranks; those without a pipeline first."""
     found = sorted(strategies_of(ranks), key=lambda s: (s.pp > 1, s.tp, s.pp))
-    return tuple(map(short_name, found))
+    return tuple(map(str, found))
 
 
 def sides_of(ranks: int) -> tuple[Side, ...]:
