@@ -30,7 +30,7 @@ from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.parallel.own_loss import TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, evaluation_buckets, given_buckets
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, evaluation_buckets, given_buckets
 from hf_hotspa.trainer.auto import (
     AutoStrategies,
     check_given,
@@ -38,9 +38,11 @@ from hf_hotspa.trainer.auto import (
     prepare_auto,
 )
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher, is_users
+from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.predictions import Predictions, find_calibration
 from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
+from hf_hotspa.versions import library_facts
 
 logger = logging.getLogger(__name__)
 
@@ -232,6 +234,25 @@ def own_loss(
     if len(names) > 1:
         raise HotspaConfigError(f"several losses are given: {' and '.join(names)}", fix="give one of them")
     return TokenLoss(function, tuple(columns))
+
+
+def check_arguments(trainer: Any, given: Mapping[str, Any], agreement: Agreement) -> None:
+    """Looks at the training arguments before anything is built. Collective.
+
+    Args:
+        given: The other arguments of the trainer.
+
+    Raises:
+        HotspaError: on every rank: a value is wrong, asks another library's trainer for something, or differs between ranks;
+            or ranks run other releases.
+    """
+    args, facts = trainer.args, library_facts() | argument_facts(trainer.args)
+
+    def checked() -> None:
+        check_values(args)
+        refuse_fields_of_others(args, type(trainer), [given.get(name) for name in ("train_dataset", "eval_dataset")])
+
+    agreement.run("arguments of the Trainer", checked, facts=lambda _: facts)
 
 
 # -- what the class behind trains without us --------------------------------------------------------------------------

@@ -51,7 +51,7 @@ from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts,
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
-from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others, refuse_longer_rows
+from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
 from hf_hotspa.trainer.model_source import (
     ModelSource,
     argument_files,
@@ -87,6 +87,7 @@ from hf_hotspa.trainer.start import (
     STOCK_TRAINS,
     Ranks,
     Watchers,
+    check_arguments,
     leave_to_stock,
     opened,
     or_stock,
@@ -95,7 +96,6 @@ from hf_hotspa.trainer.start import (
     start,
     unless_stock,
 )
-from hf_hotspa.versions import library_facts
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -122,14 +122,7 @@ class SwitchedMixin(_Base):
         self._hotspa_loss = own_loss(token_loss, loss_columns, args, kwargs.get("compute_loss_func"), type(self))
         self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
         agreement = self._hotspa_ranks.agreement()
-        datasets = [kwargs.get(name) for name in ("train_dataset", "eval_dataset")]
-
-        def checked() -> None:
-            check_values(args)
-            refuse_fields_of_others(args, type(self), datasets)
-
-        facts = library_facts() | argument_facts(args)
-        agreement.run("arguments of the Trainer", checked, facts=lambda _: facts)
+        check_arguments(self, kwargs, agreement)
         self._hotspa_ranks.make_output_dir()
         self._hotspa_source, self._hotspa_base = ModelSource(args), BaseDigest()
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)

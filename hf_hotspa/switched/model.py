@@ -145,7 +145,7 @@ class SwitchedModel(DistributedDataParallel):
         self.step = self._version = self._written = self.missed = 0
         self._in_pass, self.cut = False, dict.fromkeys(CUT, 0)
         self._gradients = CallGradients(self._passes, self._own is not None, self._look)
-        self._meeting = Meeting(self.engine.agreement, self._was_cleared, self._drop)
+        self._meeting: Meeting = Meeting(self.engine.agreement, self._was_cleared, self._drop)
         beside = Exchange(self.engine.side_agreement(), self.engine.world_size)
         self._announcements = Announcements(beside, self._read, self._passes.prepare, columns)
         self._begin_step()
@@ -205,10 +205,7 @@ class SwitchedModel(DistributedDataParallel):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads weights into the model, and from there into the shares of all ranks. On all ranks, the same.
-
-        An optimizer keeps its state.
-        """
+        """Loads weights into the model, and from there into the shares of all ranks; an optimizer keeps its state. On all ranks."""
         release(self.module)
         keys = self.module.load_state_dict(state_dict, strict, assign)
         self.engine.master.fill(whole_parameters(self.module))
@@ -872,7 +869,11 @@ class SwitchedModel(DistributedDataParallel):
             self._look[training, True] = self._looked.pop((training, True), False)
         if active or scale is None:  # more was sent since
             sent = self.engine.agreement.gather(list(self._sent.values()))
-        self._report(sent)
+        counted: dict[str, Any] = {n: int(total) for n, total in zip(self._sent, sent.sum(0).tolist(), strict=True)}
+        self._passes.exchange.forget()
+        if (report := self._passes.report) is not None:
+            self.passes = self._passes.trained
+            self.report = replace(report, grad_norm=self.engine.grad_norm, **counted)
         self.step += 1
         self._begin_step()
 
@@ -880,13 +881,6 @@ class SwitchedModel(DistributedDataParallel):
     def _sent(self) -> dict[str, float]:
         """What this rank has sent and cut in this step: fields of the report."""
         return {name: float(number) for name, number in (self._passes.exchange.sent | self.cut).items()}
-
-    def _report(self, sent: Tensor) -> None:
-        counted: dict[str, Any] = {n: int(total) for n, total in zip(self._sent, sent.sum(0).tolist(), strict=True)}
-        self._passes.exchange.forget()
-        if (report := self._passes.report) is not None:
-            self.passes = self._passes.trained
-            self.report = replace(report, grad_norm=self.engine.grad_norm, **counted)
 
     # -- a second model -----------------------------------------------------------------------------------------------
 
