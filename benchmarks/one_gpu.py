@@ -186,7 +186,7 @@ def refused_options() -> dict[str, str]:
     found = {}
     for name in ("use_liger_kernel", "torch_compile"):
         try:
-            HotSPaTrainingArguments("out", report_to="none", use_cpu=True, **{name: True})
+            HotSPaTrainingArguments("out", hotspa_strategies="dp1:64", report_to="none", use_cpu=True, **{name: True})
         except UnsupportedError as error:
             found[name] = str(error)
     return found

@@ -180,8 +180,6 @@ def test_a_model_that_we_cannot_cut_has_its_textbook_numbers_and_the_reason(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (["--batch", "0"], "--batch is 0"),
-        (["--micro-batch", "-1"], "--micro-batch is -1"),
         (["--sequence", "9999999"], "--sequence is 9999999"),
         (["--sequence", "100000"], "positions"),
         (["--nodes", "1x37"], "no (p, t, d) divides"),
@@ -192,6 +190,13 @@ def test_a_model_that_we_cannot_cut_has_its_textbook_numbers_and_the_reason(
 def test_bad_input_is_said_in_a_message(changes: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["formulas", MODEL, "--nodes", "1x8", *changes]) == 2
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--batch", "0"), ("--micro-batch", "-1")])
+def test_numbers_below_one_are_refused_by_the_flag(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["formulas", MODEL, "--nodes", "1x8", flag, value])
+    assert f"argument {flag}: '{value}' is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_no_torch_is_imported() -> None:

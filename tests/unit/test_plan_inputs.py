@@ -100,7 +100,9 @@ def test_empty_rows_are_left_out(capsys: pytest.CaptureFixture[str], texts: str,
 
 def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str], texts: str) -> None:
     assert "no file or directory missing.jsonl" in refusal(capsys, "lengths", "--dataset", "missing.jsonl")
-    assert "--rows 0" in refusal(capsys, "lengths", "--dataset", texts, "--rows", "0")
+    with pytest.raises(SystemExit):
+        main(["lengths", "--dataset", texts, "--rows", "0"])
+    assert "argument --rows: '0' is not a whole number of at least 1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", "--model", "llama2-7b", *MACHINE, "--dataset", texts, "--lengths", "chat"])
     assert "not allowed with" in capsys.readouterr().err
