@@ -5,24 +5,28 @@ Owns two questions, both answered with a few random numbers:
 * Is a loss of the user's own a sum over its parts, in value and gradient (`check_own_loss`)? Else it would depend on how
   the mini-batch is packed and cut.
 * Is the loss that a model's own forward returns the one that will be trained (`check_model_loss`)? Replicas take the
-  logits of that forward and no more.
+  logits of that forward and no more; and the logits must be those of a model built anew with the same weights.
 """
 
 import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 
-from hf_hotspa.errors import HotspaError, UnsupportedError
+from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.dropout_settings import attention_dropouts
 from hf_hotspa.parallel.loss import IGNORE
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss, TokenSlice, WholeSequence
 
@@ -267,6 +271,7 @@ def check_model_loss(model: nn.Module, description: ModelDescription, loss: Sequ
     logits, own = out.get("logits"), out.get("loss")
     if own is None or logits is None:
         raise _replaced(model, "returns no loss and logits for rows with labels")
+    _check_logits(model, description, ids, labels, logits)
     expected = _expected(logits, ids, labels, loss)
     if loss is None and description.router_layers and out.get("aux_loss") is not None:
         expected = expected + float(bare_model(model)[0].router_aux_loss_coef) * out["aux_loss"].double()
@@ -275,6 +280,33 @@ def check_model_loss(model: nn.Module, description: ModelDescription, loss: Sequ
     same = abs(own - expected) <= tolerance * abs(expected) or (math.isnan(own) and math.isnan(expected))
     if not same:  # weights that are not finite are found in training, and named
         raise _replaced(model, f"is {own:.6g} for a row of {ids.shape[1]} tokens where its logits give {expected:.6g}")
+
+
+def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, labels: Tensor, logits: Tensor) -> None:
+    """Compares the logits of a model with those of the same weights in what its class builds from its config, as replicas are.
+
+    Raises:
+        ModelError: they differ.
+    """
+    bare = bare_model(model)[0]
+    if attention_dropouts(bare.config) != attention_dropouts(description.config):
+        return  # turned off for this run
+    fresh = build_skeleton(description)
+    tensors = chain(bare.named_parameters(remove_duplicate=False), bare.named_buffers(remove_duplicate=False))
+    state = {name: tensor.detach() for name, tensor in tensors}
+    try:
+        fresh.set_attn_implementation(bare.config._attn_implementation)
+        rebuilt = _one_forward(fresh, ids, labels, False, state)["logits"]
+    except Exception:  # it cannot be called so: modules and attributes were compared
+        return
+    apart, wide = float((rebuilt - logits).abs().max()), logits.dtype in (torch.float32, torch.float64)
+    if apart > (_TOLERANCE if wide else 5e-2) * float(logits.abs().max()):
+        raise ModelError(
+            f"{type(bare).__name__} computes other logits than a model that its class builds from its config with the same "
+            f"weights: {apart:.2g} apart for {ids.shape[1]} tokens",
+            why="the model is rebuilt from its class and config for every strategy, so what was changed on the object is lost",
+            fix="put the change into the config, or into the __init__ of a subclass of the model, before training",
+        )
 
 
 def _expected(logits: Tensor, ids: Tensor, labels: Tensor, loss: SequenceLoss | None) -> Tensor:
@@ -287,15 +319,22 @@ def _expected(logits: Tensor, ids: Tensor, labels: Tensor, loss: SequenceLoss | 
 
 
 @torch.no_grad()
-def _one_forward(model: nn.Module, ids: Tensor, labels: Tensor, counted: bool) -> Mapping[str, Any]:
-    """One call in training mode, as training makes it; modes and random numbers are left as they were."""
+def _one_forward(
+    model: nn.Module, ids: Tensor, labels: Tensor, counted: bool, state: dict[str, Tensor] | None = None
+) -> Mapping[str, Any]:
+    """One call in training mode, as training makes it; modes and random numbers are left as they were.
+
+    Args:
+        state: Parameters and buffers in the place of the model's.
+    """
     modes = [(module, module.training) for module in model.modules()]
     devices = [ids.device] if ids.device.type == "cuda" else []
     model.train()
     try:
         with torch.random.fork_rng(devices=devices):
             items = {"num_items_in_batch": (labels[:, 1:] != IGNORE).sum()} if counted else {}
-            outputs: Mapping[str, Any] = model(input_ids=ids, labels=labels, use_cache=False, return_dict=True, **items)
+            given = {"input_ids": ids, "labels": labels, "use_cache": False, "return_dict": True, **items}
+            outputs: Mapping[str, Any] = model(**given) if state is None else functional_call(model, state, (), given)
         return outputs
     finally:
         for module, mode in modes:

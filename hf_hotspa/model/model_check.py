@@ -139,7 +139,7 @@ _CLASS = "class"
 _OTHER = object()
 _OF_NO_FORWARD = (
     "training", "gradient_checkpointing", "max_seq_len_cached", "output_router_logits", "merged_adapters", "name_or_path",
-    "vocab_size", "num_embeddings",
+    "vocab_size", "num_embeddings", "loss_type",
 )  # fmt: skip
 """Attributes that change while a model is used, that say what each call may say otherwise, or what the weights say."""
 _MOST_NUMBERS = 4096

@@ -184,6 +184,7 @@ def test_one_sequence_ten_times_longer_than_what_fits_trains_in_chunks(world_siz
     assert any("+ck" in strategy for p in phases for strategy in p)  # all of them, where one strategy is enough
 
 
+@pytest.mark.slow
 def test_a_forced_refit_is_the_same_on_all_ranks_and_changes_no_loss(tmp_path):
     dtype = torch.float32
     [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), 2)

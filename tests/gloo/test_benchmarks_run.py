@@ -50,7 +50,7 @@ def test_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["one", *(pytest.param(name, marks=pytest.mark.slow) for name in ("four", "table", "stages"))]
+    "part", [pytest.param(name, marks=pytest.mark.slow) for name in ("one", "four", "table", "stages")]
 )
 def test_stragglers(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str) -> None:
     found = run_quick("stragglers", tmp_path / "out" / "stragglers.json", "--part", part)
@@ -159,6 +159,7 @@ def test_layer_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "slowest stage of our cut" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fully_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours and both ways of FSDP2 that run on CPU; DeepSpeed is left to the whole run."""
     command = ["--logs", str(tmp_path / "logs"), "--sides", "dp4", "FSDP2"]
@@ -191,6 +192,7 @@ def test_slow_link(tmp_path: Path, nics: tuple[str, ...], capsys: pytest.Capture
         assert side["predicted"]["groups"] >= side["predicted"]["ports"] > 0
 
 
+@pytest.mark.slow
 def test_step_with_all_static_pipelines_and_hot_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside what the budget keeps out, every legal strategy is a side, and each with dp beside it; and the Trainer."""
     found = run_quick("step", tmp_path / "step.json")

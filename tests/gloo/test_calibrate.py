@@ -270,11 +270,13 @@ def test_the_command_refuses(
     config().save_pretrained(tmp_path / "model")
     for arguments, message in (
         (["--model", "nowhere"], "no model preset"),
-        (["--model", str(tmp_path / "model"), "--processes", "0"], "0 processes"),
         (["--model", str(tmp_path / "model"), "--dtype", "float7"], "float7"),
     ):
         assert main(["calibrate", *arguments]) == 2
         assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--model", str(tmp_path / "model"), "--processes", "0"])
+    assert "argument --processes: '0' is not a whole number of at least 1" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(["calibrate", "--model", str(tmp_path / "model"), "--processes", "2"]) == 2
     assert "the launcher started 3" in capsys.readouterr().err

@@ -157,8 +157,8 @@ def test_what_needs_gpus_says_so_and_could_not_run_here():
 
 
 def test_the_readme_goes_from_a_clone_to_own_data_in_two_commands():
-    first = [c.text for c in commands_of(PAGES[0].read_text(), "README.md")][:2]
-    assert first == ["make train", 'make train EXTRA_TRAIN_ARGS="--dataset my.jsonl"']
+    first = [c.text for c in commands_of(PAGES[0].read_text(), "README.md")][:3]
+    assert first == ["make train", "make test", 'make train EXTRA_TRAIN_ARGS="--dataset my.jsonl"']
 
 
 def test_commands_are_read_as_a_shell_reads_them():

@@ -189,7 +189,7 @@ def expected_of(kind, phase, wakes=True):
     if kind == "another plan":
         return {"PlanMismatchError"}
     if phase in ("data", "save"):
-        return {"DataError" if phase == "data" else "CheckpointError"}
+        return {"DataError" if phase == "data" else "UnsavableError" if kind == "exception" else "CheckpointError"}
     if kind == "memory" and phase in ("load", "compute", "return", "evaluate"):
         return {"PhaseMemoryError"}
     return {"PeerError"}

@@ -121,6 +121,7 @@ def shard(weight, name, rank):
     return weight.chunk(4, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[rank]
 
 
+@pytest.mark.slow
 def test_columns_by_variation_and_imputation_go_on_bit_for_bit(tmp_path):
     """Also the papers' rule: columns that were left out keep their old statistics."""
     common = {"hotspa_strategies": "tp4:60", "hotspa_stragglers": "resize", "hotspa_resize_period": PERIOD}

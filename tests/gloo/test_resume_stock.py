@@ -105,7 +105,6 @@ def rewrite(name, change):
 
 
 REFUSED = {
-    "no scheduler": (lambda path: (path / "scheduler.pt").unlink(), "no scheduler.pt"),
     "FSDP": (lambda path: (path / "pytorch_model_fsdp_0").mkdir(), "written with FSDP"),
     "cut optimizer": (lambda path: cut(path, "optimizer.pt", 0.5), "'optimizer.pt' cannot be read"),
     "cut weights": (lambda path: cut(path, "model.safetensors", 0.5), "model.safetensors"),

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import DeviceMemoryError, PlanMismatchError
+from hf_hotspa.strategy import Strategy
 from tests.balanced_runs import SLOW_FROM, SLOW_UNTIL, STEPS, balanced_runs
 from tests.families import tiny_model
 from tests.gloo.test_stage_cuts_by_speed import counted
@@ -111,7 +112,7 @@ def test_every_division_is_exact(world_size: int, cases: list[Any]) -> None:
 
 
 def tp_of(strategy: str) -> int:
-    return int(strategy.partition("tp")[2][0])
+    return Strategy.parse(strategy).tp
 
 
 def refusals(rank: int, world_size: int) -> Any:

@@ -263,6 +263,7 @@ class Lineages(TrainerCallback):
                 self.found.append({name: c.pruned for name, c in runner.replica.flexible.lineage.items()})
 
 
+@pytest.mark.slow
 def test_resize_leaves_columns_out_says_so_and_goes_on_bit_for_bit(tmp_path):
     common = {"max_steps": STEPS, "hotspa_strategies": "tp4:60", "hotspa_stragglers": "resize"}
     runs = [(str(tmp_path / "a"), None, common)]

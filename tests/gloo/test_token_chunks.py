@@ -204,6 +204,7 @@ def dropped(rank, world_size):
     return dropout.errors(rank, world_size, list(DROPPED))
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_elements_in_both_forwards():
     for found in run_ranks(2, dropped, timeout=300):
         for name, (worst, other, evaluated, same) in found.items():

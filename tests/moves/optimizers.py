@@ -239,7 +239,7 @@ MOVES: tuple[Move, ...] = (
     Move("resuming with one's own optimizer", _resumed),
     Move("an optimizer on another model's parameters", _foreign, left=True, refused="are not the model's", instead=_OWN),
     Move(
-        "transformers' `Adafactor` with `warmup_init`", _warms_up_itself, left=True, refused="Adafactor is not elementwise",
+        "transformers' `Adafactor` with `warmup_init`", _warms_up_itself, refused="Adafactor is not elementwise",
         instead=_ELEMENTWISE,
     ),
     Move("an optimizer of whole matrices (`Adafactor`)", _whole_matrices, left=True, refused="Adafactor", instead=_ELEMENTWISE),

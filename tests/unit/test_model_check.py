@@ -4,7 +4,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LlamaForCausalLM
 
+from hf_hotspa.engine.loss_check import check_model_loss
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.model.model_check import changed_facts, check_model, module_facts
 from hf_hotspa.model.skeleton import build_skeleton
@@ -120,3 +122,26 @@ def test_a_change_while_training_is_found():
     first, second = changed_facts(module_facts(model), facts, model)
     assert "act_fn' is a ReLU" in first
     assert "variance_epsilon=0.5" in second
+
+
+class ScaledForCausalLM(LlamaForCausalLM):
+    """Reads an attribute that is none of what is compared."""
+
+    _temperature = 1.0
+
+    def forward(self, *args, labels=None, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.logits = out.logits / self._temperature
+        out.loss = None if labels is None else self.loss_function(out.logits, labels, self.config.vocab_size)
+        return out
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_logits_are_those_of_a_model_that_is_built_anew(changes):
+    model = ScaledForCausalLM(tiny_model("llama_gqa_bias").config)
+    if not changes:
+        check_model_loss(model, describe_model(model))
+        return
+    model._temperature = 2.0
+    with pytest.raises(HotspaError, match="ScaledForCausalLM computes other logits than a model that its class builds"):
+        check_model_loss(model, describe_model(model))
