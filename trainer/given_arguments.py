@@ -318,7 +318,7 @@ def refuse_fields_of_others(args: TrainingArguments, trainer: type, datasets: It
         datasets: What is trained and evaluated; None among them is left out.
 
     Raises:
-        UnsupportedError: naming the fields, and what to do instead.
+        HotspaConfigError: naming the fields, and what to do instead.
     """
     names = _fields_of_others(type(args), trainer)
     if not names:
@@ -336,7 +336,7 @@ def refuse_longer_rows(args: TrainingArguments, trainer: type, tables: Iterable[
         tables: The lengths of rows; None where nobody knows them.
 
     Raises:
-        UnsupportedError: naming it.
+        HotspaConfigError: naming it.
     """
     if "max_length" not in _fields_of_others(type(args), trainer):
         return
@@ -351,14 +351,14 @@ def refuse_longer_rows(args: TrainingArguments, trainer: type, tables: Iterable[
             raise _of_another(args, ["max_length"], f"; row {row} has {int(table.lengths[row])} tokens")
 
 
-def _of_another(args: TrainingArguments, names: Collection[str], more: str = "") -> UnsupportedError:
+def _of_another(args: TrainingArguments, names: Collection[str], more: str = "") -> HotspaConfigError:
     if set(names) <= set(_OF_SFT):
         advice = [f"{name}: {_OF_SFT[name][1]}" for name in names]
     else:  # another objective
         advice = ["give HotSPaTrainingArguments, and rows for this trainer, which learns from answers"]
     advice.append("or let that trainer read them: hf_hotspa.trainer.trainer.switched(ITS_CLASS)(model, args, ...)")
     shown = ", ".join(f"{name}={getattr(args, name)!r:.80}" for name in names)
-    return UnsupportedError(
+    return HotspaConfigError(
         f"{type(args).__name__} has {shown}",
         why=f"the trainer that these arguments are made for reads that, and this one would pass it over{more}",
         fix="; ".join(advice),

@@ -315,14 +315,19 @@ def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> 
     made, generators = (trainer.optimizer, trainer.lr_scheduler), random_state()
     try:
         return run()
-    except STOCK_TRAINS as refusal:
+    except STOCK_TRAINS as failure:
         if trainer._hotspa_began:
             raise
         trainer.close_engine()
-        leave_to_stock(trainer, refusal)
+        leave_to_stock(trainer, refusal := failure)
     trainer.optimizer, trainer.lr_scheduler = made
     set_random_state(generators, "start of training")
-    return again()
+    try:
+        return again()
+    except Exception as failure:  # it cannot train it either: rows without a collator for them, say
+        if trainer.state.global_step:
+            raise
+        raise refusal from failure
 
 
 def unless_stock(mixin: Any) -> None:

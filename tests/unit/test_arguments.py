@@ -427,7 +427,7 @@ def made(kind, folder, rows=(), trainer=HotSPaTrainer, **fields):
 )  # fmt: skip
 def test_fields_of_the_arguments_of_another_trainer(tmp_path, library, rows, fields, refused):
     if refused:
-        with pytest.raises(UnsupportedError, match=refused):
+        with pytest.raises(HotspaConfigError, match=refused):
             made(library.OtherConfig, tmp_path, rows, **fields).train()
     else:
         made(library.OtherConfig, tmp_path, rows, **fields).train()
@@ -442,10 +442,10 @@ def test_whose_fields_are_whose(tmp_path, library):
         packing: bool = True
         shown: float = 0.7
 
-    with pytest.raises(UnsupportedError, match="Own has packing=True [|]"):
+    with pytest.raises(HotspaConfigError, match="Own has packing=True [|]"):
         made(Own, tmp_path)
     Own.__module__ = library.OtherConfig.__module__ = "nowhere.config"  # of a library that is not there any more
-    with pytest.raises(UnsupportedError, match="Own has packing=True, shown=0.7"):
+    with pytest.raises(HotspaConfigError, match="Own has packing=True, shown=0.7"):
         made(Own, tmp_path)
     library.OtherConfig.__module__ = "otherlibrary"
     made(library.OtherConfig, tmp_path, trainer=switched(library.OtherTrainer), own_thing=0.5)  # reads its own
@@ -453,7 +453,7 @@ def test_whose_fields_are_whose(tmp_path, library):
 
 @pytest.mark.parametrize("optim", sorted({o.value for o in OptimizerNames} - {o.value for o in ELEMENTWISE_OPTIMIZERS}))
 def test_every_other_optimizer_is_refused_with_its_reason(tmp_path, optim):
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(HotspaConfigError) as caught:
         make_arguments(tmp_path, optim=optim)
     reason = next(
         (reason for part, reason in REASONS.items() if part in optim),
@@ -478,7 +478,7 @@ REASONS = {
 
 @pytest.mark.parametrize("chosen", [(torch.optim.Adafactor, {}), (torch.optim.Muon, {}), (torch.optim.LBFGS, {})])
 def test_optimizer_classes_that_need_more_than_elements_are_refused(tmp_path, chosen):
-    with pytest.raises(UnsupportedError, match=chosen[0].__name__):
+    with pytest.raises(HotspaConfigError, match=chosen[0].__name__):
         make_trainer(tmp_path, optimizer_cls_and_kwargs=chosen)
 
 
@@ -490,7 +490,7 @@ def test_elementwise_optimizer_classes_are_accepted(tmp_path, name):
 def test_a_model_changed_after_it_was_built_is_refused(tmp_path):
     model = tiny_model("llama_gqa_bias")
     model.model.layers[0].register_forward_hook(lambda *a: None)
-    with pytest.raises(UnsupportedError, match="forward hooks"):
+    with pytest.raises(HotspaConfigError, match="forward hooks"):
         make_trainer(tmp_path, model=model).train()
     model = tiny_model("llama_gqa_bias")
     model.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 60)

@@ -71,3 +71,11 @@ def test_a_flag_refuses_it(case, tmp_path):
     with pytest.raises((ModelError, UnsupportedError), match=r"not a causal|gradient hook|adafactor"):
         _trainer(HotSPaTrainer, HotSPaTrainingArguments, tmp_path, case, hotspa_strategies="dp1:64").train()
     assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_what_the_stock_trainer_cannot_train_either_is_refused(tmp_path):
+    trainer = _trainer(HotSPaTrainer, HotSPaTrainingArguments, tmp_path, "hook")
+    trainer.data_collator = None  # rows of several lengths need the one of hf_hotspa
+    trainer.train_dataset = [{"input_ids": [3, 4, 5][: 1 + index % 3]} for index in range(8)]
+    with pytest.raises(UnsupportedError, match="gradient hook"):
+        trainer.train()
