@@ -312,6 +312,8 @@ def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> 
     Raises:
         HotspaError: as of `leave_to_stock`; or training has begun.
     """
+    if trainer._hotspa_began:  # an evaluation of the loop, say: the start has found what there was to find
+        return run()
     made, generators = (trainer.optimizer, trainer.lr_scheduler), random_state()
     try:
         return run()

@@ -406,7 +406,8 @@ class HotSPaEngine:
         mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
         updates, trained = self.updates, self.master.trained
         runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
-        reached = packed_flags(any(name in runner.parts.reached for runner in runners) for name in trained)
+        here = set[str]().union(*(runner.parts.reached for runner in runners))
+        reached = packed_flags(name in here for name in trained)
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
         values = [loss, square, *mine, *(number for phase in measures for number in phase), *reached]
         rows, flags = self.agreement.gather(values).tensor_split([len(values) - len(reached)], 1)
