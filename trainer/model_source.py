@@ -207,33 +207,32 @@ def argument_files(args: HotSPaTrainingArguments) -> SideFiles:
     return files
 
 
+def _unwritable(files: SideFiles, target: Path) -> Iterator[tuple[str, Exception]]:
+    """Writes files into a folder. Gives those that cannot be written whatever the disk, and why; raises what the disk refuses."""
+    for name, write in files.items():
+        try:
+            write(target)
+        except Exception as failure:
+            if is_of_disk(failure, target):
+                raise
+            yield name, failure
+
+
 def write_each(files: SideFiles, target: Path) -> None:
     """Writes files beside weights.
 
     Raises:
         UnsavableError: one cannot be written, whatever the disk.
     """
-    for name, write in files.items():
-        try:
-            write(target)
-        except Exception as failure:
-            if is_of_disk(failure, target):
-                raise
-            raise unsavable(name, target, failure) from failure
+    for name, failure in _unwritable(files, target):
+        raise unsavable(name, target, failure) from failure
 
 
 def write_beside(files: SideFiles, target: Path) -> None:
     """Writes files beside weights that are there. What cannot be written whatever the disk is named in a warning and left out:
     the weights count more."""
-    for name, write in files.items():
-        try:
-            write(target)
-        except Exception as failure:
-            if is_of_disk(failure, target):
-                raise
-            logger.warning(
-                "the weights are saved in %s, but not %s: %s: %s", target, name, type(failure).__name__, failure
-            )
+    for name, failure in _unwritable(files, target):
+        logger.warning("the weights are saved in %s, but not %s: %s: %s", target, name, type(failure).__name__, failure)
 
 
 def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] | None) -> None:

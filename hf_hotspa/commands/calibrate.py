@@ -119,8 +119,7 @@ def _rank_main(
     rank: int, count: int, folder: str, data: dict[str, object], dtype: str | None, force: bool, quiet: bool
 ) -> None:
     """One process of `_run_own`."""
-    if (loopback := backends.loopback_interface()) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    backends.prefer_loopback(os.environ)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)
     }  # fmt: skip

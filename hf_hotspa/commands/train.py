@@ -103,8 +103,7 @@ def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
 def _launch(count: int, words: Sequence[str]) -> NoReturn:
     """Becomes the launcher, with this command in each process: one program hears Ctrl-C and SIGTERM."""
     environment = dict(os.environ)
-    if (loopback := backends.loopback_interface()) is not None:
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)  # gloo would listen at the address of the host's name
+    backends.prefer_loopback(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     line = [sys.executable, "-m", "hf_hotspa.commands.own_launcher", "--rdzv-backend", "loopback"]
     line += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(count)]

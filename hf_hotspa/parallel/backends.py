@@ -7,7 +7,7 @@ both kinds at once: tags and batches mean nothing where a backend does not know 
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -101,7 +101,14 @@ def abort(groups: Iterable[dist.ProcessGroup]) -> None:
             group.abort()
 
 
-def loopback_interface() -> str | None:
-    """The name of the network interface that only this machine reaches; None where it has another name than usual."""
+def prefer_loopback(environment: MutableMapping[str, str]) -> None:
+    """Has gloo use the network interface that only this machine reaches, where one is not chosen yet; else it would listen at the
+    address of the host's name. Nothing where that interface has another name than usual.
+
+    Args:
+        environment: Of the processes that are started.
+    """
     interfaces = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in interfaces), None)
+    loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
+    if loopback is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
