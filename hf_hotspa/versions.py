@@ -1,5 +1,6 @@
 """Which releases of this package and of others are at work."""
 
+import functools
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -8,6 +9,7 @@ LIBRARIES = ("hf-hotspa", "torch", "transformers", "accelerate", "tokenizers", "
 """What every run works with."""
 
 
+@functools.cache
 def version_of(name: str) -> str | None:
     """The version of a distribution; None where it is not installed. Ours is known in a source tree, too."""
     if name == "hf-hotspa":

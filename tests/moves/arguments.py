@@ -173,6 +173,6 @@ MOVES: tuple[Move, ...] = (
         "`fp16=True`", with_arguments(fp16=True), left=True, refused="fp16=True cannot be honoured", instead="use `bf16` or fp32",
     ),
     Move(
-        "`torch_compile=True`", with_arguments(torch_compile=True, torch_compile_backend="eager"), left=True, refused="torch_compile=True", instead="leave it off",
+        "`torch_compile=True`", with_arguments(torch_compile=True, torch_compile_backend="eager", max_steps=1), left=True, refused="torch_compile=True", instead="leave it off",
     ),
 )  # fmt: skip
