@@ -355,6 +355,9 @@ def _rank_main(rank: int, plan: _RankPlan, pipe: _Pipe) -> None:
     # Should the test process be killed, nobody else ends a rank that hangs.
     faulthandler.dump_traceback_later(plan.timeout + _EXIT_S, exit=True, file=stack)
     os.environ.update(plan.variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    # As in a user's process. What a forkserver starts would make a server of its own for the workers of a data loader,
+    # which imports torch anew: ten seconds for each loader.
+    multiprocessing.set_start_method("fork", force=True)
     # A collection would look at every object of the imported libraries, and so copy their pages into this process.
     gc.freeze()
     failed = False
