@@ -21,9 +21,9 @@ from tests.gloo.test_exact import check, rank_errors
 from tests.gloo.test_token_chunks import noisy
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
-from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
+from tests.oracle import exact_in_double, random_rows, relative_error
 from tests.tiny_families import tiny_model_of
-from tests.worlds import make_engine, make_mini_batch, worst_error, worst_error_with_logits
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
 
@@ -102,7 +102,7 @@ def tiny_errors(rank, world_size, families):
         model = tiny_model_of(family)
         rows = random_rows(6, 163, longest=30, seed=2)
         engine = make_engine(model, "cp2:8@16,cp2+ck7:30@40", context_parallel=way)
-        found[family, way] = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0]
+        found[family, way] = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0]
         engine.close()
     return found
 
@@ -121,11 +121,11 @@ def errors_of_even_and_tiny_packs(rank, world_size):
     even = [{"input_ids": row, "labels": row} for row in ids]
     for way in WAYS:
         engine = make_engine(model, "cp2:10@40", context_parallel=way)
-        found[way] = worst_error(engine, make_mini_batch(engine, even), *reference_step(model, even))[0]
+        found[way] = worst_error(engine, make_mini_batch(engine, even), *shared_reference(model, even))[0]
         engine.close()
         tiny = [{"input_ids": [5], "labels": [5]}, *even]
         engine = make_engine(model, "cp2:2,cp2+rc:10@40", context_parallel=way, neftune_alpha=1e-12)
-        found[f"tiny {way}"] = worst_error(engine, make_mini_batch(engine, tiny), *reference_step(model, tiny))[0]
+        found[f"tiny {way}"] = worst_error(engine, make_mini_batch(engine, tiny), *shared_reference(model, tiny))[0]
         engine.close()
     return found
 
@@ -153,7 +153,7 @@ def moved(rank, world_size, buckets, options):
     model = tiny_model("qwen3_qk_norm_tied", torch.float64)
     rows = random_rows(24, model.config.vocab_size, longest=60)
     engine = make_engine(model, buckets, **options)
-    error, report = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+    error, report = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
     engine.close()
     return error, report.moved_bytes, [phase.context for phase in report.phases]
 

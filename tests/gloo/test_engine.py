@@ -14,7 +14,7 @@ from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -27,7 +27,7 @@ def hot_switched(rank, world_size, family):
     errors = []
     for seed in range(2):  # the second mini-batch reuses all buffers
         rows = random_rows(24, model.config.vocab_size, longest=60, seed=seed)
-        error, report = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+        error, report = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
         errors.append(error)
         assert len(report.phases) >= 4
         assert report.num_tokens == sum(len(row["input_ids"]) for row in rows)
@@ -54,7 +54,7 @@ def schedules(rank, world_size, schedule, lengths):
             {"input_ids": (ids := torch.randint(3, 160, (n,), generator=generator).tolist()), "labels": ids}
             for n in lengths
         ]
-        errors.append(worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0])
+        errors.append(worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0])
     return max(errors), len(runs)
 
 
@@ -121,7 +121,7 @@ def limited_pipelines(rank, world_size, cases):
         tokens = [torch.randint(3, 160, (n,), generator=generator).tolist() for n in lengths]
         rows = [{"input_ids": ids, "labels": ids} for ids in tokens]
         held.clear(), ran.clear()
-        error, _ = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+        error, _ = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
         assert not alive
         results.append((error, list(held), sorted(ran)))
         engine.close()
@@ -192,7 +192,7 @@ def mixed_precision(rank, world_size):
             found[strategy, slot.spec.name] = torch.equal(parameter, expected.to(torch.bfloat16))
         phase.release()
     rows = random_rows(10, model.config.vocab_size, longest=60)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     report = engine.forward_backward(make_mini_batch(engine, rows))
     got = engine.full_gradients()
     whole = relative_error(torch.cat([got[n].flatten() for n in got]), torch.cat([gradients[n].flatten() for n in got]))
@@ -214,7 +214,7 @@ def frozen_layers(rank, world_size):
     model.model.embed_tokens.weight.requires_grad_(False)
     engine = make_engine(model, "dp2tp2:16@32,tp2pp2:60")
     rows = random_rows(9, model.config.vocab_size, longest=60)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     gradients = {n: g for n, g in gradients.items() if model.get_parameter(n).requires_grad}
     names = {name for name, _ in engine.named_parameters()}
     assert names == gradients.keys()
@@ -245,7 +245,7 @@ def family_without_plan(rank, world_size):
     model = GPT2LMHeadModel(config).double().train()
     engine = make_engine(model, "dp2:60@64")
     rows = random_rows(9, 64, longest=60)
-    return worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0]
+    return worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0]
 
 
 def test_family_without_a_plan_trains_data_parallel():
@@ -256,7 +256,7 @@ def clip_and_step(rank, world_size):
     model = tiny_model("qwen3_qk_norm_tied", torch.float64)
     engine = make_engine(model, "dp2:16@32,tp2:60")
     rows = random_rows(9, model.config.vocab_size, longest=60)
-    _, gradients = reference_step(model, rows)
+    _, gradients = reference_step(model, rows)  # its gradients are clipped below
     with exact_in_double(torch.float64):
         engine.forward_backward(make_mini_batch(engine, rows))
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)

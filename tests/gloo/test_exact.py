@@ -10,8 +10,8 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import strategies_of
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks
-from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
-from tests.worlds import make_engine, make_mini_batch
+from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.worlds import make_engine, make_mini_batch, shared_reference
 
 pytestmark = pytest.mark.gloo
 
@@ -40,7 +40,7 @@ def errors_of(
     """
     model = tiny_model(family, dtype)
     rows = random_rows(11, model.config.vocab_size, longest=40)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     found = []
     for buckets, options in zip(bucket_lists, cycle(switches)):
         engine = make_engine(model, buckets, **options)

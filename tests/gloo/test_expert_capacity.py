@@ -14,9 +14,9 @@ from tests.families import tiny_model
 from tests.family_sweep import gradient_errors
 from tests.gloo.test_experts import rows_of
 from tests.harness import run_ranks
-from tests.oracle import exact_in_double, reference_step
+from tests.oracle import exact_in_double
 from tests.tiny_families import tiny_model_of
-from tests.worlds import make_engine, make_mini_batch
+from tests.worlds import make_engine, make_mini_batch, shared_reference
 
 pytestmark = pytest.mark.gloo
 
@@ -51,8 +51,8 @@ def errors_of(rank, world_size, family, strategies):
         plain, model = tiny_model_of(family), tiny_model_of(family)
         rows = rows_of(LENGTHS, model.config.vocab_size, 3)
         dropped = with_rule(plain, factor)
-        loss, gradients = reference_step(plain, rows)
-        without, _ = reference_step(model, rows)
+        loss, gradients = shared_reference(plain, rows)
+        without, _ = shared_reference(model, rows)
         model.zero_grad(set_to_none=True)
         for buckets in bucket_lists:
             engine = make_engine(model, buckets, expert_capacity=factor)

@@ -12,8 +12,8 @@ from hf_hotspa.parallel.stage_input import PassThrough
 from hf_hotspa.parallel.token_chunks import Chunk
 from tests.families import tiny_model
 from tests.harness import run_ranks
-from tests.oracle import exact_in_double, random_rows, reference_step
-from tests.worlds import make_engine, make_mini_batch, worst_error, worst_error_with_logits
+from tests.oracle import exact_in_double, random_rows
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
 
@@ -54,7 +54,7 @@ def errors(rank: int, world_size: int, cases: dict[tuple[str, int], list[Case]])
         model = tiny_model(family, torch.float64, num_hidden_layers=layers)
         for num_rows in sorted({num_rows for _, num_rows, _ in settings}):
             rows = random_rows(num_rows, model.config.vocab_size, longest=60, seed=2)
-            loss, gradients = reference_step(model, rows)
+            loss, gradients = shared_reference(model, rows)
             for buckets, own_rows, options in settings:
                 if own_rows == num_rows:
                     engine = make_engine(model, buckets, **options)
@@ -107,7 +107,7 @@ def by_torch(rank: int, world_size: int) -> list[tuple[str, float, list[int], li
                 drawn = [torch.randint(3, 160, (length,), generator=generator).tolist() for length in lengths]
                 rows = [{"input_ids": ids, "labels": ids} for ids in drawn]
                 engine = make_engine(model, buckets, pipeline_schedule="1f1b")
-                error, _ = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+                error, _ = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
                 found.append((f"{family} {buckets}", error, expected, list(ran)))
                 ran.clear()
                 engine.close()
@@ -188,7 +188,7 @@ def test_ranks_are_idle_as_the_formula_says_in_the_order_that_the_engine_runs(ro
 
 def _trained(model: PreTrainedModel, buckets: str) -> tuple[float, Any]:
     rows = random_rows(9, model.config.vocab_size, longest=40, seed=3)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     engine = make_engine(model, buckets)
     error, _ = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)
     return error, engine

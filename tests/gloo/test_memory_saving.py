@@ -11,8 +11,8 @@ from hf_hotspa.strategy import strategies_of
 from tests.families import FAMILIES, tiny_model
 from tests.gloo.test_exact import TOLERANCE, check, rank_errors
 from tests.harness import run_ranks
-from tests.oracle import exact_in_double, random_rows, reference_step
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.oracle import exact_in_double, random_rows
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -50,7 +50,7 @@ def test_every_option_of_every_family(family, dtype, options):
 def one_mini_batch(rank, world_size, family, options):
     model = tiny_model(family, torch.float64)
     rows = random_rows(30, model.config.vocab_size, longest=40, seed=3)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     engine = make_engine(model, HOT, **options)
     mini_batch = make_mini_batch(engine, rows)
     assert len(mini_batch.phases) == 4

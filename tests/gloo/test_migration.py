@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hf_hotspa.parallel.flexible_work import Exchange
 from tests.families import tiny_model
 from tests.harness import run_ranks
-from tests.oracle import random_rows, reference_step
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.oracle import random_rows
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -35,7 +35,7 @@ def give(engine, shares, exchange=Exchange.BROADCAST):
 def errors_of(rank, world_size, family, strategies, given):
     model = tiny_model(family, torch.float64)
     rows = random_rows(9, model.config.vocab_size, longest=40)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     found = {}
     for strategy in strategies:
         engine = make_engine(model, f"{strategy}:40@60", flexible=True)

@@ -5,8 +5,8 @@ import torch
 
 from tests.families import tiny_model
 from tests.harness import run_ranks
-from tests.oracle import random_rows, reference_step
-from tests.worlds import make_engine, make_mini_batch, worst_error, worst_error_with_logits
+from tests.oracle import random_rows
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
 
@@ -40,7 +40,7 @@ def errors(rank, world_size):
     rows = random_rows(11, model.config.vocab_size, longest=40)
     sides = {len(row["input_ids"]) > BORDER for row in rows}
     assert sides == {False, True}
-    expected = reference_step(model, rows)
+    expected = shared_reference(model, rows)
     for buckets in BUCKETS:
         engine = make_engine(model, buckets)
         found[buckets] = worst_error(engine, make_mini_batch(engine, rows), *expected)[0]
@@ -50,7 +50,7 @@ def errors(rank, world_size):
     engine = make_engine(
         model, "dp4:10@64,tp2pp2:20@200,cp4+ck13:40@200"
     )  # packs of more tokens than there are positions
-    found["dynamic"] = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0]
+    found["dynamic"] = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0]
     engine.close()
     return found
 

@@ -14,9 +14,9 @@ from tests.families import tiny_model
 from tests.gloo.test_stage_cuts_by_speed import counted
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
-from tests.oracle import exact_in_double, random_rows, reference_step
+from tests.oracle import exact_in_double, random_rows
 from tests.training_runs import contents, newest
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -36,7 +36,7 @@ def division(
 ) -> list[Any]:
     """Errors and columns with even shares, with those by speed, and with even ones again."""
     rows = random_rows(11, model.config.vocab_size, longest=40)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     names = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     gradients = {name: gradient for name, gradient in gradients.items() if name in names}
     engine = make_engine(model, buckets, **options)
@@ -118,7 +118,7 @@ def tp_of(strategy: str) -> int:
 def refusals(rank: int, world_size: int) -> Any:
     model = tiny_model("llama_gqa_bias", torch.float64)
     rows = random_rows(11, model.config.vocab_size, longest=40)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     slow = (100, 800)
     plain = make_engine(model, "tp2:40")
     need = [plain.agreement.gather([float(plain._switching.forecast.total)]).max()]

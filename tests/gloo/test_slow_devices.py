@@ -9,10 +9,10 @@ from transformers import TrainerCallback
 from hf_hotspa.reporting.run_log import read_run_log
 from tests.families import tiny_model
 from tests.harness import run_ranks
-from tests.oracle import random_rows, reference_step
+from tests.oracle import random_rows
 from tests.slow_ranks import said_to_take, slept
 from tests.training_runs import contents, make_trainer, newest, train
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -105,7 +105,7 @@ def test_own_seconds_leave_out_waiting_for_the_slow_rank(strategy, schedule):
 def errors_by_speed(rank, world_size, buckets, speeds):
     model = tiny_model("llama_uneven", torch.float64)
     rows = random_rows(16, model.config.vocab_size, longest=40)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     engine = make_engine(model, buckets)
     mini_batch = make_mini_batch(engine, rows, speeds=speeds)
     worst, _ = worst_error(engine, mini_batch, loss, gradients)

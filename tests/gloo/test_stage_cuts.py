@@ -11,8 +11,8 @@ from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.parallel.stage_input import PassThrough
 from tests.families import tiny_model
 from tests.harness import run_ranks
-from tests.oracle import random_rows, reference_step
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.oracle import random_rows
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -30,7 +30,7 @@ def with_costs(rank: int, world_size: int, buckets: str) -> list[tuple[str, floa
     """For each kind of costs, and by count: the worst error, layers of this rank's stages, and its masters' gradients."""
     model = tiny_model(FAMILY, torch.float64)
     rows = random_rows(11, model.config.vocab_size, longest=40)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     found = []
     for name, costs in {**HEAVY, "by count": None}.items():
         engine = make_engine(model, buckets, stage_costs=costs)

@@ -11,9 +11,9 @@ from hf_hotspa.parallel.stage_input import PassThrough
 from tests.balanced_runs import SLOW_FROM, SLOW_UNTIL, STEPS, balanced_runs
 from tests.families import tiny_model
 from tests.harness import run_ranks
-from tests.oracle import random_rows, reference_step
+from tests.oracle import random_rows
 from tests.training_runs import contents, newest
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -31,7 +31,7 @@ def recut_steps(rank: int, world_size: int, family: str, buckets: str, options: 
     """Errors, layers here and gradients of the masters under the even cut, one by speed, and the even one again."""
     model = tiny_model(family, torch.float64)
     rows = random_rows(11, model.config.vocab_size, longest=40)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     engine = make_engine(model, buckets, **options)
     mini_batch = make_mini_batch(engine, rows)
     untouched = {s: runner for s, runner in engine.phases.items() if s.pp == 1}
@@ -94,7 +94,7 @@ def test_every_cut_is_exact_and_costs_one_collective(family: str, buckets: str, 
 def refusals(rank: int, world_size: int) -> Any:
     model = tiny_model("llama_gqa_bias", torch.float64)
     rows = random_rows(11, model.config.vocab_size, longest=40)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     plain = make_engine(model, "pp2:40")
     need = [plain.agreement.gather([float(plain._switching.forecast.total)]).max()]
     plain.recut(SLOW_SECOND)

@@ -24,9 +24,9 @@ from tests.gloo import test_own_loss as own_loss
 from tests.gloo.test_exact import check, rank_errors
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
-from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
+from tests.oracle import exact_in_double, random_rows, relative_error
 from tests.tiny_families import planned_families, tiny_model_of
-from tests.worlds import make_engine, make_mini_batch, worst_error, worst_error_with_logits
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
 
@@ -81,7 +81,7 @@ def errors_of_family(rank, world_size, family):
             make_engine(model, "dp1+ck4:30@40")
         return None
     rows = random_rows(6, 163, longest=30, seed=2)
-    loss, gradients = reference_step(model, rows)
+    loss, gradients = shared_reference(model, rows)
     engine = make_engine(model, "dp1+ck4:8@16,dp1+ck7:30@40")
     with exact_in_double(torch.float64):
         report = engine.forward_backward(make_mini_batch(engine, rows))
@@ -113,7 +113,7 @@ def family_errors(rank, world_size, family):
         *(["pp2+ck5:30@40"] if shape.has_pp_plan else []),
     )
     engine = make_engine(model, ",".join(buckets))
-    found = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0]
+    found = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0]
     engine.close()
     return found
 
