@@ -59,7 +59,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.tokens, options.long, options.chunk, options.head = [512, 1024], 2048, 128, 64
+        options.tokens, options.long, options.chunk, options.head = [256, 512], 1024, 128, 64
         options.timed_tokens, options.timed_chunk, options.timed_layers, options.rounds = 512, 128, 2, 1
     return options
 

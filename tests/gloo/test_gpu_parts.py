@@ -12,8 +12,9 @@ TWO = ("exact", "overlap", "auto", "loop")
 """Parts for which two ranks show what four would."""
 
 
-OTHERS = ("faults", "checkpoints", "curve")
-"""Parts that are much as test_faults.py, test_checkpoint.py and test_trainer.py: the slow test below runs them."""
+OTHERS = ("faults", "checkpoints", "curve", "auto", "switches")
+"""Parts that are much as test_faults.py, test_checkpoint.py, test_trainer.py, test_auto.py and test_switch_gloo.py: the
+slow test below runs them."""
 
 
 @pytest.mark.parametrize("name", [name for name in PARTS if name not in OTHERS])

@@ -68,8 +68,12 @@ def check(per_rank, count):
     assert min(per_rank[0].values()) > 0
 
 
+ALIKE = ("lora biases", "experts, other memory", "transposed experts", "saving memory")
+"""Cases of which others show nearly all: the slow test below runs them."""
+
+
 def test_hot_switched_gradients_equal_those_of_peft():
-    cases = [(name, case, {}) for name, case in CASES.items()]
+    cases = [(name, case, {}) for name, case in CASES.items() if name not in ALIKE]
     check(run_ranks(4, one_step_errors, cases, timeout=280), len(cases))
 
 
