@@ -7,6 +7,7 @@ from typing import Any
 published: Any = import_module("published")
 
 CONFIGS = json.loads(published.INPUTS.read_text())
+FILE = published.INPUTS.with_name("published_predictions.json")
 
 
 def test_models_have_as_many_parameters_as_their_sources_say():
@@ -43,3 +44,9 @@ def test_a_prediction_is_the_sum_of_its_parts_and_is_printed(tmp_path, capsys):
         tokens = row["tokens_per_s_gpu"] * config["num_gpus"] * row["seconds"]
         assert abs(tokens / (config["global_batch"] * config["model"]["seq_len"]) - 1) < 1e-3
         assert f"{row['seconds']:.3f}" in text
+
+
+def test_all_runs_were_predicted():
+    kept = json.loads(FILE.read_text())
+    assert kept["predictions"].keys() == {config["id"] for config in CONFIGS}
+    assert all("refused" in row or row["seconds"] > 0 for row in kept["predictions"].values())
