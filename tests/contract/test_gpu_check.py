@@ -101,6 +101,7 @@ def test_without_a_gpu_the_command_fails_and_runs_nothing() -> None:
     assert NO_GPU in run.stdout
 
 
+@pytest.mark.slow
 def test_a_library_that_is_not_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOTSPA_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
     run = run_gpu("--on", "cpu")
@@ -108,6 +109,7 @@ def test_a_library_that_is_not_there_is_no_run(monkeypatch: pytest.MonkeyPatch) 
     assert "HOTSPA_NCCL_LIBRARY names /nowhere/libnccl.so.2" in run.stdout
 
 
+@pytest.mark.slow
 def test_what_is_left_out_fails_and_leaves_the_log_as_it_is() -> None:
     before = (ROOT / "docs" / "gpu-tests.json").read_bytes()
     run = run_gpu("--on", "cpu", "-q", "-k", "agreement")

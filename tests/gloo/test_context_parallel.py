@@ -46,8 +46,8 @@ def check_compositions(way, buckets):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_compositions(way):
-    """Two of three for each way, so that each composition is run in two ways where there are three for it."""
-    check_compositions(way, [b for i, b in enumerate(buckets_of(way)) if i % 3 != WAYS.index(way)])
+    """One of three for each way; the slow test below runs each composition in each way."""
+    check_compositions(way, [b for i, b in enumerate(buckets_of(way)) if i % 3 == WAYS.index(way)])
 
 
 @pytest.mark.slow

@@ -163,7 +163,9 @@ def assert_equal_models(found, expected):
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("world_size", "family"), [(2, "qwen3_qk_norm_tied"), (4, "llama_uneven")])
+@pytest.mark.parametrize(
+    ("world_size", "family"), [pytest.param(2, "qwen3_qk_norm_tied", marks=pytest.mark.slow), (4, "llama_uneven")]
+)
 def test_a_run_is_the_same_to_the_last_bit(world_size, family, folders, tmp_path):
     runs = {}
     for kind in ("model", "folder"):

@@ -198,7 +198,7 @@ def mix(rank, world_size, buckets, programs):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_any_loss_under_any_mix(world_size):
     """Every program in the first mix of two ranks; few in the others. What passes a program needs hangs on no mix."""
     every = range(len(PROGRAMS))
