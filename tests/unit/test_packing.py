@@ -199,6 +199,15 @@ def test_halving_reaches_the_target_and_loses_nothing():
     assert all(packs)
 
 
+def test_the_packs_of_the_papers_example():
+    """Fig. 2 of HotSPa (SOSP'24): 16 sequences, in tenths of 1K tokens, and packs of 32K: four passes."""
+    lengths = [5, 280, 36, 135, 145, 50, 15, 40, 45, 32, 2, 260, 66, 20, 80, 50]
+    (packs,) = pack_sequences(lengths, capacity=320)
+    found = sorted(sorted(lengths[index] for index in pack) for pack in packs)
+    expected = [[280, 40], [260, 50, 5], [135, 145, 36, 2], [15, 20, 32, 45, 50, 66, 80]]
+    assert found == sorted(sorted(pack) for pack in expected)
+
+
 def test_too_long_for_a_pack_is_refused():
     with pytest.raises(OverlongError, match="11 tokens does not fit into a pack of 10"):
         pack_sequences([3, 11], capacity=10)
