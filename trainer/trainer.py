@@ -271,7 +271,9 @@ class SwitchedMixin(_Base):
         try:
             if self.args.save_strategy != SaveStrategy.NO or asked is True:
                 checkpoints.into(folder).lock()
-            self._hotspa_resumption = find_checkpoint(asked, folder, self.args, agreement) if asked else None
+            self._hotspa_resumption = (
+                find_checkpoint(asked, folder, self.args, agreement, self.model) if asked else None
+            )
             path = str(self._hotspa_resumption.path) if self._hotspa_resumption else None
             output: TrainOutput = super().train(path, *args, **kwargs)
             return output
