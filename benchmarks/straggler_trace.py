@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from result_file import write_json
 
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
-from hf_hotspa.packing.packs import divide_by_speed
+from hf_hotspa.packing.bucketing import divide_by_speed
 from hf_hotspa.packing.pipeline_order import reaches
 
 MicroBatch = tuple[list[float], list[float]]

@@ -74,7 +74,7 @@ MUTATIONS = [
     ),
     Mutation(
         "packs may be too full",
-        "hf_hotspa/packing/packs.py",
+        "hf_hotspa/packing/bucketing.py",
         "free[pack] -= length",
         "free[pack] -= length - 1",
         UNIT + "test_packing.py",
@@ -217,14 +217,14 @@ MUTATIONS = [
     # -- switches
     Mutation(
         "contributions are added in another order",
-        "hf_hotspa/engine/messages.py",
+        "hf_hotspa/engine/executor.py",
         "self._adds.sort(key=lambda part: part[0])",
         "self._adds.sort(key=lambda part: -part[0])",
         UNIT + "test_executor_loopback.py::test_contributions_are_added_in_rank_order_with_the_local_one_in_its_place",
     ),
     Mutation(
         "a rank's own contribution is left out",
-        "hf_hotspa/engine/messages.py",
+        "hf_hotspa/engine/executor.py",
         "if accumulate and current.local:",
         "if accumulate and current.local and rank < 0:",
         UNIT + "test_executor_loopback.py::test_contributions_are_added_in_rank_order_with_the_local_one_in_its_place",
@@ -401,7 +401,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights that a callback has changed are lost",
-        "hf_hotspa/switched/changes.py",
+        "hf_hotspa/switched/model_object.py",
         "weights = self._digest is not None and weights_digest(self._model) != self._digest",
         "weights = False",
         UNIT + "test_arguments.py::test_training_again_continues_from_the_trained_weights",
@@ -459,7 +459,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the rank that hangs is not named",
-        "hf_hotspa/parallel/monitored_barrier.py",
+        "hf_hotspa/parallel/agreement.py",
         "return _silent_error(error, silent)",
         "return error",
         "tests/gloo/test_overlap.py::test_a_switch_waits_for_a_peer_no_longer_than_its_timeout[False]",
@@ -530,7 +530,7 @@ MUTATIONS = [
     ),
     Mutation(
         "rows that differ within a replica are not noticed",
-        "hf_hotspa/parallel/same_rows.py",
+        "hf_hotspa/parallel/agreement.py",
         "balance=balance_of(mini_batch, rank) if agreement.group is not None else 0",
         "balance=0",
         "tests/gloo/test_same_on_all_ranks.py::test_a_difference_between_ranks_is_named",
@@ -572,7 +572,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an older torch loses gradients in a wider dtype",
-        "hf_hotspa/parallel/wide_gradients.py",
+        "hf_hotspa/model/replica.py",
         "        buffer.add_(gradient)\n",
         "        buffer.copy_(gradient)\n",
         UNIT + "test_wide_gradients.py",

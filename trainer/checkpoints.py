@@ -106,7 +106,7 @@ class CheckpointContents:
         share = share_of(engine.master, optimizer, self._vector)
         self._share = share.copy() if args.hotspa_async_save else share
         with structure_only():
-            self._files = ModelWeights(model, self._vector, self._adapted)
+            self._files = ModelWeights(model, self._vector.specs, self._adapted)
         held = args.hotspa_async_save
         self._held = self._files.hold(self._weights(), self._rank, self._world) if held else None
         self._random = json.dumps(random_state())

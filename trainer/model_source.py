@@ -154,7 +154,7 @@ class ModelSource:
         disk.make_directory(beside)
         try:
             with structure_only():
-                files = ModelWeights(model, engine.description.vector, adapted=False)
+                files = ModelWeights(model, engine.description.vector.specs, adapted=False)
             files.write(disk, beside, weights)
             new = sorted(path.name for path in beside.iterdir())
             for name in new:

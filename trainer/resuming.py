@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hf_hotspa.checkpoint.format.manifest import (
     read_manifest,
     verify_files,
 )
+from hf_hotspa.checkpoint.model_files import check_rewritten
 from hf_hotspa.checkpoint.rng import set_random_state
 from hf_hotspa.checkpoint.stock import StockCheckpoint, is_stock, restore_adapter
 from hf_hotspa.checkpoint.tensors import (
@@ -60,24 +62,25 @@ class Resumption:
 
 
 def find_checkpoint(
-    asked: Any, folder: Path, args: HotSPaTrainingArguments, agreement: Agreement
+    asked: Any, folder: Path, args: HotSPaTrainingArguments, agreement: Agreement, model: PreTrainedModel
 ) -> Resumption | StockCheckpoint:
     """The checkpoint to go on from, the same on all ranks. Collective.
 
     Args:
         asked: True for the one of the highest step in the folder that verifies, as transformers takes it, or the path of one.
+        model: The model object of the run; its weights are not looked at.
 
     Raises:
         ResumeError: on every rank: there is none.
         DamagedCheckpointError: on every rank: the one that was named does not verify.
     """
     if asked is not True:
-        return agreement.run("resume", lambda: _verified(Path(asked), agreement, args.world_size))
+        return agreement.run("resume", lambda: _verified(Path(asked), agreement, args.world_size, model))
     names = json.loads(agreement.texts(json.dumps([path.name for path in checkpoints(folder)]))[0])
     for path in (folder / name for name in names):
         resumption, reason = None, ""
         try:
-            resumption = _verified(path, agreement, args.world_size)
+            resumption = _verified(path, agreement, args.world_size, model)
         except HotspaError as error:  # raised by nobody: another checkpoint may do
             reason = str(error)
         reasons = [text for text in agreement.texts(reason) if text]
@@ -98,7 +101,9 @@ def find_checkpoint(
     )
 
 
-def _verified(path: Path, agreement: Agreement, world_size: int) -> Resumption | StockCheckpoint:
+def _verified(
+    path: Path, agreement: Agreement, world_size: int, model: PreTrainedModel
+) -> Resumption | StockCheckpoint:
     """A checkpoint that can be gone on from. The ranks share the hashing; each may find something else wrong."""
     if not path.is_dir():
         raise ResumeError(
@@ -108,9 +113,7 @@ def _verified(path: Path, agreement: Agreement, world_size: int) -> Resumption |
         )
     if is_stock(path):
         return StockCheckpoint.open(path)
-    manifest = read_manifest(path)
-    check_step(path, manifest)
-    verify_files(path, manifest, agreement.rank, world_size)
+    manifest = _verified_manifest(path, agreement, world_size, model)
     if not manifest.resumable:
         raise ResumeError(
             "the checkpoint holds the model only (save_only_model)",
@@ -118,6 +121,16 @@ def _verified(path: Path, agreement: Agreement, world_size: int) -> Resumption |
             fix="start a new run with it as the model, and no resume_from_checkpoint",
         )
     return Resumption(path, manifest, read_object(path, manifest.located(STATE)))
+
+
+def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model: PreTrainedModel) -> Manifest:
+    """That of a checkpoint of ours whose files are whole. The ranks share the hashing."""
+    manifest = read_manifest(path)
+    check_step(path, manifest)
+    with structure_only():
+        rewritten = partial(check_rewritten, path, manifest, model)
+        verify_files(path, manifest, agreement.rank, world_size, rewritten)
+    return manifest
 
 
 def table_facts(table: SequenceTable) -> dict[str, Any]:
@@ -237,11 +250,7 @@ class Restorer:
         """
 
         def verified() -> Manifest | None:
-            if is_stock(path):
-                return None
-            manifest = read_manifest(path)
-            verify_files(path, manifest, agreement.rank, world_size)
-            return manifest
+            return None if is_stock(path) else _verified_manifest(path, agreement, world_size, self._model)
 
         manifest = agreement.run("load_best_model_at_end", verified)
         if manifest is not None and manifest.has_masters:

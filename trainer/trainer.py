@@ -41,8 +41,8 @@ from hf_hotspa.errors import HotspaError, NonFiniteError
 from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.agreement import settled
 from hf_hotspa.parallel.own_loss import TokenSlice
-from hf_hotspa.parallel.verdict import settled
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built
@@ -271,8 +271,8 @@ class SwitchedMixin(_Base):
         try:
             if self.args.save_strategy != SaveStrategy.NO or asked is True:
                 checkpoints.into(folder).lock()
-            self._hotspa_resumption = find_checkpoint(asked, folder, self.args, agreement) if asked else None
-            path = str(self._hotspa_resumption.path) if self._hotspa_resumption else None
+            resumed = find_checkpoint(asked, folder, self.args, agreement, self.model) if asked else None
+            self._hotspa_resumption, path = resumed, str(resumed.path) if resumed else None
             output: TrainOutput = super().train(path, *args, **kwargs)
             return output
         finally:

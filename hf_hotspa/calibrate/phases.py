@@ -11,7 +11,7 @@ import torch
 from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.calibrate.probe import Probe
 from hf_hotspa.costs.measurements import PhaseSample
-from hf_hotspa.packing.packs import pack_sequences
+from hf_hotspa.packing.bucketing import pack_sequences
 from hf_hotspa.strategy import Strategy
 
 

@@ -7,9 +7,10 @@ written, the one that transformers keeps. No more than one weight has to be in m
 
 import itertools
 import json
+import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_hotspa.checkpoint.format.disk import DTYPES, Buffer, Disk, FileRecord, TensorRecord, tensor_file
-from hf_hotspa.checkpoint.format.manifest import ADAPTER_WEIGHTS
-from hf_hotspa.checkpoint.tensors import named_tensors, tensor_bytes
-from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.checkpoint.format.manifest import ADAPTER_WEIGHTS, BUFFERS, Manifest, SavedParameter
+from hf_hotspa.checkpoint.tensors import ShareReader, named_tensors, saved_tensors, tensor_bytes
+from hf_hotspa.errors import DamagedCheckpointError
+from hf_hotspa.layout.vector import ParameterSpec
+from hf_hotspa.model.weight_files import WeightFiles
+
+logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
 """A file is closed before it grows beyond this; a larger tensor has a file of its own."""
@@ -58,7 +63,7 @@ class ModelWeights:
 
     Args:
         model: A transformers model, with weights or on the meta device; or a `PeftModel`, where `adapted`.
-        vector: The parameters, in the order in which they are gathered; of an adapter the trained ones.
+        parameters: Their names, in the order in which they are gathered; of an adapter the trained ones.
         adapted: Whether an adapter is saved.
         max_shard_bytes: See `MAX_SHARD_BYTES`.
 
@@ -67,15 +72,19 @@ class ModelWeights:
     """
 
     def __init__(
-        self, model: Any, vector: ParameterVector, adapted: bool, max_shard_bytes: int = MAX_SHARD_BYTES
+        self,
+        model: Any,
+        parameters: Sequence[ParameterSpec | SavedParameter],
+        adapted: bool,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
         self._model, self._adapted = model, adapted
         if adapted:
             named = dict(model.named_parameters())
-            state: dict[str, Tensor] = {spec.name: named[spec.name] for spec in vector.specs}
+            state: dict[str, Tensor] = {spec.name: named[spec.name] for spec in parameters}
         else:
             state = saved_state(model)
-        weights = [name for spec in vector.specs for name in (spec.name, *spec.tied_names)]
+        weights = [name for spec in parameters for name in (spec.name, *spec.tied_names)]
         self._buffers = {name: state[name] for name in sorted(state.keys() - set(weights))}
         names = [*(name for name in weights if name in state), *self._buffers]
         empty = {name: torch.empty_like(state[name], device="meta") for name in names}
@@ -110,6 +119,23 @@ class ModelWeights:
         made = self._made(weights, self.shards[part::parts])
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in made}
 
+    def differing(self, files: WeightFiles, weights: Weights) -> str | None:
+        """The first tensor that files do not hold bit for bit as `write` writes it, by its saved name; None where all are there.
+
+        Args:
+            weights: Those that are expected, buffers among them, in the dtypes of the model.
+        """
+        sources = {source for _, entries in self.shards for _, (_, source) in entries}
+        missing = files.tensors.keys() ^ {record.name for _, entries in self.shards for record, _ in entries}
+        for name, weight in weights:
+            if name not in sources:
+                continue
+            sources.remove(name)
+            for saved, tensor in self._saved(name, weight).items():
+                if saved in missing or not _same_bits(files.whole(saved), tensor):
+                    return saved
+        return min(missing | sources, default=None)
+
     def _made(self, weights: Weights, shards: Shards) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the files in order, as the weights come along, under their saved names."""
         names = [names for _, entries in shards for _, names in entries]
@@ -137,6 +163,44 @@ class ModelWeights:
             return False
         converted = [(name, tensor.shape) for made in single for name, tensor in made.items()]
         return sorted(converted) == sorted((name, tensor.shape) for name, tensor in whole.items())
+
+
+def check_rewritten(folder: Path, manifest: Manifest, model: Any, failure: DamagedCheckpointError) -> None:
+    """For a checkpoint whose files of weights another program has written: that they hold what the ranks' shares hold.
+
+    Args:
+        manifest: That of the checkpoint; all its other files are as it says.
+        model: A model like the one that was saved; its names are compared, not its weights.
+        failure: What the files are otherwise.
+
+    Raises:
+        DamagedCheckpointError: they do not, or cannot be read.
+    """
+    reader = ShareReader(folder, manifest)
+    weights = (
+        (p.exported_name, reader.whole(p).to(getattr(torch, p.model_dtype))) for p in manifest.parameters
+    )  # one at a time
+    buffers = saved_tensors(folder, manifest, BUFFERS)
+    try:
+        files = WeightFiles(folder, ADAPTER_WEIGHTS if manifest.is_adapter else None)
+        expected = ModelWeights(model, manifest.parameters, manifest.is_adapter)
+        other = expected.differing(files, itertools.chain(weights, buffers.items()))
+    except Exception as error:  # such as of a model of other names, or of no file that can be read
+        raise failure from error
+    if other is not None:
+        raise DamagedCheckpointError(
+            f"{failure.what}, and {other!r} is not in the files of weights as it was saved",
+            where=str(folder),
+            why="weights may lie in other files than those that were written, but they must be the same",
+            fix="start a new run with weights that were changed on purpose: from_pretrained, and no resume_from_checkpoint",
+        )
+    logger.info("%s: another program has written the files of weights; they hold the same", folder)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> Shards:

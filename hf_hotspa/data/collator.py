@@ -46,7 +46,7 @@ class MicroBatch:
             `input_ids` (not shifted), or [S] with one for each sequence; int64 or float64.
         cuts: Of a part of a pack, for each sequence its tokens before the part and those of the whole sequence; empty
             where all are whole. The [1, T] columns of a part are shifted as `labels` are.
-        content: A digest of tokens and labels, of 64 bits: the ranks of a replica must have the same (`same_rows.py`).
+        content: A digest of tokens and labels, of 64 bits: the ranks of a replica must have the same (see `parallel.agreement`).
     """
 
     input_ids: torch.Tensor
@@ -411,3 +411,25 @@ def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
         return torch.from_numpy(np.stack(parts))
     cut = [part[s.start : s.stop] for s, part in zip(pack.sequences, parts, strict=True)]
     return torch.from_numpy(np.concatenate(cut))[None]
+
+
+# -- idle packs -------------------------------------------------------------------------------------------------------
+
+# Idle packs: what a replica runs that has no pack left, where ranks of others exchange tokens with it (`ep`).
+
+
+def idle_micro_batch(columns: Mapping[str, torch.Tensor]) -> MicroBatch:
+    """One token of padding: its loss, and its part of every gradient, is 0.
+
+    Args:
+        columns: Those of another pack, for their names and dtypes.
+    """
+    token = torch.zeros((1, 1), dtype=torch.int64)
+    ends = torch.tensor([0, 1], dtype=torch.int32)
+    beside = {name: c.new_zeros((1, 1) if c.dim() == 2 else 1) for name, c in columns.items()}
+    return MicroBatch(token, token, token + IGNORED_LABEL, ends, (1,), 0, ((-1, 0),), beside)
+
+
+def is_idle(micro_batch: MicroBatch) -> bool:
+    """Whether a pack is nothing but padding."""
+    return bool(micro_batch.keys) and all(row < 0 for row, _ in micro_batch.keys)

@@ -41,16 +41,14 @@ from hf_hotspa.engine.recut import changed, take_cut, with_paces
 from hf_hotspa.engine.set_up import describe, plan_switches
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.model.attachment import Attachment
 from hf_hotspa.model.model_check import check_same_build
 from hf_hotspa.model.options import EngineOptions, default_device
-from hf_hotspa.model.replica import Replica
+from hf_hotspa.model.replica import Attachment, Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, hotspa_cause, packed_flags
+from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, check_mini_batch, hotspa_cause, packed_flags
 from hf_hotspa.parallel.flexible_work import FlexibleWork
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
-from hf_hotspa.parallel.same_rows import check_mini_batch
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_launch
 

@@ -4,25 +4,405 @@ Built before anything large is allocated, so that what does not fit is refused w
 `return_gradients` start a switch, and give its job: of one that runs beside the computation, or of one that is done.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.engine.arena import Arenas, arena_bytes
 from hf_hotspa.engine.executor import Buffers, SwitchExecutor, SwitchStats, Wires
 from hf_hotspa.engine.memory import MemoryForecast, device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.engine.worker import SegmentGate, SwitchJob, SwitchWorker
-from hf_hotspa.layout.units import Rooms
+from hf_hotspa.errors import check_choice
+from hf_hotspa.layout.nesting import nested_orders
+from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
+from hf_hotspa.layout.units import Room, Rooms, Units, name_of_unit, sizes_of_neighbours
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.plan.phase_order import order_phases
 from hf_hotspa.plan.plan import SwitchPlan
-from hf_hotspa.plan.pool import PlanPool
+from hf_hotspa.plan.planner import PLANNERS, plan_load, plan_return
+from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.plan.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.strategy import Strategy
+
+# -- the plans --------------------------------------------------------------------------------------------------------
+
+# The plans of a pool of strategies, and the order in which switching between them costs least.
+#
+# Owns what the strategies of a run have in common: the nested order of their shards, their layouts, and every plan
+# between them. Strategies of equal layouts (`Strategy.layout`) have the same plans: phases of theirs that follow one
+# another share one load and one return. A load comes from the master store alone, or from there and from the weights
+# of the strategy that ran
+# before (pair plans), for those who can afford to keep both in memory. Plans are made when they are first asked for
+# and
+# kept; they are pure functions of the arguments, equal on all ranks. No torch.
+
+
+_RESIDENT = "what several units use"
+
+
+class PlanPool:
+    """Plans of all strategies of a run.
+
+    Args:
+        strategies: The pool; the order of their shards is chosen here.
+        weight_sizes: Bytes of one weight of each segment on the wire.
+        gradient_sizes: Bytes of one gradient of each segment on the wire.
+        planner: One of `planner.PLANNERS`.
+        second_source: Whether a load may also draw on the weights of the strategy that ran before.
+        by_stage: Whether the master store of each stage lies on its ranks; of one strategy. No transfer leaves a stage then, so
+            that stages can run theirs at different times: `relay`, which also forwards by ranks of others, becomes `algorithm1`.
+
+    Attributes:
+        has_frozen: Whether some weights are frozen and others trained: then there are loads of the trained ones alone.
+        units: The units of the model, which strategies with `+z2` and `+z3` load and return one at a time.
+
+    Raises:
+        HotspaConfigError: there is no such planner.
+    """
+
+    def __init__(
+        self,
+        vector: ParameterVector,
+        strategies: Sequence[Strategy],
+        cluster: Cluster,
+        weight_sizes: Sequence[int],
+        gradient_sizes: Sequence[int],
+        planner: str = "relay",
+        second_source: bool = False,
+        by_stage: bool = False,
+    ) -> None:
+        check_choice("the planner", planner, PLANNERS)
+        planner = "algorithm1" if by_stage and planner == "relay" else planner
+        # by the usual paces: a cut for slow devices leaves every shard with its rank
+        orders = nested_orders(strategies, vector.layer_costs, vector.stage_costs.with_paces(()))
+        self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
+        self.second_source = second_source
+        self.units = Units(vector)
+        self.master = master_layout(vector, cluster.world_size, self.strategies[0] if by_stage else None)
+        self._vector, self._cluster, self._planner = vector, cluster, planner
+        self._weight_sizes, self._gradient_sizes = weight_sizes, gradient_sizes
+        self._layouts = {strategy: strategy_layout(vector, strategy) for strategy in self.strategies}
+        trainable = {segment.trainable for segment in vector.segments}
+        self.has_frozen = trainable == {True, False}
+        first = {own.layout: own for own in reversed(self.strategies)}
+        self._twins = {own: first[own.layout] for own in self.strategies}
+        self._loads: dict[tuple[Strategy | None, Strategy, bool], SwitchPlan] = {}
+        self._returns: dict[Strategy, SwitchPlan] = {}
+        self._of_units: dict[tuple[Strategy, int, bool], SwitchPlan] = {}
+        self._orders: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
+
+    @property
+    def num_layouts(self) -> int:
+        """How many layouts the strategies have."""
+        return len(set(self._twins.values()))
+
+    def layout(self, strategy: Strategy) -> Layout:
+        """Where the weights of a strategy lie."""
+        return self._layouts[strategy]
+
+    def load(self, strategy: Strategy, previous: Strategy | None = None, trained_only: bool = False) -> SwitchPlan:
+        """The plan that fills a strategy's weights; with `+z3` those that stay for the whole phase.
+
+        Args:
+            previous: The one whose weights of the same optimizer step are still there; counts with `second_source`
+                only.
+            trained_only: Leave out the frozen weights, which are in its buffers already.
+        """
+        strategy, previous = self._twins[strategy], self._twins.get(previous) if previous else None
+        streams = strategy.z == 3 or (previous is not None and previous.z == 3)
+        drawn = previous if self.second_source and previous != strategy and not streams else None
+        key = drawn, strategy, trained_only
+        if key not in self._loads:
+            sources = [self.master] if drawn is None else [self.master, self._layouts[drawn]]
+            whole = self._layouts[strategy]
+            target = trained_layout(self._vector, whole) if trained_only else whole
+            plan = plan_load(sources, target, self._cluster, self._weight_sizes, self._planner)
+            if strategy.z == 3:
+                self._add_units(strategy, plan, True)
+                plan = plan.only(self.units.resident, _RESIDENT)
+            self._loads[key] = plan
+        return self._loads[key]
+
+    def return_gradients(self, strategy: Strategy) -> SwitchPlan:
+        """The plan that adds a strategy's gradients to the master store; with `+z2` and `+z3` what is left of them when
+        its units' have gone."""
+        own = self._twins[strategy]  # with the pool's order of shards
+        if own not in self._returns:
+            contributions = gradient_layout(self._vector, own)
+            plan = plan_return(contributions, self.master, self._cluster, self._gradient_sizes, self._planner)
+            if own.z:
+                self._add_units(own, plan, False)
+                plan = plan.only(self.units.resident, _RESIDENT)
+            self._returns[own] = plan
+        return self._returns[own]
+
+    def of_unit(self, strategy: Strategy, unit: int, is_load: bool) -> SwitchPlan:
+        """The plan that fills a unit's weights, or adds its gradients to the master store."""
+        strategy = self._twins[strategy]
+        if (strategy, unit, is_load) not in self._of_units:
+            if is_load:
+                self.load(strategy)
+            else:
+                self.return_gradients(strategy)
+        return self._of_units[strategy, unit, is_load]
+
+    def _add_units(self, strategy: Strategy, plan: SwitchPlan, is_load: bool) -> None:
+        for unit, segments in (self.units.segments if is_load else self.units.trained).items():
+            self._of_units[strategy, unit, is_load] = plan.only(segments, name_of_unit(unit))
+
+    def order(self, strategies: Sequence[Strategy], step: int = 0) -> tuple[Strategy, ...]:
+        """The same strategies in the order in which loading them one after another costs least.
+
+        Those of equal layouts follow one another, in the given order. That of layouts matters in two cases. With a second source a load is the cheaper the more of it is in the strategy before:
+        the order of the least seconds by the fluid port model. With frozen weights, and memory for one strategy, the
+        first load leaves these out where the mini-batch before ended with the same strategy: mini-batches end and begin
+        in turns with the first strategy and with the second one, which are those of the shortest sequences and seldom
+        missing. Else every load draws on the master store alone, no order is better than another, and the given one
+        stays.
+
+        Args:
+            step: How many mini-batches came before it in the run. What it decides does not depend on what was loaded
+                before, so that a resumed run goes on in the same order.
+        """
+        given = tuple(strategies)
+        layouts = self._order(tuple(dict.fromkeys(self._twins[strategy] for strategy in given)), step)
+        return tuple(s for layout in layouts for s in given if self._twins[s] == layout)
+
+    def _order(self, key: tuple[Strategy, ...], step: int) -> tuple[Strategy, ...]:
+        """Of strategies with layouts of their own."""
+        if len(key) < 2:
+            return key
+        if not self.second_source:
+            if not self.has_frozen:
+                return key
+            ends = key[0], *key[2:], key[1]
+            return ends if step % 2 == 0 else ends[::-1]
+        if key not in self._orders:
+            first = [self._seconds(None, strategy) for strategy in key]
+            between = [[self._seconds(a, b) if a != b else 0.0 for b in key] for a in key]
+            self._orders[key] = tuple(key[index] for index in order_phases(first, between))
+        return self._orders[key]
+
+    def _seconds(self, previous: Strategy | None, strategy: Strategy) -> float:
+        return overlapped_seconds(self.load(strategy, previous).loads(self._cluster, self._weight_sizes), self._cluster)
+
+    def plans(self) -> list[SwitchPlan]:
+        """Every plan that a mini-batch may need, whichever phases it has."""
+        own = tuple(dict.fromkeys(self._twins.values()))
+        whole = [strategy for strategy in own if strategy.z != 3]
+        plans = [plan for s in own for plan in (self.load(s), self.return_gradients(s))]
+        if self.second_source:
+            plans += [self.load(b, a) for a in whole for b in whole if a != b]
+        if self.has_frozen:
+            plans += [self.load(s, trained_only=True) for s in whole]
+        if self.has_frozen and self.second_source:
+            plans += [self.load(b, a, True) for a in whole for b in whole if a != b]
+        for strategy in own:
+            if strategy.z == 3:
+                plans += [self.of_unit(strategy, unit, True) for unit in self.units.segments]
+            if strategy.z:
+                plans += [self.of_unit(strategy, unit, False) for unit in self.units.trained]
+        return plans
+
+
+# -- moving -----------------------------------------------------------------------------------------------------------
+
+
+# -- the memory -------------------------------------------------------------------------------------------------------
+
+# Reused memory for the buffers of whichever strategy is active.
+#
+# Only one strategy has storage at a time, so one allocation per dtype, as large as the largest strategy needs, serves
+# them all. It is kept between phases: on CPU the page faults of fresh memory cost ten times what clearing reused
+# memory
+# does. What an arena holds is written down, so that a strategy that comes back to its own weights need not be given
+# the
+# frozen ones again.
+
+
+_ALIGNMENT = 64
+"""Buffers start on multiples of this many elements, so that vector loads and sends are aligned in every dtype."""
+
+
+_Place = tuple[torch.dtype, int, int]
+"""`(dtype, start, size)` of a buffer, in elements."""
+
+Shared = Sequence[Room | None]
+"""Which segments share memory (`layout.units.Rooms`); None for one that has its own."""
+
+
+def _place(
+    sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared
+) -> tuple[dict[torch.dtype, int], list[_Place | None]]:
+    """Elements needed of each dtype, and the place of each buffer."""
+    inside: list[_Place | None] = []  # of a unit that shares memory: from the begin of the unit
+    needed: dict[torch.dtype, int] = {}
+    filled: dict[torch.dtype, dict[Room, int]] = {}
+    for size, dtype, room in zip(sizes, dtypes, rooms, strict=True):
+        if not size or dtype is None:
+            inside.append(None)
+            continue
+        start = needed.get(dtype, 0) if room is None else filled.setdefault(dtype, {}).get(room, 0)
+        end = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        inside.append((dtype, start, size))
+        if room is None:
+            needed[dtype] = end
+        else:
+            filled[dtype][room] = end
+    first: dict[tuple[torch.dtype, Room], int] = {}
+    for dtype, units in filled.items():
+        begin = needed.get(dtype, 0)
+        end = needed[dtype] = begin + max(sizes_of_neighbours(units))
+        first |= {(dtype, room): end - size if room % 2 else begin for room, size in units.items()}
+    places: list[_Place | None] = []
+    for place, room in zip(inside, rooms, strict=True):
+        if place is not None and room is not None:
+            dtype, start, size = place
+            place = dtype, first[dtype, room] + start, size
+        places.append(place)
+    return needed, places
+
+
+def arena_bytes(
+    strategies: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype | None], rooms: Sequence[Shared]
+) -> int:
+    """Bytes that an arena ends up with when it has served buffers of all these sizes (by segment, one list each)."""
+    largest: dict[torch.dtype, int] = {}
+    for sizes, shared in zip(strategies, rooms, strict=True):
+        for dtype, numel in _place(sizes, dtypes, shared)[0].items():
+            largest[dtype] = max(largest.get(dtype, 0), numel)
+    return sum(numel * dtype.itemsize for dtype, numel in largest.items())
+
+
+class Arenas:
+    """The memory of the active strategy: its gradients, and its weights beside those of the one before.
+
+    Args:
+        copies: How many strategies' weights are kept at a time: 1, or 2 for a second source.
+    """
+
+    def __init__(self, device: torch.device, copies: int = 1) -> None:
+        self.gradients = Arena(device)
+        self._weights = [Arena(device) for _ in range(copies)]
+
+    def reserve(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[torch.dtype | None],
+        gradients: Sequence[torch.dtype | None],
+        rooms: Rooms,
+    ) -> None:
+        """Allocates what a strategy needs, where those before it needed less.
+
+        Args:
+            sizes: Elements of each segment.
+            weights: The dtype of each segment's weights.
+            gradients: The dtype of each segment's gradients; None for a segment that needs none.
+        """
+        self.gradients.take(sizes, gradients, rooms.gradients)
+        for arena in self._weights:
+            arena.take(sizes, weights, rooms.weights)
+
+    def take_weights(
+        self,
+        sizes: Sequence[int],
+        dtypes: Sequence[torch.dtype | None],
+        holder: Hashable,
+        rooms: Shared,
+    ) -> tuple[list[Tensor | None], bool]:
+        """Buffers for the weights of the next strategy; with two copies those of the last one stay valid.
+
+        Args:
+            sizes: Elements of each segment.
+            holder: What was given to `loaded` when these very weights were loaded before; None for nothing.
+
+        Returns:
+            As `Arena.take`; and whether the buffers still hold what they held at that `loaded`, untouched since. The
+            arena counts as empty until the next `loaded`.
+        """
+        held = [holder is not None and arena.holder == holder for arena in self._weights]
+        self._weights.append(self._weights.pop(held.index(True) if any(held) else 0))
+        arena = self._weights[-1]
+        arena.holder = None
+        return arena.take(sizes, dtypes, rooms), any(held)
+
+    def loaded(self, holder: Hashable) -> None:
+        """The buffers taken last are filled; `holder` says with what."""
+        self._weights[-1].holder = holder
+
+    def forget(self) -> None:
+        """Nothing is known of what the arenas hold."""
+        for arena in self._weights:
+            arena.holder = None
+
+    @property
+    def holders(self) -> str:
+        """What is known of what the arenas hold; must be the same on all ranks before a switch."""
+        return repr([arena.holder for arena in self._weights])
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the weights of the last strategy are still there while the next ones are loaded."""
+        return len(self._weights) > 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return sum(arena.num_bytes for arena in (self.gradients, *self._weights))
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        for arena in (self.gradients, *self._weights):
+            arena.clear()
+        self.forget()
+
+
+class Arena:
+    """Hands out flat buffers by segment.
+
+    Attributes:
+        holder: What its buffers hold, in the words of its user; None when not known.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.holder: Hashable = None
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def take(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared) -> list[Tensor | None]:
+        """Buffers of the given sizes with undefined contents; those handed out before are no longer valid.
+
+        Args:
+            sizes: Elements of each segment.
+            dtypes: The dtype of each segment; None for a segment that needs no buffer.
+
+        Returns:
+            1-D tensors; None for a segment of size 0 or without a dtype.
+        """
+        needed, places = _place(sizes, dtypes, rooms)
+        for dtype, total in needed.items():
+            if dtype not in self._memory or self._memory[dtype].numel() < total:
+                self._memory.pop(dtype, None)  # free before allocating, or both exist at once
+                self._memory[dtype] = torch.empty(total, dtype=dtype, device=self.device)
+        return [None if p is None else self._memory[p[0]][p[1] : p[1] + p[2]] for p in places]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        self._memory.clear()
+
+
+# -- moving -----------------------------------------------------------------------------------------------------------
+
 
 Switch = tuple[SwitchPlan, Wires]
 """A plan, and the dtype in which each segment travels."""

@@ -7,8 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.data.idle import is_idle
+from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.parallel.loss import of_nothing, vocab_parallel_log_probabilities
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss, tokens_of

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_hotspa.costs.sizes import loss_chunk_tokens
-from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.data.idle import is_idle
+from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths
-from hf_hotspa.model.attachment import Attachment
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
@@ -48,7 +46,96 @@ from hf_hotspa.parallel.router_loss import ChunkPrefix, RouterLoss, attach_loss
 from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens, same_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, set_local_heads
-from hf_hotspa.parallel.wide_gradients import bind_gradient, widen
+
+# -- what is attached -------------------------------------------------------------------------------------------------
+
+# What rides on a replica without being a part of the model: it is told when steps, phases and forwards begin and end.
+
+
+class Attachment:
+    """Nothing, at every moment; a subclass overrides what it needs. `HotSPaEngine.attach` hangs it on.
+
+    The calls come in this order: `begin_step` (once a mini-batch), `bind` (the weights of a phase are there), and for each
+    forward `begin` and `end`.
+    """
+
+    def begin_step(self, step: int) -> None:
+        """A mini-batch begins, of which `step` came before in the run."""
+
+    def bind(self) -> None:
+        """A phase begins."""
+
+    def begin(self, micro_batch: MicroBatch, whole: MicroBatch, with_loss: bool) -> None:
+        """A forward begins.
+
+        Args:
+            micro_batch: The tokens of this rank: its row of the pack under cp, padding under sequence parallelism included.
+            whole: The pack, or the chunk of it.
+            with_loss: Whether the last stage computes logits.
+        """
+
+    def end(self) -> None:
+        """The forward is over; its backward may be still to come."""
+
+    def measures(self) -> Mapping[str, float]:
+        """What it counted since the last `bind`, by name."""
+        return {}
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+# -- gradients of parameters ------------------------------------------------------------------------------------------
+
+# Gradients that accumulate in a wider dtype than their parameter has: bf16 weights, fp32 sums.
+#
+# A torch that has `Tensor.grad_dtype` adds to such a `.grad` itself. For an older one, which refuses it, a hook adds
+# what
+# each backward has left to the buffer, and takes it from the parameter: the same sums, bit for bit, but for a weight
+# that one
+# backward uses several times (tied embeddings), whose uses are summed in its own dtype first; and a gradient of one
+# parameter more in memory while it is added.
+
+
+KNOWS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+_BUFFER = "_hotspa_gradient"
+
+
+def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Lets the gradients of a parameter accumulate in a dtype. Before other hooks of the parameter are registered.
+
+    Args:
+        dtype: That of the buffers that `bind_gradient` will get.
+    """
+    if KNOWS_GRAD_DTYPE:
+        parameter.grad_dtype = dtype
+    elif dtype != parameter.dtype:
+        setattr(parameter, _BUFFER, None)
+        parameter.register_post_accumulate_grad_hook(_move)
+
+
+def bind_gradient(parameter: nn.Parameter, buffer: Tensor | None) -> None:
+    """Makes a buffer, of the parameter's shape, what backward passes add to; None: nothing does any more."""
+    if hasattr(parameter, _BUFFER):
+        parameter.grad = None
+        setattr(parameter, _BUFFER, buffer)
+    else:
+        parameter.grad = buffer
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    """The buffer that is bound."""
+    return getattr(parameter, _BUFFER) if hasattr(parameter, _BUFFER) else parameter.grad
+
+
+def _move(parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    buffer = getattr(parameter, _BUFFER)
+    if buffer is not None and gradient is not None:
+        buffer.add_(gradient)
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
 
 
 class KeptForward(NamedTuple):

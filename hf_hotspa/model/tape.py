@@ -21,14 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.data.idle import is_idle
-from hf_hotspa.model.attachment import Attachment
+from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
-from hf_hotspa.model.replica import Replica
-from hf_hotspa.parallel.loss import of_nothing
+from hf_hotspa.model.replica import Attachment, Replica
+from hf_hotspa.parallel.loss import of_nothing, token_scores
 from hf_hotspa.parallel.own_loss import TokenLoss, tokens_of
-from hf_hotspa.parallel.scores import token_scores
 
 
 @dataclass

@@ -18,15 +18,234 @@ are left out under every policy and counted as empty. Where rows are packed alre
 of its own: in a bucket by its own length, cut and counted by its own length, never joined with another.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable
+import heapq
+from bisect import bisect_left, insort
+from collections import abc
+from functools import partial
 
 from hf_hotspa.errors import HotspaConfigError, OverlongError, check_choice
 from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack, PhasePlan, Sequence
-from hf_hotspa.packing.packs import pack_sequences
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.speeds import Speeds
-from hf_hotspa.strategy import Bucket
+from hf_hotspa.strategy import Bucket, Strategy
+
+# -- packs ------------------------------------------------------------------------------------------------------------
+
+# Packing by cost: which sequences share a micro-batch, and which replica runs it.
+#
+# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`); costs of a
+# pack
+# add up, because packed sequences do not attend to each other. Five steps, all deterministic, ties by index:
+#
+# 1. Best-fit decreasing on tokens: a feasible packing with few packs.
+# 2. The number of packs is raised so that replicas can be balanced: to a multiple of dp, and for a pipeline to dp * pp
+#    (fewer packs leave stages idle) while packs keep `MIN_PIPELINE_PACK_TOKENS` on average. Never more than sequences.
+# 3. Longest first, each sequence goes to the cheapest pack that has room. Where that does not work out (packs nearly
+#    full), the packs of step 1 are kept and the costliest are halved up to the number of step 2.
+# 4. Packs go to replicas, costliest first, each to the replica with the least cost so far.
+# 5. A pipeline of three packs or more begins with its second cheapest: the stages behind the first wait for all of the
+#    first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `costs.pipelines`).
+#
+# Where replicas differ in speed (`stragglers/`), each sequence first goes to a replica, longest first, to the one that
+# would
+# be done with it first; each replica then packs what it has by itself.
+#
+# In a pipeline a sequence above the capacity, up to a given length, has a pack of its own; the rest is packed beside.
+#
+# Promises: no pack of several sequences exceeds the capacity, every sequence is in exactly one pack, no pack is empty,
+# and the packs of a
+# replica come in descending cost but for that one (the largest at once, so that a lack of memory shows). O(n log n);
+# no
+# torch.
+
+
+MIN_PIPELINE_PACK_TOKENS = 256
+"""Tokens a pack should keep on average when packs are made smaller only to fill a pipeline: below that, a stage is
+bound by launch overhead and a shorter bubble buys nothing."""
+
+Packs = list[list[int]]
+
+
+def sequence_cost(num_tokens: int, quadratic_cost: float) -> float:
+    """Cost of one sequence, in units of the linear cost of a token."""
+    return num_tokens + quadratic_cost * num_tokens * num_tokens
+
+
+def pack_sequences(
+    lengths: abc.Sequence[int],
+    *,
+    capacity: int,
+    dp: int = 1,
+    pp: int = 1,
+    quadratic_cost: float = 0.0,
+    longest: int = 0,
+    speeds: abc.Sequence[float] | None = None,
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Packs sequences and hands the packs to replicas.
+
+    Args:
+        lengths: Tokens of each sequence, each at least 1.
+        capacity: Most tokens in one pack.
+        quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
+        longest: Sequences above the capacity that are no longer than this have packs of their own.
+        speeds: Of each replica, relative to one another; None where they are equal.
+
+    Returns:
+        `replicas[dp coordinate][pack]` = indices into `lengths`. A replica may hold no pack.
+
+    Raises:
+        OverlongError: a sequence is longer than both the capacity and `longest`.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    if order and lengths[order[0]] > max(capacity, longest):
+        raise OverlongError(
+            f"a sequence of {lengths[order[0]]} tokens does not fit into a pack of {capacity}",
+            where=f"sequence {order[0]} of the bucket",
+            fix=f"raise the pack tokens of the bucket to at least {lengths[order[0]]}",
+        )
+    costs = [sequence_cost(length, quadratic_cost) for length in lengths]
+    if speeds is not None:
+        shares = divide_by_speed(order, costs, speeds)
+        pack = partial(pack_sequences, capacity=capacity, pp=pp, quadratic_cost=quadratic_cost, longest=longest)
+        packed = [pack([lengths[i] for i in share])[0] for share in shares]
+        return tuple(
+            tuple(tuple(share[i] for i in pack) for pack in packs) for share, packs in zip(shares, packed, strict=True)
+        )
+    alone = [[i] for i in order if lengths[i] > capacity]
+    rest = order[len(alone) :]
+    fitted = _best_fit(rest, lengths, capacity)
+    target = _num_packs(len(alone) + len(fitted), len(order), sum(lengths), dp, pp) - len(alone)
+    packs = _cheapest_that_fits(rest, lengths, costs, capacity, target) or _halve_to(fitted, costs, target)
+    replicas = _to_replicas(alone + packs, costs, dp)
+    if pp == 1:
+        return replicas
+    most_tokens = Bucket(Strategy(pp=pp), longest, capacity).most_tokens
+    return tuple(_filling_soon(replica, lengths, most_tokens) for replica in replicas)
+
+
+def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds: abc.Sequence[float]) -> Packs:
+    """Each sequence to the replica that would be done with it first; those of a replica in their order.
+
+    None is left without work where there is enough: nobody would see it recover.
+    """
+    shares: Packs = [[] for _ in speeds]
+    loads = [0.0] * len(speeds)
+    for i in order:
+        replica = min(range(len(speeds)), key=lambda r: ((loads[r] + costs[i]) / speeds[r], r))
+        shares[replica].append(i)
+        loads[replica] += costs[i]
+    for share in shares:
+        if not share and len(fullest := max(shares, key=len)) > 1:
+            share.append(fullest.pop())  # its shortest
+    return [sorted(share) for share in shares]
+
+
+def _best_fit(order: abc.Sequence[int], lengths: abc.Sequence[int], capacity: int) -> Packs:
+    """Each sequence into the fullest pack that has room, a new one when none has."""
+    packs: Packs = []
+    free: list[tuple[int, int]] = []  # (free tokens, pack), ascending
+    for i in order:
+        length = lengths[i]
+        at = bisect_left(free, (length, -1))
+        if at < len(free):
+            left, pack = free.pop(at)
+        else:
+            left, pack = capacity, len(packs)
+            packs.append([])
+        packs[pack].append(i)
+        insort(free, (left - length, pack))
+    return packs
+
+
+def _num_packs(num_fitted: int, num_sequences: int, num_tokens: int, dp: int, pp: int) -> int:
+    """How many packs to aim for; between the feasible number of step 1 and the number of sequences."""
+    target = -(-num_fitted // dp) * dp
+    if pp > 1:
+        affordable = num_tokens // MIN_PIPELINE_PACK_TOKENS // dp * dp
+        target = max(target, min(dp * pp, affordable))
+    if target <= num_sequences:
+        return target
+    multiple = num_sequences // dp * dp
+    return multiple if multiple >= num_fitted else num_sequences
+
+
+def _cheapest_that_fits(
+    order: abc.Sequence[int], lengths: abc.Sequence[int], costs: abc.Sequence[float], capacity: int, num_packs: int
+) -> Packs | None:
+    """Longest first into the cheapest pack that has room; None when some sequence finds no room.
+
+    A pack without room for the sequence at hand waits aside, by free tokens. Lengths only fall, so once it has room again it
+    keeps it until it is given a sequence: each pack moves at most once for each sequence placed.
+    """
+    packs: Packs = [[] for _ in range(num_packs)]
+    free = [capacity] * num_packs
+    ready = [(0.0, pack) for pack in range(num_packs)]  # heap by cost
+    aside: list[tuple[int, int, float]] = []  # heap by -free
+    for i in order:
+        length = lengths[i]
+        while aside and -aside[0][0] >= length:
+            _, pack, cost = heapq.heappop(aside)
+            heapq.heappush(ready, (cost, pack))
+        while ready and free[ready[0][1]] < length:
+            cost, pack = heapq.heappop(ready)
+            heapq.heappush(aside, (-free[pack], pack, cost))
+        if not ready:
+            return None
+        cost, pack = ready[0]
+        packs[pack].append(i)
+        free[pack] -= length
+        heapq.heapreplace(ready, (cost + costs[i], pack))
+    return packs
+
+
+def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
+    """Halves the costliest packs of two or more sequences until there are `target` packs."""
+    packs = [list(pack) for pack in packs]
+    heap = [(-sum(costs[i] for i in pack), index) for index, pack in enumerate(packs) if len(pack) > 1]
+    heapq.heapify(heap)
+    while len(packs) < target:
+        # There is always one to halve: `target` is at most the number of sequences.
+        _, index = heapq.heappop(heap)
+        halves: Packs = [[], []]
+        loads = [0.0, 0.0]
+        for i in packs[index]:
+            lighter = int(loads[1] < loads[0])
+            halves[lighter].append(i)
+            loads[lighter] += costs[i]
+        packs[index] = halves[0]
+        packs.append(halves[1])
+        for at, half, load in ((index, halves[0], loads[0]), (len(packs) - 1, halves[1], loads[1])):
+            if len(half) > 1:
+                heapq.heappush(heap, (-load, at))
+    return packs
+
+
+def _to_replicas(packs: Packs, costs: abc.Sequence[float], dp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Costliest pack first, to the replica with the least cost so far."""
+    pack_costs = [sum(costs[i] for i in pack) for pack in packs]
+    replicas: list[list[tuple[int, ...]]] = [[] for _ in range(dp)]
+    loads = [(0.0, replica) for replica in range(dp)]
+    for pack in sorted(range(len(packs)), key=lambda p: (-pack_costs[p], p)):
+        load, replica = loads[0]
+        replicas[replica].append(tuple(packs[pack]))
+        heapq.heapreplace(loads, (load + pack_costs[pack], replica))
+    return tuple(tuple(replica) for replica in replicas)
+
+
+def _filling_soon(
+    packs: tuple[tuple[int, ...], ...], lengths: abc.Sequence[int], most_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """The second cheapest of descending packs first, where there are enough to fill a pipeline with.
+
+    Not before one that nothing may be in flight with (`packing.pipeline_order`): that would wait for the whole of both.
+    """
+    if len(packs) < 3 or sum(lengths[i] for pack in (packs[0], packs[-2]) for i in pack) > most_tokens:
+        return packs
+    return (packs[-2], *packs[:-2], packs[-1])
+
+
+# -- buckets ----------------------------------------------------------------------------------------------------------
+
 
 OVERLONG_POLICIES = ("error", "truncate", "split", "drop")
 """The `policy` of the functions here."""
@@ -53,7 +272,7 @@ def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool 
 
 
 def cut_rows(
-    rows: Iterable[int], table: SequenceTable, longest: int, policy: str = "error"
+    rows: abc.Iterable[int], table: SequenceTable, longest: int, policy: str = "error"
 ) -> tuple[list[Sequence], dict[str, int]]:
     """Turns rows into sequences of at most `longest` tokens.
 
@@ -101,7 +320,7 @@ def cut_rows(
     return sequences, counts
 
 
-def assign_buckets(sequences: Iterable[Sequence], buckets: tuple[Bucket, ...]) -> tuple[tuple[Sequence, ...], ...]:
+def assign_buckets(sequences: abc.Iterable[Sequence], buckets: tuple[Bucket, ...]) -> tuple[tuple[Sequence, ...], ...]:
     """The sequences of each bucket, in the order given; a sequence goes to the shortest bucket that takes it.
 
     Args:
@@ -117,7 +336,7 @@ def assign_buckets(sequences: Iterable[Sequence], buckets: tuple[Bucket, ...]) -
 
 
 def plan_mini_batch(
-    rows: Iterable[int],
+    rows: abc.Iterable[int],
     table: SequenceTable,
     buckets: tuple[Bucket, ...],
     *,

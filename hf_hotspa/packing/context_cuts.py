@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_hotspa.packing.packs import sequence_cost
+from hf_hotspa.packing.bucketing import sequence_cost
 
 SLACK = 0.02
 """How much more than the mean a rank may have before another sequence is cut."""

@@ -9,22 +9,113 @@ monitored barrier in the same store, and the one that does not answer is named (
 caught is over with the next agreement of all ranks: later ones are told in a mailbox of their own.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import operator
 import re
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError, TransferError
-from hf_hotspa.parallel.monitored_barrier import MonitoredBarrier
+from hf_hotspa.data.collator import MicroBatch, MiniBatch
+from hf_hotspa.errors import DataError, HotspaError, PeerError, PlanMismatchError, SilentPeerError, TransferError
+from hf_hotspa.strategy import Strategy
+
+# -- the barrier ------------------------------------------------------------------------------------------------------
+
+# Which rank hangs: the ranks that lost a peer meet at a barrier that names the missing.
+#
+# A rank that hangs says nothing; what its peers see is a collective that times out, or, where another rank was sooner,
+# a connection that is closed. Each of them leaves its name in the rendezvous store. The ones that timed out wait a few
+# seconds for the names of all others: ranks that wait for each other give up at about the same moment, so whose name
+# is
+# missing then hangs, is stopped, or works on something that takes longer than the rest waits. Nothing is written
+# before
+# a collective has failed: a run in which all is well pays nothing.
+
+
+ANSWER_S = 3.0
+"""How long an answer is waited for, after the timeout of the collective."""
+
+_GRACE_S = 0.5  # between a connection that another rank closes because it gave up, and its call
+_POLL_S = 0.05
+_TIMED_OUT = re.compile("[Tt]imed? ?out")
+_CALLED = "hotspa_barrier"
+
+
+class MonitoredBarrier:
+    """The barrier of one rank, as `torch.distributed.monitored_barrier` but over the store. Several threads may hold it.
+
+    Args:
+        store: The store that all ranks share.
+        outcome: The key under which the first error of the run appears; nobody waits for names after that.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, outcome: str) -> None:
+        self._store, self._rank, self._world_size, self._outcome = store, rank, world_size, outcome
+
+    def named(self, error: HotspaError) -> HotspaError:
+        """What to say of a peer that was lost: the error itself, or who is silent.
+
+        Returns:
+            A `SilentPeerError` where the wait timed out and some ranks did not answer; else the error itself. Also when
+            the store is gone, with the process that holds it.
+        """
+        with contextlib.suppress(RuntimeError):  # all that torch's stores raise
+            self._store.set(self._key(self._rank), "here")
+            if not _TIMED_OUT.search(str(error)):
+                # perhaps its peer has only just given up, and will say why
+                if self._wait(_GRACE_S, lambda: self._store.check([_CALLED])):
+                    self._wait(ANSWER_S + _GRACE_S, lambda: False)
+                return error
+            self._store.set(_CALLED, "called")
+            self._wait(ANSWER_S, lambda: not self._silent())
+            silent = self._silent()
+            if silent and not self._store.check([self._outcome]):
+                return _silent_error(error, silent)
+        return error
+
+    def _key(self, rank: int) -> str:
+        return f"{_CALLED}/{rank}"
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in range(self._world_size) if not self._store.check([self._key(rank)])]
+
+    def _wait(self, seconds: float, ready: Callable[[], bool]) -> bool:
+        """Waits until it is so, the time is up, or the run has its error; returns whether it is so."""
+        deadline = time.monotonic() + seconds
+        while not (so := ready()) and not self._store.check([self._outcome]) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return so
+
+
+def _silent_error(error: HotspaError, silent: list[int]) -> SilentPeerError:
+    names = ", ".join(map(str, silent))
+    who = (
+        f"rank {names} is silent" if len(silent) == 1 else f"of the ranks {names}, which are silent, at least one hangs"
+    )
+    return SilentPeerError(
+        f"{who}: the others have waited in vain and found each other, but not it. {error.what}",
+        where=error.where,
+        why="it hangs, is stopped, or does something that takes longer than the others wait; the master weights of the "
+        "ranks are unchanged",
+        fix="look at what that rank does (its log, py-spy dump), and start again with resume_from_checkpoint=True; where it "
+        "is merely slow, raise ddp_timeout, or hotspa_switch_timeout in a switch",
+    )
+
+
+# -- agreement --------------------------------------------------------------------------------------------------------
+
 
 T = TypeVar("T")
 _MAILBOX_KEY = "hotspa_first_error"
@@ -228,7 +319,7 @@ class Agreement:
             error: What this rank found wrong, or None.
             where: The place, for messages: `mini-batch 12`.
             facts: What must be equal, too, and be shown where it is not; the names may differ as well.
-            balance: A number; those of all ranks must add up to 0 modulo 2^64 (`same_rows.py`).
+            balance: A number; those of all ranks must add up to 0 modulo 2^64 (see `check_mini_batch`).
             explain: The error to raise where they do not. Called on every rank, so it may communicate.
 
         Raises:
@@ -430,3 +521,182 @@ class Mailbox:
             return self.explain(lost, where)
         self.explain(error, where)
         return error
+
+
+# -- the same rows ----------------------------------------------------------------------------------------------------
+
+# Whether the ranks of a replica hold the same rows, at the price of one number in an agreement that is made anyway.
+#
+# The ranks of a replica (tp, pp) train each of its packs together, so each reads the rows for itself: where a data set
+# gives them another crop, or another order, the activations of one row would be mixed with another's, with a plausible
+# loss. The collator leaves a digest of each pack (`MicroBatch.content`); a rank hands in their sum, weighted so that
+# the
+# sums of all ranks add up to zero where every replica agrees. Ranks of different replicas hold different rows, and are
+# not
+# compared. Only where they do not agree are the rows themselves compared and named.
+
+
+_MODULUS = 1 << 64
+
+
+def check_mini_batch(
+    agreement: Agreement,
+    mini_batch: MiniBatch,
+    held: Mapping[str, str],
+    error: HotspaError | None,
+    where: str,
+    facts: Mapping[str, str] | None = None,
+) -> None:
+    """Returns when all ranks may begin a mini-batch: no error, one plan, and in each replica the same rows.
+
+    Args:
+        held: What ranks must have in common before a load. The others are as in `Agreement.check`.
+
+    Raises:
+        HotspaError: on every rank.
+    """
+    rank = agreement.rank
+    agreement.check(
+        {**mini_batch.digests(), **held},
+        error,
+        where,
+        facts=facts,
+        balance=balance_of(mini_batch, rank) if agreement.group is not None else 0,
+        explain=lambda: rows_error(mini_batch, rank, agreement, where),
+    )
+
+
+def balance_of(mini_batch: MiniBatch, rank: int) -> int:
+    """What this rank hands in: the numbers of all ranks add up to 0 modulo 2^64 where the rows are the same."""
+    total = 0
+    for phase in mini_batch.phases:
+        content = 0
+        for micro_batch in phase.micro_batches:
+            content = (content * 0x9E3779B97F4A7C15 + micro_batch.content + 1) % _MODULUS
+        total += _weight(phase.bucket.strategy, rank) * content
+    return total % _MODULUS
+
+
+def rows_error(mini_batch: MiniBatch, rank: int, agreement: Agreement, where: str) -> DataError:
+    """What differs, where the numbers do not add up to 0 and the plan is the same on all ranks. A collective call."""
+    mine = [[s for pack in phase.micro_batches for s in _sequences(pack)] for phase in mini_batch.phases]
+    everyone = [json.loads(text) for text in agreement.texts(json.dumps(mine))]
+    for index, phase in enumerate(mini_batch.phases):
+        strategy = phase.bucket.strategy
+        for replica in range(strategy.dp):
+            ranks = replica_ranks(strategy, replica)
+            rows = [place for place in zip(*(everyone[r][index] for r in ranks), strict=True) if _differ(place)]
+            if rows:
+                return _error(rows, ranks, strategy, f"{where}, strategy {strategy}, replica {replica}")
+    return _error([], list(range(len(everyone))), None, where)
+
+
+@lru_cache(maxsize=4096)
+def replica_ranks(strategy: Strategy, replica: int) -> list[int]:
+    """The ranks that train the packs of a replica together."""
+    return [rank for rank in range(strategy.world_size) if strategy.coord(rank).dp == replica]
+
+
+@lru_cache(maxsize=4096)
+def _weight(strategy: Strategy, rank: int) -> int:
+    """The weights of the ranks of a replica add up to 0; that of a rank alone is 0."""
+    *others, last = replica_ranks(strategy, strategy.coord(rank).dp)
+    return _odd(rank) if rank != last else -sum(map(_odd, others))
+
+
+def _odd(rank: int) -> int:
+    """An odd number of 64 bits: a product with it loses no bit."""
+    return int.from_bytes(hashlib.sha256(str(rank).encode()).digest()[:8], "little") | 1
+
+
+def _sequences(pack: MicroBatch) -> Iterator[tuple[int, int, str, str]]:
+    """Dataset row, first token, digest of the tokens and of the labels of each sequence."""
+    ends = pack.cu_seqlens.tolist()
+    for (row, start), begin, end in zip(pack.keys, ends[:-1], ends[1:], strict=True):
+        ids, labels = (t[0, begin:end].cpu().numpy().tobytes() for t in (pack.input_ids, pack.labels))
+        yield row, start, hashlib.sha256(ids).hexdigest()[:16], hashlib.sha256(labels).hexdigest()[:16]
+
+
+def _differ(place: Sequence[Any]) -> bool:
+    return any(other != place[0] for other in place)
+
+
+def _error(rows: list[Any], ranks: list[int], strategy: Strategy | None, where: str) -> DataError:
+    what, odd, names = "tokens or labels", None, ""
+    if rows:
+        what = "tokens" if any(len({sequence[2] for sequence in place}) > 1 for place in rows) else "labels"
+        odd = odd_ones([[tuple(sequence) for sequence in place] for place in rows])
+        numbers = list(dict.fromkeys(place[0][0] for place in rows))
+        shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+        names = f", dataset row{'s' if len(numbers) > 1 else ''} {shown}"
+    if odd:
+        who = [ranks[at] for at in odd]
+        text = f"{rank_names(who)} {'hold' if len(who) > 1 else 'holds'} other {what} than the ranks it trains with"
+    else:
+        text = f"{rank_names(ranks)} hold different {what} of the same rows"
+    return DataError(
+        text,
+        where=where + names,
+        why="the ranks of a replica train each row together, and each reads it for itself; nothing was sent",
+        fix="give every rank the same rows: random crops and transforms must depend on the row and the epoch, not on the "
+        "process; or train with dp alone, where each row is read by one rank",
+    )
+
+
+# -- how a thing ended that one rank does for all ---------------------------------------------------------------------
+
+# How a thing ended that one rank does for all, told through the rendezvous store: the others wait, the one does not.
+#
+# For calls that scripts may make on every rank or on the first one alone, as the stock Trainer's `save_model`. A
+# collective would hang there; this only makes those who come wait for the one that works.
+
+
+_FIRST_POLL_S, _LAST_POLL_S = 0.005, 1.0
+
+_announced: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
+"""How many verdicts this process has announced or heard of, by the store that all ranks share."""
+
+
+def settled(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
+    """Does a thing, and tells or hears how it ended. The n-th call of a rank is about the n-th thing.
+
+    Args:
+        what: What is done, such as the path of a file. An error is heard of only by who was about the same.
+        function: What this rank does; it may raise a `HotspaError`.
+        decides: Whether this rank does it for the others.
+        timeout_s: How long to wait for the one that does.
+
+    Raises:
+        HotspaError: the error, on every rank that calls; or `PeerError`, where the one that decides never came.
+    """
+    error: HotspaError | None = None
+    try:
+        function()
+    except HotspaError as failure:
+        error = failure
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        # the store behind the default group: private in torch, and the only channel that needs no partner
+        store = dist.distributed_c10d._get_default_store()
+        number = _announced[store] = _announced.get(store, 0) + 1
+        key = f"hotspa_verdict/{number}"
+        if decides:
+            store.set(key, json.dumps([what, error.to_dict() if error is not None else None]))
+        else:
+            _await(store, key, what, timeout_s)
+            same, told = json.loads(store.get(key))
+            if error is None and told is not None and same == what:
+                error = HotspaError.from_dict(told)
+    if error is not None:
+        raise error
+
+
+def _await(store: dist.Store, key: str, what: str, timeout_s: float) -> None:
+    deadline, pause = time.monotonic() + timeout_s, _FIRST_POLL_S
+    while not store.check([key]):  # not store.wait: nothing could interrupt it
+        if time.monotonic() > deadline:
+            raise PeerError(
+                f"the main process did not say within {timedelta(seconds=timeout_s)} how this ended: {what}",
+                fix="look at its log; call this on every rank, or on the main process alone",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_POLL_S)

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 
 from hf_hotspa.errors import HotspaConfigError, PlanError
 from hf_hotspa.layout.intervals import Numbers
-from hf_hotspa.plan.plan import SwitchPlan
-from hf_hotspa.plan.schedule import (
+from hf_hotspa.plan.plan import (
     RELAY_SLOTS,
     WINDOW_ALIGNMENT,
     Local,
@@ -34,6 +33,7 @@ from hf_hotspa.plan.schedule import (
     Round,
     Schedule,
     Slice,
+    SwitchPlan,
     Wire,
 )
 from hf_hotspa.plan.table import DST, DST_OFFSET, DST_STORE, LENGTH, SRC, SRC_OFFSET, SRC_STORE

@@ -3,7 +3,7 @@
 Shapes: B rows of L columns in the batch of a call, D documents of them, V logits of a token.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,8 @@ from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.rows.features import IGNORED_LABEL
 from hf_hotspa.switched.documents import Document, Documents
-from hf_hotspa.switched.passes import Numbers
+from hf_hotspa.switched.passes import Numbers, Passes, Seeds
+from hf_hotspa.typed import reading_state
 
 
 class _Leaf(torch.autograd.Function):
@@ -339,3 +340,174 @@ def too_many_logits(call: Call, of_token: int, most: int, where: str) -> Unsuppo
         fix="use the loss or log-probabilities (fused_lm_head=True) in the place of logits, smaller batches, or a larger "
         "logit_bytes",
     )
+
+
+# -- the gradients of calls -------------------------------------------------------------------------------------------
+
+# The gradients that a caller's backward has brought: what is still to be trained, and what those of the next step will
+# be.
+
+
+class CallGradients:
+    """Reads the gradients of the calls of a step.
+
+    Args:
+        own: Whether the loss is a token loss of the engine's.
+        looks: Whether logits were looked at in the last step or call, by mode; the model keeps it.
+
+    Attributes:
+        expected: The factor that the backward of the last step applied to the loss.
+        linear: What the gradients by log-probabilities had in common in the last step.
+    """
+
+    def __init__(self, passes: Passes, own: bool, looks: dict[tuple[bool, bool], bool]) -> None:
+        self._looks = looks
+        self._passes, self._engine, self._own = passes, passes.engine, own
+        self.expected, self.linear = float(self._engine.world_size), Assumed()
+        self._tolerance = 64 * torch.finfo(passes.wide).eps
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to compute the same bits; JSON-ready."""
+        world, looks = self._engine.world_size, [list(mode) for mode, looked in self._looks.items() if looked]
+        linear = {"by_token": self.linear.by_token, "by_mean": self.linear.by_mean}
+        return {"expected": self.expected, "world": world, "looks": looks} | linear
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`.
+
+        Raises:
+            HotspaConfigError: it is damaged.
+        """
+        with reading_state("what gradients will be", "the first step may be trained twice"):
+            expected = float(state["expected"])
+            # a Trainer multiplies by the number of ranks, which may be another one now
+            self.expected = float(self._engine.world_size) if expected == state.get("world") else expected
+            self.linear = Assumed(by_token=float(state["by_token"]), by_mean=bool(state["by_mean"]))
+            looks = {(bool(training), bool(trains)): True for training, trains in state.get("looks", ())}
+        self._looks.clear()
+        self._looks.update(looks)
+
+    def compare(
+        self, calls: Sequence[Call], documents: Documents, where: str, beside: Sequence[float]
+    ) -> tuple[float | None, Seeds, Tensor]:
+        """What the gradients that are there have to become. Collective; it also learns what those of the next step will be.
+
+        Args:
+            beside: Numbers that go along with what is compared, as many on every rank.
+
+        Returns:
+            What the gradients of what was trained at once must be multiplied by; None where it must be trained again. What
+            is still to be trained. And of every rank the numbers `beside`, fp64 [ranks, numbers].
+        """
+        rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
+        at_once = torch.tensor([call.assumed is not None for call in calls])
+        said = [
+            call.constant(rank, tolerance) if call.assumed is None else call.ratio(rank, tolerance, self._own)
+            for call in calls
+        ]
+        seeds = self._own_seeds(calls, again=False)
+        rows, sizes, numbers = gather([*said, *_sizes(seeds), *beside]).split([len(said), 2, len(beside)], dim=1)
+        scale = self._scale(calls, rows, at_once, where)
+        if scale is None:
+            seeds = self._own_seeds(calls, again=True)
+            sizes = gather(_sizes(seeds))
+        for call in calls:
+            call.logit_seeds = None
+        seeds.columns = int(sizes[:, 0].max())
+        if bool(sizes[:, 1].any()):
+            of_all = self._passes.exchange.facts(sorted(seeds.logits))
+            seeds.of_logits = frozenset(int(number) for part in of_all for number in part)
+        if self._passes.routers is not None:
+            seeds.routers = self._router_seeds(calls, documents)
+        return scale, seeds, numbers
+
+    def _scale(self, calls: Sequence[Call], rows: Tensor, at_once: Tensor, where: str) -> float | None:
+        """See `compare`.
+
+        Args:
+            rows: Of each rank [ranks, calls] the factor of what was trained at once, or the seed of all log-probabilities.
+            at_once: [calls], whether each was.
+        """
+        rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
+        if self._own:  # a part of a token loss is the same on all ranks, and so counts on all
+            rows[:, at_once] = rows[:, at_once].mean(0)
+        if not bool(at_once.any()):
+            if not bool(rows.isinf().all()):
+                self.linear = Assumed.learnt(rows, calls, tolerance)
+            return 1.0
+        scale = common(rows[:, at_once].flatten(), tolerance)
+        if self._own or self._engine.updates is not None:
+            self._refuse_other_factors(scale, where)
+        if scale is None:
+            self.linear = Assumed()
+            losses = [call for call in calls if isinstance(call.assumed, float)]
+            factors = [call.factor if call.labels[rank] else float("inf") for call in losses]
+            self.expected = common(gather(factors or [self.expected]).flatten(), tolerance) or self.expected
+        elif scale:
+            if any(isinstance(call.assumed, float) for call in calls):
+                self.expected *= scale
+            else:
+                self.linear = self.linear.scaled(scale)
+        return scale
+
+    def _refuse_other_factors(self, scale: float | None, where: str) -> None:
+        """What was trained at once cannot be trained again."""
+        stages = self._engine.updates is not None
+        if scale is None or (stages and scale != 1.0):
+            raise UnsupportedError(
+                "the loss was multiplied by other factors than in the step before"
+                if stages
+                else "the calls of a step multiply the token loss by different factors",
+                where=where,
+                why="stages have updated after every pack" if stages else "the batches of a step are trained together",
+                fix="train on the loss that forward returns, times the number of processes",
+            )
+
+    def _own_seeds(self, calls: Sequence[Call], again: bool) -> Seeds:
+        """What is still to be trained of this rank's documents.
+
+        Args:
+            again: Whether what was trained at once counts for nothing.
+        """
+        world, rank, seeds = self._engine.world_size, self._engine.rank, Seeds()
+        tokens: dict[int, Tensor] = {}
+        for call in calls:
+            final = call.final_seeds(rank, again)
+            if final is not None:
+                tokens |= {n: part / world for n, part in call.of_document(final.permute(1, 2, 0))}
+            if call.logit_seeds is not None:
+                parts = call.of_document(call.logit_seeds)
+                seeds.logits |= {n: part / world for n, part in parts if bool(part.any())}
+        seeds.tokens = {n: part for n, part in tokens.items() if bool(part.any())}
+        return seeds
+
+    def _router_seeds(self, calls: Sequence[Call], documents: Documents) -> Tensor | None:
+        routers = self._passes.routers
+        assert routers is not None
+        mine = torch.zeros(len(calls), routers.num_experts, dtype=torch.float64)
+        for index, call in enumerate(calls):
+            if call.of_routers:
+                mine[index] = call.balance(routers)[1] * call.of_routers / self._engine.world_size
+        of_all = self._engine.agreement.gather(mine.flatten().tolist()).view(-1, len(calls), routers.num_experts)
+        if not bool(of_all.any()):
+            return None
+        table = torch.zeros(len(documents), routers.num_experts, dtype=torch.float64)
+        for index, call in enumerate(calls):
+            for rank, numbers in enumerate(call.ranges):
+                table[numbers.start : numbers.stop] = of_all[rank, index]
+        return table
+
+    def active(self, seeds: Seeds) -> set[int]:
+        """The documents that have a seed; the others are not run. Collective."""
+        mine = set(seeds.tokens) | set(seeds.logits)
+        parts = self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else []
+        active = {int(number) for part in parts for number in part}
+        if seeds.routers is not None:
+            active |= set(seeds.routers.any(1).nonzero().flatten().tolist())
+        return active
+
+
+def _sizes(seeds: Seeds) -> list[float]:
+    """Numbers that each token of this rank has, and its documents with seeds by logits."""
+    has_entropy = any(bool(part[:, 1].any()) for part in seeds.tokens.values())
+    return [float(bool(seeds.tokens) + has_entropy), float(len(seeds.logits))]

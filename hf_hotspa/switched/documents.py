@@ -21,8 +21,7 @@ from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.errors import DataError, OverlongError, TokenRangeError, UnsupportedError
 from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
-from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.same_rows import replica_ranks
+from hf_hotspa.parallel.agreement import Agreement, replica_ranks
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.speeds import Speeds

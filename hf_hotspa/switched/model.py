@@ -46,26 +46,25 @@ from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.loss import FIELDS
 from hf_hotspa.parallel.own_loss import TokenLoss
-from hf_hotspa.parallel.scores import FIELDS
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.calls import (
     Assumed,
     Call,
+    CallGradients,
     LazyLogits,
     leaves,
     logits_are_gone,
     of_padding,
     too_many_logits,
 )
-from hf_hotspa.switched.changes import ObjectChanges
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
 from hf_hotspa.switched.frozen import Frozen
-from hf_hotspa.switched.gradients import CallGradients
-from hf_hotspa.switched.meeting import Meeting
 from hf_hotspa.switched.model_object import (
+    ObjectChanges,
     as_built,
     before_steps,
     fused_head,
@@ -79,6 +78,7 @@ from hf_hotspa.switched.passes import Chosen, Numbers, Passes, Seeds
 from hf_hotspa.switched.requests import (
     Announcements,
     Batch,
+    Meeting,
     Request,
     Window,
     denominator_in,
@@ -254,7 +254,7 @@ class SwitchedModel(DistributedDataParallel):
         self._written = self._version
 
     def take_changes(self) -> None:
-        """Honours what was changed on the model object (`changes.py`), as each step does when it begins. Collective.
+        """Honours what was changed on the model object (`ObjectChanges`), as each step does when it begins. Collective.
 
         Raises:
             HotspaError: on every rank: it cannot be honoured, or ranks have changed different things.

@@ -18,8 +18,8 @@ from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.model.tape import Tape, TapedReplica
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.parallel.agreement import replica_ranks
 from hf_hotspa.parallel.router_loss import RouterLoss
-from hf_hotspa.parallel.same_rows import replica_ranks
 from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.stragglers.speeds import Speeds

@@ -9,7 +9,7 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import rank_slots
-from hf_hotspa.parallel.wide_gradients import gradient_of
+from hf_hotspa.model.replica import gradient_of
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.harness import run_ranks

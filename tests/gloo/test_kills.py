@@ -82,12 +82,12 @@ def life(rank, world, folder, meeting, plan, options):
     """One start of the job on this rank, in a process of its own; never returns."""
     import torch.distributed as dist
 
-    from hf_hotspa.parallel import monitored_barrier
+    from hf_hotspa.parallel import agreement
 
     code = 1
     signal.alarm(int(PATIENCE_S))  # should it hang; faulthandler's clock does not survive a fork
     try:
-        monitored_barrier._GRACE_S = 0.02  # nobody hangs here
+        agreement._GRACE_S = 0.02  # nobody hangs here
         dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world)
         callbacks = [] if plan["background"] else [Acknowledged()]
         if rank == plan["victim"]:

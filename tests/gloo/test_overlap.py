@@ -12,7 +12,7 @@ from transformers.models.llama import LlamaForCausalLM
 
 from hf_hotspa.engine.overlap import GradientWatch
 from hf_hotspa.errors import TransferError
-from hf_hotspa.parallel import monitored_barrier
+from hf_hotspa.parallel import agreement
 from hf_hotspa.plan.table import TARGET
 from tests.families import tiny_config, tiny_model
 from tests.harness import run_ranks
@@ -350,7 +350,7 @@ def test_an_interrupted_step_leaves_nothing_waiting():
 
 
 def late_for_a_switch(rank, world_size, overlap_load, given_up):
-    monitored_barrier.ANSWER_S = 1.0  # this process ends with the test
+    agreement.ANSWER_S = 1.0  # this process ends with the test
     engine = make_engine(
         make_model("llama_gqa_bias"), "dp2:60@64", timeout_s=900, switch_timeout_s=1.5, overlap_load=overlap_load
     )

@@ -2,16 +2,19 @@
 
 import logging
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_hotspa.checkpoint.format.manifest import WEIGHT, read_manifest
+from hf_hotspa.checkpoint.format.manifest import WEIGHT, read_manifest, verify
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
 from hf_hotspa.trainer.resuming import Resumption, load_scheduler
 from tests.checkpoints import memory_folder
+from tests.families import MIXTURE
 from tests.harness import run_ranks
 from tests.oracle import random_rows, relative_error
 from tests.training_runs import (
@@ -477,7 +480,6 @@ def test_checkpoints_of_earlier_versions_go_on_and_are_exported(tmp_path):
     from transformers import AutoModelForCausalLM
 
     from hf_hotspa.checkpoint.export import export
-    from hf_hotspa.checkpoint.format.manifest import verify
 
     losses = train(make_trainer(str(tmp_path / "a"), 1, max_steps=4))
     expected = whole_state(tmp_path / "a" / "checkpoint-2")
@@ -503,3 +505,120 @@ def test_every_rank_raises(saved, tmp_path):
     checkpoint = str(saved / "a" / "checkpoint-3")
     for options in ({"seed": 1}, {"family": "llama_gqa_bias"}, {"optim": "sgd"}):
         assert run_ranks(2, refused_on_all_ranks, str(tmp_path), checkpoint, options) == ["HSP-220"] * 2
+
+
+# ------------------------------------------------------------------------------------------------ files of weights of others
+
+
+def written_anew(checkpoint, folder, change=None):
+    """A copy of a checkpoint whose weights `save_pretrained` has cut into small files, perhaps with a change of one of them."""
+    from transformers import AutoModelForCausalLM
+
+    path = folder / checkpoint.name
+    shutil.copytree(checkpoint, path)
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(folder / "other", max_shard_size=20_000)
+    for file in path.glob("model*"):
+        file.unlink()
+    for file in (folder / "other").glob("model*"):
+        shutil.copy(file, path)
+    if change is not None:
+        change(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def fused():
+    with memory_folder() as folder:
+        trainer = make_trainer(str(folder), 1, family=MIXTURE, max_steps=4)
+        yield train(trainer), folder / "checkpoint-2"
+
+
+def test_a_checkpoint_whose_weights_lie_in_other_files_is_resumed(fused, saved, tmp_path):
+    losses, checkpoint = fused
+    path = written_anew(checkpoint, tmp_path)
+    assert len(list(path.glob("model-*"))) > 5
+    assert train(make_trainer(str(tmp_path / "b"), 1, family=MIXTURE, max_steps=4, model_seed=5), str(path)) == {
+        step: losses[step] for step in (3, 4)
+    }
+    with pytest.raises(DamagedCheckpointError):
+        verify(path)
+    path = written_anew(saved / "a" / "checkpoint-3", tmp_path)  # of two ranks each looks at its own files
+    [first, *others] = run_ranks(2, one_run, str(tmp_path / "c"), str(path), {"max_steps": 4})
+    assert list(first) == [4]
+    assert all(other == first for other in others)
+
+
+def other_bit(path):
+    file = sorted(path.glob("model-*"))[3]
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def other_values(path):
+    file = sorted(path.glob("model-*"))[3]
+    save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def other_dtype(path):
+    file = sorted(path.glob("model-*"))[3]
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def one_more(path):
+    file = sorted(path.glob("model-*"))[3]
+    save_file({**load_file(file), "more": torch.ones(2)}, file, {"format": "pt"})
+
+
+def one_less(path):
+    file = sorted(path.glob("model-*"))[3]
+    save_file(dict([*load_file(file).items()][1:]), file, {"format": "pt"})
+
+
+def cut_short(path):
+    file = sorted(path.glob("model-*"))[3]
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def without_one(path):
+    sorted(path.glob("model-*"))[3].unlink()
+
+
+def without_any(path):
+    for file in path.glob("model*"):
+        file.unlink()
+
+
+def other_state(path):
+    file = path / "hotspa" / "state.json"
+    file.write_text(file.read_text() + " ")
+
+
+def other_share(path):
+    [file] = (path / "hotspa").glob("master-rank-*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_bit,
+        other_values,
+        other_dtype,
+        one_more,
+        one_less,
+        cut_short,
+        without_one,
+        without_any,
+        other_state,
+        other_share,
+    ],
+)
+def test_other_files_of_weights_that_do_not_hold_the_same_are_damage(fused, tmp_path, change):
+    path = written_anew(fused[1], tmp_path, change)
+    for asked in (str(path), True):  # passed over, and there is no other
+        with pytest.raises(HotspaError) as caught:
+            train(make_trainer(str(tmp_path), 1, family=MIXTURE, max_steps=4), asked)
+        assert caught.value.code == ("HSP-220" if asked is True else "HSP-211")

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.parallel.scores import FIELDS, token_scores
+from hf_hotspa.parallel.loss import FIELDS, token_scores
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
 from tests.families import tiny_model

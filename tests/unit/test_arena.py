@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hotspa.engine.arena import Arenas
+from hf_hotspa.engine.switching import Arenas
 from hf_hotspa.layout.units import Rooms
 
 WEIGHTS = [torch.float32, torch.bfloat16]

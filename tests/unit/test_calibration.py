@@ -30,7 +30,7 @@ from hf_hotspa.costs.switch_time import port_seconds
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.packs import pack_sequences
+from hf_hotspa.packing.bucketing import pack_sequences
 from hf_hotspa.packing.pipeline_order import reaches
 from hf_hotspa.search.estimate import Evaluator, LengthTable
 from hf_hotspa.strategy import Strategy, strategies_of

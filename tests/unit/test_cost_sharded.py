@@ -11,7 +11,7 @@ from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.zero import model_state_bytes
-from hf_hotspa.engine.arena import arena_bytes
+from hf_hotspa.engine.switching import arena_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import strategy_layout
 from hf_hotspa.layout.units import Units

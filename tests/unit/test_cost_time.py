@@ -23,12 +23,12 @@ from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelin
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from hf_hotspa.packing.chunk_cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import choose_passes, operations, reaches
-from hf_hotspa.plan.pool import PlanPool
 from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.search.histogram import synthetic_lengths
 from hf_hotspa.strategy import Strategy, legal_strategies

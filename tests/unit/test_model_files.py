@@ -48,7 +48,7 @@ def test_files_are_those_of_save_pretrained(family, held, tmp_path):
     expected, parts, records = read(tmp_path / "stock"), 3, []
     (tmp_path / "ours").mkdir()
     for part in range(parts):
-        files = ModelWeights(model, vector_of(model), False, 60_000)
+        files = ModelWeights(model, vector_of(model).specs, False, 60_000)
         weights = weights_of(model)
         if held:
             weights = files.hold(weights, part, parts)
@@ -71,7 +71,7 @@ def test_an_adapter_is_one_file_of_the_first_rank(tmp_path):
     vector = SimpleNamespace(specs=[SimpleNamespace(name=name, tied_names=()) for name in named])
     (tmp_path / "ours").mkdir()
     for part in (0, 1):
-        ModelWeights(model, vector, True, 100).write(Disk(), tmp_path / "ours", named.items(), part, 2)
+        ModelWeights(model, vector.specs, True, 100).write(Disk(), tmp_path / "ours", named.items(), part, 2)
     found, expected = read(tmp_path / "ours"), read(tmp_path / "stock")
     assert [path.name for path in (tmp_path / "ours").iterdir()] == ["adapter_model.safetensors"]
     assert found.keys() == expected.keys()

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from hf_hotspa.errors import HotspaError, PeerError, SilentPeerError
-from hf_hotspa.parallel import monitored_barrier
-from hf_hotspa.parallel.monitored_barrier import MonitoredBarrier
+from hf_hotspa.parallel import agreement
+from hf_hotspa.parallel.agreement import MonitoredBarrier
 
 TIMED_OUT = "another rank is gone, or did not answer in time: Timed out waiting 4000ms for recv operation to complete"
 CLOSED = "another rank is gone, or did not answer in time: Connection closed by peer [127.0.0.1]:41234"
@@ -18,8 +18,8 @@ OUTCOME = "first error"
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitored_barrier, "ANSWER_S", 2.0)
-    monkeypatch.setattr(monitored_barrier, "_GRACE_S", 1.0)
+    monkeypatch.setattr(agreement, "ANSWER_S", 2.0)
+    monkeypatch.setattr(agreement, "_GRACE_S", 1.0)
 
 
 class Waits:
@@ -38,7 +38,7 @@ class Waits:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     counted = Waits()
-    monkeypatch.setattr(monitored_barrier, "time", counted)
+    monkeypatch.setattr(agreement, "time", counted)
     return counted
 
 
@@ -81,7 +81,7 @@ def test_several_silent_ranks_share_the_blame() -> None:
 def test_nobody_is_named_where_all_answer(waits: Waits) -> None:
     store = dist.HashStore()
     for rank in (1, 2):  # they have answered already
-        store.set(f"{monitored_barrier._CALLED}/{rank}", "here")
+        store.set(f"{agreement._CALLED}/{rank}", "here")
     assert type(MonitoredBarrier(store, 0, 3, OUTCOME).named(PeerError(TIMED_OUT))) is PeerError
     assert waits.polls == 0, "it waited for nothing"
     assert {type(error) for error in call(dict.fromkeys(range(3), TIMED_OUT), 3).values()} == {PeerError}
@@ -109,7 +109,7 @@ def test_a_dead_peer_costs_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> Non
     waited = []
     monkeypatch.setattr(MonitoredBarrier, "_wait", lambda self, seconds, ready: waited.append(seconds))
     assert type(call({0: CLOSED}, 2)[0]) is PeerError
-    assert waited == [monitored_barrier._GRACE_S], "and not for answers"
+    assert waited == [agreement._GRACE_S], "and not for answers"
 
 
 def test_nothing_is_waited_for_when_the_run_has_its_error(waits: Waits) -> None:

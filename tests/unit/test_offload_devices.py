@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.engine.executor import BoundRound
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.messages import BoundRound
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import TransferError
 from hf_hotspa.model.options import EngineOptions

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
 from hf_hotspa.errors import OverlongError
-from hf_hotspa.packing.packs import (
+from hf_hotspa.packing.bucketing import (
     MIN_PIPELINE_PACK_TOKENS,
     _cheapest_that_fits,
     _halve_to,

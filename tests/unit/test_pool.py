@@ -8,11 +8,11 @@ import pytest
 from written_plans import traffic_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import trained_layout
 from hf_hotspa.layout.vector import build_vector
 from hf_hotspa.plan.plan import SwitchPlan
-from hf_hotspa.plan.pool import PlanPool
 from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.plan.table import SECOND, SRC_STORE
 from hf_hotspa.strategy import Strategy

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_hotspa.parallel import wide_gradients
-from hf_hotspa.parallel.wide_gradients import KNOWS_GRAD_DTYPE, bind_gradient, gradient_of, widen
+from hf_hotspa.model import replica
+from hf_hotspa.model.replica import KNOWS_GRAD_DTYPE, bind_gradient, gradient_of, widen
 
 
 def accumulated(dtype, wide, uses=1):
@@ -35,7 +35,7 @@ def accumulated(dtype, wide, uses=1):
     [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
 )
 def test_an_older_torch_sums_the_same_bits(dtype, wide, monkeypatch):
-    monkeypatch.setattr(wide_gradients, "KNOWS_GRAD_DTYPE", False)
+    monkeypatch.setattr(replica, "KNOWS_GRAD_DTYPE", False)
     without = accumulated(dtype, wide)
     assert without.dtype == wide
     assert not torch.equal(without, torch.full_like(without, 1000.0))
@@ -47,13 +47,13 @@ def test_an_older_torch_sums_the_same_bits(dtype, wide, monkeypatch):
 @pytest.mark.skipif(not KNOWS_GRAD_DTYPE, reason="compares with a torch that adds to wider gradients itself")
 def test_several_uses_in_one_backward_are_summed_in_the_dtype_of_the_weight(monkeypatch):
     expected = accumulated(torch.bfloat16, torch.float32, uses=2)
-    monkeypatch.setattr(wide_gradients, "KNOWS_GRAD_DTYPE", False)
+    monkeypatch.setattr(replica, "KNOWS_GRAD_DTYPE", False)
     got = accumulated(torch.bfloat16, torch.float32, uses=2)
     assert (got - expected).abs().max() <= 2**-7 * (expected - 1000).abs().max()
 
 
 def test_a_backward_after_the_buffer_is_gone_leaves_nothing(monkeypatch):
-    monkeypatch.setattr(wide_gradients, "KNOWS_GRAD_DTYPE", False)
+    monkeypatch.setattr(replica, "KNOWS_GRAD_DTYPE", False)
     weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     widen(weight, torch.float32)
     weight.sum().backward()

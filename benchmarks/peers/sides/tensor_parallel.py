@@ -11,7 +11,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 from transformers.distributed import DistributedConfig
 
-from hf_hotspa.packing.packs import pack_sequences
+from hf_hotspa.packing.bucketing import pack_sequences
 from peers.sides.common import LEARNING_RATE, WEIGHT_DECAY, Turns, arguments
 from peers.sides.fsdp import whole_weights
 from peers.work import Work
