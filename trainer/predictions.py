@@ -212,7 +212,7 @@ def run_facts(
         },
         buckets=[
             {"strategy": str(b.strategy), "low": b.low, "longest": b.longest, "pack_tokens": b.pack_tokens}
-            for b in engine.buckets
+            for b in (predictions.pool if isinstance(predictions, AutoStrategies) else engine.buckets)
         ],
         plan=predictions.plan.summary() if isinstance(predictions, AutoStrategies) else None,
         lengths=length_histogram(table.sequence_lengths) if table is not None else None,
