@@ -23,6 +23,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_hotspa.calibrate.calibration import calibrate
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
@@ -123,6 +124,8 @@ def engine_options(
     )
 
 
+START_S = 20.0
+"""Seconds, about, that a machine is measured for before a run whose first mini-batches race the nearest plans."""
 _MIB = 1 << 20
 _ONE_STATE = (OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
 """Optimizers that keep at most one number for a weight; the others count as keeping two."""
@@ -138,6 +141,7 @@ class AutoStrategies:
         singles: Gives the single strategies to compare with.
         stage_costs: What stages are cut by, as the plan has it.
         fits: Raises where a device cannot hold the pool, for a description with another cut of stages.
+        predicts: Whether the cost model's seconds are those of this machine.
     """
 
     def __init__(
@@ -149,8 +153,9 @@ class AutoStrategies:
         singles: Callable[[], Singles],
         stage_costs: StageCosts | None,
         fits: Callable[[ModelDescription], None],
+        predicts: bool = True,
     ) -> None:
-        self.fits = fits
+        self.fits, self.predicts = fits, predicts
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         # measured seconds differ from run to run
         self._pools = (plan.pool,) if args.full_determinism else (plan.pool, *plan.raced)
@@ -208,6 +213,9 @@ class AutoStrategies:
         race, chooser = self._race, self.chooser
         assert race is not None
         assert chooser is not None
+        if not self.predicts:
+            chooser.trained(step, plan, None)
+            return report
         predicted = {phase.strategy: phase for phase in chooser.predict(step, plan)}
         phases, measured = [], {}
         for phase in report.phases:
@@ -297,7 +305,10 @@ def prepare_auto(
     """
     description, tables = _agreed_inputs(model, args, agreement, read_tables)
     strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
-    calibration = agreed_calibration(model.config, description, args, measured_strategies(strategies), agreement)
+    calibration = None
+    if args.world_size > 1 or args.hotspa_calibration is not None:  # else there is nothing to choose between by seconds
+        measured, longest = measured_strategies(strategies), max(int(t.longest_of_rows.max()) for t in tables)
+        calibration = agreed_calibration(model.config, description, args, measured, agreement, longest)
     vector = description.vector.with_measured(measured_costs(calibration, description, args))
     description = replace(description, vector=vector)
     limit, source = memory_limit(args, agreement)
@@ -317,7 +328,9 @@ def prepare_auto(
     plan = agreement.run(
         "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.buckets)}
     )
-    if args.process_index == 0:
+    if args.process_index == 0 and calibration is None:
+        tqdm.write(f"hotspa_strategies=auto: one process ({plan.choice}): rows are packed, nothing to switch")
+    elif args.process_index == 0:
         chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
         tqdm.write(f"{chosen}\n{limit_text(limit, source)}\n\n{plan}")
     quadratic_cost = description.shape.quadratic_cost
@@ -327,7 +340,7 @@ def prepare_auto(
         pools = [bucket for pool in (plan.pool, *plan.raced) for bucket in pool]
         cost_model(calibration, cut, args).memory.check_pool(pools, limit, limit_text(limit, source))
 
-    return AutoStrategies(plan, cost, args, quadratic_cost, singles, vector.measured, fits)
+    return AutoStrategies(plan, cost, args, quadratic_cost, singles, vector.measured, fits, calibration is not None)
 
 
 def _agreed_inputs(
@@ -376,11 +389,11 @@ def _tokens_before_out_of_memory(
 
 
 def measured_costs(
-    calibration: Calibration, description: ModelDescription, args: HotSPaTrainingArguments
+    calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
 ) -> StageCosts | None:
     """What the stages of a run are cut by; None, which is by count, where two runs must have the same bits: measured
     seconds differ from run to run."""
-    if args.full_determinism and args.hotspa_calibration in (None, MEASURE):
+    if calibration is None or (args.full_determinism and args.hotspa_calibration in (None, MEASURE)):
         return None
     return calibration.stage_costs(description.vector.layer_costs)
 
@@ -391,8 +404,13 @@ def agreed_calibration(
     args: HotSPaTrainingArguments,
     strategies: list[Strategy],
     agreement: Agreement,
+    longest: int | None = None,
 ) -> Calibration:
-    """What `hotspa_calibration` names, or else a measurement (kept in the cache). Collective.
+    """What `hotspa_calibration` names, or else a measurement (kept in the cache), which takes `START_S` where a race follows it.
+    Collective.
+
+    Args:
+        longest: Tokens of the longest row.
 
     Raises:
         HotspaError: on every rank: it cannot be read, says nothing about this run, or cannot be measured.
@@ -404,6 +422,8 @@ def agreed_calibration(
             compute_dtype=description.compute_dtype,
             device=args.device,
             progress=lambda text: tqdm.write(f"calibration: {text}"),
+            longest=longest,
+            seconds=None if args.hotspa_calibration == MEASURE else START_S,
         )
 
     def read() -> Calibration:
@@ -443,8 +463,19 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
     )
 
 
-def cost_model(calibration: Calibration, description: ModelDescription, args: HotSPaTrainingArguments) -> CostModel:
-    """The cost model of a run: the model in its dtypes, on its processes."""
+def cost_model(
+    calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
+) -> CostModel:
+    """The cost model of a run: the model in its dtypes, on its processes.
+
+    Args:
+        calibration: None for a device that nothing is known of: its seconds only say what is less work.
+    """
+    if calibration is None:
+        sizes = _sizes(description, args)
+        device = Device(1 << 40, {sizes.compute_dtype: 1e13}, 1e11)
+        machine = Hardware("a device", device, args.world_size, 1e10, 1e10)
+        return CostModel.of_hardware(machine, sizes, memory_options(args), args.world_size)
     return CostModel.of_calibration(calibration, _sizes(description, args), memory_options(args), args.world_size)
 
 

@@ -72,7 +72,7 @@ class Race:
         self._levels: dict[int, float] = {}
         self._open()
         if len(names) < 2 or self._budget < _COLD:  # a race that a short run cannot afford is none
-            self._queue = []
+            self._queue.clear()
 
     def _open(self) -> None:
         """All plans are in the race, and none has run."""

@@ -53,6 +53,8 @@ _STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)
 """By how many candidates an edge is moved at a time."""
 MOST_SINGLES, MOST_POOLS = 3, 2
 """How many other plans are told that are near the best one: with a single strategy, and with several."""
+_SOME = 0.05
+"""What every phase of a plan that is near another one takes at least, as a share of its seconds."""
 _RARE = 0.01
 """What a mini-batch with a longest sequence counts that the histogram does not show."""
 
@@ -212,21 +214,22 @@ class _Search:
         return self._choice(best, static, others)
 
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
-        """Other plans that are hardly slower than the best one; of those with the same strategies, whatever their options that cost
-        no time, the fastest."""
+        """Other plans that are hardly slower than the best one; of those with the same degrees, whatever their options, which are for
+        the memory, the fastest. A phase with next to no work makes no other plan."""
         most = self._seconds(best) * (1 + near)
         taken, chosen = {self._kinds(best)}, list[Phases]()
         for group, number in ((singles, MOST_SINGLES), (pools, MOST_POOLS)):
             left = number
             for phases in sorted(group, key=self._seconds):
-                if left and self._seconds(phases) <= most and self._kinds(phases) not in taken:
+                known = not left or self._seconds(phases) > most or self._kinds(phases) in taken
+                if not known and all(self._seconds((phase,)) >= _SOME * most for phase in phases):
                     taken.add(self._kinds(phases))
                     chosen.append(phases)
                     left -= 1
         return sorted(chosen, key=self._seconds)
 
     def _kinds(self, phases: Phases) -> frozenset[Strategy]:
-        return frozenset(replace(self.time.kind(strategy), v=1) for strategy, *_ in phases)
+        return frozenset(replace(self.time.kind(strategy), rc=0, z=0, v=1) for strategy, *_ in phases)
 
     def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
         """The phase with the smallest packs that are hardly slower."""

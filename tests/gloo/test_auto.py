@@ -453,7 +453,7 @@ def measured_run(rank, world_size, folder):
     trainer.train()
     first = trainer.engine
     assert first.description.vector.measured == trainer._hotspa_watchers.auto.stage_costs
-    assert first.description.vector.measured is not None  # stages are cut by seconds
+    assert (first.description.vector.measured is not None) == (world_size > 1)  # stages are cut by seconds
     trainer.train()  # goes on with what is there
     assert trainer.engine is first
     found = trainer.hotspa_state()["auto"]
@@ -467,4 +467,5 @@ def test_nothing_but_the_trainer_is_needed(world_size, tmp_path):
     assert all(pool == found[0][0] and num_trained == 2 for pool, num_trained in found)
     if world_size == 1:
         assert found[0][0][0].startswith("dp1:")
-    assert len(list((tmp_path / "calibration").glob("*.json"))) == 1
+    # one process measures nothing: there is nothing to switch
+    assert len(list((tmp_path / "calibration").glob("*.json"))) == (world_size > 1)
