@@ -37,6 +37,8 @@ _SAME = 0.02
 _ENOUGH, _MOST_ROUNDS = 3, 8
 _COLD = 0.25
 """What the first mini-batch of a strategy is expected to take longer, as a share of one: memory and kernels."""
+_FAR = math.log(1.6)
+"""How far behind, as a logarithm, the first run of a plan decides alone."""
 _WATCHED, _REST = 8, 32
 """Mini-batches that tell a drift, and that must have passed since the last race."""
 _MOVED, _BETTER = math.log(1.25), math.log(1.05)
@@ -116,12 +118,13 @@ class Race:
         if not self.is_on:
             self._watch(seconds, predicted, warm)
             return None
-        self._runs.append(_Run(self._queue[0], self._round, seconds, tuple(predicted), warm))
-        if warm:
-            self._queue.pop(0)
+        plan = self._queue.pop(0)
+        self._runs.append(_Run(plan, self._round, seconds, tuple(predicted), warm))
+        if not warm:  # again, when all have run once
+            self._queue.append(plan)
         if not self._queue:
             self._end_round()
-        while self._queue and not self._affords(self._queue[0]):
+        while self._queue and not self._is_worth(self._queue[0]):
             left = self._queue.pop(0)
             self._live = [plan for plan in self._live if plan != left]
             if not self._queue:
@@ -138,14 +141,27 @@ class Race:
         return {r.round: math.log(r.seconds / r.predicted[plan]) for r in self._runs if r.warm and r.plan == plan}
 
     def _score(self, plan: int, weights: Sequence[float]) -> float:
-        """The logarithm of a mean mini-batch's seconds; of a plan that has not run what it is by prediction and the levels of others."""
-        levels = {each: list(self._of_rounds(each).values()) for each in range(len(self.names))}
-        known = [median(values) for values in levels.values() if values]
-        common = median(known) if known else 0.0
-        return weights[plan] + (median(levels[plan]) if levels[plan] else common)
+        """The logarithm of a mean mini-batch's seconds. Of a plan that has been cold only: as far from the fastest as it was from that
+        one's cold run; of one that has not run, as prediction and the levels of others have it."""
+        plans = range(len(self.names))
+        warm = {p: median(values.values()) for p in plans if (values := self._of_rounds(p))}
+        if plan in warm:
+            return weights[plan] + warm[plan]
+        cold = {p: min(values) for p in plans if (values := self._cold(p))}
+        if plan not in cold:
+            return weights[plan] + median((warm or cold or {0: 0.0}).values())
+        level = cold[plan]
+        if both := warm.keys() & cold.keys():
+            best = min(both, key=lambda p: weights[p] + warm[p])
+            level += warm[best] - cold[best]
+        return weights[plan] + level
+
+    def _cold(self, plan: int) -> list[float]:
+        return [math.log(r.seconds / r.predicted[plan]) for r in self._runs if not r.warm and r.plan == plan]
 
     def _leader(self) -> int:
         weights, ran = self._weights(), [plan for plan in self._live if self._of_rounds(plan)]
+        ran = ran or [plan for plan in self._live if self._cold(plan)]
         return min(ran or self._live, key=lambda plan: self._score(plan, weights))
 
     def _differences(self, plan: int, other: int) -> list[float]:
@@ -158,15 +174,20 @@ class Race:
         """What the race has cost so far, in mini-batches of the leader."""
         leader = self._leader()
         level = self._score(leader, self._weights()) - self._weights()[leader]
-        own = [r for r in self._runs if r.plan != leader and (r.warm or self._of_rounds(leader))]
+        level -= 0.0 if self._of_rounds(leader) else math.log(1 + _COLD)
+        own = [r for r in self._runs if r.plan != leader]
         return sum(r.seconds / (r.predicted[leader] * math.exp(level)) - 1 for r in own)
 
-    def _affords(self, plan: int) -> bool:
-        """Whether what a trial is expected to cost is within what is left."""
+    def _is_worth(self, plan: int) -> bool:
+        """Whether a plan is to be tried: what that is expected to cost is within what is left, and the plan was not far behind when
+        all ran for the first time."""
         leader, weights = self._leader(), self._weights()
         if plan == leader:
             return True
-        slower = math.exp(self._score(plan, weights) - self._score(leader, weights)) - 1
+        behind = self._score(plan, weights) - self._score(leader, weights)
+        if behind > _FAR and not self._of_rounds(plan) and self._cold(plan):
+            return False
+        slower = math.exp(behind) - 1
         cold = 0.0 if any(run.plan == plan for run in self._runs) else _COLD
         return self._spent + max(0.0, self._cost()) + max(0.0, slower) + cold <= self._budget
 
@@ -186,17 +207,24 @@ class Race:
 
     def _ended(self) -> RaceReport | None:
         leader, weights = self._leader(), self._weights()
+        for plan in self._live:  # round by round, which leaves out what the machine did to all, another may be ahead
+            if (apart := self._differences(plan, leader)) and _middle(apart)[0] < 0:
+                leader = plan
         self._levels = {p: self._score(p, weights) - weights[p] for p in range(len(self.names)) if self._of_rounds(p)}
         cost, self._kept = self._cost(), leader
         self._spent += max(0.0, cost)
-        compared = {p: d for p in range(len(self.names)) if p != leader and (d := self._differences(p, leader))}
+        tried = {run.plan for run in self._runs}
+        compared = {
+            p: self._differences(p, leader) or [self._score(p, weights) - self._score(leader, weights)] for p in tried
+        }
+        compared.pop(leader, None)
         runs, self._runs = self._runs, []
         if not compared:
             return None
         second = min(compared, key=lambda plan: _middle(compared[plan])[0])
         factor, low, high = map(math.exp, _middle(compared[second]))
-        names, tried = self.names, len({run.plan for run in runs})
-        return RaceReport(names[leader], names[second], tried, len(runs), factor, low, high, max(0.0, cost), self._why)
+        names, cost = self.names, max(0.0, cost)
+        return RaceReport(names[leader], names[second], len(tried), len(runs), factor, low, high, cost, self._why)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

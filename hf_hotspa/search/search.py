@@ -51,7 +51,7 @@ _PATIENCE = 7
 """Pools that are simulated in vain before the search ends."""
 _STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)
 """By how many candidates an edge is moved at a time."""
-MOST_SINGLES, MOST_POOLS = 3, 2
+MOST_SINGLES, MOST_POOLS = 3, 1
 """How many other plans are told that are near the best one: with a single strategy, and with several."""
 _SOME = 0.05
 """What every phase of a plan that is near another one takes at least, as a share of its seconds."""

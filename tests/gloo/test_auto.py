@@ -368,7 +368,7 @@ def test_plans_are_raced_alike_on_all_ranks_exactly_and_a_resumed_race_goes_on(t
     assert len(raced["names"]) > 1
     assert not raced["queue"]
     assert raced["spent"] > 0
-    assert {len(p) for p in phases} == {1, 2}
+    assert len({tuple(p) for p in phases}) > 1
     assert {len(p) for p in phases[-3:]} == {1}
     extra |= {"resume": str(tmp_path / "checkpoint-5"), "save_strategy": "no"}
     resumed = run_ranks(2, auto_run, torch.float64, str(tmp_path), extra, slow, None, 1.0)[0]
