@@ -160,6 +160,38 @@ class RankMeasures:
 
 
 @dataclass(frozen=True)
+class RaceReport:
+    """How a race of plans has ended (`search/race.py`).
+
+    Args:
+        kept: The plan that stays, and `second` the nearest other one, in words.
+        tried: How many plans there were.
+        mini_batches: How many were raced.
+        factor: How many times as long the second takes, with the interval `low` to `high`: that of 90 % from 5 rounds on, before it
+            the least and the most.
+        cost: What the race has cost, in mini-batches.
+        why: Why it was held; empty for the first one.
+    """
+
+    kept: str
+    second: str
+    tried: Count
+    mini_batches: Count
+    factor: float
+    low: float
+    high: float
+    cost: float
+    why: str = ""
+
+    def __str__(self) -> str:
+        again = f"raced again, {self.why}: " if self.why else ""
+        return (
+            f"{again}tried {self.tried} plans for {self.mini_batches} mini-batches; kept {self.kept}, {self.factor:.2f}x of the "
+            f"second, {self.second}, interval {self.low:.2f} to {self.high:.2f}; cost {self.cost:.1f} mini-batches"
+        )
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One mini-batch.
 
@@ -182,6 +214,7 @@ class StepReport:
             into account (`stragglers/detection.py`); None for a rank that ran nothing that says it, and altogether where
             nobody watches.
         slow: The ranks that are called slow after this mini-batch.
+        race: How a race of plans has ended with this mini-batch; None where none has.
         rows_bytes: Bytes of rows (lengths, tokens, labels) that ranks sent each other, summed over ranks: under a
             `SwitchedModel`, where each rank reads its own batch.
         numbers_bytes: Bytes of losses, log-probabilities and the like that went back to the ranks of the rows.
@@ -203,6 +236,7 @@ class StepReport:
     single_s: float | None = None
     paces: tuple[float | None, ...] | None = None
     slow: tuple[Count, ...] = ()
+    race: RaceReport | None = None
     rows_bytes: Count = 0
     numbers_bytes: Count = 0
     seeds_bytes: Count = 0
@@ -210,6 +244,14 @@ class StepReport:
     @property
     def num_tokens(self) -> int:
         return sum(phase.num_tokens for phase in self.phases)
+
+    @property
+    def all_ranks_s(self) -> float:
+        """Seconds from the agreement on the mini-batch until the last rank is through with its last phase: the same on all ranks."""
+        laps = [MEASURES.index(name) for name in ("start_s", "load_s", "compute_s", "wait_s", "return_s")]
+        rows = [phases[-1] for phases in self.ranks.phases if phases] if self.ranks is not None else []
+        ends = [sum(phase[lap] for lap in laps) for phase in rows]
+        return max(ends, default=sum(phase.seconds for phase in self.phases))
 
     @property
     def own_s(self) -> tuple[float, ...]:

@@ -1,10 +1,11 @@
 """Made-up runs for the tests of reports: known numbers, no training."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_hotspa.report import MEASURES, PhaseReport, RankMeasures, RunFacts, StepReport
+from hf_hotspa.report import MEASURES, PhaseReport, RaceReport, RankMeasures, RunFacts, StepReport
 from hf_hotspa.reporting.histogram import length_histogram
 from hf_hotspa.reporting.run_log import RunLogWriter
 from hf_hotspa.strategy import Strategy
@@ -89,6 +90,8 @@ def write_run(
     writer.header(made_facts(**facts))
     for step in range(begin, begin + steps):
         report = made_report(step, *made_phases(faster), loss=3.0 - 0.1 * step, single_s=single_s)
+        if step == 4:
+            report = replace(report, race=RaceReport("dp2 + tp2", "tp2", 3, 12, 1.06, 1.02, 1.1, 0.8))
         writer.step(step, report, wall_s=report.total_s + 0.05, lr=1e-3 / step)
         if step % 2 == 0:
             writer.evaluation(step, {"eval_loss": 3.1 - 0.1 * step, "eval_runtime": 0.5, "eval_note": "text"})

@@ -23,6 +23,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_hotspa.calibrate.calibration import calibrate
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
@@ -43,10 +44,11 @@ from hf_hotspa.parallel.dropout_settings import without_attention_dropout
 from hf_hotspa.parallel.own_loss import TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.automatic import longest_wanted, make_auto_plan
+from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
 from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
+from hf_hotspa.search.race import Race
 from hf_hotspa.search.single import Singles, SingleStrategy, with_single
 from hf_hotspa.stragglers.modes import GIVING
 from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
@@ -122,6 +124,8 @@ def engine_options(
     )
 
 
+START_S = 20.0
+"""Seconds, about, that a machine is measured for before a run whose first mini-batches race the nearest plans."""
 _MIB = 1 << 20
 _ONE_STATE = (OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
 """Optimizers that keep at most one number for a weight; the others count as keeping two."""
@@ -137,6 +141,7 @@ class AutoStrategies:
         singles: Gives the single strategies to compare with.
         stage_costs: What stages are cut by, as the plan has it.
         fits: Raises where a device cannot hold the pool, for a description with another cut of stages.
+        predicts: Whether the cost model's seconds are those of this machine.
     """
 
     def __init__(
@@ -148,60 +153,111 @@ class AutoStrategies:
         singles: Callable[[], Singles],
         stage_costs: StageCosts | None,
         fits: Callable[[ModelDescription], None],
+        predicts: bool = True,
     ) -> None:
-        self.fits = fits
+        self.fits, self.predicts = fits, predicts
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
-        self.chooser: PhaseChooser | None = None
+        # measured seconds differ from run to run
+        self._pools = (plan.pool,) if args.full_determinism else (plan.pool, *plan.raced)
+        self._choosers: list[PhaseChooser] = []
+        self._race: Race | None = None
+        self._passes: list[tuple[float, list[float], bool]] = []
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
         self.time = cost.time
-        self._switch = cost.switch_seconds([bucket.strategy for bucket in (*plan.pool, plan.choice.static)])
+        self._switch = cost.switch_seconds([bucket.strategy for bucket in (*plan.buckets, plan.choice.static)])
         self.single = SingleStrategy(plan.choice.static, self.time, self._switch, quadratic_cost)
         self.singles = singles
         self.stage_costs = stage_costs
 
     @property
     def predicted_bytes(self) -> dict[Strategy, float]:
-        """What each strategy of the pool takes on its fullest rank with full packs."""
-        return {bucket.strategy: m.total for bucket, m in zip(self.plan.pool, self.plan.memory, strict=True)}
+        """What each strategy takes on its fullest rank with full packs."""
+        return {bucket.strategy: m.total for bucket, m in zip(self.plan.buckets, self.plan.memory, strict=True)}
 
-    def start(self) -> PhaseChooser:
-        """The chooser for a run from its beginning; what an earlier one learnt stays."""
-        args = self._args
-        chooser = PhaseChooser(
-            self.plan.pool,
-            self.time,
-            self._switch,
-            quadratic_cost=self._quadratic_cost,
-            max_phases=args.hotspa_max_buckets,
-            refit=not args.full_determinism,  # measured seconds differ from run to run
-            delay=0,
-        )
-        if self.chooser is not None:
-            chooser.load_state_dict(self.chooser.state_dict())
+    @property
+    def chooser(self) -> PhaseChooser | None:
+        """Of the plan that runs next; None before a run has begun."""
+        return self._choosers[self._race.plan] if self._race is not None else None
+
+    @property
+    def pool(self) -> tuple[Bucket, ...]:
+        """The buckets of the plan that runs next."""
+        return self.chooser.pool if self.chooser is not None else self.plan.pool
+
+    def start(self, num_steps: int) -> None:
+        """A run of so many mini-batches begins; what an earlier one learnt stays."""
+        args, before = self._args, self._choosers
+        self._choosers = [
+            PhaseChooser(
+                pool,
+                self.time,
+                self._switch,
+                quadratic_cost=self._quadratic_cost,
+                max_phases=args.hotspa_max_buckets,
+                refit=not args.full_determinism,
+                delay=0,
+            )
+            for pool in self._pools
+        ]
+        for chooser, old in zip(self._choosers, before, strict=False):
+            chooser.load_state_dict(old.state_dict())
             chooser.restart()
-        self.chooser = chooser
-        return chooser
+        if self._race is None:
+            names = [" + ".join(str(bucket.strategy) for bucket in pool) for pool in self._pools]
+            self._race = Race(names, num_steps)
+        else:
+            self._race.go_on(num_steps)
 
     def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
-        """Takes the report of mini-batch `step`; returns it with predictions."""
-        assert self.chooser is not None
-        predicted = {phase.strategy: phase for phase in self.chooser.predict(step, plan)}
+        """Takes the report of a training pass of mini-batch `step`; returns it with predictions."""
+        race, chooser = self._race, self.chooser
+        assert race is not None
+        assert chooser is not None
+        if not self.predicts:
+            chooser.trained(step, plan, None)
+            return report
+        predicted = {phase.strategy: phase for phase in chooser.predict(step, plan)}
         phases, measured = [], {}
         for phase in report.phases:
             strategy = Strategy.parse(phase.strategy)
             phases.append(replace(phase, predicted_s=predicted[strategy].seconds))
             measured[strategy] = PhaseSeconds(strategy, phase.compute_s, phase.moved_s)
-        refit = self.chooser.trained(step, plan, measured)
+        if measured and len(self._choosers) > 1:
+            lengths = [sequence.num_tokens for phase in plan.phases for sequence in phase.sequences()]
+            asked = self._choosers if race.wants else [chooser]
+            each = [other.forecast(step, lengths) for other in asked]
+            self._passes.append((report.all_ranks_s, each, self._have_run(measured)))
+        refit = chooser.trained(step, plan, None if race.is_on else measured)
         if refit is not None:
             self.refits.append(refit)
             if self._args.process_index == 0:
                 logger.warning("step %d: %s", step + 1, refit)
         return with_single(replace(report, phases=tuple(phases)), self.single, plan)
 
+    def _have_run(self, strategies: Iterable[Strategy]) -> bool:
+        return all(any(chooser.has_run([s]) for chooser in self._choosers) for s in strategies)
+
+    def ended(self, step: int, report: StepReport) -> StepReport:
+        """Takes the whole of mini-batch `step`; returns it with how a race has ended with it, if one has."""
+        passes, self._passes = self._passes, []
+        if self._race is None or not passes:
+            return report
+        each = [sum(of_plan) for of_plan in zip(*(of_pass[1] for of_pass in passes), strict=True)]
+        race = self._race.observe(sum(of_pass[0] for of_pass in passes), each, all(of_pass[2] for of_pass in passes))
+        for chooser in self._choosers:
+            chooser.num_trained = step + 1
+        if race is not None and self._args.process_index == 0:
+            tqdm.write(f"step {step + 1}: {race}")
+        return replace(report, race=race)
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to choose on as this one would have; JSON-ready."""
-        chooser = self.chooser.state_dict() if self.chooser is not None else None
-        return {"pool": [str(bucket) for bucket in self.plan.pool], "chooser": chooser}
+        state: dict[str, Any] = {"pool": [str(bucket) for bucket in self.plan.pool], "chooser": None}
+        if self.chooser is not None and self._race is not None:
+            state["chooser"] = self.chooser.state_dict()
+            if len(self._choosers) > 1:
+                state |= {"race": self._race.state_dict(), "raced": [c.state_dict() for c in self._choosers]}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state; another pool is no reason against it.
@@ -211,9 +267,13 @@ class AutoStrategies:
         """
         if not isinstance(state, Mapping) or not {"pool", "chooser"} <= state.keys():
             raise HotspaConfigError("the state of auto strategies has no pool or chooser", fix="leave it out")
-        if state["chooser"] is None or self.chooser is None:
+        if state["chooser"] is None or self._race is None:
             return
-        same = self.chooser.load_state_dict(state["chooser"])
+        if "race" in state and self._race.load_state_dict(state["race"]):
+            known = [c.load_state_dict(own) for c, own in zip(self._choosers, state["raced"], strict=True)]
+            same = all(known)
+        else:
+            same = self._choosers[0].load_state_dict(state["chooser"])
         pool = [str(bucket) for bucket in self.plan.pool]
         before = [as_written(str(bucket)) for bucket in state["pool"]]
         if self._args.process_index == 0 and before != pool:
@@ -245,7 +305,10 @@ def prepare_auto(
     """
     description, tables = _agreed_inputs(model, args, agreement, read_tables)
     strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
-    calibration = agreed_calibration(model.config, description, args, measured_strategies(strategies), agreement)
+    calibration = None
+    if args.world_size > 1 or args.hotspa_calibration is not None:  # else there is nothing to choose between by seconds
+        measured, longest = measured_strategies(strategies), max(int(t.longest_of_rows.max()) for t in tables)
+        calibration = agreed_calibration(model.config, description, args, measured, agreement, longest)
     vector = description.vector.with_measured(measured_costs(calibration, description, args))
     description = replace(description, vector=vector)
     limit, source = memory_limit(args, agreement)
@@ -259,21 +322,25 @@ def prepare_auto(
             most_tokens=most_tokens, evaluated=tables[1:], sampled=sampled, may_chunk=may_chunk,
             has_host_memory=args.device.type != "cpu",
             may_go_round=among is strategies and args.hotspa_stragglers not in GIVING,
+            near=NEAR if among is strategies and not args.full_determinism else 0.0,
         )  # fmt: skip
 
     plan = agreement.run(
-        "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.pool)}
+        "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.buckets)}
     )
-    if args.process_index == 0:
+    if args.process_index == 0 and calibration is None:
+        tqdm.write(f"hotspa_strategies=auto: one process ({plan.choice}): rows are packed, nothing to switch")
+    elif args.process_index == 0:
         chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
         tqdm.write(f"{chosen}\n{limit_text(limit, source)}\n\n{plan}")
     quadratic_cost = description.shape.quadratic_cost
     singles = lambda: Singles.of(strategies, lambda s: planned([s]), description.shape, limit)  # noqa: E731
 
     def fits(cut: ModelDescription) -> None:
-        cost_model(calibration, cut, args).memory.check_pool(plan.pool, limit, limit_text(limit, source))
+        pools = [bucket for pool in (plan.pool, *plan.raced) for bucket in pool]
+        cost_model(calibration, cut, args).memory.check_pool(pools, limit, limit_text(limit, source))
 
-    return AutoStrategies(plan, cost, args, quadratic_cost, singles, vector.measured, fits)
+    return AutoStrategies(plan, cost, args, quadratic_cost, singles, vector.measured, fits, calibration is not None)
 
 
 def _agreed_inputs(
@@ -322,11 +389,11 @@ def _tokens_before_out_of_memory(
 
 
 def measured_costs(
-    calibration: Calibration, description: ModelDescription, args: HotSPaTrainingArguments
+    calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
 ) -> StageCosts | None:
     """What the stages of a run are cut by; None, which is by count, where two runs must have the same bits: measured
     seconds differ from run to run."""
-    if args.full_determinism and args.hotspa_calibration in (None, MEASURE):
+    if calibration is None or (args.full_determinism and args.hotspa_calibration in (None, MEASURE)):
         return None
     return calibration.stage_costs(description.vector.layer_costs)
 
@@ -337,8 +404,13 @@ def agreed_calibration(
     args: HotSPaTrainingArguments,
     strategies: list[Strategy],
     agreement: Agreement,
+    longest: int | None = None,
 ) -> Calibration:
-    """What `hotspa_calibration` names, or else a measurement (kept in the cache). Collective.
+    """What `hotspa_calibration` names, or else a measurement (kept in the cache), which takes `START_S` where a race follows it.
+    Collective.
+
+    Args:
+        longest: Tokens of the longest row.
 
     Raises:
         HotspaError: on every rank: it cannot be read, says nothing about this run, or cannot be measured.
@@ -350,6 +422,8 @@ def agreed_calibration(
             compute_dtype=description.compute_dtype,
             device=args.device,
             progress=lambda text: tqdm.write(f"calibration: {text}"),
+            longest=longest,
+            seconds=None if args.hotspa_calibration == MEASURE else START_S,
         )
 
     def read() -> Calibration:
@@ -389,8 +463,19 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
     )
 
 
-def cost_model(calibration: Calibration, description: ModelDescription, args: HotSPaTrainingArguments) -> CostModel:
-    """The cost model of a run: the model in its dtypes, on its processes."""
+def cost_model(
+    calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
+) -> CostModel:
+    """The cost model of a run: the model in its dtypes, on its processes.
+
+    Args:
+        calibration: None for a device that nothing is known of: its seconds only say what is less work.
+    """
+    if calibration is None:
+        sizes = _sizes(description, args)
+        device = Device(1 << 40, {sizes.compute_dtype: 1e13}, 1e11)
+        machine = Hardware("a device", device, args.world_size, 1e10, 1e10)
+        return CostModel.of_hardware(machine, sizes, memory_options(args), args.world_size)
     return CostModel.of_calibration(calibration, _sizes(description, args), memory_options(args), args.world_size)
 
 

@@ -195,7 +195,7 @@ def _switching(trainer: "SwitchedMixin") -> Side:
     chooser = auto.chooser
     return Side(
         SWITCHING,
-        auto.plan.pool,
+        auto.pool,
         lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets,
     )
 

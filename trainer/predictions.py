@@ -177,7 +177,9 @@ def run_facts(
         predictions: What `hotspa_strategies=auto` chose, or the predictions for strategies that were given; None without.
     """
     shape = engine.description.shape
-    single = predictions.single if predictions is not None else None
+    auto = predictions if isinstance(predictions, AutoStrategies) else None
+    known = None if predictions is None or (auto is not None and not auto.predicts) else predictions
+    single = known.single if known is not None else None
     return RunFacts(
         world_size=engine.world_size,
         versions={name.replace("-", "_"): version_of(name) or "not installed" for name in LIBRARIES}
@@ -212,9 +214,9 @@ def run_facts(
         },
         buckets=[
             {"strategy": str(b.strategy), "low": b.low, "longest": b.longest, "pack_tokens": b.pack_tokens}
-            for b in engine.buckets
+            for b in (auto.pool if auto is not None else engine.buckets)
         ],
-        plan=predictions.plan.summary() if isinstance(predictions, AutoStrategies) else None,
+        plan=auto.plan.summary() if auto is not None and auto.predicts else None,
         lengths=length_histogram(table.sequence_lengths) if table is not None else None,
         single=str(single.bucket.strategy) if single is not None else None,
     )

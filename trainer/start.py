@@ -29,6 +29,7 @@ from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.parallel.own_loss import TokenLoss
 from hf_hotspa.report import StepReport
+from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, evaluation_buckets, given_buckets
 from hf_hotspa.trainer.auto import (
@@ -122,12 +123,20 @@ class Watchers:
         speeds = self.devices.speeds if self.devices is not None else None
         return buckets, speeds.of(step) if speeds is not None else None
 
-    def begin(self) -> None:
-        """A run begins."""
+    def begin(self, num_steps: int) -> None:
+        """A run of so many mini-batches begins."""
         if self.devices is not None:
             self.devices.start()
         if self.auto is not None:
-            self.auto.start()
+            self.auto.start(num_steps)
+
+    def evaluated(self, args: HotSPaTrainingArguments, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """Which strategy evaluates which lengths (`evaluation_buckets`).
+
+        Args:
+            buckets: Those of the engine.
+        """
+        return evaluation_buckets(args.hotspa_eval_strategy, self.auto.pool if self.auto is not None else buckets)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs of them, JSON-ready."""
@@ -156,6 +165,8 @@ class Watchers:
             known = [seconds for seconds in singles if seconds is not None]
             single = sum(known) if len(known) == len(singles) else None
             report = replace(report, phases=tuple(chain(*(of_pass.phases for of_pass in each))), single_s=single)
+        if self.auto is not None:
+            report = self.auto.ended(step, report)
         if self.devices is not None:
             watched = self.devices.trained(*passes[-1])  # a pass is enough to know who is slow
             report = replace(report, paces=watched.paces, slow=watched.slow)
@@ -184,8 +195,8 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
         tables, size = lengths.tables(trainer.train_dataset, evaluated, loader, agreement), args.hotspa_rows_a_step
         watchers.auto = prepare_auto(model, args, agreement, lambda: tables, size, sampled=lengths.sampled)
     auto = watchers.auto
-    buckets = auto.plan.pool if auto is not None else given_buckets(args, model)
-    evaluated_by = evaluation_buckets(args.hotspa_eval_strategy, buckets)
+    buckets = auto.plan.buckets if auto is not None else given_buckets(args, model)
+    evaluated_by = watchers.evaluated(args, buckets)
     costs = auto or calibration
     stage_costs = costs.stage_costs if costs is not None else None
     options = engine_options(args, own, stage_costs, auto.time if auto is not None else None)

@@ -47,7 +47,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.stale_weights import structure_only
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, evaluation_buckets, named
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
@@ -367,7 +367,7 @@ class SwitchedMixin(_Base):
         switched = self._hotspa_start(train_dataloader)
         switched.trains, switched.looks, self._hotspa_tried = True, False, False
         watchers = self._hotspa_watchers
-        watchers.begin()
+        watchers.begin(max_steps)
         self.load_hotspa_state(self._hotspa_state)
         counts = {"number of steps": str(max_steps)} | length_facts(train_dataloader)
         switched.engine.agreement.check({}, None, "start of training", facts=counts)
@@ -659,7 +659,7 @@ class SwitchedMixin(_Base):
         with self._hotspa_ranks.telling(self, "evaluation"):
             asked = {"compute_metrics": str(self.compute_metrics is not None)} | length_facts(dataloader)
             switched.engine.agreement.check({}, None, "evaluation", facts=asked)
-            switched.runs_by(evaluated=evaluation_buckets(self.args.hotspa_eval_strategy, switched.engine.buckets))
+            switched.runs_by(evaluated=self._hotspa_watchers.evaluated(self.args, switched.engine.buckets))
             switched.take_changes()
             looks, switched.looks = switched.looks, False  # once is enough
             try:

@@ -29,7 +29,7 @@ from hf_hotspa.calibrate.probe import PeakMemory, Probe, freeing_at_once, layer_
 from hf_hotspa.calibrate.timing import time_packs
 from hf_hotspa.costs.calibration import Calibration, cache_folder
 from hf_hotspa.costs.coefficients import Hop
-from hf_hotspa.costs.measurements import CalibrationKey, Link, MemorySample, ModelFacts, config_digest
+from hf_hotspa.costs.measurements import CalibrationKey, ExchangeSample, Link, MemorySample, ModelFacts, config_digest
 from hf_hotspa.costs.memory import activation_bytes
 from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
@@ -49,6 +49,8 @@ ROUNDS = 3
 """How often everything is measured, in turn. The lower quartile counts: other programs only ever add seconds."""
 LONGEST_PACK_S = 1.2
 """Packs grow until one takes about so long on the larger copy; and on the smaller copy, until one takes as long there."""
+_PACK_SHARE = 0.015
+"""What the longest pack may take of the seconds that are given: about fifty are run."""
 _FIRST_PACK = 256
 _LARGEST_PACK = 16384
 _TIMEOUT = timedelta(minutes=10)
@@ -68,6 +70,8 @@ def calibrate(
     devices_per_node: int | None = None,
     rounds: int = ROUNDS,
     pack_tokens: int | None = None,
+    longest: int | None = None,
+    seconds: float | None = None,
 ) -> Calibration:
     """Measures, or reads what was measured before. Collective; takes seconds.
 
@@ -75,19 +79,20 @@ def calibrate(
         strategies: What must be predictable; every legal strategy when None.
         compute_dtype: The dtype of computation; the config's, else float32, when None.
         device: Where this rank computes; its CUDA device when there is one, else the CPU.
-        cache: The folder of calibrations; the user's cache (`costs.calibration.cache_folder`) when None.
+        cache: The folder of calibrations; the user's (`costs.calibration.cache_folder`) when None.
         force: Whether to measure even if the cache holds what is asked for.
         progress: Told, on rank 0, what is being done.
         devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
         rounds: How often everything is measured.
         pack_tokens: Tokens of the longest pack; found by trial when None.
+        longest: Packs need be no longer than so many tokens; None for no such limit.
+        seconds: About how long it may take: packs are shorter, rounds fewer, and no whole phases are measured. None: no limit.
 
     Returns:
         The calibration, equal on all ranks.
 
     Raises:
-        HotspaError: on every rank: the model cannot be laid out, a file in the cache is broken, ranks differ, or a rank
-            failed while it measured.
+        HotspaError: on every rank: the model cannot be laid out, a file in the cache is broken, ranks differ, or one failed.
     """
     started = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
@@ -102,6 +107,8 @@ def calibrate(
             progress if rank == 0 else None,
             rounds,
             pack_tokens,
+            longest,
+            seconds,
         )
         calibration = session.run(strategies, cache or cache_folder(), force)
         groups.close()
@@ -183,7 +190,10 @@ class _Session:
         progress: Progress | None,
         rounds: int,
         pack_tokens: int | None,
+        longest: int | None,
+        seconds: float | None,
     ) -> None:
+        self.longest, self.seconds = longest, seconds
         self.config, self.groups, self.device = config, groups, groups.device
         self.rank, self.world_size, self.devices_per_node = groups.rank, groups.world_size, devices_per_node
         self.agreement = Agreement(groups.agreement, groups.rank)
@@ -193,6 +203,7 @@ class _Session:
 
     def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
         key, shape, degrees, whole = self._set_up(strategies)
+        whole = whole if self.seconds is None else []
         path = folder / f"{key.digest()}.json"
         calibration = None if force else self._cached(folder, key)
         if calibration is not None:
@@ -268,18 +279,19 @@ class _Session:
         self, key: CalibrationKey, shape: ModelShape, degrees: list[int], whole: list[Strategy]
     ) -> Calibration:
         begin = time.perf_counter()
-        measuring = Measuring(self.agreement, self.device, key.slots / self.world_size, self.rounds, self.say)
+        until = math.inf if self.seconds is None else begin + self.seconds
+        measuring = Measuring(self.agreement, self.device, key.slots / self.world_size, self.rounds, self.say, until)
         self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
         with freeing_at_once():
             probes = self._probes(degrees, whole, measuring)
             most = self._most_tokens(probes[-1], shape)
             longest = self.pack_tokens or self._longest(probes[-1], most)
             memory = self._memory(probes, degrees, longest, most)
-        links = self._links(shape, measuring)
+        links, exchanges = self._links(shape, measuring), tuple[ExchangeSample, ...]()
         layouts = [s for s in context_layouts(self.world_size, degrees) if s.unsupported_reason(shape) is None]
-        if layouts:
+        if layouts and not measuring.is_late():
             self.say("exchanges of context parallelism")
-        exchanges = measure_exchanges(self.groups, layouts, measuring)
+            exchanges = measure_exchanges(self.groups, layouts, measuring)
         last = min(4 * longest, most) if self.pack_tokens else self._longest(probes[0], most, 2 * longest)
         packs = [pack_lengths(longest, last), pack_lengths(longest)]
         timing = time_packs(probes, degrees, packs, measuring)
@@ -287,7 +299,7 @@ class _Session:
         for probe in probes:
             probe.close()
         whole_model = self._copy(self.config.get_text_config().num_hidden_layers, torch.device("meta"))
-        layers = time_layers(whole_model, longest, measuring)
+        layers = () if measuring.is_late() else time_layers(whole_model, longest, measuring)
         return Calibration(
             key=key,
             model=ModelFacts(
@@ -333,7 +345,7 @@ class _Session:
 
     def _most_tokens(self, probe: Probe, shape: ModelShape) -> int:
         """The longest pack that model and memory allow."""
-        most = min(shape.max_position_embeddings or _LARGEST_PACK, _LARGEST_PACK)
+        most = min(shape.max_position_embeddings or _LARGEST_PACK, _LARGEST_PACK, self.longest or _LARGEST_PACK)
         if (free := device_limit(self.device)) is not None:
             layer = activation_bytes(shape, 1, element_bytes=self.dtype.itemsize)
             each = layer * probe.num_layers + 12 * shape.vocab_size
@@ -343,13 +355,14 @@ class _Session:
     def _longest(self, probe: Probe, most: int, first: int = _FIRST_PACK) -> int:
         """Tokens of the longest pack: doubled until it takes long enough, or there is no room for more."""
         longest, strategy = min(first, most), Strategy(self.world_size)
+        enough = LONGEST_PACK_S if self.seconds is None else _PACK_SHARE * self.seconds
         probe.load(strategy)
         while True:
             probe.run(strategy, (longest,), 1)
             # on CPU not the clock: other programs would make the packs of a busy machine short
             both = probe.run(strategy, (longest,), 1)
-            seconds = both[self.device.type == "cpu"]
-            if longest * 2 > most or self._most(seconds) >= LONGEST_PACK_S / 2:
+            seconds = both[self.device.type == "cpu"] if self.seconds is None else max(both)
+            if longest * 2 > most or self._most(seconds) >= enough / 2:
                 break
             longest *= 2
         probe.return_gradients(strategy)

@@ -1,6 +1,7 @@
 """How the ranks of a calibration measure: all begin at the same time, and everything runs in turn, round after round, so that
 what disturbs the machine for a while disturbs all alike."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ class Measuring:
         share: Cores for each rank. From 1 on, waiting is part of a cost; below, ranks take turns on a core.
         rounds: How often everything is measured, after one round that warms up.
         say: Told what is being done.
+        until: When this rank should have finished, on the clock of `time.perf_counter`; infinite where that does not matter.
     """
 
     agreement: Agreement
@@ -31,6 +33,11 @@ class Measuring:
     share: float
     rounds: int
     say: Callable[[str], object]
+    until: float = math.inf
+
+    def is_late(self) -> bool:
+        """Whether any rank should have finished: then nothing is measured that something else can stand for."""
+        return self.until < math.inf and bool((self.agreement.gather([time.perf_counter() - self.until]) > 0).any())
 
     def timed(self, run: Callable[[], object]) -> tuple[float, float]:
         """Seconds of this rank by the clock, and those that its threads spent on a core."""

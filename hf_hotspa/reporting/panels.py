@@ -293,6 +293,22 @@ def plan_panel(run: RunLog) -> Panel:
     return Panel("plan", "Buckets", len(facts.buckets), table(rows, 2), note)
 
 
+def race_panel(run: RunLog) -> Panel:
+    """How races of plans have ended."""
+    races = [(record.step, race) for record in run.steps if (race := record.report.race) is not None]
+    if not races:
+        why = "No plans were raced: strategies were given, one plan is far ahead of the others, or the run is too short for it."
+        return _empty("race", "Race of plans", why)
+    rows = [
+        ["after step", "kept", "second", "plans", "mini-batches", "second by kept", "interval", "cost in mini-batches"]
+    ]
+    for step, race in races:
+        ratios = [f"{race.factor:.2f}x", f"{race.low:.2f} to {race.high:.2f}"]
+        counts = [f"{race.tried}", f"{race.mini_batches}", *ratios, f"{race.cost:.1f}"]
+        rows.append([f"{step}", race.kept, race.second, *counts])
+    return Panel("race", "Race of plans", len(races), table(rows, 3), f"Last: {races[-1][1]}.", wide=True)
+
+
 def _seconds(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, int | float) else "-"
 
@@ -338,6 +354,6 @@ def all_panels(run: RunLog) -> list[Panel]:
     """Every panel, in the order of the page."""
     makers = (
         lengths_panel, time_panel, share_panel, loss_panel, rate_panel, padding_panel, memory_panel, devices_panel,
-        prediction_panel, plan_panel, strategies_panel, run_panel,
+        prediction_panel, plan_panel, race_panel, strategies_panel, run_panel,
     )  # fmt: skip
     return [make(run) for make in makers]

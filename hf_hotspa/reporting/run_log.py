@@ -11,7 +11,7 @@ Owns the format (version `FORMAT`), its writer and its reader. Each line has a `
 * `gain`, after it where it was asked for: `time` and the fields of `MeasuredGain`.
 
 A record has no more than `MOST_BYTES`: where it would, every second of the older steps is left out, and their sums stand in the
-next one (`_thinned`). The first step stays, the last ones, and those after which a run may resume.
+next one (`_thinned`). The first step stays, the last ones, those after which a run may resume, and those that ended a race of plans.
 
 The writer flushes every line, so a killed run loses one line at most; the reader leaves out a torn last line, and of
 steps that were trained twice (after a resume) takes the later ones. Anything else that is wrong is a `RunLogError` that
@@ -300,6 +300,7 @@ def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kept.update(place for step, place in places["step"].items() if step > newest)  # a resumed run will train them again
     steps = sorted(step for step in places["step"] if step <= newest)
     resumes = {*sorted(places["save"])[-_LAST:], *steps[:1], *steps[-_LAST:]}
+    resumes.update(step for step in steps if lines[places["step"][step]]["report"].get("race"))
     left, odd = list[StepRecord](), False
     for step in steps:
         line = lines[places["step"][step]]

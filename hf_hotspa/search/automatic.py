@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
@@ -19,13 +20,16 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.offers import choose
-from hf_hotspa.search.plan import Plan
+from hf_hotspa.search.plan import Plan, all_buckets
 from hf_hotspa.strategy import Bucket, Strategy
 
 MARGIN = 0.03
 """How much better than the best static strategy a pool must be: less is within the error of a calibrated time model."""
 PACK_MARGIN = 0.01
 """How much slower a bucket may be with packs of half the size or less, by the time model: they take less memory."""
+NEAR = 0.3
+"""How much slower than the chosen one a plan may be predicted and still be raced: so far is a calibrated time model off between
+neighbours on a machine whose ranks share cores."""
 _SEQUENCES = 2048
 _MIB = 1 << 20
 
@@ -48,6 +52,7 @@ def make_auto_plan(
     may_chunk: bool = True,
     has_host_memory: bool = True,
     may_go_round: bool = False,
+    near: float = 0.0,
 ) -> Plan:
     """Plans a run.
 
@@ -64,6 +69,7 @@ def make_auto_plan(
         may_chunk: Whether a sequence that would not fit may be trained in chunks of tokens (`+ck`).
         has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
+        near: Up to how much slower other plans are raced, as a share (`Plan.rivals`); none when 0.
 
     Raises:
         DataError: there is nothing to train on.
@@ -79,10 +85,50 @@ def make_auto_plan(
         choice = choose(
             sample, strategies, cost, capacities, mini_batch_size=size, longest=top, may_chunk=may_chunk,
             has_host_memory=has_host_memory, may_go_round=may_go_round, max_phases=max_phases, margin=margin,
-            pack_margin=PACK_MARGIN, plain_margin=margin,
+            pack_margin=PACK_MARGIN, plain_margin=margin, near=near,
         )  # fmt: skip
     pool = pool_of(choice, capacities)
-    return Plan(choice, pool, cost.rank_bytes(pool), mini_batch_size, limit_bytes, limit_source)
+    raced = raced_beside(pool, choice, capacities)
+    memory = _held(cost, [pool, *raced])
+    return Plan(choice, pool, memory, mini_batch_size, limit_bytes, limit_source, raced=raced)
+
+
+def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBreakdown, ...]:
+    """What each of `all_buckets` holds on its fullest rank with the packs of the pool where it holds most."""
+    every = [bucket for pool in pools for bucket in pool]
+    held = list(zip(every, cost.rank_bytes(every), strict=True))
+    return tuple(
+        max((need for own, need in held if own.strategy == bucket.strategy), key=lambda need: need.total)
+        for bucket in all_buckets(pools)
+    )
+
+
+def raced_beside(pool: tuple[Bucket, ...], choice: Choice, capacities: Capacities) -> tuple[tuple[Bucket, ...], ...]:
+    """The other plans of a search that fit beside a pool, in one arena, with packs that are smaller where they must be."""
+    arena, raced = max(capacities.arena(bucket.strategy) for bucket in pool), list[tuple[Bucket, ...]]()
+    there = {frozenset(bucket.strategy for bucket in pool)}
+    for plan in choice.near:
+        own = max(arena, *(capacities.arena(bucket.strategy) for bucket in plan.buckets))
+        known = [b for each in (pool, *raced) for b in each]
+        if own > arena and not all(_holds(b, capacities, own) for b in known):
+            continue
+        sizes = [min(b.pack_tokens, capacities.pack_tokens(b.strategy, own, b.longest)) for b in plan.buckets]
+        buckets = tuple(replace(b, pack_tokens=n) for b, n in zip(plan.buckets, sizes, strict=True) if n)
+        whole = len(buckets) == len(plan.buckets) and all(_holds(b, capacities, own) for b in buckets)
+        if whole and (strategies := frozenset(b.strategy for b in buckets)) not in there:
+            there.add(strategies)
+            raced.append(buckets)
+            arena = own
+    return tuple(raced)
+
+
+def _holds(bucket: Bucket, capacities: Capacities, arena: int) -> bool:
+    """Whether a bucket fits in a pool with that arena."""
+    if bucket.longest > max(bucket.pack_tokens, capacities.tokens(bucket.strategy, arena)):
+        return False
+    if bucket.pack_tokens < bucket.longest and bucket.strategy.pp == 1:
+        return False
+    return bucket.pack_tokens <= capacities.pack_tokens(bucket.strategy, arena, bucket.longest)
 
 
 @contextmanager

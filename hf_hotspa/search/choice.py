@@ -27,6 +27,21 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Near:
+    """Another plan, whose predicted seconds are near those of the chosen one.
+
+    Args:
+        seconds: Predicted mean seconds of a mini-batch, switches included.
+    """
+
+    buckets: tuple[Bucket, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.buckets))
+
+
+@dataclass(frozen=True)
 class Choice:
     """The answer of a search.
 
@@ -38,6 +53,7 @@ class Choice:
         rows: One for each bucket.
         exact: Whether all ranges of lengths were simulated, see `search`.
         num_simulated: Phases that were packed and simulated to find it.
+        near: Other plans, the fastest first, as far as they were asked for.
     """
 
     buckets: tuple[Bucket, ...]
@@ -48,6 +64,7 @@ class Choice:
     rows: tuple[Row, ...]
     exact: bool
     num_simulated: int
+    near: tuple[Near, ...] = ()
 
     @property
     def switches(self) -> bool:

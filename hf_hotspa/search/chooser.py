@@ -15,6 +15,7 @@ from typing import Any
 from hf_hotspa.costs.online_calibration import Factors, OnlineCalibration, PhaseSeconds, Refit, ScaledTime, fingerprint
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.search.estimate import Evaluator
 from hf_hotspa.search.select import Selection, Selector
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.typed import reading_state
@@ -99,21 +100,34 @@ class PhaseChooser:
         factors = self._entry(number)[0]
         return [factors.apply(phase) for phase in predict_phases(self._time, self._switch, plan)]
 
-    def trained(self, number: int, plan: MiniBatchPlan, measured: Mapping[Strategy, PhaseSeconds]) -> Refit | None:
+    def forecast(self, number: int, lengths: Sequence[int]) -> float:
+        """Seconds of a mini-batch as the uncorrected time model has them, in the phases that would be chosen for it."""
+        buckets = self.choose(number, lengths, self.previous).buckets
+        evaluator = Evaluator([lengths], self._time, self._switch, self._options["quadratic_cost"])
+        # the last one reaches as far as its packs allow
+        phases = [(b.strategy, b.low, min(b.longest, max(lengths)), b.pack_tokens) for b in buckets]
+        return sum(evaluator.phase(*phase).seconds for phase in phases)
+
+    def has_run(self, strategies: Iterable[Strategy]) -> bool:
+        """Whether all of them have run before: the first run pays for memory and kernels."""
+        return self._seen.issuperset(strategies)
+
+    def trained(
+        self, number: int, plan: MiniBatchPlan, measured: Mapping[Strategy, PhaseSeconds] | None
+    ) -> Refit | None:
         """Takes what mini-batch `number` took.
 
         Args:
-            measured: Seconds by strategy, equal on all ranks.
+            measured: Seconds by strategy, equal on all ranks; None where they are to correct nothing.
 
         Returns:
             The correction that follows from it, if one does, and holds from `number + 1 + delay` on.
         """
         self.num_trained = number + 1
         self.previous = strategies = tuple(phase.bucket.strategy for phase in plan.phases)
-        # the first run of a strategy pays for memory and kernels
-        warm = self._seen.issuperset(strategies)
+        warm = self.has_run(strategies)
         self._seen.update(strategies)
-        if self._online is None or not warm or not strategies:
+        if self._online is None or measured is None or not warm or not strategies:
             return None
         predicted = predict_phases(self._time, self._switch, plan)
         refit = self._online.observe(predicted, [measured[strategy] for strategy in strategies])

@@ -4,13 +4,13 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_hotspa.costs.breakdown import MemoryBreakdown, size
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.baselines import Baseline
 from hf_hotspa.search.choice import Choice
-from hf_hotspa.strategy import Bucket
+from hf_hotspa.strategy import Bucket, Strategy
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _SAME = 0.02
@@ -26,10 +26,11 @@ class Plan:
         choice: What the search chose.
         pool: The buckets that mini-batches choose from, each with a strategy of its own; the last takes the longest. Those of
             the choice, and perhaps the best single strategy beside them.
-        memory: What each bucket of the pool holds on its fullest rank with full packs.
+        memory: What each bucket of `buckets` holds on its fullest rank with full packs.
         limit_bytes: What may be filled of a device; None for no limit.
         limit_source: Where that is from, in words.
         baselines: What others would make of it under data parallelism, by stage of ZeRO.
+        raced: The pools of other plans, which fit beside this one: the first mini-batches try them, too.
     """
 
     choice: Choice
@@ -39,6 +40,12 @@ class Plan:
     limit_bytes: float | None = None
     limit_source: str = ""
     baselines: tuple[Baseline, ...] = ()
+    raced: tuple[tuple[Bucket, ...], ...] = ()
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Of all pools: what an engine has to hold."""
+        return all_buckets([self.pool, *self.raced])
 
     @property
     def longest(self) -> int:
@@ -80,7 +87,9 @@ class Plan:
         kept = (
             [f"kept ready for mini-batches that are better off with it: {', '.join(map(str, spare))}"] if spare else []
         )
-        names = [str(bucket.strategy) for bucket in self.pool]
+        for pool in self.raced:
+            kept.append(f"tried on the first mini-batches, too: {' + '.join(str(bucket.strategy) for bucket in pool)}")
+        names = [str(bucket.strategy) for bucket in self.buckets]
         return "\n".join(
             [text_table("", rows, 2), "", self._comparison(), self.verdict, "", memory_table(names, self.memory), *kept]
         )
@@ -149,6 +158,16 @@ class Plan:
                 for row in choice.rows
             ],
         }
+
+
+def all_buckets(pools: Sequence[Sequence[Bucket]]) -> tuple[Bucket, ...]:
+    """A bucket for each strategy of some pools, with the longest sequence and the largest packs that it has in any of them."""
+    known: dict[Strategy, Bucket] = {}
+    for bucket in (bucket for pool in pools for bucket in pool):
+        other = known.get(bucket.strategy, bucket)
+        longest, tokens = max(bucket.longest, other.longest), max(bucket.pack_tokens, other.pack_tokens)
+        known[bucket.strategy] = replace(other, low=min(bucket.low, other.low), longest=longest, pack_tokens=tokens)
+    return tuple(sorted(known.values(), key=lambda bucket: (bucket.longest, bucket.pack_tokens)))
 
 
 def limit_text(limit_bytes: float | None, source: str) -> str:

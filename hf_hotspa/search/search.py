@@ -33,7 +33,7 @@ import numpy as np
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.choice import Choice, Row
+from hf_hotspa.search.choice import Choice, Near, Row
 from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.search.partition import best_partitions
 from hf_hotspa.search.rounds import Phases, can_go_round, going_round
@@ -51,6 +51,10 @@ _PATIENCE = 7
 """Pools that are simulated in vain before the search ends."""
 _STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)
 """By how many candidates an edge is moved at a time."""
+MOST_SINGLES, MOST_POOLS = 3, 1
+"""How many other plans are told that are near the best one: with a single strategy, and with several."""
+_SOME = 0.05
+"""What every phase of a plan that is near another one takes at least, as a share of its seconds."""
 _RARE = 0.01
 """What a mini-batch with a longest sequence counts that the histogram does not show."""
 
@@ -70,6 +74,7 @@ def search(
     pack_margin: float = 0.0,
     plain_margin: float = 0.0,
     may_go_round: bool = False,
+    near: float = 0.0,
 ) -> Choice:
     """Chooses strategies, edges and pack sizes.
 
@@ -87,6 +92,7 @@ def search(
         plain_margin: How much better than a single strategy with fewer ranks to a replica one with more must be, as a
             share: ranks that wait for one another are harder to predict.
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
+        near: Up to how much slower other plans are told, as a share; `MOST_SINGLES` with one strategy, and `MOST_POOLS` with several.
 
     Raises:
         HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
@@ -108,7 +114,7 @@ def search(
     if all(capacities.tokens(s) < longest for s in pool):
         raise capacities.too_long(longest, pool)
     searcher = _Search(sample, pool, time, capacities, switch, mini_batch_size, longest, quadratic_cost, max_phases)
-    return searcher.run(margin, pack_margin, plain_margin, may_go_round)
+    return searcher.run(margin, pack_margin, plain_margin, may_go_round, near)
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
@@ -183,11 +189,12 @@ class _Search:
         same = self.time.kind(sp) == self.time.kind(plain) and self.switch[sp] == self.switch[plain]
         return same and self.capacities.tokens(sp) >= self.capacities.tokens(plain)
 
-    def run(self, margin: float, pack_margin: float, plain_margin: float, may_go_round: bool) -> Choice:
-        static = self._best_static(plain_margin)
+    def run(self, margin: float, pack_margin: float, plain_margin: float, may_go_round: bool, near: float) -> Choice:
+        static = self._best_static(plain_margin, near)
         best, best_seconds = static, self._seconds(static)
         static_seconds = best_seconds
-        for phases in self._candidates() if self.max_phases > 1 and len(self.pool) > 1 else ():
+        pools = self._candidates() if self.max_phases > 1 and len(self.pool) > 1 else []
+        for phases in pools:
             if (seconds := self._seconds(phases)) < best_seconds:
                 best, best_seconds = phases, seconds
         if may_go_round:
@@ -200,8 +207,29 @@ class _Search:
             best_seconds, static_seconds = self._seconds(best), self._seconds(static)
         if len(best) > 1 and not best_seconds < static_seconds * (1 - margin):
             best = static
-        best, static = (self._plainest([self._slim(each, pack_margin) for each in phases]) for phases in (best, static))
-        return self._choice(best, static)
+        others = self._near(best, [static, *self._singles], pools, near) if near else []
+        best, static, *others = (
+            self._plainest([self._slim(each, pack_margin) for each in phases]) for phases in (best, static, *others)
+        )
+        return self._choice(best, static, others)
+
+    def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
+        """Other plans that are hardly slower than the best one; of those with the same degrees, whatever their options, which are for
+        the memory, the fastest. A phase with next to no work makes no other plan."""
+        most = self._seconds(best) * (1 + near)
+        taken, chosen = {self._kinds(best)}, list[Phases]()
+        for group, number in ((singles, MOST_SINGLES), (pools, MOST_POOLS)):
+            left = number
+            for phases in sorted(group, key=self._seconds):
+                known = not left or self._seconds(phases) > most or self._kinds(phases) in taken
+                if not known and all(self._seconds((phase,)) >= _SOME * most for phase in phases):
+                    taken.add(self._kinds(phases))
+                    chosen.append(phases)
+                    left -= 1
+        return sorted(chosen, key=self._seconds)
+
+    def _kinds(self, phases: Phases) -> frozenset[Strategy]:
+        return frozenset(replace(self.time.kind(strategy), rc=0, z=0, v=1) for strategy, *_ in phases)
 
     def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
         """The phase with the smallest packs that are hardly slower."""
@@ -242,8 +270,8 @@ class _Search:
             self._known_packs[key] = sorted(sizes, reverse=True)
         return self._known_packs[key]
 
-    def _best_static(self, plain_margin: float) -> Phases:
-        """All single strategies and pack sizes, those with the lowest bound first, until no bound can win.
+    def _best_static(self, plain_margin: float, near: float) -> Phases:
+        """All single strategies and pack sizes, those with the lowest bound first, until no bound can win, or can be near.
 
         The fastest, or of those that are less than the margin behind it one with the fewest ranks to a replica.
         """
@@ -253,17 +281,21 @@ class _Search:
             for tokens in self._packs(strategy, self.capacities.arena(strategy), self.longest):
                 options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
         timed: list[tuple[float, Strategy, int]] = []
-        most = float("inf")
+        most = far = float("inf")
         for bound, strategy, tokens in sorted(options):
-            if bound >= most:
+            others = {each[1] for each in timed if each[0] <= far}
+            if bound >= most and (bound >= far or len(others) > MOST_SINGLES):
                 break
             seconds = self.evaluator.phase(strategy, *whole, tokens).seconds
             timed.append((seconds, strategy, tokens))
-            most = min(most, seconds * (1 + plain_margin))
+            most, far = min(most, seconds * (1 + plain_margin)), min(far, seconds * (1 + near))
+        self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]
         rounds = [each for each in timed if can_go_round(each[1], len(self.time.cut.layers))]
         self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(rounds)), None)
-        near = [each for each in timed if each[0] <= most]
-        _, strategy, tokens = min(near, key=lambda each: (_ranks_of_a_replica(each[1]) if plain_margin else 0, each[0]))
+        winning = [each for each in timed if each[0] <= most]
+        _, strategy, tokens = min(
+            winning, key=lambda each: (_ranks_of_a_replica(each[1]) if plain_margin else 0, each[0])
+        )
         return ((strategy, *whole, tokens),)
 
     def _candidates(self) -> list[Phases]:
@@ -389,7 +421,7 @@ class _Search:
                             break
         return best
 
-    def _choice(self, phases: Phases, static: Phases) -> Choice:
+    def _choice(self, phases: Phases, static: Phases, others: Sequence[Phases]) -> Choice:
         rows = []
         for strategy, low, high, tokens in phases:
             cost = self.evaluator.phase(strategy, low, high, tokens)
@@ -415,4 +447,8 @@ class _Search:
             tuple(rows),
             self.exact,
             self.evaluator.num_simulated,
+            tuple(
+                Near(tuple(Bucket(s, high, tokens, low) for s, low, high, tokens in other), self._seconds(other))
+                for other in others
+            ),
         )

@@ -44,9 +44,15 @@ def stock_run(rank, world_size, dtype, output_dir, of_world, steps=STEPS):
     return trainer.losses
 
 
-def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **changes):
-    """Trains; returns losses, the strategies of each mini-batch, the state, refits and logs."""
+def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=None, **changes):
+    """Trains; returns losses, the strategies of each mini-batch, the state, refits and logs.
+
+    Args:
+        slow: By how much what is measured exceeds what is predicted; or that by the number of phases.
+        share: Of the mini-batches, what a race may cost.
+    """
     from hf_hotspa.report import PhaseReport
+    from hf_hotspa.search import race
     from hf_hotspa.search.chooser import predict_phases
     from hf_hotspa.trainer import auto
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -69,6 +75,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **chan
         return calibration
 
     auto.calibrate = calibrate  # this process ends with the test
+    race.SHARE = race.SHARE if share is None else share
     if slow != 1.0:  # what is measured depends on the predicted seconds only
         trained = auto.AutoStrategies.trained
 
@@ -81,7 +88,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **chan
                     1,
                     1,
                     predicted[p.strategy].switch_s,
-                    predicted[p.strategy].compute_s * slow,
+                    predicted[p.strategy].compute_s * (slow[len(report.phases)] if isinstance(slow, dict) else slow),
                     0,
                     0,
                     0,
@@ -89,7 +96,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **chan
                 )
                 for p in report.phases
             ]
-            return trained(self, step, plan, type(report)(**{**vars(report), "phases": tuple(shown)}))
+            return trained(self, step, plan, type(report)(**{**vars(report), "phases": tuple(shown), "ranks": None}))
 
         auto.AutoStrategies.trained = slowed
     options = {"save_strategy": "no", **COMMON, **extra}
@@ -347,6 +354,28 @@ def test_a_resumed_run_goes_on_with_the_choices_of_the_whole_one(tmp_path):
     assert resumed[2] == whole[2]
 
 
+def test_plans_are_raced_alike_on_all_ranks_exactly_and_a_resumed_race_goes_on(tmp_path):
+    """What switches is measured to take three times as long as predicted: one strategy stays."""
+    [expected] = run_ranks(1, stock_run, torch.float64, str(tmp_path / "stock"), 2, STEPS)
+    extra = {**LIMITED, "save_strategy": "steps", "save_steps": 5, "max_steps": STEPS}
+    slow = {1: 1.0, 2: 3.0}
+    per_rank = run_ranks(2, auto_run, torch.float64, str(tmp_path), extra, slow, None, 1.0)
+    losses, phases, state, _, _ = per_rank[0]
+    assert all(math.isclose(a, b, rel_tol=1e-11) for a, b in zip(losses, expected, strict=True))
+    for other in per_rank[1:]:
+        assert other[:3] == (losses, phases, state)
+    raced = state["auto"]["race"]
+    assert len(raced["names"]) > 1
+    assert not raced["queue"]
+    assert raced["spent"] > 0
+    assert len({tuple(p) for p in phases}) > 1
+    assert {len(p) for p in phases[-3:]} == {1}
+    extra |= {"resume": str(tmp_path / "checkpoint-5"), "save_strategy": "no"}
+    resumed = run_ranks(2, auto_run, torch.float64, str(tmp_path), extra, slow, None, 1.0)[0]
+    assert (resumed[0], resumed[1]) == (losses[5:], phases[5:])
+    assert resumed[2] == state
+
+
 def refused_run(rank, world_size, folder, extra, rows=None, **changes):
     from hf_hotspa.errors import HotspaError
 
@@ -424,7 +453,7 @@ def measured_run(rank, world_size, folder):
     trainer.train()
     first = trainer.engine
     assert first.description.vector.measured == trainer._hotspa_watchers.auto.stage_costs
-    assert first.description.vector.measured is not None  # stages are cut by seconds
+    assert (first.description.vector.measured is not None) == (world_size > 1)  # stages are cut by seconds
     trainer.train()  # goes on with what is there
     assert trainer.engine is first
     found = trainer.hotspa_state()["auto"]
@@ -438,4 +467,5 @@ def test_nothing_but_the_trainer_is_needed(world_size, tmp_path):
     assert all(pool == found[0][0] and num_trained == 2 for pool, num_trained in found)
     if world_size == 1:
         assert found[0][0][0].startswith("dp1:")
-    assert len(list((tmp_path / "calibration").glob("*.json"))) == 1
+    # one process measures nothing: there is nothing to switch
+    assert len(list((tmp_path / "calibration").glob("*.json"))) == (world_size > 1)

@@ -21,9 +21,9 @@ from tests.run_logs import LONG, SHORT, write_run
 
 PANELS = {
     "lengths", "time", "share", "loss", "rate", "padding", "memory", "prediction", "plan", "strategies", "run",
-    "devices",
+    "devices", "race",
 }  # fmt: skip
-CHARTS = PANELS - {"plan", "strategies", "run"}
+CHARTS = PANELS - {"plan", "race", "strategies", "run"}
 _VOID = {"meta", "link"}
 
 
@@ -121,8 +121,8 @@ def test_a_run_that_knows_little(tmp_path):
     text = report_page(read_run_log(write_run(tmp_path, steps=0, end=False, plan=None, lengths=None)))
     page = check_page(text)
     assert set(page.points) == PANELS
-    assert {name for name, points in page.points.items() if not points} == CHARTS | {"strategies"}
-    assert text.count('class="empty"') == len(CHARTS) + 1
+    assert {name for name, points in page.points.items() if not points} == CHARTS | {"race", "strategies"}
+    assert text.count('class="empty"') == len(CHARTS) + 2
     assert "the run is going on, or was stopped" in text
 
 

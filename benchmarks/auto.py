@@ -1,0 +1,258 @@
+"""Whether `auto` is as fast as the best static strategy, after its race: `python benchmarks/auto.py --seed 7`.
+
+    python benchmarks/auto.py --seed 7 --cells 4x-0 --minutes 90     # some cells, by a part of their names; goes on where it ended
+    python benchmarks/auto.py --seed 7 --table                        # what is known so far
+
+Cells are model shapes x length distributions, both drawn from the seed, x with and without a limit of memory x 2 and 4 ranks. In
+each the Trainer runs under `auto` until the race of its plans is over, as the first mini-batches of a run of `--steps`. Then `auto`
+(the plan that stayed), all static strategies that fit with the packs that the search finds best for them, and the computation alone run the same
+mini-batches in turn, forward and backward; sides far behind are left out after two. Told is the median of the ratios of `auto`
+to the best static strategy over mini-batches, with the interval of `search/race.py`: at most 1.02, or the interval reaches 1.
+
+Computation alone: the packs of data parallelism on one process a core at a time, no communication, no optimizer. With more
+ranks than cores ranks take turns. Results are kept by cell in `out/auto-SEED.json`.
+"""
+
+import argparse
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from contest import make_rows
+from result_file import write_json
+from worlds import WorldError, run_world
+
+MOST = 1.02
+"""`auto` over the best static strategy."""
+_LIMIT = 1.15
+"""A limit of memory, over the least that a static strategy of plain degrees needs for the longest sequence."""
+
+
+def shapes(seed: int) -> list[dict[str, int]]:
+    """Two Llamas: a small one and one of several million parameters."""
+    rng, drawn = np.random.default_rng([seed, 0]), list[dict[str, int]]()
+    for widths, layers in (((96, 128, 160), (4, 6)), ((192, 256, 320), (6, 8, 10))):
+        hidden = int(rng.choice(widths))
+        drawn.append(
+            {
+                "vocab_size": int(rng.choice((512, 1024, 2048))),
+                "hidden_size": hidden,
+                "intermediate_size": hidden * int(rng.integers(2, 4)),
+                "num_hidden_layers": int(rng.choice(layers)),
+                "num_attention_heads": 8,
+                "num_key_value_heads": int(rng.choice((2, 4, 8))),
+                "max_position_embeddings": 8192,
+            }
+        )
+    return drawn
+
+
+def distribution(seed: int, number: int, count: int, longest: int) -> list[int]:
+    """Lengths of a distribution, in random order: log-normal, of two kinds of rows, or even, with parameters from the seed."""
+    rng = np.random.default_rng([seed, 1, number])
+    kind, median, sigma = number % 3, float(rng.uniform(0.03, 0.25)), float(rng.uniform(0.4, 1.5))
+    share, low = float(rng.uniform(0.01, 0.2)), float(rng.uniform(0.02, 0.5))
+    lengths = longest * median * np.exp(sigma * rng.standard_normal(count))
+    if kind == 1:
+        short = longest * median / 2 * np.exp(0.4 * rng.standard_normal(count))
+        lengths = np.where(rng.random(count) < share, longest * rng.uniform(0.6, 1.0, count), short)
+    if kind == 2:
+        lengths = longest * rng.uniform(low, 1.0, count)
+    return [int(length) for length in np.clip(lengths, 16, longest)]
+
+
+def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse.Namespace, folder: str) -> Any:
+    """One cell, on each rank."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    os.environ["HF_HOTSPA_CACHE"] = folder
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**cell["shape"]))
+    lengths = distribution(options.seed, cell["distribution"], 4096, options.longest)
+    size = max(1, round(options.tokens / float(np.mean(lengths)) / world_size)) * world_size
+    rows = make_rows(lengths[: max(40 * size, 1024)], cell["shape"]["vocab_size"], options.seed)
+
+    class UntilRaced(TrainerCallback):
+        """Notes seconds, and ends the training when plans are no longer tried."""
+
+        def __init__(self) -> None:
+            self.seconds, self.said, self.first = list[float](), "", 0.0
+
+        def on_step_report(self, args: Any, state: Any, control: Any, report: Any, **kwargs: Any) -> None:
+            self.first = self.first or time.perf_counter() - begin
+            self.seconds.append(report.all_ranks_s)
+            self.said = str(report.race or self.said)
+            if report.race is not None:
+                self.cost = report.race.cost
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = not trainer._hotspa_watchers.auto._race.is_on
+
+    def arguments(limit: int | None) -> Any:
+        return HotSPaTrainingArguments(
+            output_dir=folder, max_steps=options.steps, hotspa_mini_batch_size=size, hotspa_memory_limit_mb=limit, use_cpu=True,
+            save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True, hotspa_report=False, hotspa_staging_mb=4,
+        )  # fmt: skip
+
+    noted, begin = UntilRaced(), time.perf_counter()
+    limit = least_limit(model, arguments(None), rows, options.longest) if cell["limited"] else None
+    trainer = HotSPaTrainer(model=model, args=arguments(limit), train_dataset=rows, callbacks=[noted])
+    trainer.train()
+    found = compare(trainer, options.repeats, os.cpu_count() or 1)
+    trainer.close_engine()
+    auto = trainer._hotspa_watchers.auto
+    raced = [" + ".join(str(bucket.strategy) for bucket in pool) for pool in (auto.plan.pool, *auto.plan.raced)]
+    kept = raced[auto._race.plan]
+    cost = getattr(noted, "cost", 0.0)
+    return {"limit_mb": limit, "rows": size, "plans": raced, "kept": kept, "race": noted.said, "cost": cost,
+            "first_step_s": noted.first, **found}  # fmt: skip
+
+
+def least_limit(model: Any, args: Any, rows: Any, longest: int) -> int:
+    """A limit, in MiB, that makes strategies which hold the longest sequence rare. Collective."""
+    from hf_hotspa.calibrate.calibration import calibrate
+    from hf_hotspa.model.specs import describe_model
+    from hf_hotspa.strategy import legal_strategies
+    from hf_hotspa.trainer.auto import START_S, cost_model
+
+    description = describe_model(model, None)
+    plain = legal_strategies(args.world_size, description.shape)
+    calibration = calibrate(model.config, strategies=plain, longest=longest, seconds=START_S)
+    memory = cost_model(calibration, description, args).memory
+    return math.ceil(_LIMIT * min(memory.breakdown(s, longest, num_packs=1).total for s in plain) / 2**20)
+
+
+def compare(trainer: Any, repeats: int, cores: int) -> dict[str, Any]:
+    """Seconds of each side, by mini-batch: `auto`, static strategies, and the computation alone. Collective."""
+    from hf_hotspa.strategy import Strategy
+    from hf_hotspa.switched.model_object import as_built
+    from hf_hotspa.trainer import gain
+
+    world_size = trainer.args.world_size
+    hot = gain._switching(trainer)
+    kinds: dict[Any, Any] = {}
+    for bucket in gain._singles(trainer, hot).fitting:  # the fastest as predicted first
+        s = bucket.strategy
+        kinds.setdefault((s.dp, s.cp, s.tp, s.pp), bucket)
+    sides = [hot, *(gain.Side(str(bucket.strategy), (bucket,)) for bucket in kinds.values())]
+    alone, longest = Strategy(world_size), max(bucket.longest for bucket in hot.buckets)
+    packs = kinds[world_size, 1, 1, 1].pack_tokens if (world_size, 1, 1, 1) in kinds else longest
+    known = [*sides, gain.Side("alone", (replace(hot.buckets[-1], strategy=alone, low=0),))]
+    trainer._hotspa_model.refresh()
+    with as_built(trainer.model):
+        engine = gain._engine(trainer, known)
+    batches = gain._first_mini_batches(trainer, engine, hot, repeats)
+    seconds, _ = gain._take_turns(engine, sides, batches, repeats, trainer)
+    of_dp = gain.Side("alone", (replace(known[-1].buckets[0], longest=longest, pack_tokens=max(packs, longest)),))
+    seconds["computation alone"] = computed_alone(engine, of_dp, batches, repeats, cores)
+    engine.close()
+    return {"seconds": {name: each for name, each in seconds.items() if len(each) == repeats}}
+
+
+def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int, cores: int) -> list[float]:
+    """Seconds of the packs of data parallelism, a process on each core at a time. Collective."""
+    from hf_hotspa.data.collator import PackedBucketCollator
+    from hf_hotspa.switched.documents import Exchange
+
+    (bucket,), shape = side.buckets, engine.description.shape
+    collator = PackedBucketCollator(engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size)
+    exchange, runner = Exchange(engine.agreement, engine.world_size), engine.phases[bucket.strategy]
+    seconds = []
+    for number in range(-1, repeats):
+        documents = batches[max(number, 0) % len(batches)]
+        plan = documents.plan(range(len(documents)), side.buckets, shape.quadratic_cost, None)
+        (phase,) = documents.mini_batch(plan, collator, exchange).phases
+        runner.load()
+        took = 0.0
+        for first in range(0, engine.world_size, cores):
+            engine.agreement.barrier()
+            begin = time.perf_counter()
+            if first <= engine.rank < first + cores:
+                runner.compute(phase.micro_batches, 1.0)
+            took += float(engine.agreement.gather([time.perf_counter() - begin]).max())
+        runner.return_gradients()
+        seconds += [took] if number >= 0 else []
+    return seconds
+
+
+def verdict(cell: dict[str, Any]) -> dict[str, Any]:
+    """What follows from the seconds of a cell."""
+    from hf_hotspa.search.race import _middle
+
+    seconds = dict(cell["seconds"])
+    hot, alone = np.array(seconds.pop("switching")), np.array(seconds.pop("computation alone"))
+    best = min(seconds, key=lambda name: float(np.median(seconds[name])))
+    middle, low, high = (math.exp(value) for value in _middle(np.log(hot / np.array(seconds[best])).tolist()))
+    fits = middle <= MOST or low <= 1.0
+    return {"best": best, "ratio": middle, "low": low, "high": high, "alone": float(np.median(alone / hot)), "ok": fits}
+
+
+def table(results: dict[str, Any], steps: int) -> str:
+    """All cells, and how many hold."""
+    lines = [
+        "| cell | kept of how many plans | best static | auto by best static | interval | race, % of the run | alone by auto | |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|---|")
+    told = {name: verdict(cell) for name, cell in sorted(results.items()) if "seconds" in cell}
+    for name, v in told.items():
+        cell = results[name]
+        interval, cost = f"{v['low']:.2f} to {v['high']:.2f}", f"{100 * cell['cost'] / steps:.2f}"
+        numbers = f"{v['ratio']:.3f} | {interval} | {cost} | {v['alone']:.2f} | {'ok' if v['ok'] else 'BEHIND'}"
+        lines.append(f"| {name} | {cell['kept']} of {len(cell['plans'])} | {v['best']} | {numbers} |")
+    lines += [f"| {name} | {cell['error']} |||||||" for name, cell in sorted(results.items()) if "error" in cell]
+    ok, ratios = sum(v["ok"] for v in told.values()), [v["ratio"] for v in told.values()]
+    if ratios:
+        mean = math.exp(float(np.mean(np.log(ratios))))
+        lines.append(f"\n{ok} of {len(told)} cells hold; geometric mean of auto by best static {mean:.3f}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs cells that have not run yet, and prints all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument(
+        "--cells", nargs="+", default=[""], help="those with one of these in their names (RANKSx-SHAPE-LENGTHS[-limit])"
+    )
+    parser.add_argument("--tokens", type=int, default=12000, help="of a mini-batch, about")
+    parser.add_argument("--longest", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=200, help="of the run whose first mini-batches are raced")
+    parser.add_argument("--repeats", type=int, default=8, help="mini-batches that are compared")
+    parser.add_argument("--minutes", type=float, default=90, help="after which no cell begins")
+    parser.add_argument("--json", type=Path, help="out/auto-SEED.json where not given")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args(arguments)
+    path = options.json or Path("out") / f"auto-{options.seed}.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    end = time.monotonic() + 60 * options.minutes
+    for ranks in (2, 4) if not options.table else ():
+        for number, shape in enumerate(shapes(options.seed)):
+            for lengths in range(6):
+                for limited in (False, True):
+                    name = f"{ranks}x-{number}-{lengths}" + ("-limit" if limited else "")
+                    if name in results or not any(part in name for part in options.cells) or time.monotonic() > end:
+                        continue
+                    cell = {"shape": shape, "distribution": lengths, "limited": limited}
+                    with tempfile.TemporaryDirectory() as folder:
+                        try:
+                            results[name] = run_world(ranks, run_cell, cell, options, folder)
+                        except WorldError as error:
+                            results[name] = {"error": str(error).strip().splitlines()[-1]}
+                    write_json(path, results)
+    print(table(results, options.steps))
+    return results
+
+
+if __name__ == "__main__":
+    main()

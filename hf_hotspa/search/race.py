@@ -1,0 +1,318 @@
+"""The race of the nearest plans: which of them is the fastest, found on the first mini-batches of a run.
+
+A time model cannot tell neighbours apart, and all plans train the same. So the mini-batches run them in turn, round after round,
+every second round backwards. What counts of a mini-batch is the logarithm of its measured seconds over those predicted for its
+lengths under its plan, which takes the lengths out; plans are compared round by round, which takes out what the machine does to all of them. Nothing
+is assumed of the noise: a plan leaves when it was slower in each of some rounds (`_CLEARLY`), and of two plans the median of all
+pairwise means of the differences is told, with its interval (Wilcoxon's signed ranks).
+
+The regret is bounded. What a race has cost, in mini-batches, is what other plans took longer than the leader would have; before
+each trial what is expected of it must fit into what is left of `SHARE` of the run's mini-batches. So all races of a run together cost
+at most that share, and what the last trial was misjudged by.
+
+Afterwards the winner runs, and a drift opens the race again: its seconds over predicted ones have moved, or the lengths have, so that
+by what the race has measured another plan would be faster.
+
+Promises: a pure function of what it was shown, in that order; a race that goes on from `state_dict` does as if it had not stopped.
+Plain data, no torch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from statistics import mean, median
+from typing import Any
+
+from hf_hotspa.report import RaceReport
+from hf_hotspa.typed import reading_state
+
+SHARE = 0.01
+"""Of the mini-batches of a run: what all its races may cost."""
+_CLEARLY = (math.inf, 0.12, 0.06, 0.03, 0.0)
+"""By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; in more, as in the last. One round says
+nothing: somebody else may have held the machine. With noise of 10 % a plan that is as fast as another leaves by chance in one of
+30 races, where nothing is lost, and seldom one that is faster."""
+_SAME = 0.02
+"""Plans that were less apart than this in each of `_ENOUGH` rounds are the same."""
+_ENOUGH, _MOST_ROUNDS = 3, 8
+_COLD = 0.25
+"""What the first mini-batch of a strategy is expected to take longer, as a share of one: memory and kernels."""
+_FAR = math.log(1.6)
+"""How far behind, as a logarithm, the first run of a plan decides alone."""
+_WATCHED, _REST = 8, 32
+"""Mini-batches that tell a drift, and that must have passed since the last race."""
+_MOVED, _BETTER = math.log(1.25), math.log(1.05)
+"""How far the winner's seconds must have moved, and how much better another plan must look, to race again."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A mini-batch of a race: its plan, its round, measured seconds, those predicted under each plan, and whether it counts."""
+
+    plan: int
+    round: int
+    seconds: float
+    predicted: tuple[float, ...]
+    warm: bool
+
+
+class Race:
+    """Decides which plan runs next.
+
+    Args:
+        names: Of the plans, the nearest as predicted first.
+        num_steps: Mini-batches of the run.
+
+    Attributes:
+        plan: The index of the plan for the next mini-batch.
+        wants: Whether `observe` needs the predictions of all plans for the next mini-batch, not of its own alone.
+    """
+
+    def __init__(self, names: Sequence[str], num_steps: int) -> None:
+        self.names, self._budget = tuple(names), SHARE * num_steps
+        self._spent, self._why, self._number, self._kept = 0.0, "", 0, 0
+        self._levels: dict[int, float] = {}
+        self._open()
+        if len(names) < 2 or self._budget < _COLD:  # a race that a short run cannot afford is none
+            self._queue.clear()
+
+    def _open(self) -> None:
+        """All plans are in the race, and none has run."""
+        self._live = list(range(len(self.names)))
+        self._queue: list[int] = list(self._live)
+        self._round = 0
+        self._runs: list[_Run] = []
+        self._recent: list[tuple[float, tuple[float, ...]]] = []
+        self._since = 0
+
+    def go_on(self, num_steps: int) -> None:
+        """The same plans train again, so many mini-batches."""
+        self._budget += SHARE * num_steps
+
+    @property
+    def is_on(self) -> bool:
+        """Whether plans are being tried."""
+        return bool(self._queue)
+
+    @property
+    def plan(self) -> int:
+        return self._queue[0] if self._queue else self._kept
+
+    @property
+    def wants(self) -> bool:
+        return len(self.names) > 1 and (self.is_on or self._since % _WATCHED == 0)
+
+    def observe(self, seconds: float, predicted: Sequence[float], warm: bool) -> RaceReport | None:
+        """Takes what the next mini-batch took.
+
+        Args:
+            seconds: The same on all ranks.
+            predicted: Under each plan where it `wants` them; else under its own alone. All positive.
+            warm: Whether all strategies of the mini-batch have run before.
+
+        Returns:
+            How the race has ended, where it has with this mini-batch.
+        """
+        if len(self.names) < 2 or not seconds > 0 or not all(each > 0 for each in predicted):
+            return None
+        if not self.is_on:
+            self._watch(seconds, predicted, warm)
+            return None
+        plan = self._queue.pop(0)
+        self._runs.append(_Run(plan, self._round, seconds, tuple(predicted), warm))
+        if not warm:  # again, when all have run once
+            self._queue.append(plan)
+        if not self._queue:
+            self._end_round()
+        while self._queue and not self._is_worth(self._queue[0]):
+            left = self._queue.pop(0)
+            self._live = [plan for plan in self._live if plan != left]
+            if not self._queue:
+                self._end_round()
+        return None if self.is_on else self._ended()
+
+    # -- what is known of a race --------------------------------------------------------------------------------------
+
+    def _weights(self) -> list[float]:
+        """The logarithm of the mean predicted seconds under each plan, over all mini-batches of the race."""
+        return [math.log(mean(run.predicted[plan] for run in self._runs)) for plan in range(len(self.names))]
+
+    def _of_rounds(self, plan: int) -> dict[int, float]:
+        return {r.round: math.log(r.seconds / r.predicted[plan]) for r in self._runs if r.warm and r.plan == plan}
+
+    def _score(self, plan: int, weights: Sequence[float]) -> float:
+        """The logarithm of a mean mini-batch's seconds. Of a plan that has been cold only: as far from the fastest as it was from that
+        one's cold run; of one that has not run, as prediction and the levels of others have it."""
+        plans = range(len(self.names))
+        warm = {p: median(values.values()) for p in plans if (values := self._of_rounds(p))}
+        if plan in warm:
+            return weights[plan] + warm[plan]
+        cold = {p: min(values) for p in plans if (values := self._cold(p))}
+        if plan not in cold:
+            return weights[plan] + median((warm or cold or {0: 0.0}).values())
+        level = cold[plan]
+        if both := warm.keys() & cold.keys():
+            best = min(both, key=lambda p: weights[p] + warm[p])
+            level += warm[best] - cold[best]
+        return weights[plan] + level
+
+    def _cold(self, plan: int) -> list[float]:
+        return [math.log(r.seconds / r.predicted[plan]) for r in self._runs if not r.warm and r.plan == plan]
+
+    def _leader(self) -> int:
+        weights, ran = self._weights(), [plan for plan in self._live if self._of_rounds(plan)]
+        ran = ran or [plan for plan in self._live if self._cold(plan)]
+        return min(ran or self._live, key=lambda plan: self._score(plan, weights))
+
+    def _differences(self, plan: int, other: int) -> list[float]:
+        """By how much a plan was slower than another in the rounds of both, as logarithms."""
+        weights, mine, theirs = self._weights(), self._of_rounds(plan), self._of_rounds(other)
+        shift = weights[plan] - weights[other]
+        return [mine[number] - theirs[number] + shift for number in sorted(mine.keys() & theirs.keys())]
+
+    def _cost(self) -> float:
+        """What the race has cost so far, in mini-batches of the leader."""
+        leader = self._leader()
+        level = self._score(leader, self._weights()) - self._weights()[leader]
+        level -= 0.0 if self._of_rounds(leader) else math.log(1 + _COLD)
+        own = [r for r in self._runs if r.plan != leader]
+        return sum(r.seconds / (r.predicted[leader] * math.exp(level)) - 1 for r in own)
+
+    def _is_worth(self, plan: int) -> bool:
+        """Whether a plan is to be tried: what that is expected to cost is within what is left, and the plan was not far behind when
+        all ran for the first time."""
+        leader, weights = self._leader(), self._weights()
+        if plan == leader:
+            return True
+        behind = self._score(plan, weights) - self._score(leader, weights)
+        if behind > _FAR and not self._of_rounds(plan) and self._cold(plan):
+            return False
+        slower = math.exp(behind) - 1
+        cold = 0.0 if any(run.plan == plan for run in self._runs) else _COLD
+        return self._spent + max(0.0, self._cost()) + max(0.0, slower) + cold <= self._budget
+
+    def _end_round(self) -> None:
+        """Lets plans leave that are clearly slower; begins another round where there is something left to find out."""
+        self._round += 1
+        leader = self._leader()
+        apart = {plan: self._differences(plan, leader) for plan in self._live if plan != leader}
+        for plan, differences in apart.items():
+            number = len(differences)
+            if not number or min(differences) > _CLEARLY[min(number, len(_CLEARLY)) - 1]:
+                self._live.remove(plan)
+        left = [apart[plan] for plan in self._live if plan != leader]
+        same = all(len(each) >= _ENOUGH and max(map(abs, each)) < _SAME for each in left)
+        if left and not same and self._round < _MOST_ROUNDS:
+            self._queue = self._live[:: -1 if self._round % 2 else 1]
+
+    def _ended(self) -> RaceReport | None:
+        leader, weights = self._leader(), self._weights()
+        for plan in self._live:  # round by round, which leaves out what the machine did to all, another may be ahead
+            if (apart := self._differences(plan, leader)) and _middle(apart)[0] < 0:
+                leader = plan
+        self._levels = {p: self._score(p, weights) - weights[p] for p in range(len(self.names)) if self._of_rounds(p)}
+        cost, self._kept = self._cost(), leader
+        self._spent += max(0.0, cost)
+        tried = {run.plan for run in self._runs}
+        compared = {
+            p: self._differences(p, leader) or [self._score(p, weights) - self._score(leader, weights)] for p in tried
+        }
+        compared.pop(leader, None)
+        runs, self._runs = self._runs, []
+        if not compared:
+            return None
+        second = min(compared, key=lambda plan: _middle(compared[plan])[0])
+        factor, low, high = map(math.exp, _middle(compared[second]))
+        names, cost = self.names, max(0.0, cost)
+        return RaceReport(names[leader], names[second], len(tried), len(runs), factor, low, high, cost, self._why)
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, seconds: float, predicted: Sequence[float], warm: bool) -> None:
+        """Opens the race again where a drift makes it worth it."""
+        every = predicted if len(predicted) == len(self.names) else ()
+        own = predicted[self._kept] if every else predicted[0]
+        self._since += 1
+        if self._kept not in self._levels or not warm:
+            return
+        self._recent = [*self._recent, (math.log(seconds / own), tuple(every))][-_WATCHED * _WATCHED :]
+        last = [ratio for ratio, _ in self._recent[-_WATCHED:]]
+        if self._since < _REST or len(last) < _WATCHED or self._budget - self._spent < _COLD:
+            return
+        moved = median(last) - self._levels[self._kept]
+        if abs(moved) > _MOVED:
+            self._again(f"mini-batches take {math.exp(moved):.2f} of what they took")
+        elif (known := [each for _, each in self._recent if each])[3:] and (better := self._better(known)) is not None:
+            self._again(f"for these lengths {self.names[better]} may be faster")
+
+    def _better(self, known: Sequence[Sequence[float]]) -> int | None:
+        """A plan that would be faster for mini-batches like these, by what the race has measured."""
+        kept = self._kept
+        for plan, level in self._levels.items():
+            ahead = [level - self._levels[kept] + math.log(each[plan] / each[kept]) for each in known[-4:]]
+            if plan != kept and median(ahead) < -_BETTER:
+                return plan
+        return None
+
+    def _again(self, why: str) -> None:
+        self._why = why
+        self._open()
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "names": list(self.names),
+            "budget": self._budget,
+            "spent": self._spent,
+            "why": self._why,
+            "kept": self._kept,
+            "levels": {str(plan): level for plan, level in self._levels.items()},
+            "live": list(self._live),
+            "queue": list(self._queue),
+            "round": self._round,
+            "runs": [[*astuple(run)[:3], list(run.predicted), run.warm] for run in self._runs],
+            "recent": [[ratio, list(each)] for ratio, each in self._recent],
+            "since": self._since,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Goes on from a state.
+
+        Returns:
+            Whether its plans are these; else the race is held from its beginning.
+
+        Raises:
+            HotspaConfigError: it is not one.
+        """
+        with reading_state("the race of plans", "plans are raced anew"):
+            if list(state["names"]) != list(self.names):
+                return False
+            runs = [_Run(int(a), int(b), float(c), tuple(map(float, d)), bool(e)) for a, b, c, d, e in state["runs"]]
+            levels = {int(plan): float(level) for plan, level in state["levels"].items()}
+            recent = [(float(ratio), tuple(map(float, each))) for ratio, each in state["recent"]]
+            numbers = [int(state[name]) for name in ("kept", "round", "since")]
+            live, queue = [int(plan) for plan in state["live"]], [int(plan) for plan in state["queue"]]
+            budget, spent, why = float(state["budget"]), float(state["spent"]), str(state["why"])
+            for plan in (numbers[0], *live, *queue, *levels, *(run.plan for run in runs)):
+                self.names[plan]
+        self._runs, self._levels, self._recent, self._live, self._queue = runs, levels, recent, live, queue
+        (self._kept, self._round, self._since), self._budget, self._spent, self._why = numbers, budget, spent, why
+        return True
+
+
+def _middle(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median of all pairwise means (Hodges and Lehmann's), and the interval that holds the true one in at least 90 % of cases; of fewer
+    than 5 values the least and the most."""
+    walsh = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
+    ways, count = [1] + [0] * len(walsh), len(values)  # how many sets of ranks have each sum
+    for rank in range(1, count + 1):
+        for total in range(len(walsh), rank - 1, -1):
+            ways[total] += ways[total - rank]
+    below, cut = 0, -1
+    while (below + ways[cut + 1]) / 2**count <= 0.05:
+        cut += 1
+        below += ways[cut]
+    cut = max(0, cut)
+    return median(walsh), walsh[cut], walsh[-1 - cut]
