@@ -543,8 +543,10 @@ def given_buckets(args: HotSPaTrainingArguments, model: Any = None) -> tuple[Buc
 # -- what a script passes to a Trainer --------------------------------------------------------------------------------
 
 
-def named(rest: tuple[Any, ...], by_name: dict[str, Any], base: Any) -> dict[str, Any]:
-    """The arguments of a Trainer after `model` and `args`, by name, where some are given by their place.
+def named(
+    rest: tuple[Any, ...], by_name: dict[str, Any], base: Any, first: Sequence[str] = ("model", "args")
+) -> dict[str, Any]:
+    """The arguments of a Trainer, but for the `first` ones, by name, where some are given by their place.
 
     Args:
         base: The constructor of the class behind ours.
@@ -553,9 +555,10 @@ def named(rest: tuple[Any, ...], by_name: dict[str, Any], base: Any) -> dict[str
         TypeError: there are too many, or one is given twice.
     """
     places = [p.name for p in inspect.signature(base).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    names = [name for name in places if name not in ("self", "model", "args")]
+    names = [name for name in places if name not in ("self", *first)]
     if len(rest) > len(names):
-        raise TypeError(f"the trainer takes {len(names) + 2} arguments by place, but {len(rest) + 2} were given")
+        more = len(first)
+        raise TypeError(f"the trainer takes {len(names) + more} arguments by place, but {len(rest) + more} were given")
     placed = dict(zip(names, rest, strict=False))
     if twice := sorted(placed.keys() & by_name.keys()):
         raise TypeError(f"the trainer got multiple values for argument {twice[0]!r}")

@@ -95,7 +95,8 @@ class Rows:
 
     def _tokenizer(self) -> Any:
         processing_class = getattr(self._trainer, "processing_class", None)
-        return processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
+        is_tokenizer = self._trainer._hotspa_prepares and isinstance(processing_class, PreTrainedTokenizerBase)
+        return processing_class if is_tokenizer else None
 
     def collator(self, dataset: Any, is_training: bool) -> "RowCollator":
         """What a loader of a data set collates with."""

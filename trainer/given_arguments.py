@@ -356,13 +356,22 @@ def _of_another(args: TrainingArguments, names: Collection[str], more: str = "")
         advice = [f"{name}: {_OF_SFT[name][1]}" for name in names]
     else:  # another objective
         advice = ["give HotSPaTrainingArguments, and rows for this trainer, which learns from answers"]
-    advice.append("or let that trainer read them: hf_hotspa.trainer.trainer.switched(ITS_CLASS)(model, args, ...)")
+    advice.append(f"or let that trainer read them: {_its_trainer(type(args))}")
     shown = ", ".join(f"{name}={getattr(args, name)!r:.80}" for name in names)
     return HotspaConfigError(
         f"{type(args).__name__} has {shown}",
         why=f"the trainer that these arguments are made for reads that, and this one would pass it over{more}",
         fix="; ".join(advice),
     )
+
+
+def _its_trainer(kind: type) -> str:
+    """How to have a class of arguments read by the trainer that it is made for."""
+    of_trl = next((c for c in kind.__mro__ if _top(c) == "trl"), None)
+    if of_trl is None:
+        return "hf_hotspa.trainer.trainer.switched(ITS_CLASS)(model, args, ...)"
+    stem = of_trl.__name__.removesuffix("Config")
+    return f"from hf_hotspa.trl import {stem}Config, {stem}Trainer"
 
 
 def _asks(name: str, value: Any, kinds: Collection[str]) -> bool:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import wraps
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,19 @@ class Ranks:
             if explained is error:
                 raise
             raise explained from error
+
+
+def leave_default_group() -> None:
+    """At exit: gloo processes that leave with a live group abort now and then, after a correct run."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def mixin_of(base: type) -> type | None:
+    """What stands in front of a library's trainer beside `SwitchedMixin`, which it is made of; None where nothing does."""
+    of_trl = any(c.__module__.partition(".")[0] == "trl" for c in base.__mro__)
+    mixin: type | None = import_module("hf_hotspa.trl").OverTRL if of_trl else None
+    return mixin
 
 
 @dataclass
@@ -289,6 +303,8 @@ def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreem
             check_elementwise(*chosen)
         if isinstance(model, nn.Module):
             refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
+        if isinstance(model, str) and not trainer._hotspa_prepares and args.hotspa_model_path is None:
+            return model  # the class behind loads it
         return trainer._hotspa_source.opened(model, given.get("model_init") is not None, agreement)
     except STOCK_TRAINS as refusal:
         if args.hotspa_model_path is not None or not (model is None or isinstance(model, nn.Module)):

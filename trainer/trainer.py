@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
@@ -29,6 +28,7 @@ from hf_hotspa.checkpoint.tensors import saved_tensors
 from hf_hotspa.data.batches import (
     COUNTS,
     RowCollator,
+    is_stock,
     is_stream,
     length_facts,
     release_others,
@@ -88,7 +88,9 @@ from hf_hotspa.trainer.start import (
     Ranks,
     Watchers,
     check_arguments,
+    leave_default_group,
     leave_to_stock,
+    mixin_of,
     opened,
     or_stock,
     own_loss,
@@ -109,6 +111,7 @@ class SwitchedMixin(_Base):
     lr_scheduler: Any
     hub_model_id: str | None
     last_report: StepReport | None = None
+    _hotspa_prepares = True  # a model that is given as a folder, and rows of text; else the class behind does
     _hotspa_refusal: HotspaError | None = None
     _hotspa_model: SwitchedModel | None = None
 
@@ -136,11 +139,11 @@ class SwitchedMixin(_Base):
         self._hotspa_step_loss = 0.0
         model = opened(self, model, kwargs, agreement)
         super().__init__(model, args, **kwargs)
-        # gloo processes that leave with a live group abort now and then, after a correct run
-        atexit.register(_destroy_default_group)
+        atexit.register(leave_default_group)
         if self._hotspa_refusal is not None:
             return
-        self._hotspa_rows.default_collator = self.data_collator if kwargs.get("data_collator") is None else None
+        if kwargs.get("data_collator") is None and is_stock(self.data_collator):
+            self._hotspa_rows.default_collator = self.data_collator
         self._hotspa_add_callbacks()
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
 
@@ -788,13 +791,9 @@ def switched(base: type) -> type:
 
     Its `args` may be those of `base`; the `hotspa_*` flags are then at their defaults.
     """
-    return type(base.__name__, (SwitchedMixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    bases = mixin_of(base) or SwitchedMixin, base
+    return type(base.__name__, bases, {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
 _MISSED = 2
 """So many steps that were announced and not called so are enough to announce none any more."""
-
-
-def _destroy_default_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()

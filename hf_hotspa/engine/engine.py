@@ -437,6 +437,11 @@ class HotSPaEngine:
         shared = self.phases, self.agreement, self._groups, self._ending_all, self._switching.held
         return Evaluation(*shared, store, training, step)
 
+    @property
+    def options(self) -> EngineOptions:
+        """What it was made with."""
+        return self._options
+
     def frozen_weights(self, model: nn.Module) -> MasterStore:
         """The weights of a second model, for `evaluation`: shared out like the engine's own, never trained. Collective.
 

@@ -440,7 +440,8 @@ class Replica:
         Returns:
             [1, T, hidden size] of the last layer here, or the scaled sum of cross entropies (fp64 scalar).
         """
-        if with_loss and (resumed := self._resumed(micro_batch, scale)) is not None:
+        # without gradients it may be another call of the same rows, with other labels, say, or without adapters
+        if with_loss and torch.is_grad_enabled() and (resumed := self._resumed(micro_batch, scale)) is not None:
             return resumed
         whole, division, num_tokens = micro_batch, None, micro_batch.num_tokens
         if self.context is not None:

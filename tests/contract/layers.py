@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "callbacks": 6,
     "trainer": 7,
     "hf_hotspa/commands": 8,
+    "hf_hotspa/trl.py": 8,
     "hf_hotspa/cli.py": 8,
 }
 # The package root finds and re-exports.

@@ -1,0 +1,132 @@
+"""TRL's SFT, DPO and KTO trainers over a switched model against TRL's own under DDP on as many ranks, in fp64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_hotspa.strategy import parse_buckets
+from tests.families import MIXTURE
+from tests.gloo.test_stock_equal import fetched_in_double
+from tests.harness import run_ranks
+from tests.trl_runs import EVALUATES, Case, compared, hits, run
+
+pytestmark = pytest.mark.gloo
+
+EXACT, BALANCE, SINGLE = 1e-11, 1e-6, 1e-5
+"""Balance losses are fp32 in transformers; without patches, in fp32."""
+SIX = (
+    "dp2:12@64,tp2+sp:16@64,cp2+rc:20@64,pp2:24@64,dp2+z2:28@64,tp2+ck9:128@128",
+    "dp4+rc:12@64,dp2tp2+sp:16@64,cp2dp2:20@64,tp2pp2:24@64,dp4+z3:28@64,dp2pp2+v2:128@128",
+)
+TWO = ("dp2:20@64,tp2:128@128", "dp4:20@64,cp2tp2:128@128")
+OTHER = ("dp2+z3:20@64,pp2:128@128", "dp2pp2:20@64,tp4+ck9:128@128")
+FREE = {"max_length": None}
+SYNC = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.6}
+PACKED = {"packing": True, "per_device_train_batch_size": 2, "max_steps": 3}
+MOE = ("dp2ep2:20@64,tp2:128@128", "dp4ep2:20@64,dp2tp2ep2:128@128")
+
+CASES = {
+    "sft": Case("SFT", SIX, "completions", {**FREE, **EVALUATES, "gradient_accumulation_steps": 2}),
+    "dpo": Case(
+        "DPO", SIX, "pairs", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.3, 1.0], **EVALUATES},
+        reference=True,
+    ),
+    "kto": Case("KTO", SIX, "judged", {"precompute_ref_log_probs": True, **EVALUATES}),
+    "dpo with adapters": Case("DPO", TWO, "pairs", {"gradient_accumulation_steps": 2}, lora=True),
+    "sft, dft of what the assistant says": Case(
+        "SFT", TWO, "chats", {**FREE, "assistant_only_loss": True, "loss_type": "dft", **EVALUATES}, wide=True
+    ),
+    "sft with metrics": Case("SFT", TWO, "completions", {**FREE, **EVALUATES}, given=lambda: {"compute_metrics": hits}, wide=True),
+    "sft padding-free": Case("SFT", OTHER, "completions", {**FREE, "padding_free": True, **EVALUATES}, wide=True),
+    "sft packed, bfd": Case("SFT", OTHER, "completions", {**PACKED, "max_length": 60}, wide=True),
+    "sft packed, bfd_split": Case(
+        "SFT", TWO, "completions", {**PACKED, "max_length": 20, "packing_strategy": "bfd_split"}, wide=True
+    ),
+    "sft packed, wrapped": Case(
+        "SFT", TWO, "text",
+        {**PACKED, "max_length": 40, "packing_strategy": "wrapped", "eval_packing": False, **EVALUATES}, wide=True,
+    ),
+    "sft of all tokens, cut": Case(
+        "SFT", OTHER, "completions",
+        {"completion_only_loss": False, "max_length": 16, "truncation_mode": "keep_end", "pad_to_multiple_of": 8}, wide=True,
+    ),
+    "sft smoothed": Case("SFT", TWO, "completions", {"label_smoothing_factor": 0.1, **EVALUATES}, wide=True),
+    "sft recomputed": Case("SFT", TWO, "completions", {"gradient_checkpointing": True, "shuffle_dataset": True}, wide=True),
+    "sft with adapters": Case("SFT", SIX, "completions", {**FREE, "gradient_checkpointing": True}, lora=True, wide=True),
+    "sft of experts": Case(
+        "SFT", MOE, "completions", {**FREE, "router_aux_loss_coef": 0.3, "gradient_accumulation_steps": 2}, family=MIXTURE, wide=True
+    ),
+    "sft of experts, unbalanced": Case("SFT", MOE, "completions", {**FREE, "router_aux_loss_coef": 0.0}, family=MIXTURE, wide=True),
+    "dpo precomputed": Case("DPO", OTHER, "pairs", {"precompute_ref_log_probs": True, **EVALUATES}, wide=True),
+    "dpo precomputed by a reference": Case(
+        "DPO", TWO, "pairs", {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 3, "ld_alpha": 0.5, **EVALUATES},
+        reference=True, wide=True,
+    ),
+    "dpo with adapters, precomputed": Case("DPO", TWO, "pairs", {"precompute_ref_log_probs": True}, lora=True, wide=True),
+    "dpo, reference in step": Case(
+        "DPO", OTHER, "pairs", {**SYNC, "ref_model_sync_steps": 2, **EVALUATES}, reference=True, wide=True
+    ),
+    "dpo weighted, another divergence": Case(
+        "DPO", TWO, "pairs",
+        {"use_weighting": True, "f_divergence_type": "js_divergence", "max_length": 20, "truncation_mode": "keep_end"},
+        reference=True, wide=True,
+    ),
+    "dpo of experts": Case("DPO", MOE, "pairs", {"router_aux_loss_coef": 0.3}, family=MIXTURE, reference=True, wide=True),
+    "dpo with metrics": Case("DPO", TWO, "pairs", EVALUATES, reference=True, given=lambda: {"compute_metrics": hits}, wide=True),
+    "kto with adapters": Case("KTO", SIX, "judged", {"desirable_weight": 0.7}, lora=True, wide=True),
+    "kto, apo, reference in step": Case(
+        "KTO", OTHER, "judged", {"loss_type": "apo_zero_unpaired", **SYNC, "ref_model_sync_steps": 1, **EVALUATES},
+        reference=True, wide=True,
+    ),
+    **{
+        f"{kind}, fp32": Case(kind.upper(), TWO, data, FREE if kind == "sft" else {}, reference=kind != "sft", dtype=torch.float32,
+                              wide=True)
+        for kind, data in [("sft", "completions"), ("dpo", "pairs"), ("kto", "judged")]
+    },
+}  # fmt: skip
+
+
+def test_every_trainer_is_run_by_six_kinds_of_strategies():
+    for kind in ("SFT", "DPO", "KTO"):
+        for world in range(2):
+            mixes = [parse_buckets(case.pools[world]) for case in CASES.values() if case.kind == kind]
+            assert max(len({str(bucket.strategy) for bucket in mix}) for mix in mixes) >= 6
+
+
+def both(rank: int, world_size: int, names: list[str], folder: str) -> dict[str, Any]:
+    from hf_hotspa.errors import HotspaError
+
+    fetched_in_double()
+    found: dict[str, Any] = {}
+    for name in names:
+        case = CASES[name]
+        expected = run(case, f"{folder}/{name}/stock", None)
+        try:
+            own = run(case, f"{folder}/{name}/own", case.pools[0 if world_size == 2 else 1])
+            found[name] = compared(own, expected, case.dtype)
+        except HotspaError as error:
+            found[name] = {str(error): math.inf}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        (2, [name for name, case in CASES.items() if not case.wide]),
+        pytest.param(2, [name for name, case in CASES.items() if case.wide], marks=pytest.mark.slow),
+        pytest.param(4, list(CASES), marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_trl_under_ddp(world_size, names, tmp_path):
+    wrong = []
+    for rank, found in enumerate(run_ranks(world_size, both, names, str(tmp_path), timeout=1500)):
+        assert list(found) == names
+        for name, errors in found.items():
+            balances = CASES[name].fields.get("router_aux_loss_coef")
+            limit = BALANCE if balances else SINGLE if CASES[name].dtype == torch.float32 else EXACT
+            too_far = {key: value for key, value in errors.items() if not value <= limit}
+            if too_far:
+                wrong.append(f"{name}, rank {rank}: {too_far}")
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,242 @@
+"""Runs of TRL's trainers for comparisons: a tokenizer without downloads, small data sets, one run of either side.
+
+A case is a kind of trainer, fields of its config, rows and strategies. All cases of a world run one after the other, each with TRL's
+own class under DDP and with ours.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset, load_dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, set_seed
+
+from tests.families import tiny_model
+from tests.oracle import exact_in_double, relative_error
+
+DENSE = "llama_gqa_bias"
+CHAT = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+COMMON = {
+    "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, "learning_rate": 2e-3, "weight_decay": 0.1,
+    "max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 1, "logging_steps": 1, "save_strategy": "no",
+    "report_to": "none", "use_cpu": True, "seed": 3, "disable_tqdm": True, "max_steps": 5, "bf16": False,
+    "gradient_checkpointing": False,
+}  # fmt: skip
+EVALUATES = {"eval_strategy": "steps", "eval_steps": 3}
+NOT_COMPARED = ("runtime", "per_second", "total_flos", "preparation_time", "hotspa/")
+
+
+def tokenizer() -> Any:
+    """Every byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*alphabet, "<eos>", "<pad>"])}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", chat_template=CHAT)
+
+
+def small(family: str = DENSE, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+    """A model with the vocabulary of `tokenizer`."""
+    model = tiny_model(family, dtype, seed, vocab_size=259, eos_token_id=256, pad_token_id=257)
+    model.generation_config.eos_token_id = 256
+    return model
+
+
+def question(i: int) -> str:
+    return f"q{i}" + "?" * (i % 4)
+
+
+def answer(i: int) -> str:
+    return f" a{i * 7 % 11}" + "!" * (i * 5 % 23)
+
+
+def chat(i: int) -> list[dict[str, str]]:
+    turn = [{"role": "user", "content": question(i)}, {"role": "assistant", "content": answer(i)}]
+    return turn * (1 + i % 2)
+
+
+ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "text": lambda i: {"text": question(i) + answer(i)},
+    "completions": lambda i: {"prompt": question(i), "completion": answer(i)},
+    "chats": lambda i: {"messages": chat(i)},
+    "pairs": lambda i: {"prompt": question(i), "chosen": answer(i), "rejected": answer(i + 5)},
+    "judged": lambda i: {"prompt": question(i), "completion": answer(i), "label": i % 3 != 0},
+}
+
+
+def rows(kind: str, folder: str, number: int = 40, first: int = 0) -> Dataset:
+    """A data set of a kind of rows, with files of its own, as TRL's cache of reference log-probabilities needs."""
+    path = Path(folder) / f"{kind}_{first}.jsonl"
+    with PartialState().main_process_first():
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(ROWS[kind](i)) + "\n" for i in range(first, first + number)))
+        return load_dataset("json", data_files=str(path), split="train", cache_dir=f"{folder}/cache")
+
+
+def hits(predicted: Any) -> dict[str, float]:
+    """A `compute_metrics`."""
+    logits = predicted.predictions[0] if isinstance(predicted.predictions, tuple) else predicted.predictions
+    labels = predicted.label_ids[:, 1:]
+    real = labels != -100
+    return {"hits": float(((logits[:, :-1].argmax(-1) == labels) & real).sum() / real.sum())}
+
+
+def plain_head() -> type:
+    """TRL's fused head in plain operations: its own keeps sums in fp32."""
+
+    class PlainHead:
+        @staticmethod
+        def apply(
+            hidden: Any,
+            weight: Any,
+            bias: Any,
+            target: Any,
+            temperature: Any,
+            chunk: Any,
+            cap: Any,
+            scale: Any,
+            fields: Any,
+        ) -> Any:
+            z = torch.nn.functional.linear(hidden, weight, bias) * scale
+            if cap is not None:
+                z = torch.tanh(z / cap) * cap
+            z = z / temperature
+            log_p = z.log_softmax(-1)
+            p = log_p.exp()
+            others = {
+                "entropy": -(p * log_p).sum(-1),
+                "log_sum_sq_probs": (2 * log_p).logsumexp(-1).detach(),
+                "mean_logits": z.mean(-1).detach(),
+                "is_top1": log_p.argmax(-1) == target,
+            }
+            own = log_p.gather(-1, target[:, None])[:, 0]
+            return own, *(value if name in fields else None for name, value in others.items())
+
+    return PlainHead
+
+
+@dataclass
+class Case:
+    """What a script of TRL does.
+
+    Args:
+        kind: SFT, DPO or KTO.
+        pools: Strategies on 2 ranks, and on 4.
+        data: Of `ROWS`.
+        fields: Of the config.
+        lora: Whether a peft_config is given.
+        reference: Whether another model is given as `ref_model`.
+        family: Of the model.
+        given: What the constructor is given beside.
+        dtype: Of the model.
+        wide: Whether it runs among the slow tests only.
+    """
+
+    kind: str
+    pools: tuple[str, str]
+    data: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    reference: bool = False
+    family: str = DENSE
+    given: Callable[[], dict[str, Any]] = dict
+    dtype: torch.dtype = torch.float64
+    wide: bool = False
+
+
+def classes(kind: str, own: bool) -> tuple[Any, Any]:
+    """Trainer and config, ours or TRL's."""
+    import trl
+
+    import hf_hotspa.trl
+
+    home = hf_hotspa.trl if own else trl
+    return getattr(home, f"{kind}Trainer"), getattr(home, f"{kind}Config")
+
+
+def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
+    """The trainer of a case; TRL's where there is no pool."""
+    trainer, config = classes(case.kind, pool is not None)
+    set_seed(0)
+    model = small(case.family, case.dtype)
+    given = {"train_dataset": rows(case.data, folder), **case.given()}
+    if case.lora:
+        given["peft_config"] = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        )
+    if case.reference:
+        reference = small(case.family, case.dtype, seed=1)
+        for mine, other in zip(reference.parameters(), model.parameters(), strict=True):
+            mine.data = 0.1 * mine.data + 0.9 * other.data
+        given["ref_model"] = reference
+    fields = copy.deepcopy({**COMMON, **case.fields, **more, "output_dir": folder})
+    if fields.get("eval_strategy"):
+        given.setdefault("eval_dataset", rows(case.data, folder, 11, first=50))
+    if pool is not None:
+        fields |= {"hotspa_strategies": pool, "hotspa_report": False}
+    return trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
+
+
+@contextmanager
+def patched_head(dtype: torch.dtype) -> Iterator[None]:
+    """In fp64, TRL's fused head in fp64; and what casts down does not."""
+    utils: Any = import_module("trl.trainer.utils")
+
+    own = utils._ChunkedLogProbFunction
+    if dtype == torch.float64:
+        utils._ChunkedLogProbFunction = plain_head()
+    try:
+        with exact_in_double(dtype):
+            yield
+    finally:
+        utils._ChunkedLogProbFunction = own
+
+
+def run(case: Case, folder: str, pool: str | None, **more: Any) -> dict[str, Any]:
+    """Logs and weights of a run."""
+    with patched_head(case.dtype):
+        trainer = made(case, folder, pool, **more)
+        trainer.train()
+    logs = [
+        {name: value for name, value in log.items() if not any(part in name for part in NOT_COMPARED)}
+        for log in trainer.state.log_history
+    ]
+    if pool is not None:
+        trainer.close_engine()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {"logs": logs, "weights": weights}
+
+
+def distance(found: float, expected: float, size: float = 1e-2) -> float:
+    """Relative; of something smaller than this absolute."""
+    return abs(found - expected) / max(abs(expected), size)
+
+
+def compared(found: dict[str, Any], expected: dict[str, Any], dtype: torch.dtype) -> dict[str, float]:
+    """By name of what was logged, and of weights, the largest difference; infinity where one side has logged other things."""
+    errors: dict[str, float] = {}
+    if [sorted(log) for log in found["logs"]] != [sorted(log) for log in expected["logs"]]:
+        return {"logs": float("inf")}
+    for own, log in zip(found["logs"], expected["logs"], strict=True):
+        for name, value in log.items():
+            # rewards are differences of log-probabilities of whole rows, whose size matters
+            size = 1.0 if dtype == torch.float32 and ("rewards/" in name or name.endswith("kl")) else 1e-2
+            errors[name] = max(errors.get(name, 0.0), distance(own[name], value, size))
+    assert found["weights"].keys() == expected["weights"].keys()
+    errors["weights"] = max(relative_error(found["weights"][n], w) for n, w in expected["weights"].items())
+    return errors

@@ -1,0 +1,164 @@
+"""The classes of `hf_hotspa.trl` on one process: what is imported, what configs hold, and what is refused before the first step."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+import hf_hotspa.trl
+from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer, switched
+from tests.trl_runs import COMMON, rows, small, tokenizer
+
+trl: Any = import_module("trl")  # which exports nothing explicitly
+KINDS = {"SFT": "completions", "DPO": "pairs", "KTO": "judged"}
+ONE = {**COMMON, "max_steps": 1, "hotspa_strategies": "dp1:128@256", "hotspa_report": False}
+
+
+def given(kind: str, folder: Any) -> dict[str, Any]:
+    return {"train_dataset": rows(KINDS[kind], str(folder / "rows"), 8), "processing_class": tokenizer()}
+
+
+def names(kind: str) -> tuple[Any, Any]:
+    return getattr(hf_hotspa.trl, f"{kind}Trainer"), getattr(hf_hotspa.trl, f"{kind}Config")
+
+
+def test_the_package_imports_neither_trl_nor_peft() -> None:
+    code = """
+import sys, hf_hotspa, hf_hotspa.trainer
+print([n for n in ("trl", "peft") if n in sys.modules])
+import hf_hotspa.trainer.trainer  # transformers and accelerate import peft
+print("trl" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\nFalse\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_has_the_defaults_of_trl_and_our_flags(kind: str, tmp_path: Any) -> None:
+    trainer, config = names(kind)
+    stock = getattr(trl, f"{kind}Config")
+    ours, theirs = config(str(tmp_path), use_cpu=True), stock(str(tmp_path), use_cpu=True)
+    assert isinstance(ours, stock)
+    assert isinstance(ours, HotSPaTrainingArguments)
+    assert {f.name: getattr(ours, f.name) for f in fields(theirs)} == {
+        f.name: getattr(theirs, f.name) for f in fields(theirs)
+    }
+    assert ours.hotspa_strategies == "auto"
+    assert issubclass(trainer, getattr(trl, f"{kind}Trainer"))
+    assert (trainer.__name__, config.__name__) == (f"{kind}Trainer", f"{kind}Config")
+    assert trainer is names(kind)[0]
+    with pytest.raises(AttributeError, match="NoTrainer"):
+        hf_hotspa.trl.NoTrainer  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_by_place_are_those_of_trl(kind: str, tmp_path: Any) -> None:
+    trainer, config = names(kind)
+    first: tuple[Any, ...] = (small(dtype=torch.float32), config(str(tmp_path), **ONE))
+    if kind != "SFT":
+        first = first[0], small(dtype=torch.float32, seed=1), first[1]
+    made = trainer(*first, **given(kind, tmp_path))
+    made.train()
+    assert made.state.global_step == 1
+    assert made.switched.report is not None
+    made.close_engine()
+    with pytest.raises(TypeError, match="by place"):
+        trainer(*first, *[None] * 30)
+
+
+def test_what_trl_takes_for_arguments(tmp_path: Any) -> None:
+    plain = TrainingArguments(str(tmp_path), learning_rate=0.5, use_cpu=True)
+    sft, dpo = names("SFT")[0], names("DPO")[0]
+    made = sft(small(dtype=torch.float32), plain, **given("SFT", tmp_path))
+    assert (made.args.learning_rate, made.args.loss_type, made.args.hotspa_strategies) == (0.5, "nll", "auto")
+    with pytest.raises(HotspaConfigError, match="give the DPOConfig of hf_hotspa.trl"):
+        dpo(small(dtype=torch.float32), args=plain, **given("DPO", tmp_path))
+    own = sft(
+        small(dtype=torch.float32), trl.SFTConfig(str(tmp_path), use_cpu=True, bf16=False), **given("SFT", tmp_path)
+    )
+    assert own.args.hotspa_strategies == "auto"
+    assert isinstance(own.args, trl.SFTConfig)
+
+
+def test_no_arguments_and_a_name(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True)  # bf16 is TRL's default
+    small(dtype=torch.float32).save_pretrained("little")
+    made = names("SFT")[0]("little", **given("SFT", tmp_path))
+    assert made.args.output_dir == "little-SFT"
+    assert made.model.num_parameters() > 0
+    assert not any(p.is_meta for p in made.model.parameters())
+
+
+class Twice(trl.SFTTrainer):
+    """A user's."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs) * 2
+
+
+def test_a_subclass_of_trl(tmp_path: Any) -> None:
+    losses = []
+    for cls in (names("SFT")[0], switched(Twice)):
+        args = names("SFT")[1](str(tmp_path), **ONE)
+        made = cls(small(dtype=torch.float32), args, **given("SFT", tmp_path))
+        made.train()
+        losses.append(made.state.log_history[0]["loss"])
+        made.close_engine()
+    assert losses[1] == pytest.approx(2 * losses[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", hf_hotspa.trl.REFUSED)
+def test_other_trainers_are_refused_by_name(kind: str) -> None:
+    for cls in (getattr(hf_hotspa.trl, f"{kind}Trainer"), switched(getattr(trl, f"{kind}Trainer"))):
+        with pytest.raises(UnsupportedError, match=f"TRL's {kind}Trainer"):
+            cls(model=None)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("activation_offloading", True), ("hotspa_overlong", "truncate"), ("hotspa_empty_rows", "skip"),
+        ("hotspa_mini_batch_size", 7), ("use_liger_kernel", True), ("torch_compile", True),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_by_name(field: str, value: Any, tmp_path: Any) -> None:
+    trainer, config = names("SFT")
+    with pytest.raises(HotspaError, match=field):
+        trainer(small(dtype=torch.float32), config(str(tmp_path), **{**ONE, field: value}), **given("SFT", tmp_path))
+
+
+def test_a_token_loss_is_refused(tmp_path: Any) -> None:
+    trainer, config = names("SFT")
+    with pytest.raises(UnsupportedError, match="token_loss"):
+        trainer(small(dtype=torch.float32), config(str(tmp_path), **ONE), token_loss=abs, **given("SFT", tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_of_trl_in_front_of_our_trainer_names_the_class_that_reads_it(kind: str, tmp_path: Any) -> None:
+    args = getattr(trl, f"{kind}Config")(str(tmp_path), use_cpu=True, bf16=False)
+    args.loss_type = "dft" if kind == "SFT" else args.loss_type
+    with pytest.raises(HotspaConfigError, match=f"from hf_hotspa.trl import {kind}Config, {kind}Trainer"):
+        HotSPaTrainer(small(dtype=torch.float32), args, train_dataset=rows("text", str(tmp_path), 4))
+
+
+def test_a_reference_of_another_build_has_an_engine_of_its_own(tmp_path: Any) -> None:
+    trainer, config = names("DPO")
+    losses = []
+    for cls, extra in ((trl.DPOTrainer, {}), (trainer, {"hotspa_strategies": "dp1:128@256"})):
+        kind = config if extra else trl.DPOConfig
+        args = kind(str(tmp_path), **{**COMMON, "max_steps": 2, **extra})
+        model, other = small(dtype=torch.float32), small("qwen3_qk_norm_tied", torch.float32)
+        made = cls(model, other, args, **given("DPO", tmp_path))
+        made.train()
+        losses.append([log["loss"] for log in made.state.log_history if "loss" in log])
+        if extra:
+            made.close_engine()
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
