@@ -537,8 +537,7 @@ class SwitchedMixin(_Base):
             len(batches), error, any(new is not old for new, old in zip(read, batches, strict=True))
         ):
             say_left_out()
-        batches = read
-        self._hotspa_has_ended = not batches
+        batches, self._hotspa_has_ended = read, not read
         self._hotspa_place["batches"] += len(batches)
         batches, num_items = super().get_batch_samples(iter(batches), len(batches), device)
         if num_items is not None and not self.args.average_tokens_across_devices:  # each rank counts its own labels
@@ -615,7 +614,7 @@ class SwitchedMixin(_Base):
         if report is None:
             return
         report = self._hotspa_watchers.trained(self.state.global_step, self.switched.passes, report)
-        if not has_weights(self.model):
+        if next(self.model.parameters()).is_meta:  # all are, or none
             self._hotspa_source.trained()
         self.last_report = report
         self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
@@ -629,7 +628,8 @@ class SwitchedMixin(_Base):
         self._hotspa_flags.agree_in_loop()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self._hotspa_checkpoints.poll(self.state)
+        if self._hotspa_checkpoints.writer is not None:
+            self._hotspa_checkpoints.poll(self.state)
         stop_where_told(self, self._hotspa_preemption)
         with self._hotspa_flags.in_loop():
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:

@@ -66,6 +66,8 @@ class MicroBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MicroBatch":
         """The same micro-batch on a device."""
+        if self.input_ids.device == torch.device(device):
+            return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "MicroBatch":

@@ -321,7 +321,7 @@ class HotSPaEngine:
                 why="the loss is a mean over label tokens",
                 fix="use a larger hotspa_mini_batch_size or drop rows without labels",
             )
-        check_mini_batch(self.agreement, mini_batch, self._switching.held(), error, where, facts)
+        check_mini_batch(self.agreement, mini_batch, self._switching.held, error, where, facts)
         self._agreed = time.perf_counter()  # about the same moment on all ranks
         if not add:
             self.master.zero_gradients()
@@ -330,7 +330,7 @@ class HotSPaEngine:
         loaded = (
             scored.hand_over([phase.bucket.strategy for phase in mini_batch.phases]) if scored is not None else None
         )
-        order = self._order(mini_batch, loaded)
+        order = self._order(mini_batch, loaded) if len(mini_batch.phases) > 1 else [*range(len(mini_batch.phases))]
         loss, measures = self._run_phases(mini_batch, order, loaded, training, where)
         self._steps += 1
         return self._finish(mini_batch, order, loss, measures, begin, where)
@@ -350,7 +350,8 @@ class HotSPaEngine:
             runner.parts.train(training)
         for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
-            self.failures.phase_begins(phase, runner, self._steps + 1, where)
+            if self._switching.worker is not None:  # whose thread explains failures, too
+                self.failures.phase_begins(phase, runner, self._steps + 1, where)
             self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
             with self._ending_all(phase, where):
                 phase_loss, measured = runner.run(
@@ -404,7 +405,7 @@ class HotSPaEngine:
         mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
         updates, trained = self.updates, self.master.trained
         runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
-        here = set[str]().union(*(runner.parts.reached for runner in runners))
+        here = set[str]().union(*(part.reached for runner in runners for part in runner.parts))
         reached = packed_flags(name in here for name in trained)
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
         values = [loss, square, *mine, *(number for phase in measures for number in phase), *reached]

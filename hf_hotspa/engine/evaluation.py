@@ -106,7 +106,7 @@ class Evaluation:
         """
         self._num_mini_batches += 1
         where = f"evaluation mini-batch {self._num_mini_batches}"
-        check_mini_batch(self._agreement, mini_batch, self._held(), mini_batch.error, where)
+        check_mini_batch(self._agreement, mini_batch, self._held, mini_batch.error, where)
         loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
         in_order = self._in_order(mini_batch)
         for index, (plan, phase) in enumerate(in_order):
@@ -131,7 +131,8 @@ class Evaluation:
             self._agreement.barrier()  # which waits longer than the group of switches for ranks that come late
             self._loaded = runner
             runner.load_for_forward(self._store, self._training)
-        runner.parts.begin_step(self._step)
+        for part in runner.parts:
+            part.begin_step(self._step)
         runner.replica.logits = [] if with_logits else None
         micro_batches = [m.to(self._groups.device, non_blocking=True) for m in phase.micro_batches]
         return float(runner.compute_forward(micro_batches, 1.0, plan, kept))

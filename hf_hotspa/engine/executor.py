@@ -292,7 +292,7 @@ class SwitchStats:
         return self.pack_seconds + self.wire_seconds + self.local_seconds + self.unpack_seconds
 
 
-_Flight = tuple[int, TransferHandle]
+_Flight = tuple[int, TransferHandle | None]
 """A round whose messages are on their way: its index, and what to wait for."""
 
 
@@ -442,7 +442,7 @@ class SwitchExecutor:
             transport.recv(tensor, message.peer, base + message.channel)
         for message, tensor in zip(current.sends, tensors.outgoing, strict=True):
             transport.send(tensor, message.peer, base + message.channel)
-        handle = transport.start()
+        handle = transport.start() if current.receives or current.sends else None
         clock = _lap(stats, "wire_seconds", clock)
         if not bound.plan.accumulate:
             tensors.copy_local()
@@ -458,7 +458,8 @@ class SwitchExecutor:
         index, handle = flight
         current, tensors, clock = bound.schedule.rounds[index], bound.rounds[index], time.perf_counter()
         assert tensors is not None
-        handle.wait()
+        if handle is not None:
+            handle.wait()
         clock = _lap(stats, "wire_seconds", clock)
         if bound.plan.accumulate:
             tensors.add()

@@ -71,22 +71,6 @@ class Parts(tuple[Replica, ...]):
         for part in self:
             part.model.train(mode)
 
-    def begin_step(self, step: int) -> None:
-        """See `Replica.begin_step`."""
-        for part in self:
-            part.begin_step(step)
-
-    @property
-    def reached(self) -> set[str]:
-        """See `Replica`."""
-        return set().union(*(part.reached for part in self))
-
-    @property
-    def balance_loss(self) -> Tensor:
-        """fp64 scalar: the balance loss of the routers here, but of those whose stage has it in its loss."""
-        losses = [part.balance_loss.cpu() for part in self if not part.is_last]
-        return sum(losses, torch.zeros((), dtype=torch.float64))
-
     @property
     def num_dropped(self) -> int:
         """Tokens that a capacity of experts has dropped since the last `bind`."""
@@ -126,6 +110,7 @@ class PhaseRunner:
         options: EngineOptions,
     ) -> None:
         self.mesh, self._switching, self._master = mesh, switching, master
+        self._keeps_step = mesh.strategy.keeps_step
         self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
         self.weights: list[Tensor | None] = []
         device, parts = master.compute_device, range(mesh.strategy.v)
@@ -189,7 +174,8 @@ class PhaseRunner:
         Returns:
             This rank's part of the loss, and what it measured.
         """
-        self.parts.begin_step(step)
+        for part in self.parts:
+            part.begin_step(step)
         clock = [time.perf_counter()]
 
         def lap() -> float:
@@ -344,16 +330,21 @@ class PhaseRunner:
             plan: What all replicas run; a strategy needs it that streams its units, or whose replicas keep step.
         """
         self._return_job = None
-        num_packs, micro_batches = len(micro_batches), self._in_step(micro_batches, plan)
+        num_packs, keeps_step = len(micro_batches), self._keeps_step
+        if keeps_step:
+            micro_batches = self._in_step(micro_batches, plan)
         watch = self._watch if is_last else None
         if watch is not None:  # gradients leave as soon as they are final, and after the load
             gate = SegmentGate(watch.segments, self.replica.device)
             watch.arm(gate, self._runner.num_backwards(micro_batches))
             self._return_job = self._return(gate)
         self.act = "compute"
-        self._begin_units(plan, most_tokens, True)
-        loss = self._runner.run(micro_batches, scale, most_tokens, self._joint_order(plan, most_tokens))
-        self._forget_idle(num_packs)
+        if self._stream is not None:
+            self._begin_units(self._stream, plan, most_tokens, True)
+        joint = self._joint_order(plan, most_tokens) if plan is not None and self.mesh.strategy.pp > 1 else None
+        loss = self._runner.run(micro_batches, scale, most_tokens, joint)
+        if keeps_step:
+            self._forget_idle(num_packs)
         if self._stream is not None:
             self._stream.end()
         self._is_loaded()  # a replica without micro-batches has waited for nothing yet
@@ -376,20 +367,24 @@ class PhaseRunner:
                 begins with. None where a strategy can't.
         """
         self.act = "compute"
-        if self.mesh.strategy.z == 3:
-            self._begin_units(plan, None, False)
+        if self._stream is not None and self.mesh.strategy.z == 3:
+            self._begin_units(self._stream, plan, None, False)
         kept: list[MicroBatch] = []
         while most_kept and self.can_keep and micro_batches:
             if sum(m.num_tokens for m in (*kept, micro_batches[0])) > most_kept:
                 break
             kept.append(micro_batches[0])
             micro_batches = micro_batches[1:]
-        loss = self._runner.run_forward(self._in_step(micro_batches, plan), scale)
+        num_packs = len(micro_batches)
+        if self._keeps_step:
+            micro_batches = self._in_step(micro_batches, plan)
+        loss = self._runner.run_forward(micro_batches, scale)
         self.replica.keeps_graphs = True
         for micro_batch in kept:  # last, so that little else is computed while they exist
             loss = loss + self.replica.forward(micro_batch, None, scale).detach()
         self.replica.keeps_graphs = False
-        self._forget_idle(len(micro_batches))
+        if self._keeps_step:
+            self._forget_idle(num_packs)
         if self._stream is not None:
             self._stream.end()
         return self._counted(loss)
@@ -399,26 +394,20 @@ class PhaseRunner:
         """Whether graphs of packs can outlive a forward: one stage has all layers, whole packs, and its weights all the time."""
         strategy = self.mesh.strategy
         return not (
-            strategy.num_stages > 1
-            or strategy.ck
-            or strategy.z
-            or strategy.keeps_step
-            or self.replica.routers is not None
+            strategy.num_stages > 1 or strategy.ck or strategy.z or self._keeps_step or self.replica.routers is not None
         )
 
-    def _begin_units(self, plan: PhasePlan | None, most_tokens: int | None, is_trained: bool) -> None:
+    def _begin_units(
+        self, stream: UnitStream, plan: PhasePlan | None, most_tokens: int | None, is_trained: bool
+    ) -> None:
         """Starts the transfers of units."""
-        if self._stream is None:
-            return
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
         passes = beats(self.mesh.strategy, pack_lengths(plan), most_tokens, is_trained, self._pair_cost)
         program = make_program(self._switching.pool.units, self.mesh.strategy, passes)
-        self._stream.begin(program, self.weights, self._gradients, self._source)
+        stream.begin(program, self.weights, self._gradients, self._source)
 
     def _in_step(self, micro_batches: Sequence[MicroBatch], plan: PhasePlan | None) -> Sequence[MicroBatch]:
-        """As many packs as the replica with most of them has, where ranks of several exchange tokens."""
-        if not self.mesh.strategy.keeps_step:
-            return micro_batches
+        """As many packs as the replica with most of them has, where ranks of several exchange tokens (`keeps_step`)."""
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
         most = max(map(len, plan.replicas), default=0)
         if len(micro_batches) == most:
@@ -426,20 +415,18 @@ class PhaseRunner:
         idle = idle_micro_batch(micro_batches[0].columns if micro_batches else {}).to(self.replica.device)
         return [*micro_batches, *[idle] * (most - len(micro_batches))]
 
-    def _joint_order(self, plan: PhasePlan | None, most_tokens: int | None) -> list[Operation] | None:
+    def _joint_order(self, plan: PhasePlan, most_tokens: int | None) -> list[Operation] | None:
         """What this stage runs where the stages of all replicas keep step; None where replicas go their own way."""
         strategy, here = self.mesh.strategy, self.mesh.coord
-        if plan is None or strategy.pp == 1 or not (strategy.keeps_step or strategy.z):
+        if not (self._keeps_step or strategy.z):
             return None
         joint = joint_passes(strategy, pack_lengths(plan), most_tokens, self._pair_cost)
         # where tokens are exchanged, what a replica does not have is an idle pack
-        return joint.passes.operations(here.pp) if strategy.keeps_step else joint.operations(here.pp, here.dp)
+        return joint.passes.operations(here.pp) if self._keeps_step else joint.operations(here.pp, here.dp)
 
     def _forget_idle(self, num_packs: int) -> None:
         """Losses and logits are those of packs again. Only replicas that keep step have idle packs; those in chunks, whose
         chunks leave logits of their own, never do."""
-        if not self.mesh.strategy.keeps_step:
-            return
         for kept in (self.replica.losses, self.replica.logits):
             if kept is not None:
                 del kept[num_packs:]
@@ -448,8 +435,10 @@ class PhaseRunner:
         # the coordinates of a tensor-parallel group all hold the same loss: one of them counts
         if self.mesh.coord.tp:
             return torch.zeros_like(loss)
-        # the last stage's loss has the balance loss of its routers in it
-        return loss + self.parts.balance_loss.to(loss)
+        for part in self.parts:
+            if not part.is_last:  # the last stage's loss has the balance loss of its routers in it
+                loss = loss + part.balance_loss.to(loss)
+        return loss
 
     @property
     def host_bytes(self) -> int:

@@ -215,7 +215,7 @@ class PipeDreamRunner(PhaseRunner):
         if self._labels[k]:
             self._master.zero_gradients()
             self._return(None).result()
-            self._updates.update(self.parts.reached)
+            self._updates.update({name for part in self.parts for name in part.reached})
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.zero_()

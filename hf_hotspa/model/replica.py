@@ -101,6 +101,10 @@ KNOWS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _BUFFER = "_hotspa_gradient"
 
 
+def _nothing() -> None:
+    """Stands for what a replica need not do."""
+
+
 def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Lets the gradients of a parameter accumulate in a dtype. Before other hooks of the parameter are registered.
 
@@ -217,9 +221,9 @@ class Replica:
         self._rope = RopeByRow(self._base)
         self.layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
         self.parameters = self._own_parameters(description)
-        self.check_weights: Callable[[], None] = lambda: None
-        self.begin_pass: Callable[[], None] = lambda: None
-        self.end_pass: Callable[[], None] = lambda: None
+        self.check_weights: Callable[[], None] = _nothing
+        self.begin_pass: Callable[[], None] = _nothing
+        self.end_pass: Callable[[], None] = _nothing
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
@@ -269,7 +273,7 @@ class Replica:
         self.experts = ExpertParallel(mesh, self.capacity) if mesh.experts is not None else None
         if self.experts is not None:
             self.experts.divide(self.model, description.experts)
-        self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
+        self._after_forward = self._shard(description) if mesh.tensor is not None else _nothing
         self._tail = Tail(self.model, description.base) if self.is_last else None
         if self.capacity is not None and self.experts is None:
             modules = dict(self.model.named_modules())  # without those of other stages
@@ -368,7 +372,7 @@ class Replica:
         self.flexible = make_flexible(present, styles, widths, tensor) if self._is_flexible else None
         if strategy.sp:
             apply_sequence_parallel(present, styles, widths, tensor)
-            return lambda: None
+            return _nothing
         return apply_tensor_parallel(present, styles, widths, tensor)
 
     # -- storage ------------------------------------------------------------------------------------------------------
@@ -441,7 +445,8 @@ class Replica:
             [1, T, hidden size] of the last layer here, or the scaled sum of cross entropies (fp64 scalar).
         """
         # without gradients it may be another call of the same rows, with other labels, say, or without adapters
-        if with_loss and torch.is_grad_enabled() and (resumed := self._resumed(micro_batch, scale)) is not None:
+        may_resume = with_loss and self.kept and torch.is_grad_enabled()
+        if may_resume and (resumed := self._resumed(micro_batch, scale)) is not None:
             return resumed
         whole, division, num_tokens = micro_batch, None, micro_batch.num_tokens
         if self.context is not None:
@@ -449,11 +454,14 @@ class Replica:
             micro_batch, pack = divided_pack(self.context, division, whole, prefix, self.dropout)
             num_tokens = division.num_tokens
         else:
-            micro_batch = self._divisible(micro_batch)
+            if self._num_shares > 1:
+                micro_batch = self._divisible(micro_batch)
             pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, self.mesh.strategy.kh)
         self._begin(micro_batch, whole, pack, with_loss)
         inputs: dict[str, Any] = {
-            "position_ids": self._positions(whole, micro_batch),
+            "position_ids": micro_batch.position_ids
+            if self._counts_from is None
+            else self._positions(whole, self._counts_from),
             "attention_mask": None,
             "use_cache": False,
             "hotspa_pack": pack,
@@ -464,7 +472,7 @@ class Replica:
             out = self._loss(inputs, micro_batch, whole, scale, num_tokens)
         else:
             out = self._base(**inputs).last_hidden_state
-        beside = self._balance(whole, division, scale, prefix)
+        beside = None if self.routers is None else self._balance(whole, division, scale, prefix)
         if beside is not None:
             out = out + beside if has_loss else attach_loss(out, beside)
         if has_loss:
@@ -474,7 +482,8 @@ class Replica:
         return out
 
     def _begin(self, micro_batch: MicroBatch, whole: MicroBatch, pack: PackedSequences, with_loss: bool) -> None:
-        self._rope.begin(micro_batch)
+        if self._rope.is_needed:
+            self._rope.begin(micro_batch)
         if self.dropout is not None:
             self.dropout.begin(pack, micro_batch)
         if self.routers is not None:
@@ -500,11 +509,9 @@ class Replica:
         if with_loss:
             self.check_weights()
 
-    def _positions(self, whole: MicroBatch, micro_batch: MicroBatch) -> Tensor:
-        """[1, T] int64, the positions of this rank's tokens as the family counts them."""
-        if self._counts_from is None:
-            return micro_batch.position_ids
-        counted = with_counted_positions(whole, self._counts_from)
+    def _positions(self, whole: MicroBatch, counts_from: int) -> Tensor:
+        """[1, T] int64, the positions of this rank's tokens as a family counts them that does not count from 0."""
+        counted = with_counted_positions(whole, counts_from)
         return (self._divisible(counted) if self.context is None else self.context.row_of(counted)).position_ids
 
     def tokens_kept(self, num_tokens: int) -> int:
@@ -581,8 +588,6 @@ class Replica:
         return micro_batch.padded_to(-(-micro_batch.num_tokens // shares) * shares, 0)
 
     def _balance(self, whole: MicroBatch, division: Division | None, scale: float, prefix: ChunkPrefix | None) -> Any:
-        if self.routers is None:
-            return None
         chunk = None if prefix is None else prefix.routers
         loss_of = partial(self.balance_of, whole.lengths, whole.labels[0], scale, chunk=chunk)
         if division is None:

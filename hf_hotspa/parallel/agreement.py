@@ -542,7 +542,7 @@ _MODULUS = 1 << 64
 def check_mini_batch(
     agreement: Agreement,
     mini_batch: MiniBatch,
-    held: Mapping[str, str],
+    held: Callable[[], Mapping[str, str]],
     error: HotspaError | None,
     where: str,
     facts: Mapping[str, str] | None = None,
@@ -550,18 +550,22 @@ def check_mini_batch(
     """Returns when all ranks may begin a mini-batch: no error, one plan, and in each replica the same rows.
 
     Args:
-        held: What ranks must have in common before a load. The others are as in `Agreement.check`.
+        held: Gives what ranks must have in common before a load. The others are as in `Agreement.check`.
 
     Raises:
         HotspaError: on every rank.
     """
+    if agreement.group is None:  # alone
+        if error is not None:
+            raise error
+        return
     rank = agreement.rank
     agreement.check(
-        {**mini_batch.digests(), **held},
+        {**mini_batch.digests(), **held()},
         error,
         where,
         facts=facts,
-        balance=balance_of(mini_batch, rank) if agreement.group is not None else 0,
+        balance=balance_of(mini_batch, rank),
         explain=lambda: rows_error(mini_batch, rank, agreement, where),
     )
 

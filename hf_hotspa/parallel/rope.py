@@ -58,13 +58,19 @@ def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collec
 
 
 class RopeByRow:
-    """Makes the rotary modules of a replica compute each token's table by the length of its own sequence."""
+    """Makes the rotary modules of a replica compute each token's table by the length of its own sequence.
+
+    Attributes:
+        is_needed: Whether there is one whose table depends on the length.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._lengths: tuple[int, ...] = ()
         self._pack: MicroBatch | None = None
+        self.is_needed = False
         for module in model.modules():
             if LONGROPE in _types(module):
+                self.is_needed = True
                 module.forward = partial(self._forward, module, module.forward)
 
     def begin(self, micro_batch: MicroBatch) -> None:

@@ -5,6 +5,7 @@ Owns `SequenceTable` and the builder that makes one from rows or from whole colu
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +14,7 @@ from numpy.typing import NDArray
 
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, check_left_padding
 
-
-def _none() -> NDArray[np.int64]:
-    return np.zeros(0, np.int64)
+_none: Any = partial(np.zeros, 0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
