@@ -74,7 +74,7 @@ def compare_memory(
 
     Model states are counted, not measured, on both sides of the latter.
     """
-    model = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=0))
+    model = calibration.memory_model(sizes, MemoryOptions(switch_bytes=0))
     rows = []
     for (strategy, tokens), measured in peaks.items():
         found = model.breakdown(strategy, tokens, num_packs=strategy.pp)

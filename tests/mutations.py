@@ -175,9 +175,23 @@ MUTATIONS = [
     Mutation(
         "the master store loses the end of a segment",
         "hf_hotspa/layout/placement.py",
-        "cuts = np.minimum(cuts, segment.numel)",
-        "cuts = np.minimum(cuts, segment.numel - 1)",
+        "ends = np.array([*starts, numel], np.int64)",
+        "ends = np.array([*starts, numel - 1], np.int64)",
         UNIT + "test_layout.py",
+    ),
+    Mutation(
+        "shares end inside of blocks of 8-bit states",
+        "hf_hotspa/layout/placement.py",
+        "MASTER_ALIGNMENT = 256",
+        "MASTER_ALIGNMENT = 192",
+        UNIT + "test_low_bit.py",
+    ),
+    Mutation(
+        "the size of a share decides whether it is quantized",
+        "hf_hotspa/engine/low_bit.py",
+        "whole = self.wholes[id(share)]",
+        "whole = share.numel()",
+        UNIT + "test_low_bit.py",
     ),
     Mutation(
         "the head's cost counts on the first stage",

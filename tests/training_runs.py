@@ -105,12 +105,16 @@ def newest(folder: Path) -> Path:
 
 
 def whole_state(path: Path) -> dict[str, torch.Tensor]:
-    """Every weight and every optimizer state of a checkpoint, whole."""
+    """Every weight and every optimizer state of a checkpoint, whole; scales of blocks, and codes of several elements, are 1-D."""
     from hf_hotspa.checkpoint.tensors import ShareReader
 
     manifest = read_manifest(path)
     reader = ShareReader(path, manifest)
-    return {f"{state}/{p.name}": reader.whole(p, state) for p in manifest.parameters for state in p.states}
+    return {
+        f"{state}/{p.name}": reader.read(p, state, 0, p.numel) if "/" in stored else reader.whole(p, state)
+        for p in manifest.parameters
+        for state, stored in p.states.items()
+    }
 
 
 def same_bits(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:

@@ -19,7 +19,6 @@ import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.training_args import OptimizerNames
 
 from hf_hotspa.calibrate.calibration import calibrate
 from hf_hotspa.costs.calibration import Calibration
@@ -27,6 +26,7 @@ from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
+from hf_hotspa.costs.optimizer_state import ADAM, OPTIMIZER_STATES
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
@@ -127,8 +127,6 @@ def engine_options(
 START_S = 20.0
 """Seconds, about, that a machine is measured for before a run whose first mini-batches race the nearest plans."""
 _MIB = 1 << 20
-_ONE_STATE = (OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
-"""Optimizers that keep at most one number for a weight; the others count as keeping two."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 _REFITS_KEPT = 16
@@ -453,7 +451,7 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
     # a second source keeps two strategies' weights; where it decides itself, the worse case counts
     second = ON_OFF[args.hotspa_second_source]
     return MemoryOptions(
-        optimizer_bytes=4 if args.optim in _ONE_STATE else 8,
+        optimizer=OPTIMIZER_STATES.get(str(getattr(args.optim, "value", args.optim)), ADAM),
         switch_bytes=2 * (args.hotspa_staging_mb << 20),
         weight_copies=2 if second or (second is None and args.device.type == "cuda") else 1,
         schedule=args.hotspa_pipeline_schedule,

@@ -1,7 +1,8 @@
 """The optimizer of a run: which may run on shares of the weights, how one moves onto them, and its learning rates.
 
-Each rank holds a flat share of every weight, cut anywhere. An update that looks at whole matrices, rows, blocks or norms
-of a tensor would change with the cut, hence with the number of ranks: it is refused.
+Each rank holds a flat share of every weight. An update that looks at whole matrices, rows or norms of a tensor would change with
+the cut, hence with the number of ranks: it is refused. Blocks of elements are never cut: the 8-bit and 4-bit optimizers of
+bitsandbytes and torchao run (`engine.low_bit`).
 """
 
 import enum
@@ -23,12 +24,25 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_hotspa.checkpoint.tensors import Share, bare_optimizer, optimizer_to_json
+from hf_hotspa.costs.optimizer_state import LOW_BIT_STATES
 from hf_hotspa.engine.cpu_adam import CPU_ADAM, cpu_adam_class, load_cpu_adam
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.low_bit import (
+    BITSANDBYTES,
+    TORCHAO,
+    adopt,
+    check_installed,
+    check_low_bit,
+    cut_state,
+    disown,
+    library_of,
+    overrides_of,
+)
 from hf_hotspa.engine.master import MasterShare
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model.storage import to_storage
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
+from hf_hotspa.versions import version_of
 
 ELEMENTWISE_OPTIMIZERS = (
     OptimizerNames.ADAMW_TORCH,
@@ -39,12 +53,17 @@ ELEMENTWISE_OPTIMIZERS = (
 )
 """The values of `--optim` that are elementwise and need no further package or device."""
 
+_LIBRARIES = {
+    BITSANDBYTES: tuple(o for o in OptimizerNames if o.value in LOW_BIT_STATES and "torch" not in o.value),
+    TORCHAO: (OptimizerNames.ADAMW_TORCH_8BIT, OptimizerNames.ADAMW_TORCH_4BIT),
+}
+"""Those that run where a library is installed."""
+
 _WHY = "every rank updates a flat share of each weight, and only elementwise optimizers are exact on that"
 _REASONS = {
     "whole matrices or the norm of whole tensors": (
         "adafactor", "lomo", "adalomo", "galore", "apollo", "stable_adamw", "grokadamw",
     ),
-    "whole blocks of elements": ("8bit", "4bit"),
     "weights of its own in evaluation": ("schedule_free",),
 }  # fmt: skip
 
@@ -53,12 +72,17 @@ def check_optimizer_name(optim: OptimizerNames) -> None:
     """Refuses a value of `--optim`.
 
     Raises:
-        UnsupportedError: it is not elementwise, or needs a package that is not a dependency.
+        UnsupportedError: it is not elementwise, or needs a package that nobody has tried.
+        HotspaConfigError: its package is not installed.
     """
     if optim in ELEMENTWISE_OPTIMIZERS:
         return
+    for library, optimizers in _LIBRARIES.items():
+        if optim in optimizers:
+            check_installed(library, optim.value)
+            return
     needs = next((need for need, parts in _REASONS.items() if any(part in optim.value for part in parts)), None)
-    names = ", ".join(o.value for o in ELEMENTWISE_OPTIMIZERS)
+    names = ", ".join(o.value for o in (*ELEMENTWISE_OPTIMIZERS, OptimizerNames.ADAMW_8BIT))
     raise UnsupportedError(
         f"the optimizer {optim.value!r} cannot be honoured",
         why=f"it needs {needs}; {_WHY}" if needs else "it needs another package or device, and nobody has tested it",
@@ -73,6 +97,8 @@ def check_elementwise(optimizer_class: Any, kwargs: dict[str, Any]) -> None:
         UnsupportedError: the pieces do not end up as the whole does, or it does not take 1-D parameters.
         HotspaConfigError: it makes numbers that are not finite.
     """
+    if isinstance(optimizer_class, type) and library_of(optimizer_class) is not None:
+        return  # an object of it is looked at before the first step
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     _try_out(name, lambda parameters: optimizer_class([{"params": parameters}], **kwargs), torch.device("cpu"))
 
@@ -90,6 +116,9 @@ def check_optimizer(optimizer: Optimizer, elsewhere: Mapping[int, str] | None = 
     name = type(optimizer).__name__
     if name == CPU_ADAM:
         return  # ours; a copy of it would take the C++ object with it
+    if library_of(type(optimizer)) is not None:
+        check_low_bit(optimizer)
+        return
     devices = [p.device for group in optimizer.param_groups for p in group["params"]]
     met = _Met(elsewhere or {})
     _try_out(name, lambda parameters: _copy(optimizer, parameters, met), devices[0] if devices else torch.device("cpu"))
@@ -143,13 +172,18 @@ def _copy(optimizer: Optimizer, parameters: list[nn.Parameter], met: _Met) -> Op
 
 
 def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
-    """Compares what a few steps make of a vector of 12, of its two pieces, and of the first piece alone, which must not depend
+    """Compares what a few steps make of a vector, of its two pieces, and of the first piece alone, which must not depend
     on the second: relative to how far it went, in fp64 where the optimizer takes that, so that tiny steps show."""
+    for size in _SIZES:
+        _try_size(name, make, device, size)
+
+
+def _try_size(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, size: int) -> None:
     try:
         try:
-            start, ends = _trials(make, device, torch.float64)
+            start, ends = _trials(make, device, torch.float64, size)
         except Exception:  # kernels that take fp32 only
-            start, ends = _trials(make, device, torch.float32)
+            start, ends = _trials(make, device, torch.float32, size)
     except Exception as error:
         raise UnsupportedError(
             f"the optimizer {name} does not run on 1-D parameters: {type(error).__name__}: {error}",
@@ -168,7 +202,7 @@ def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device:
     for index, of_group in enumerate(whole):
         went = of_group - start
         rounding = 1e-4 * went.abs().max() + 8 * torch.finfo(start.dtype).eps * start.abs().max()
-        actual = torch.cat([pieces[index] - of_group, alone[index] - of_group[:5]])
+        actual = torch.cat([pieces[index] - of_group, alone[index] - of_group[: _first(size)]])
         if not bool((actual.abs() <= rounding).all()):  # kernels may round tails of vectors otherwise
             raise UnsupportedError(
                 f"the optimizer {name} is not elementwise: cut in two, a vector is updated in another way",
@@ -177,21 +211,29 @@ def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device:
             )
 
 
+_SIZES = 12, 12_345
+"""Of vectors that are tried: some optimizers keep states of few bits for large ones alone."""
+
+
+def _first(size: int) -> int:
+    return size * 5 // 12
+
+
 _SLOPES, _MOST_STEPS, _LEAST_RATE = (1.0, -3.0, 0.5), 300, 1e-3
 
 
 def _trials(
-    make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, dtype: torch.dtype
+    make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, dtype: torch.dtype, size: int
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """Where a vector starts, and by cut and group where it ends.
 
     Three steps, or as many as it takes until three have moved every group's vector: some warm up by themselves. A learning
     rate of 0, or near it, is that of a schedule's beginning: a larger one is tried.
     """
-    start = torch.linspace(-1.0, 2.0, 12, device=device, dtype=dtype)
-    slope = torch.linspace(0.1, 5.0, 12, device=device, dtype=dtype).square()
+    start = torch.linspace(-1.0, 2.0, size, device=device, dtype=dtype)
+    slope = torch.linspace(0.1, 5.0, size, device=device, dtype=dtype).square()
     ends, number = [], None
-    for cut in ([12], [5, 7], [5]):
+    for cut in ([size], [_first(size), size - _first(size)], [_first(size)]):
         optimizer = make([nn.Parameter(part.clone()) for part in start[: sum(cut)].split(cut)])
         groups, made, moved = [group["params"] for group in optimizer.param_groups], 0, 0
         for group in optimizer.param_groups:
@@ -244,8 +286,7 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         UnsupportedError: it cannot be honoured; the optimizer is unchanged.
     """
     bare, shares = bare_optimizer(optimizer), engine.master.parameters
-    own, names = {id(share) for share in shares.values()}, _names(engine, model)
-    given = list(_parameters(bare))
+    own, names, given = {id(share) for share in shares.values()}, _names(engine, model), list(_parameters(bare))
     if all(id(parameter) in own for parameter in given) and given:
         return False
     kind = type(bare).__name__
@@ -274,15 +315,17 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         )
     if len({id(share) for share in after}) < len(after):
         raise UnsupportedError(f"the optimizer {kind} has a parameter twice", fix=_FIX)
-    shares = engine.master.shares
-    state = {id(p): _cut(value, shares[names[id(p)]], kind) for p, value in bare.state.items() if id(p) in moved}
+    shares, overrides = engine.master.shares, overrides_of(bare)
+    cut = {id(p): _cut(bare, value, shares[names[id(p)]]) for p, value in bare.state.items() if id(p) in moved}
     for group in bare.param_groups:
         group["params"][:] = [moved.get(id(p), p) for p in group["params"]]
     for parameter in [p for p in bare.state if id(p) in moved]:
         del bare.state[parameter]
-        bare.state[moved[id(parameter)]] = state[id(parameter)]
+        bare.state[moved[id(parameter)]] = cut[id(parameter)]
     try:
         check_optimizer(bare, {id(p): name for name, p in model.named_parameters()})
+        if library_of(type(bare)) is not None:
+            adopt(bare, engine.master, {id(moved[of]): given for of, given in overrides.items() if of in moved})
         if saved:
             optimizer_to_json(bare, Share())
     except UnsupportedError:
@@ -291,14 +334,17 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     return True
 
 
-def _cut(state: Any, share: MasterShare, kind: str) -> Any:
+def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
     """The state of a parameter, cut to what this rank owns of it."""
+    if library_of(type(optimizer)) is not None:
+        return cut_state(optimizer, state, share)
     cut, (spec, start, stop, *_) = {}, share
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != (stop - start,):
             if tuple(value.shape) != tuple(spec.shape):
                 raise UnsupportedError(
-                    f"the state {key!r} that the optimizer {kind} has of {spec.name!r} is of shape {tuple(value.shape)}",
+                    f"the state {key!r} that the optimizer {type(optimizer).__name__} has of {spec.name!r} is of shape "
+                    f"{tuple(value.shape)}",
                     why="only what has one value for each weight can be spread over ranks",
                     fix="use an elementwise optimizer such as torch.optim.AdamW",
                 )
@@ -310,6 +356,7 @@ def _cut(state: Any, share: MasterShare, kind: str) -> Any:
 def release(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
     """Puts the model's parameters in the place of the shares; the state stays this rank's share, for `take_over`."""
     bare, parameters = bare_optimizer(optimizer), dict(model.named_parameters())
+    disown(bare)
     back = {id(share): parameters[name] for name, share in engine.master.parameters.items() if name in parameters}
     for group in bare.param_groups:
         group["params"][:] = [back.get(id(p), p) for p in group["params"]]
@@ -395,6 +442,13 @@ class MasterOptimizer:
     def _on_master_store(self, optimizer: Optimizer) -> None:
         args = self._trainer.args
         saved = args.save_strategy != SaveStrategy.NO and not args.save_only_model
+        library = library_of(type(bare_optimizer(optimizer)))
+        if saved and library is not None and args.hotspa_stock_checkpoints:
+            raise UnsupportedError(
+                f"hotspa_stock_checkpoints with the optimizer {type(bare_optimizer(optimizer)).__name__} of {library}",
+                why="the master store has some weights transposed, so that other elements share a scale than in optimizer.pt",
+                fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights as transformers saves them all the same",
+            )
         take_over(optimizer, self._engine, self._trainer.model, saved)
         if not self._is_watched(optimizer):
             bare = bare_optimizer(optimizer)
@@ -451,8 +505,10 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def optimizer_facts(optimizer: Optimizer, scheduler: Any) -> dict[str, str]:
     """Kind and settings of optimizer and scheduler."""
     state = {} if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if not callable(v)}
+    kind = type(bare_optimizer(optimizer))
+    library = library_of(kind)
     return {
-        "the optimizer": type(bare_optimizer(optimizer)).__name__,
+        "the optimizer": kind.__name__ if library is None else f"{kind.__name__} of {library} {version_of(library)}",
         "the scheduler": type(scheduler).__name__,
         **group_facts(optimizer),
         **{f"{key} of the scheduler": text_of(value) for key, value in state.items()},

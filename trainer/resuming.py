@@ -37,6 +37,7 @@ from hf_hotspa.checkpoint.tensors import (
     restore,
     saved_tensors,
     saved_vector,
+    state_from_json,
 )
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import load_weights
@@ -352,7 +353,7 @@ def load_scheduler(resumption: Resumption, scheduler: Any) -> None:
                 where=str(resumption.path),
                 fix="go on with the same lr_scheduler_type",
             )
-        scheduler.load_state_dict(state)
+        scheduler.load_state_dict(state_from_json(state))
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(
             f"{STATE!r} holds no scheduler state: {type(error).__name__}: {error}", where=str(resumption.path)

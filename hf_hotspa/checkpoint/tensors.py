@@ -17,8 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_hotspa.checkpoint.format.disk import Buffer, TensorRecord, check_name, tensor_file
-from hf_hotspa.checkpoint.format.manifest import WEIGHT, Manifest, SavedParameter, SavedSegment, rank_tensors
+from hf_hotspa.checkpoint.format.manifest import (
+    WEIGHT,
+    Manifest,
+    SavedParameter,
+    SavedSegment,
+    num_values,
+    rank_tensors,
+    stored_as,
+)
 from hf_hotspa.engine.cpu_adam import CPU_ADAM
+from hf_hotspa.engine.low_bit import Stored, code_digest, kind_of, loaded_states, stored_states
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.layout.placement import master_layout
@@ -67,7 +76,7 @@ class Share:
     Args:
         tensors: In the order of the file.
         scalars: Parameter -> state -> value, JSON-ready.
-        states: Parameter -> state -> dtype of what is stored, as the manifest lists it.
+        states: Parameter -> state -> what is stored, as the manifest lists it (`SavedParameter.states`).
     """
 
     tensors: list[tuple[TensorRecord, Tensor]] = field(default_factory=list)
@@ -116,20 +125,18 @@ def share_of(master: MasterStore, optimizer: Optimizer | None, vector: Parameter
         UnsupportedError: the optimizer keeps something that belongs neither to one weight nor to one parameter.
     """
     share = Share()
-    state = bare_optimizer(optimizer).state if optimizer is not None else {}
+    bare = bare_optimizer(optimizer) if optimizer is not None else None
     for name in (spec.name for spec in vector.specs):
         parameter = master.parameters[name]
-        stored: dict[str, Tensor] = {WEIGHT: parameter}
-        for key, value in state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape:
-                stored[key] = value
-            else:
-                share.scalars.setdefault(name, {})[key] = _scalar_to_json(value, f"{key} of {name}")
-        share.states[name] = {key: dtype_name(value.dtype) for key, value in stored.items()}
-        if parameter.numel():
-            for key, value in stored.items():
-                record = TensorRecord(f"{key}/{name}", share.states[name][key], (parameter.numel(),))
-                share.tensors.append((record, value))
+        states, rest = stored_states(bare, parameter) if bare is not None else ({}, {})
+        for key, value in rest.items():
+            share.scalars.setdefault(name, {})[key] = _scalar_to_json(value, f"{key} of {name}")
+        share.states[name] = {}
+        for key, (values, each) in {WEIGHT: Stored(parameter), **dict(sorted(states.items()))}.items():
+            dtype = dtype_name(values.dtype)
+            share.states[name][key] = dtype if each == 1 else f"{dtype}/{each}"
+            if parameter.numel():
+                share.tensors.append((TensorRecord(f"{key}/{name}", dtype, tuple(values.shape)), values))
     return share
 
 
@@ -151,6 +158,24 @@ def _scalar_from_json(value: Any) -> Any:
     return value
 
 
+def state_to_json(value: Any) -> Any:
+    """The state of a scheduler as JSON has it: rates that are tensors, as some optimizers want them, say so."""
+    if isinstance(value, Tensor):
+        return _scalar_to_json(value, "a tensor")
+    if isinstance(value, list | tuple):
+        return [state_to_json(part) for part in value]
+    return {key: state_to_json(part) for key, part in value.items()} if isinstance(value, dict) else value
+
+
+def state_from_json(value: Any) -> Any:
+    """The inverse of `state_to_json`."""
+    if isinstance(value, list):
+        return [state_from_json(part) for part in value]
+    if isinstance(value, dict) and value.keys() != {"dtype", "value"}:
+        return {key: state_from_json(part) for key, part in value.items()}
+    return _scalar_from_json(value)
+
+
 def optimizer_to_json(optimizer: Optimizer, share: Share) -> dict[str, Any]:
     """Class, hyperparameters of the groups, and the states that are no tensors."""
     bare = bare_optimizer(optimizer)
@@ -158,7 +183,8 @@ def optimizer_to_json(optimizer: Optimizer, share: Share) -> dict[str, Any]:
     for group in groups:
         for key, value in group.items():
             group[key] = _scalar_to_json(value, key) if not isinstance(value, tuple | list) else list(value)
-    return {"class": type(bare).__name__, "groups": groups, "scalars": share.scalars}
+    saved = {"class": kind_of(bare), "groups": groups, "scalars": share.scalars}
+    return saved if (digest := code_digest(bare)) is None else {**saved, "codes": digest}
 
 
 def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedSegment, ...]:
@@ -215,30 +241,40 @@ class ShareReader:
         """Elements `[start, stop)` of a state of a parameter, in the storage order of the checkpoint.
 
         Returns:
-            1-D, on the CPU, in the dtype in which it was saved.
+            1-D, on the CPU, in the dtype in which it was saved; where a value stands for several elements, with the values of
+            the blocks that begin in the range. It must begin with one.
 
         Raises:
             DamagedCheckpointError: a file does not hold what the manifest says.
         """
-        tensor = torch.empty(stop - start, dtype=getattr(torch, parameter.states[state]))
+        dtype, each = stored_as(parameter.states[state])
+        tensor = torch.empty(num_values(start, stop, each), dtype=getattr(torch, dtype))
         name = f"{state}/{parameter.name}"
         for rank, first, last in self.manifest.holders(parameter, start, stop):
             low, high = self.manifest.share(parameter, rank)
+            at, size = num_values(low, first, each), num_values(first, last, each)
             try:
                 saved = self._file(rank).get_slice(name)
-                good = saved.get_shape() == [high - low]
-                values = saved[first - low : last - low] if good else None
+                good = saved.get_shape() == [num_values(low, high, each)]
+                values = saved[at : at + size] if good else None
             except (SafetensorError, OSError) as error:
                 raise self._damaged(rank, f"{name!r} cannot be read: {error}") from error
             if values is None or values.dtype != tensor.dtype:
                 raise self._damaged(rank, f"{name!r} is not what the manifest says")
-            tensor[first - start : last - start] = values
+            here = num_values(start, first, each)
+            tensor[here : here + size] = values
         return tensor
 
     def read_as(self, parameter: SavedParameter, state: str, shard_dim: int | None, start: int, stop: int) -> Tensor:
         """The same in another storage order; where the two differ, the whole parameter is in memory for a moment."""
         if parameter.shard_dim == shard_dim:
             return self.read(parameter, state, start, stop)
+        if state != WEIGHT and any(stored_as(stored)[1] > 1 for stored in parameter.states.values()):
+            raise ResumeError(
+                f"the state {state!r} of {parameter.name!r} has scales for blocks of elements, which lie in another order here",
+                where=str(self.folder),
+                fix="resume with the version of hf_hotspa that wrote the checkpoint, or with save_only_model begin anew",
+            )
         return to_storage(self.whole(parameter, state), shard_dim)[start:stop]
 
     def whole(self, parameter: SavedParameter, state: str = WEIGHT) -> Tensor:
@@ -295,6 +331,9 @@ def restore(
         ResumeError: it is another optimizer.
         DamagedCheckpointError: a file does not hold what the manifest says.
     """
+    if optimizer is not None:
+        assert saved is not None
+        _check_kind(bare_optimizer(optimizer), saved, str(folder))
     reader = ShareReader(folder, manifest)
     saved_parameters = {parameter.name: parameter for parameter in manifest.parameters}
     states: dict[str, dict[str, Any]] = {}
@@ -304,13 +343,13 @@ def restore(
             master.frozen_version += 1
         parameter.copy_(reader.read_as(of_name, WEIGHT, spec.shard_dim, start, stop))
         if optimizer is not None:
-            states[name] = {
+            read = {
                 key: reader.read_as(of_name, key, spec.shard_dim, start, stop)
                 for key in of_name.states
                 if key != WEIGHT
             }
-    if optimizer is not None:
-        assert saved is not None
+            states[name] = loaded_states(bare_optimizer(optimizer), parameter, read)
+    if optimizer is not None and saved is not None:
         load_optimizer(bare_optimizer(optimizer), master, states, saved, str(folder))
 
 
@@ -356,16 +395,8 @@ def load_optimizer(
     Raises:
         ResumeError: it is another optimizer.
     """
-    current = optimizer.state_dict()
-    own = type(optimizer).__name__
-    same = saved["class"] == own or {saved["class"], own} == _SAME_STATE
-    if not same or len(saved["groups"]) != len(current["param_groups"]):
-        raise ResumeError(
-            f"the checkpoint holds the state of {saved['class']} with {len(saved['groups'])} parameter groups, and the "
-            f"run has {own} with {len(current['param_groups'])}",
-            where=where,
-            fix="go on with the same optim",
-        )
+    _check_kind(optimizer, saved, where)
+    current, own = optimizer.state_dict(), kind_of(optimizer)
     groups = []
     for group, kept in zip(current["param_groups"], saved["groups"], strict=True):
         restored = {key: _scalar_from_json(value) for key, value in kept.items() if key not in HERE_AND_NOW}
@@ -383,3 +414,22 @@ def load_optimizer(
             if entry:
                 by_index[index] = entry
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+
+
+def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str) -> None:
+    """Raises `ResumeError` for the state of another optimizer."""
+    own, num_groups = kind_of(optimizer), len(optimizer.param_groups)
+    same = saved["class"] == own or {saved["class"], own} == _SAME_STATE
+    if not same or len(saved["groups"]) != num_groups:
+        raise ResumeError(
+            f"the checkpoint holds the state of {saved['class']} with {len(saved['groups'])} parameter groups, and the "
+            f"run has {own} with {num_groups}",
+            where=where,
+            fix="go on with the same optim",
+        )
+    if saved.get("codes", digest := code_digest(optimizer)) != digest:
+        raise ResumeError(
+            f"the codes of the states of {own} stood for other values when the checkpoint was written",
+            where=where,
+            fix="go on with the release of the library that it was written with",
+        )

@@ -6,11 +6,21 @@
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from hf_hotspa.checkpoint.format.disk import DTYPES
 from hf_hotspa.checkpoint.format.folder import check_step, checkpoints
-from hf_hotspa.checkpoint.format.manifest import MANIFEST, WEIGHT, Manifest, read_manifest, verify
+from hf_hotspa.checkpoint.format.manifest import (
+    MANIFEST,
+    WEIGHT,
+    Manifest,
+    num_values,
+    read_manifest,
+    stored_as,
+    verify,
+)
 from hf_hotspa.costs.hardware import parse_bytes
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
 from hf_hotspa.reporting.terminal import text_table
@@ -70,9 +80,30 @@ def _inspect(args: argparse.Namespace) -> None:
 
 def _contents(manifest: Manifest) -> str:
     files = [["file", "bytes", "sha256"], *([f.name, f"{f.size:,}", f.sha256[:16]] for f in manifest.files)]
-    states = sorted({state for parameter in manifest.parameters for state in parameter.states if state != WEIGHT})
     written = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))
-    return f"{text_table('', files)}\n\noptimizer states: {', '.join(states) or 'none'}\nwritten by: {written}"
+    return f"{text_table('', files)}\n\n{_states(manifest)}\nwritten by: {written}"
+
+
+def _states(manifest: Manifest) -> str:
+    """Each state of the optimizer, with what is stored of it, for how many elements, and in how many bytes."""
+    elements, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+    for parameter in manifest.parameters:
+        for state, stored in parameter.states.items():
+            dtype, each = stored_as(stored)
+            elements[state, stored] += parameter.numel
+            sizes[state, stored] += num_values(0, parameter.numel, each) * DTYPES[dtype][1]
+    rows = []
+    for state, stored in sorted(key for key in elements if key[0] != WEIGHT):
+        dtype, each = stored_as(stored)
+        of = (
+            (dtype if each == 1 else f"{dtype} for {each}"),
+            f"{elements[state, stored]:,}",
+            f"{sizes[state, stored]:,}",
+        )
+        rows.append([state, *of])
+    if not rows or not manifest.has_masters:
+        return "optimizer states: none"
+    return text_table("", [["optimizer state", "stored as", "elements", "bytes"], *rows]) + "\n"
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -21,6 +21,7 @@ from hf_hotspa.costs.breakdown import MemoryBreakdown, round_up, size
 from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
 from hf_hotspa.costs.context import gathered_bytes, repeated_bytes
 from hf_hotspa.costs.experts import returned_bytes
+from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
@@ -70,7 +71,7 @@ class MemoryOptions:
     """What the memory of a run depends on beside model and strategy.
 
     Args:
-        optimizer_bytes: Optimizer state of one trained element; Adam keeps 8.
+        optimizer: What the optimizer keeps.
         compute_dtype: The dtype of activations.
         activation_bytes: Measured bytes a token and layer by tp; where a tp is missing the formula holds.
         end_bytes: Measured bytes a token beyond what the layers keep, by tp: on a last stage for the logits; on others
@@ -87,7 +88,7 @@ class MemoryOptions:
             own weights, and several versions of them.
     """
 
-    optimizer_bytes: float = 8
+    optimizer: OptimizerState = ADAM
     compute_dtype: str = "bfloat16"
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
     end_bytes: Mapping[int, float] = field(default_factory=dict)
@@ -114,12 +115,14 @@ class MemoryModel:
 
     @cached_property
     def _master(self) -> MasterSizes:
-        return MasterSizes(0, 0, 0) if self.options.offload_master else self.sizes.master(self.world_size)
+        if self.options.offload_master:
+            return MasterSizes(0, 0, 0)
+        return self.sizes.master(self.world_size, self.options.optimizer)
 
     def _master_of(self, strategy: Strategy, stage: int) -> MasterSizes:
         if self.options.pipedream is None:
             return self._master
-        return self.sizes.master_of_stage(strategy, stage)
+        return self.sizes.master_of_stage(strategy, stage, self.options.optimizer)
 
     def arena_bytes(self, strategy: Strategy) -> int:
         """Weights (as many copies as are kept) and gradients of the strategy on its fullest rank."""
@@ -173,7 +176,7 @@ class MemoryModel:
         return MemoryBreakdown(
             master_weights=master.weight_bytes,
             master_gradients=master.gradient_bytes,
-            optimizer=master.trained_elements * options.optimizer_bytes,
+            optimizer=master.optimizer_bytes,
             weights=weights,
             gradients=sizes.gradient_bytes,
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),

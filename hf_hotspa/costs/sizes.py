@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_hotspa.costs.adapter import Adapter
+from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
 from hf_hotspa.layout.shares import is_uneven, largest_share
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.units import Room, Units, sizes_of_neighbours
-from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.layout.vector import EMBEDDING, ParameterVector, Segment
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
 
@@ -76,12 +77,12 @@ class MasterSizes:
     Args:
         weight_bytes: Master weights.
         gradient_bytes: Gradients of the trained ones.
-        trained_elements: Elements that the optimizer updates.
+        optimizer_bytes: State of the optimizer.
     """
 
     weight_bytes: int
     gradient_bytes: int
-    trained_elements: int
+    optimizer_bytes: int
 
 
 def _held(num_bytes: NDArray[np.int64], rooms: Sequence[Room | None]) -> NDArray[np.int64]:
@@ -261,32 +262,49 @@ class ModelSizes:
         whole = norms + attention * shape.whole_attention + mlp * shape.whole_mlp + experts / ep
         return math.ceil(cut + whole - 1e-3)  # what is whole but for rounding is not a parameter more
 
-    def master(self, world_size: int) -> MasterSizes:
-        """The largest share of the master store."""
+    def master(self, world_size: int, optimizer: OptimizerState = ADAM) -> MasterSizes:
+        """The largest share of the master store, with what the optimizer keeps for it."""
         if self.vector is None:
             frozen = self.num_parameters - self.num_trained
-            return self._shared_out(self.num_trained, frozen, world_size)
-        return self._fullest(master_layout(self.vector, world_size), range(world_size))
+            return self._shared_out(self.num_trained, frozen, world_size, optimizer)
+        return self._fullest(master_layout(self.vector, world_size), range(world_size), optimizer)
 
-    def master_of_stage(self, strategy: Strategy, stage: int) -> MasterSizes:
+    def master_of_stage(self, strategy: Strategy, stage: int, optimizer: OptimizerState = ADAM) -> MasterSizes:
         """The largest share of a rank of a stage, where each stage has the master store of its own weights."""
         size = strategy.stage_size
         if self.vector is None:
             alone = self.stages(Strategy(pp=strategy.pp))[stage]
             trained, whole = (b // dtype_bytes(self.compute_dtype) for b in (alone.trained_bytes, alone.weight_bytes))
-            return self._shared_out(trained, whole - trained, size)
+            return self._shared_out(trained, whole - trained, size, optimizer, has_embedding=stage == 0)
         layout = master_layout(self.vector, strategy.world_size, strategy)
-        return self._fullest(layout, range(stage * size, (stage + 1) * size))
+        return self._fullest(layout, range(stage * size, (stage + 1) * size), optimizer)
 
-    def _shared_out(self, trained: int, frozen: int, num_ranks: int) -> MasterSizes:
+    def _shared_out(
+        self, trained: int, frozen: int, num_ranks: int, optimizer: OptimizerState, has_embedding: bool = True
+    ) -> MasterSizes:
         share, rest = -(-trained // num_ranks), -(-frozen // num_ranks) * dtype_bytes(self.compute_dtype)
-        return MasterSizes(share * _MASTER_BYTES + rest, share * _MASTER_BYTES, share)
+        vocabulary = self.shape.vocab_size * self.shape.hidden_size
+        embedded = vocabulary if has_embedding and self.adapter is None else 0
+        # what is too small to be quantized is next to nothing of a model
+        state = embedded * optimizer.element_bytes(embedded, True)
+        state += (trained - embedded) * optimizer.element_bytes(vocabulary, False)
+        return MasterSizes(share * _MASTER_BYTES + rest, share * _MASTER_BYTES, math.ceil(state / num_ranks))
 
-    def _fullest(self, layout: Layout, ranks: range) -> MasterSizes:
+    def _fullest(self, layout: Layout, ranks: range, optimizer: OptimizerState) -> MasterSizes:
         assert self.vector is not None
         sizes = np.stack([placement.sizes[ranks.start : ranks.stop] for placement in layout.placements])
         width = np.array([dtype_bytes(s.master_dtype) for s in self.vector.segments])
         trained = np.array([s.trainable for s in self.vector.segments])
-        weights, elements = width @ sizes, trained.astype(np.int64) @ sizes
-        rank = int((weights + (width * trained) @ sizes).argmax())
-        return MasterSizes(int(weights[rank]), int(((width * trained) @ sizes)[rank]), int(elements[rank]))
+        weights, gradients = width @ sizes, (width * trained) @ sizes
+        state = np.array([self._state_bytes(s, optimizer) for s in self.vector.segments]) @ sizes
+        rank = int((weights + gradients).argmax())
+        return MasterSizes(int(weights[rank]), int(gradients[rank]), math.ceil(state[rank]))
+
+    def _state_bytes(self, segment: Segment, optimizer: OptimizerState) -> float:
+        """What an optimizer keeps for an element of a segment, in the mean."""
+        assert self.vector is not None
+        if not segment.trainable:
+            return 0.0
+        specs = self.vector.specs_of(segment)
+        of_specs = (s.numel * optimizer.element_bytes(s.numel, s.unit == EMBEDDING and len(s.shape) > 1) for s in specs)
+        return sum(of_specs) / segment.numel

@@ -32,6 +32,7 @@ from hf_hotspa.engine.device_pace import DevicePace
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
+from hf_hotspa.engine.low_bit import adopt_before_steps
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.measures import Observer, PhaseFacts, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.engine.non_finite import raise_non_finite
@@ -115,6 +116,7 @@ class HotSPaEngine:
             self.model_digest, same = fill_from_model(model, self.master, self.agreement, self._groups.switch)
             if same:
                 self._frozen_in = weakref.ref(model), self.master.frozen_version
+        self._adopting = adopt_before_steps(self.master)
         self.updates = stage_updates(options.pipedream, strategies[0], self._groups, self.master)
         self._buffers, self._options = dict(bare_model(model)[0].named_buffers()), options
         self._attached: list[Callable[[Replica], Attachment]] = []
@@ -507,6 +509,7 @@ class HotSPaEngine:
 
     def close(self) -> None:
         """Ends the switch thread, frees memory and destroys the process groups. Collective; nothing may follow."""
+        self._adopting.remove()
         self._switching.close()
         self.agreement.barrier()
         self._switching.arenas.clear()

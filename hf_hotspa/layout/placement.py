@@ -17,14 +17,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_hotspa.layout.intervals import Interval, Placement, place
 from hf_hotspa.layout.shares import is_uneven, shard_rows
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Segment
 from hf_hotspa.strategy import Strategy
 
-MASTER_ALIGNMENT = 128
-"""Cuts of the master store fall on multiples of this many elements (aligned vector loads; fewer tiny pieces)."""
+MASTER_ALIGNMENT = 256
+"""Cuts of the master store fall on multiples of this many elements of a parameter, or between two parameters: optimizers whose
+state is 8 or 4 bits wide scale blocks of 256 (or 128) elements, so that no block is on two ranks, however many there are."""
 
 
 @dataclass(frozen=True)
@@ -284,20 +286,35 @@ def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy |
         by_stage: A pipeline whose stages update by themselves: each segment is cut over the ranks of its stage alone. None
             where all ranks update together.
     """
-    known: dict[tuple[int, range], Placement] = {}
+    known: dict[tuple[range, int, tuple[int, ...]], Placement] = {}
     placements = []
     for segment in vector.segments:
         owners = range(world_size)
         if by_stage is not None:
             first = stage_of_unit(vector, by_stage, segment.unit) * by_stage.stage_size
             owners = range(first, first + by_stage.stage_size)
-        if (segment.numel, owners) not in known:
-            blocks, num = -(-segment.numel // MASTER_ALIGNMENT), len(owners)
-            cuts = np.arange(num + 1, dtype=np.int64) * blocks // num * MASTER_ALIGNMENT
-            cuts = np.minimum(cuts, segment.numel)
+        starts = tuple(spec.offset - segment.start for spec in vector.specs_of(segment))
+        key = owners, segment.numel, starts
+        if key not in known:
+            cuts, num = _master_cuts(starts, segment.numel, len(owners)), len(owners)
             rows = np.column_stack((np.array(owners), cuts[:-1], cuts[1:], np.zeros(num, np.int64)))
             sizes = np.zeros(world_size, np.int64)
             sizes[owners.start : owners.stop] = np.diff(cuts)
-            known[segment.numel, owners] = place(rows[cuts[1:] > cuts[:-1]], sizes)
-        placements.append(known[segment.numel, owners])
+            known[key] = place(rows[cuts[1:] > cuts[:-1]], sizes)
+        placements.append(known[key])
     return Layout("master store", world_size, tuple(segment.start for segment in vector.segments), tuple(placements))
+
+
+def _master_cuts(starts: Sequence[int], numel: int, num: int) -> NDArray[np.int64]:
+    """The ends of the shares of a segment, from 0 on: as even as `MASTER_ALIGNMENT` allows.
+
+    Args:
+        starts: Where its parameters start, counted from its own start.
+        num: Ranks that share it.
+    """
+    even = np.arange(num + 1, dtype=np.int64) * numel // num
+    ends = np.array([*starts, numel], np.int64)
+    at = np.searchsorted(ends, even, side="right") - 1
+    low = ends[at] + (even - ends[at]) // MASTER_ALIGNMENT * MASTER_ALIGNMENT
+    high = np.minimum(low + MASTER_ALIGNMENT, ends[np.minimum(at + 1, len(ends) - 1)])
+    return np.where(even - low <= high - even, low, high)

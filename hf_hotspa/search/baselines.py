@@ -30,7 +30,7 @@ from hf_hotspa.strategy import Strategy
 
 STAGES = (1, 2, 3)
 NAMES = {1: "DP with ZeRO-1", 2: "DP with ZeRO-2", 3: "DP with ZeRO-3 (FSDP)"}
-_MASTER_BYTES, _ADAM_BYTES = 4, 8
+_MASTER_BYTES = 4
 
 _Packs = Sequence[Sequence[Sequence[int]]]
 
@@ -93,7 +93,7 @@ class DataParallel:
         """Bytes on a device with packs of so many tokens."""
         width, dp = dtype_bytes(self.dtype), self.memory.world_size
         held = self.memory.breakdown(self._strategy(recompute), pack_tokens)
-        trained, frozen = self._parameters
+        (trained, frozen), sizes, optimizer = self._parameters, self.memory.sizes, self.memory.options.optimizer
 
         def states(weights: float = 0, gradients: float = 0, optimizer: float = 0, of: float = trained) -> float:
             return model_state_bytes(
@@ -108,7 +108,7 @@ class DataParallel:
             # fp32 weights beside those of computation, where these are not fp32 themselves
             master_weights=states(optimizer=_MASTER_BYTES if width < _MASTER_BYTES else 0),
             master_gradients=0.0,
-            optimizer=states(optimizer=_ADAM_BYTES),
+            optimizer=states(optimizer=sizes.master(1, optimizer).optimizer_bytes / trained),
             weights=states(weights=width) + states(weights=width, of=frozen) + gathered,
             gradients=states(gradients=width) + reduced,
             arena=0.0,

@@ -18,6 +18,7 @@ from hf_hotspa.costs.hardware import Hardware, parse_bytes, parse_nodes
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.model_config import ModelConfig, load_model
+from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
@@ -54,6 +55,7 @@ class Setup:
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         adapter: What is trained instead of the model; None where the model is.
         pipedream: How stages update by themselves; None for the synchronous update.
+        optim: The optimizer, by the name of `--optim`.
     """
 
     model: ModelConfig
@@ -70,6 +72,7 @@ class Setup:
     schedule: str = "auto"
     adapter: Adapter | None = None
     pipedream: PipeDream | None = None
+    optim: str = "adamw_torch"
 
     @classmethod
     def read(
@@ -167,7 +170,8 @@ class Setup:
 
     @property
     def _options(self) -> MemoryOptions:
-        return MemoryOptions(compute_dtype=self.dtype, schedule=self.schedule, pipedream=self.pipedream)
+        optimizer = OPTIMIZER_STATES[self.optim]
+        return MemoryOptions(optimizer, self.dtype, schedule=self.schedule, pipedream=self.pipedream)
 
     def strategies(self) -> list[Strategy]:
         """Every legal strategy with every choice of options, but for those that are asked for of all."""
@@ -198,6 +202,7 @@ class Setup:
             "limit_bytes": self.limit_bytes,
             "limit_source": self.limit_source,
             "dtype": self.dtype,
+            "optim": self.optim,
             "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
             "gradients": asdict(self.gradients),

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
+from hf_hotspa.costs.optimizer_state import LOW_BIT_STATES
 from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, StrategyError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.launcher import recompute_argument
@@ -62,7 +63,7 @@ REFUSED = [
     {"optim": "adafactor"},
     {"optim": "lomo"},
     {"optim": "galore_adamw"},
-    {"optim": "adamw_8bit"},
+    {"optim": "galore_adamw_8bit"},
     {"optim": "stable_adamw"},
     {"debug": "underflow_overflow"},
 ]
@@ -451,7 +452,10 @@ def test_whose_fields_are_whose(tmp_path, library):
     made(library.OtherConfig, tmp_path, trainer=switched(library.OtherTrainer), own_thing=0.5)  # reads its own
 
 
-@pytest.mark.parametrize("optim", sorted({o.value for o in OptimizerNames} - {o.value for o in ELEMENTWISE_OPTIMIZERS}))
+HONOURED = {o.value for o in ELEMENTWISE_OPTIMIZERS} | LOW_BIT_STATES.keys()
+
+
+@pytest.mark.parametrize("optim", sorted({o.value for o in OptimizerNames} - HONOURED))
 def test_every_other_optimizer_is_refused_with_its_reason(tmp_path, optim):
     with pytest.raises(HotspaConfigError) as caught:
         make_arguments(tmp_path, optim=optim)
@@ -470,8 +474,6 @@ REASONS = {
     "lomo": "whole matrices",
     "stable": "whole matrices",
     "grok": "whole matrices",
-    "8bit": "whole blocks",
-    "4bit": "whole blocks",
     "schedule_free": "weights of its own",
 }
 

@@ -24,6 +24,7 @@ from hf_hotspa.costs.measurements import (
 )
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.optimizer_state import OptimizerState
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import port_seconds
@@ -114,11 +115,11 @@ def test_more_nodes_have_more_cores() -> None:
 
 
 def test_memory_is_what_was_measured() -> None:
-    model = calibration().memory_model(SIZES, MemoryOptions(optimizer_bytes=0))
+    model = calibration().memory_model(SIZES, MemoryOptions(optimizer=OptimizerState(0)))
     found = model.breakdown(Strategy(2, 2, 1), 3000)
     assert found.activations == pytest.approx(3000 * 8 * 10_000, rel=1e-6)
     assert found.logits == pytest.approx(3000 * 5_000, rel=1e-6)
-    assert model.options.optimizer_bytes == 0
+    assert model.options.optimizer == OptimizerState(0)
     assert model.options.compute_dtype == "float32"
     # a recomputing layer keeps its input; the first has all that was measured once more, a gradient at either end and
     # one inside of the MLP, when the logits are gone

@@ -321,17 +321,22 @@ def test_each_element_of_the_master_store_has_one_owner(seed: int) -> None:
         for holdings, sizes in zip(layout.holdings, layout.sizes, strict=True):
             assert sum(interval.length for interval in holdings) == sum(sizes)
             for interval in holdings:
-                segment = vector.segments[interval.segment]
                 assert interval.offset == 0
-                assert (interval.start - segment.start) % MASTER_ALIGNMENT == 0
-                assert (interval.stop - segment.start) % MASTER_ALIGNMENT == 0 or interval.stop == segment.stop
+                for cut in (interval.start, interval.stop):  # at a block of its parameter, or between two parameters
+                    cuts = [spec for spec in vector.specs if spec.offset < cut < spec.stop]
+                    assert all((cut - spec.offset) % MASTER_ALIGNMENT == 0 for spec in cuts)
 
 
 def test_the_master_store_is_cut_evenly() -> None:
-    vector = build_vector(
-        [ParameterSpec("a", (10_000,), "float32", 0), ParameterSpec("b", (999,), "float32", 1)], [1, 1], 0
-    )
-    sizes = master_layout(vector, 4).sizes
+    sizes = [4099, 1, 64, 10_007, 255, 257, 3]  # blocks of one parameter are none of the next
+    specs = [ParameterSpec(f"p{i}", (size,), "float32", 0) for i, size in enumerate(sizes)]
+    vector = build_vector([*specs, ParameterSpec("b", (999,), "float32", 1)], [1, 1], 0)
+    layout = master_layout(vector, 4)
     for segment in vector.segments:
-        owned = [per_rank[segment.index] for per_rank in sizes]
+        owned = [per_rank[segment.index] for per_rank in layout.sizes]
+        assert sum(owned) == segment.numel
         assert max(owned) - min(owned) <= 2 * MASTER_ALIGNMENT
+    inside = {(interval.stop - specs.offset) for holdings in layout.holdings for interval in holdings
+              for specs in vector.specs if specs.offset < interval.stop < specs.stop}  # fmt: skip
+    assert inside
+    assert all(cut % MASTER_ALIGNMENT == 0 for cut in inside)

@@ -38,6 +38,25 @@ class ByNorm(optim.Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] * float(p.norm() / p.grad.norm()))
 
 
+class ByBlock(optim.SGD):
+    """Rounds gradients of large tensors to multiples of a part of the largest of 256 elements."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.numel() >= 4096:
+                    blocks = torch.nn.functional.pad(p.grad.flatten(), (0, -p.numel() % 256)).view(-1, 256)
+                    scale = blocks.abs().amax(1, keepdim=True) / 127
+                    p.grad = ((blocks / scale).round() * scale).flatten()[: p.numel()].view_as(p)
+        return super().step(closure)
+
+
+def test_blocks_of_large_tensors_are_found():
+    with pytest.raises(UnsupportedError, match="ByBlock is not elementwise"):
+        check_optimizer(ByBlock(weights(), 0.1))
+
+
 def weights():
     return [nn.Parameter(torch.ones(4, 3))]
 

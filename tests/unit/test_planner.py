@@ -403,7 +403,7 @@ def test_groups_follow_the_order_of_need_and_the_byte_cap() -> None:
 
 
 def test_the_hops_of_a_relay_are_interleaved_and_wait_for_what_they_forward() -> None:
-    vector = cut_vector(rows=512, layers=6)
+    vector = cut_vector(rows=2048, layers=6)
     target = strategy_layout(vector, Strategy(dp=8))
     plan = plan_load(master_layout(vector, 8), target, Cluster(8, 4), [2] * 8)
     assert plan.links == (INTER, INTRA)

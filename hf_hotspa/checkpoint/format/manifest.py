@@ -36,6 +36,7 @@ from hf_hotspa.checkpoint.format.disk import (
     read_text,
 )
 from hf_hotspa.errors import DamagedCheckpointError
+from hf_hotspa.layout.placement import MASTER_ALIGNMENT
 from hf_hotspa.typed import typed
 
 MANIFEST = "MANIFEST.json"
@@ -69,6 +70,24 @@ class SavedSegment:
     cuts: tuple[int, ...]
 
 
+def stored_as(text: str) -> tuple[str, int]:
+    """The dtype of a state of a parameter, and for how many elements a value of it stands.
+
+    Raises:
+        ValueError: the text says neither.
+    """
+    dtype, slash, each = text.partition("/")
+    number = int(each) if slash else 1
+    if dtype not in DTYPES or number < 1 or MASTER_ALIGNMENT % number:
+        raise ValueError(text)
+    return dtype, number
+
+
+def num_values(low: int, high: int, each: int) -> int:
+    """Values of a state for elements `[low, high)` of a parameter, where one stands for so many."""
+    return -(-high // each) - low // each
+
+
 @dataclass(frozen=True)
 class SavedParameter:
     """One parameter.
@@ -82,7 +101,8 @@ class SavedParameter:
         model_dtype: The dtype in which the Hugging Face model holds it.
         tied_names: Further names of it.
         exported_name: The one of its names under which transformers saves it.
-        states: Name -> dtype of what is stored: `weight`, and the elementwise states of the optimizer.
+        states: Name -> dtype of what is stored: `weight`, and the states of the optimizer. A value for each element; or for each
+            so many, from the first one on, where a number follows (`float32/256`: the scales of 8-bit states).
     """
 
     name: str
@@ -292,8 +312,16 @@ def _problem_of_parameters(manifest: Manifest) -> str | None:
         if parameter.exported_name not in own or seen.intersection(own) or len(set(own)) < len(own):
             return f"the names of parameter {parameter.name!r}"
         seen.update(own)
-        if WEIGHT not in parameter.states or not {*parameter.states.values(), parameter.model_dtype} <= DTYPES.keys():
+        if parameter.states.get(WEIGHT) not in DTYPES or parameter.model_dtype not in DTYPES:
             return f"the states of parameter {parameter.name!r}"
+        try:
+            each = [stored_as(stored)[1] for stored in parameter.states.values()]
+        except ValueError:
+            return f"the states of parameter {parameter.name!r}"
+        base = parameter.offset - segment.start
+        cuts = [cut - base for cut in segment.cuts if 0 < cut - base < parameter.numel] if max(each) > 1 else []
+        if any(cut % number for cut in cuts for number in each):
+            return f"blocks of parameter {parameter.name!r} are on two ranks"
         if any("/" in state or not state for state in parameter.states):
             return f"the names of the states of parameter {parameter.name!r}"
     if manifest.segments and end != manifest.segments[-1].stop:
@@ -306,9 +334,9 @@ def _problem_of_sizes(manifest: Manifest) -> str | None:
     sizes = {file.name: file.size for file in manifest.files}
     needed = [0] * manifest.world_size
     for parameter in manifest.parameters:
-        size = sum(DTYPES[dtype][1] for dtype in parameter.states.values())
+        stored = [stored_as(text) for text in parameter.states.values()]
         for rank, low, high in manifest.holders(parameter, 0, parameter.numel):
-            needed[rank] += (high - low) * size
+            needed[rank] += sum(num_values(low, high, each) * DTYPES[dtype][1] for dtype, each in stored)
     for name, least in zip(_shares(manifest), needed, strict=True):
         if least > sizes.get(name, 0):
             return f"{name!r} is too small for its tensors"

@@ -1,0 +1,352 @@
+"""The optimizers of bitsandbytes and torchao, whose states are 8 or 4 bits wide, on shares of the master store.
+
+Their own code makes the steps. Owns what they would read off the size of a tensor, and here take from the whole parameter:
+whether it is quantized at all. Shares end at blocks of their parameter (`MASTER_ALIGNMENT`), so codes, scales and weights are
+the same bits whatever the layout is. Also owns the form in which such states are saved: 1-D tensors of which each value stands for
+one element of the parameter, or for so many.
+"""
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from hf_hotspa.engine.master import MasterShare, MasterStore
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.layout.placement import MASTER_ALIGNMENT
+from hf_hotspa.model.storage import to_storage
+from hf_hotspa.versions import version_of
+
+logger = logging.getLogger(__name__)
+
+BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
+RELEASES = {BITSANDBYTES: ">=0.50,<0.51", TORCHAO: ">=0.16,<0.19"}
+"""Those that were tried, as in setup.cfg. What is overridden of their classes may move with another one."""
+_BNB_BLOCK = 256
+"""Elements that bitsandbytes scales together; it has no name for the number."""
+_TORCHAO_LEAST = 4096
+"""Elements from which torchao quantizes a parameter; it has no name for the number either."""
+_TORCHAO_KINDS = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit")
+_ELEMENTS, _SCALES, _MAPS = ("state1", "state2"), ("absmax1", "absmax2"), ("qmap1", "qmap2")
+"""What bitsandbytes keeps of a parameter: codes or fp32 values, the scales of blocks, and tables that are constants of it."""
+
+
+class Stored(NamedTuple):
+    """A state as it is saved: 1-D values, each of which stands for so many elements of the parameter, one after the other."""
+
+    values: Tensor
+    each: int = 1
+
+
+def _library_class(kind: type) -> type | None:
+    """The class of bitsandbytes or torchao that this is, or is derived from."""
+    return next((c for c in kind.__mro__ if c.__module__.partition(".")[0] in RELEASES), None)
+
+
+def library_of(kind: type) -> str | None:
+    """Whose class of optimizers it is, or is derived from: `bitsandbytes`, `torchao`, or None."""
+    known = _library_class(kind)
+    return None if known is None else known.__module__.partition(".")[0]
+
+
+def check_installed(library: str, optim: str) -> None:
+    """Refuses an optimizer whose library is not there, or in a release that nobody has tried.
+
+    Raises:
+        HotspaConfigError: with the line that installs it.
+    """
+    installed = version_of(library)
+    if installed is None or installed not in SpecifierSet(RELEASES[library], prereleases=True):
+        raise HotspaConfigError(
+            f"the optimizer {optim!r} is one of {library}, "
+            + ("which is not installed" if installed is None else f"of which {installed} is installed"),
+            why=None
+            if installed is None
+            else "what is overridden of its classes may have moved in releases that nobody tried",
+            fix=f'pip install "{library}{RELEASES[library]}"',
+        )
+
+
+def check_low_bit(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of these libraries that would change with the layout, or that nobody has tried.
+
+    Raises:
+        UnsupportedError: naming what it does.
+    """
+    library, kind, attributes = library_of(type(optimizer)), type(optimizer), vars(optimizer)
+    check_installed(str(library), kind.__name__)
+    name = f"the optimizer {kind.__name__} of {library}"
+    reason = None
+    if _library_class(kind) is not kind:
+        name, reason = (
+            f"the optimizer {kind.__name__}",
+            f"it is derived from a class of {library}, whose code it may change",
+        )
+    elif library == TORCHAO and kind.__name__ not in _TORCHAO_KINDS:
+        reason = f"of torchao's, {', '.join(_TORCHAO_KINDS)} have been tried"
+    elif library == TORCHAO:
+        block = attributes["block_size"]
+        if not isinstance(block, int) or block < 2 or MASTER_ALIGNMENT % block:
+            name, reason = (
+                f"block_size={block!r} of {name}",
+                f"blocks must divide the {MASTER_ALIGNMENT} elements at which shares end",
+            )
+    elif getattr(attributes.get("args"), "max_unorm", 0.0):
+        reason = "it scales by the norm of whole tensors, of which a rank has shares"
+    if reason:
+        raise UnsupportedError(
+            f"{name} cannot be honoured", why=reason, fix="use optim=adamw_8bit, or AdamW8bit of the library as it is"
+        )
+
+
+def _is_ours(kind: type) -> bool:
+    return issubclass(kind, _OnShares)
+
+
+class _OnShares:
+    """What the classes have that are made of the libraries' own: the size of the whole parameter of each share."""
+
+    wholes: Mapping[int, int]
+    """Id of a share -> elements of its parameter."""
+    overrides: Mapping[int, dict[str, Any]]
+    """Id of a share -> what `GlobalOptimManager` of bitsandbytes was told of the parameter."""
+
+
+@cache
+def _on_shares(kind: Any) -> Any:
+    """The class of the library, which decides by whole parameters what is quantized. It goes by the library's name."""
+    if kind.__module__.partition(".")[0] == BITSANDBYTES:
+
+        class BitsAndBytes(kind, _OnShares):  # type: ignore[misc]
+            def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+                share = id(self.param_groups[gindex]["params"][pindex])
+                config = super().get_config(gindex, pindex, group) | self.overrides.get(share, {})
+                if self.wholes[share] < config["min_8bit_size"]:
+                    config["optim_bits"] = 32
+                config["min_8bit_size"] = 0
+                return dict(config)
+
+            def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
+                if p.numel():
+                    super().update_step(group, p, gindex, pindex)
+                else:  # kernels of GPUs cannot be started for nothing; checkpoints want the number of the step
+                    self.state[p]["step"] += 1
+
+        made: Any = BitsAndBytes
+    else:
+
+        class TorchAO(kind, _OnShares):  # type: ignore[misc]
+            def is_quantized(self, share: Tensor) -> bool:
+                whole = self.wholes[id(share)]
+                return whole >= _TORCHAO_LEAST and whole % self.block_size == 0
+
+            def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+                if p.numel() and self.is_quantized(p):
+                    return self._subclass_zeros(p.detach(), signed, self.block_size)  # type: ignore[no-any-return]
+                return torch.zeros_like(p)
+
+        made = TorchAO
+    made.__name__, made.__qualname__, made.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return made
+
+
+def overrides_of(optimizer: Any) -> dict[int, dict[str, Any]]:
+    """Id of a parameter -> what bitsandbytes was told of it: embeddings have 32 bits where `Trainer` makes the optimizer."""
+    if library_of(type(optimizer)) != BITSANDBYTES:
+        return {}
+    manager, of_modules = optimizer.mng, {}
+    for module, attribute, config in manager.module_weight_config_triple:
+        of_modules[id(getattr(module, attribute, None))] = config
+    return {**manager.pid2config, **of_modules}
+
+
+def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None) -> None:
+    """Has an optimizer of these libraries decide by whole parameters. Its parameters are shares of the master store.
+
+    Args:
+        overrides: Id of a share -> what `GlobalOptimManager` was told of its parameter.
+
+    Raises:
+        UnsupportedError: it cannot be honoured; it is unchanged.
+    """
+    check_low_bit(optimizer)
+    if not _is_ours(type(optimizer)):
+        kind: Any = type(optimizer)
+        optimizer.__class__ = _on_shares(kind)
+    optimizer.wholes = {id(p): master.shares[name].spec.numel for name, p in master.parameters.items()}
+    optimizer.overrides = {**vars(optimizer).get("overrides", {}), **(overrides or {})}
+    if getattr(optimizer, "is_paged", False) and master.device.type == "cpu":
+        optimizer.is_paged = False
+        if master.rank == 0:
+            logger.warning(
+                "the states of %s are not paged: the master store is in host memory", type(optimizer).__name__
+            )
+
+
+def disown(optimizer: Any) -> None:
+    """Undoes `adopt`: the optimizer goes on with parameters that are no shares."""
+    if _is_ours(type(optimizer)):
+        optimizer.__class__ = type(optimizer).__base__
+        del optimizer.wholes, optimizer.overrides
+
+
+def adopt_before_steps(master: MasterStore) -> RemovableHandle:
+    """Adopts any optimizer of these libraries that holds shares of the master store before it makes its first step, whoever made
+    it. What `adopt` refuses is raised by the step.
+
+    Returns:
+        What ends it.
+    """
+    store, own = weakref.ref(master), {id(share) for share in master.parameters.values()}
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        to = store()
+        if to is None or library_of(type(optimizer)) is None or _is_ours(type(optimizer)):
+            return
+        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            adopt(optimizer, to)
+
+    return register_optimizer_step_pre_hook(before)
+
+
+# -- states as they are saved -------------------------------------------------------------------------------------------
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """What a checkpoint calls the optimizer: states of one go into another of the same kind."""
+    library, name = library_of(type(optimizer)), type(optimizer).__name__
+    if library is None:
+        return name
+    attributes: Any = vars(optimizer)
+    if library == TORCHAO:
+        return f"{library}.{name} in blocks of {attributes['block_size']}"
+    return f"{library}.{name} of {attributes['args'].optim_bits} bits"
+
+
+def code_digest(optimizer: Any) -> str | None:
+    """A digest of what the codes of its states mean; None where there are none."""
+    library = library_of(type(optimizer))
+    if library is None:
+        return None
+    tables = [_maps(optimizer)[name] for name in _MAPS] if library == BITSANDBYTES else [
+        optimizer._subclass_zeros(torch.empty(optimizer.block_size), signed, optimizer.block_size).qmap
+        for signed in (True, False)
+    ]  # fmt: skip
+    numbers = torch.cat([table.detach().cpu().float() for table in tables])
+    return hashlib.sha256(numbers.numpy().astype("<f4").tobytes()).hexdigest()[:16]
+
+
+def _maps(optimizer: Any) -> dict[str, Tensor]:
+    """The tables of bitsandbytes: the values of codes with a sign, and without."""
+    if "dynamic" not in optimizer.name2qmap:
+        optimizer.fill_qmap()
+    return dict(zip(_MAPS, (optimizer.name2qmap["dynamic"], optimizer.name2qmap["udynamic"]), strict=True))
+
+
+def stored_states(optimizer: Any, share: Tensor) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """The states of a share: those that are saved by range of elements, by name, and what there is once for the parameter."""
+    stored, rest = dict[str, Stored](), dict[str, Any]()
+    library, state = library_of(type(optimizer)), optimizer.state.get(share, {})
+    for key, value in state.items():
+        if library == BITSANDBYTES and key in _MAPS:
+            continue
+        if library == BITSANDBYTES and key in (*_ELEMENTS, *_SCALES):
+            each = 1 if key in _ELEMENTS else _BNB_BLOCK
+            rows = [value] if value.dim() == 1 else value  # AdEMAMix keeps two of the first kind
+            for number, row in enumerate(rows):
+                stored[key if value.dim() == 1 else f"{key}.{number}"] = Stored(row, each)
+        elif library == TORCHAO and isinstance(value, Tensor) and value.dim() and optimizer.is_quantized(share):
+            packed = 8 // _bits(optimizer)
+            codes = getattr(value, "codes", torch.empty(0, dtype=torch.uint8))  # nothing of the parameter is here
+            stored[f"{key}.codes"] = Stored(codes, packed)
+            stored[f"{key}.scale"] = Stored(getattr(value, "scale", torch.empty(0)), optimizer.block_size)
+        elif isinstance(value, Tensor) and value.shape == share.shape:
+            stored[key] = Stored(value)
+        else:
+            rest[key] = value
+    return stored, rest
+
+
+def _bits(optimizer: Any) -> int:
+    return 4 if "4bit" in type(optimizer).__name__ else 8
+
+
+def loaded_states(optimizer: Any, share: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The inverse of `stored_states`: the states of a share as the optimizer keeps them."""
+    library, state = library_of(type(optimizer)), dict[str, Any]()
+    for name, values in stored.items():
+        key, _, part = name.partition(".")
+        if library == BITSANDBYTES and part:
+            state[key] = torch.stack([stored[f"{key}.{number}"] for number in range(2)])
+        elif library == TORCHAO and part:
+            if part == "codes" and share.numel():
+                whole = optimizer._subclass_zeros(share.detach(), key == "exp_avg", optimizer.block_size)
+                whole.codes.copy_(values)
+                whole.scale.copy_(stored[f"{key}.scale"])
+                state[key] = whole
+            elif part == "codes":
+                state[key] = torch.zeros_like(share)
+        else:
+            state[name] = values
+    if library == BITSANDBYTES and any(state[key].dtype == torch.uint8 for key in _ELEMENTS if key in state):
+        state |= {name: table for name, table in _maps(optimizer).items() if f"state{name[-1]}" in state}
+    return state
+
+
+def cut_state(optimizer: Any, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
+    """The state that an optimizer of these libraries has of a whole parameter, cut to a share; what is cut already stays.
+
+    Raises:
+        UnsupportedError: blocks of elements lie in another order in the master store, which has a weight transposed.
+    """
+    spec, start, stop, *_ = share
+    lead = (2,) if vars(optimizer).get("optimizer_name") == "ademamix" else ()
+    cut = dict(state)
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or not value.dim() or key in _MAPS:
+            continue
+        rows = lead if key in (_ELEMENTS[0], _SCALES[0]) else ()
+        if key in _SCALES:
+            if value.shape[-1] * _BNB_BLOCK - (stop - start) >= _BNB_BLOCK:
+                cut[key] = value[..., start // _BNB_BLOCK : -(-stop // _BNB_BLOCK)].clone()
+        elif value.shape == (*rows, stop - start) and spec.shape != value.shape[len(rows) :]:
+            continue
+        elif value.shape != (*rows, *spec.shape):
+            raise UnsupportedError(
+                f"the state {key!r} that the optimizer {type(optimizer).__name__} has of {spec.name!r} is of shape "
+                f"{tuple(value.shape)}",
+                fix="go on with the same model and the same optimizer",
+            )
+        elif hasattr(value, "codes") or value.dtype == torch.uint8:
+            if spec.shard_dim not in (None, 0):
+                raise UnsupportedError(
+                    f"the state {key!r} that the optimizer {type(optimizer).__name__} has of {spec.name!r}",
+                    why="the master store has this weight transposed, so that other elements are scaled together",
+                    fix="begin with a new optimizer, or resume from a checkpoint of this Trainer's",
+                )
+            cut[key] = _cut_codes(optimizer, value, len(rows), start, stop)
+        else:
+            whole = [to_storage(part, spec.shard_dim)[start:stop] for part in (value if rows else [value])]
+            cut[key] = torch.stack(whole) if rows else whole[0].clone()
+    return cut
+
+
+def _cut_codes(optimizer: Any, value: Any, lead: int, start: int, stop: int) -> Tensor:
+    if not hasattr(value, "codes"):
+        return value.flatten(lead)[..., start:stop].clone()  # type: ignore[no-any-return]
+    packed, empty = 8 // _bits(optimizer), torch.empty(stop - start, dtype=value.dtype)
+    if start == stop:
+        return empty
+    cut = optimizer._subclass_zeros(empty, value.signed, value.block_size)
+    cut.codes.copy_(value.codes.flatten()[start // packed : stop // packed])
+    cut.scale.copy_(value.scale[start // value.block_size : stop // value.block_size])
+    return cut  # type: ignore[no-any-return]
