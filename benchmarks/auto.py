@@ -157,7 +157,11 @@ def compare(trainer: Any, repeats: int, cores: int) -> dict[str, Any]:
     of_dp = gain.Side("alone", (replace(known[-1].buckets[0], longest=longest, pack_tokens=max(packs, longest)),))
     seconds["computation alone"] = computed_alone(engine, of_dp, batches, repeats, cores)
     engine.close()
-    return {"seconds": {name: each for name, each in seconds.items() if len(each) == repeats}}
+    chosen = {bucket.strategy for bucket in hot.buckets} if len(hot.buckets) == 1 else set()
+    return {
+        "single": [str(s) for s in chosen],
+        "seconds": {n: each for n, each in seconds.items() if len(each) == repeats},
+    }
 
 
 def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int, cores: int) -> list[float]:
@@ -192,6 +196,8 @@ def verdict(cell: dict[str, Any]) -> dict[str, Any]:
 
     seconds = dict(cell["seconds"])
     hot, alone = np.array(seconds.pop("switching")), np.array(seconds.pop("computation alone"))
+    own = [name for name in seconds if name in cell["single"]]  # what auto runs is this one: no side to compare with
+    seconds = {name: each for name, each in seconds.items() if name not in own} or seconds
     best = min(seconds, key=lambda name: float(np.median(seconds[name])))
     middle, low, high = (math.exp(value) for value in _middle(np.log(hot / np.array(seconds[best])).tolist()))
     fits = middle <= MOST or low <= 1.0

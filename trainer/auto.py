@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.engine.out_of_memory import FILE, fewest_tokens, largest_packs
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
@@ -46,6 +47,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
+from hf_hotspa.search.lengths_seen import LengthsSeen
 from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.race import Race
@@ -53,6 +55,7 @@ from hf_hotspa.search.single import Singles, SingleStrategy, with_single
 from hf_hotspa.stragglers.modes import GIVING
 from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
+from hf_hotspa.typed import reading_state
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +143,8 @@ class AutoStrategies:
         stage_costs: What stages are cut by, as the plan has it.
         fits: Raises where a device cannot hold the pool, for a description with another cut of stages.
         predicts: Whether the cost model's seconds are those of this machine.
+        renewed: Watches lengths that nobody knew, and makes a plan for others of the strategies that are there; None where all
+            lengths were known.
     """
 
     def __init__(
@@ -152,14 +157,16 @@ class AutoStrategies:
         stage_costs: StageCosts | None,
         fits: Callable[[ModelDescription], None],
         predicts: bool = True,
+        renewed: tuple[LengthsSeen, Callable[[list[int]], Plan]] | None = None,
     ) -> None:
-        self.fits, self.predicts = fits, predicts
+        self.fits, self.predicts, self._renewed = fits, predicts, renewed
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         # measured seconds differ from run to run
         self._pools = (plan.pool,) if args.full_determinism else (plan.pool, *plan.raced)
         self._choosers: list[PhaseChooser] = []
         self._race: Race | None = None
         self._passes: list[tuple[float, list[float], bool]] = []
+        self._step_lengths: list[int] = []
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
         self.time = cost.time
         self._switch = cost.switch_seconds([bucket.strategy for bucket in (*plan.buckets, plan.choice.static)])
@@ -184,33 +191,38 @@ class AutoStrategies:
 
     def start(self, num_steps: int) -> None:
         """A run of so many mini-batches begins; what an earlier one learnt stays."""
-        args, before = self._args, self._choosers
-        self._choosers = [
-            PhaseChooser(
-                pool,
-                self.time,
-                self._switch,
-                quadratic_cost=self._quadratic_cost,
-                max_phases=args.hotspa_max_buckets,
-                refit=not args.full_determinism,
-                delay=0,
-            )
-            for pool in self._pools
-        ]
+        before, self._choosers = self._choosers, [self._chooser(pool) for pool in self._pools]
         for chooser, old in zip(self._choosers, before, strict=False):
             chooser.load_state_dict(old.state_dict())
             chooser.restart()
         if self._race is None:
-            names = [" + ".join(str(bucket.strategy) for bucket in pool) for pool in self._pools]
-            self._race = Race(names, num_steps)
+            self._race = Race(self._names, num_steps)
         else:
             self._race.go_on(num_steps)
+
+    @property
+    def _names(self) -> list[str]:
+        return [" + ".join(str(bucket.strategy) for bucket in pool) for pool in self._pools]
+
+    def _chooser(self, pool: tuple[Bucket, ...]) -> PhaseChooser:
+        args = self._args
+        return PhaseChooser(
+            pool,
+            self.time,
+            self._switch,
+            quadratic_cost=self._quadratic_cost,
+            max_phases=args.hotspa_max_buckets,
+            refit=not args.full_determinism,
+            delay=0,
+        )
 
     def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
         """Takes the report of a training pass of mini-batch `step`; returns it with predictions."""
         race, chooser = self._race, self.chooser
         assert race is not None
         assert chooser is not None
+        lengths = [sequence.num_tokens for phase in plan.phases for sequence in phase.sequences()]
+        self._step_lengths += lengths
         if not self.predicts:
             chooser.trained(step, plan, None)
             return report
@@ -221,7 +233,6 @@ class AutoStrategies:
             phases.append(replace(phase, predicted_s=predicted[strategy].seconds))
             measured[strategy] = PhaseSeconds(strategy, phase.compute_s, phase.moved_s)
         if measured and len(self._choosers) > 1:
-            lengths = [sequence.num_tokens for phase in plan.phases for sequence in phase.sequences()]
             asked = self._choosers if race.wants else [chooser]
             each = [other.forecast(step, lengths) for other in asked]
             self._passes.append((report.all_ranks_s, each, self._have_run(measured)))
@@ -238,15 +249,49 @@ class AutoStrategies:
     def ended(self, step: int, report: StepReport) -> StepReport:
         """Takes the whole of mini-batch `step`; returns it with how a race has ended with it, if one has."""
         passes, self._passes = self._passes, []
-        if self._race is None or not passes:
+        lengths, self._step_lengths = self._step_lengths, []
+        if self._race is None:
             return report
-        each = [sum(of_plan) for of_plan in zip(*(of_pass[1] for of_pass in passes), strict=True)]
-        race = self._race.observe(sum(of_pass[0] for of_pass in passes), each, all(of_pass[2] for of_pass in passes))
+        race = None
+        if passes:
+            each = [sum(of_plan) for of_plan in zip(*(of_pass[1] for of_pass in passes), strict=True)]
+            race = self._race.observe(
+                sum(of_pass[0] for of_pass in passes), each, all(of_pass[2] for of_pass in passes)
+            )
         for chooser in self._choosers:
             chooser.num_trained = step + 1
         if race is not None and self._args.process_index == 0:
             tqdm.write(f"step {step + 1}: {race}")
+        if self._renewed is not None and self._renewed[0].add(lengths):
+            self._renew(step, *self._renewed)
         return replace(report, race=race)
+
+    def _renew(self, step: int, lengths: LengthsSeen, planned: Callable[[list[int]], Plan]) -> None:
+        """Plans anew for the last lengths, with the strategies of the engine: the same on all ranks, which saw the same."""
+        distance = lengths.distance
+        lengths.planned()
+        try:
+            plan = planned(lengths.recent)
+        except HotspaError as error:
+            logger.warning("step %d: lengths have moved, and the plan stays: %s", step + 1, error)
+            return
+        pools = (plan.pool,) if self._args.full_determinism else (plan.pool, *plan.raced)
+        self._take(pools, "lengths have moved")
+        for chooser in self._choosers:
+            chooser.num_trained = step + 1
+        if self._args.process_index == 0:
+            tqdm.write(
+                f"step {step + 1}: lengths have moved ({distance:.0%} of the tokens); planned anew: {plan.choice}"
+            )
+
+    def _take(self, pools: tuple[tuple[Bucket, ...], ...], why: str) -> None:
+        """From now on these are the plans of the run."""
+        assert self._race is not None
+        before, self._pools = self._choosers, pools
+        self._choosers = [self._chooser(pool) for pool in pools]
+        for chooser in self._choosers:
+            chooser.takes_over(before)
+        self._race = self._race.of_others(self._names, why)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to choose on as this one would have; JSON-ready."""
@@ -255,6 +300,9 @@ class AutoStrategies:
             state["chooser"] = self.chooser.state_dict()
             if len(self._choosers) > 1:
                 state |= {"race": self._race.state_dict(), "raced": [c.state_dict() for c in self._choosers]}
+        if self._renewed is not None:
+            pools = [[[str(b.strategy), b.longest, b.pack_tokens, b.low] for b in pool] for pool in self._pools]
+            state |= {"lengths": self._renewed[0].state_dict(), "pools": pools}
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -267,6 +315,15 @@ class AutoStrategies:
             raise HotspaConfigError("the state of auto strategies has no pool or chooser", fix="leave it out")
         if state["chooser"] is None or self._race is None:
             return
+        if self._renewed is not None and "lengths" in state:
+            self._renewed[0].load_state_dict(state["lengths"])
+            with reading_state("the plans of a run", "they are made anew"):
+                pools = tuple(
+                    tuple(Bucket(Strategy.parse(s), *map(int, n)) for s, *n in pool) for pool in state["pools"]
+                )
+            there = {bucket.strategy for bucket in self.plan.buckets}
+            if pools != self._pools and all(bucket.strategy in there for pool in pools for bucket in pool):
+                self._take(pools, "lengths have moved")
         if "race" in state and self._race.load_state_dict(state["race"]):
             known = [c.load_state_dict(own) for c, own in zip(self._choosers, state["raced"], strict=True)]
             same = all(known)
@@ -294,51 +351,52 @@ def prepare_auto(
 
     Args:
         read_tables: Gives the scans of the data set and of those that are only evaluated; called on every rank.
-        sampled: Whether longer rows may come than those of the scans: the longest that model and memory allow must fit.
-        may_chunk: Whether the loss can be computed of parts of sequences: in chunks of tokens (`+ck`), and divided (cp).
+        sampled: Whether longer rows may come than those of the scans: all that model and memory allow must fit.
+        may_chunk: Whether the loss can be computed of parts of sequences (`+ck`, cp).
 
     Raises:
-        HotspaError: on every rank: lengths or model that cannot be trained, a calibration that cannot be used, a memory
-            limit under which nothing fits.
+        HotspaError: on every rank: what cannot be trained, a calibration that cannot be used, a limit under which nothing fits.
     """
     description, tables = _agreed_inputs(model, args, agreement, read_tables)
     strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
-    calibration = None
-    if args.world_size > 1 or args.hotspa_calibration is not None:  # else there is nothing to choose between by seconds
-        measured, longest = measured_strategies(strategies), max(int(t.longest_of_rows.max()) for t in tables)
-        calibration = agreed_calibration(model.config, description, args, measured, agreement, longest)
+    # on one process there is nothing to choose between by seconds
+    alone, longest = args.world_size == 1, max(int(table.longest_of_rows.max(initial=1)) for table in tables)
+    known = model.config, description, args, measured_strategies(strategies), agreement, longest
+    calibration = None if alone and args.hotspa_calibration is None else agreed_calibration(*known)
     vector = description.vector.with_measured(measured_costs(calibration, description, args))
-    description = replace(description, vector=vector)
+    description, races = replace(description, vector=vector), calibration is not None and not args.full_determinism
     limit, source = memory_limit(args, agreement)
     most_tokens = _tokens_before_out_of_memory(args, agreement, description.shape.num_layers)
     cost = cost_model(calibration, description, args)
 
-    def planned(among: list[Strategy]) -> Plan:
+    def planned(among: list[Strategy], table: SequenceTable = tables[0], **changes: Any) -> Plan:
+        of_data = {"longest": args.hotspa_longest, "evaluated": tables[1:], "sampled": sampled} | changes
         return make_auto_plan(
-            tables[0], among, cost, mini_batch_size=mini_batch_size, limit_bytes=limit, limit_source=source,
-            longest=args.hotspa_longest, policy=args.hotspa_overlong, max_phases=args.hotspa_max_buckets,
-            most_tokens=most_tokens, evaluated=tables[1:], sampled=sampled, may_chunk=may_chunk,
-            has_host_memory=args.device.type != "cpu",
-            may_go_round=among is strategies and args.hotspa_stragglers not in GIVING,
-            near=NEAR if among is strategies and not args.full_determinism else 0.0,
+            table, among, cost, mini_batch_size=mini_batch_size, limit_bytes=limit, limit_source=source,
+            policy=args.hotspa_overlong, max_phases=args.hotspa_max_buckets, most_tokens=most_tokens, may_chunk=may_chunk,
+            has_host_memory=args.device.type != "cpu", near=NEAR if races and len(among) > 1 else 0.0,
+            may_go_round=among is strategies and args.hotspa_stragglers not in GIVING, **of_data,
         )  # fmt: skip
 
-    plan = agreement.run(
-        "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.buckets)}
-    )
-    if args.process_index == 0 and calibration is None:
-        tqdm.write(f"hotspa_strategies=auto: one process ({plan.choice}): rows are packed, nothing to switch")
-    elif args.process_index == 0:
+    def renewed(lengths: list[int]) -> Plan:
+        there, table = [bucket.strategy for bucket in plan.buckets], SequenceTable.from_lengths(lengths)
+        return planned(there, table, longest=plan.longest, evaluated=(), sampled=False, beside=there)
+
+    same = lambda plan: {"choice of strategies": repr(plan.buckets)}  # noqa: E731
+    plan = agreement.run("auto strategies", lambda: planned(strategies), same)
+    if args.process_index == 0:
+        packed = f"hotspa_strategies=auto: one process ({plan.choice}): rows are packed, nothing to switch"
         chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
-        tqdm.write(f"{chosen}\n{limit_text(limit, source)}\n\n{plan}")
-    quadratic_cost = description.shape.quadratic_cost
+        tqdm.write(f"{chosen}\n{limit_text(limit, source)}\n\n{plan}" if calibration is not None else packed)
     singles = lambda: Singles.of(strategies, lambda s: planned([s]), description.shape, limit)  # noqa: E731
 
     def fits(cut: ModelDescription) -> None:
-        pools = [bucket for pool in (plan.pool, *plan.raced) for bucket in pool]
-        cost_model(calibration, cut, args).memory.check_pool(pools, limit, limit_text(limit, source))
+        pools = chain(plan.pool, *plan.raced, *plan.ready)
+        cost_model(calibration, cut, args).memory.check_pool([*pools], limit, limit_text(limit, source))
 
-    return AutoStrategies(plan, cost, args, quadratic_cost, singles, vector.measured, fits, calibration is not None)
+    watched = (LengthsSeen(tables[0].sequence_lengths), renewed) if sampled and not alone else None
+    of_run = description.shape.quadratic_cost, singles, vector.measured, fits, calibration is not None, watched
+    return AutoStrategies(plan, cost, args, *of_run)
 
 
 def _agreed_inputs(

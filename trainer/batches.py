@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -49,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 _SETS_KEPT = 9
 _SAMPLED_BATCHES = 16
+_MOST_ROWS = 50_000
+"""Rows of a Python data set that are read before training, which takes about 0.2 ms each; of more the first batches are."""
 
 
 class Rows:
@@ -218,7 +219,14 @@ class Rows:
         lazy = getattr(dataset, "format", None)
         is_lazy = isinstance(lazy, Mapping) and lazy.get("type") == "custom"
         has_rows = not isinstance(dataset, Mapping) and not is_stream(dataset) and has_length(dataset)
-        return has_rows and not is_lazy and is_stock(self._given_collator())
+        return has_rows and not is_lazy and is_stock(self._given_collator()) and not self._takes_long(dataset)
+
+    def _takes_long(self, dataset: Any) -> bool:
+        """Whether a data set is one of Python objects of which there are too many to look at each before training. Strategies that
+        were given need it: a row that is too long is refused before the first step."""
+        is_table = isinstance(lazy := getattr(dataset, "format", None), Mapping) and "type" in lazy
+        is_trained = dataset is getattr(self._trainer, "train_dataset", None)
+        return self._args.hotspa_auto and is_trained and not is_table and len(dataset) > _MOST_ROWS
 
     def collates_for(self, loader: Any) -> bool:
         """Whether a data loader is one that collates here: not one of the user's own, whose rows are known to nobody."""
@@ -373,9 +381,7 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> Sequenc
         mine = agreement.run("auto strategies", read)
     finally:
         set_random_state(state, "the first batches")
-    everybody = torch.cat(agreement.vectors(torch.tensor(mine, dtype=torch.int64))).numpy()
-    labels = np.maximum(everybody - 1, 0)
-    return SequenceTable(everybody, labels, np.full(len(everybody), -1, np.int64), np.zeros(0, np.uint8))
+    return SequenceTable.from_lengths(torch.cat(agreement.vectors(torch.tensor(mine, dtype=torch.int64))).numpy())
 
 
 _ANY = 1 << 40

@@ -30,6 +30,8 @@ PACK_MARGIN = 0.01
 NEAR = 0.3
 """How much slower than the chosen one a plan may be predicted and still be raced: so far is a calibrated time model off between
 neighbours on a machine whose ranks share cores."""
+SCALES = (0.25, 4.0)
+"""Where longer or shorter rows may come than were seen, plans for lengths so many times as long are kept ready."""
 _SEQUENCES = 2048
 _MIB = 1 << 20
 
@@ -53,44 +55,51 @@ def make_auto_plan(
     has_host_memory: bool = True,
     may_go_round: bool = False,
     near: float = 0.0,
+    beside: Sequence[Strategy] = (),
 ) -> Plan:
     """Plans a run.
 
     Args:
-        limit_bytes: Memory of a device for this program; None for no limit.
-        limit_source: Where the limit is from, in words.
-        longest: The longest sequence that must fit, in tokens. None: the data's longest, and where a policy takes care
-            of longer rows the longest that model and memory allow.
+        limit_bytes: Memory of a device for this program; None for no limit. `limit_source` says where it is from.
+        longest: The longest sequence that must fit, in tokens. None: the data's, or with a policy what model and memory allow.
         policy: One of `OVERLONG_POLICIES`.
         margin: See `MARGIN`; so much better must a single strategy be, too, than one with fewer ranks to a replica.
-        most_tokens: The most tokens of a pack of strategies that ran out of memory before.
+        most_tokens: See `Capacities.most`.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
-        sampled: Whether the tables are a sample, so that longer rows may come: all that model and memory allow must fit.
-        may_chunk: Whether a sequence that would not fit may be trained in chunks of tokens (`+ck`).
-        has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
-        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
-        near: Up to how much slower other plans are raced, as a share (`Plan.rivals`); none when 0.
+        sampled: Whether longer rows may come than those of the tables: all that model and memory allow must fit.
+        may_chunk, has_host_memory, may_go_round: As for `offers.choose`.
+        near: Up to how much slower other plans are raced, as a share (`Plan.raced`); none when 0.
+        beside: Strategies that share the arena.
 
     Raises:
         DataError: there is nothing to train on.
-        OverlongError: rows, or the longest sequence asked for, that the model has no positions for, or that are above
-            the longest sequence asked for.
-        DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
+        OverlongError, DeviceMemoryError: as of `longest_wanted`; no strategy holds the longest sequence.
     """
-    capacities = Capacities(cost.memory, limit_bytes, most_tokens or {})
+    arena = max(map(cost.memory.arena_bytes, beside), default=0)
+    capacities = Capacities(cost.memory, limit_bytes, most_tokens or {}, arena)
     most = max(map(capacities.tokens, strategies))
     top = _longest([table, *evaluated], cost.sizes.shape, longest, policy, most, sampled)
     sample, size = _sample(table, top, policy, mini_batch_size)
-    with _naming_limit(limit_source):
-        choice = choose(
-            sample, strategies, cost, capacities, mini_batch_size=size, longest=top, may_chunk=may_chunk,
+
+    def chosen(lengths: Sequence[int], near: float = 0.0) -> Choice:
+        return choose(
+            lengths, strategies, cost, capacities, mini_batch_size=size, longest=top, may_chunk=may_chunk,
             has_host_memory=has_host_memory, may_go_round=may_go_round, max_phases=max_phases, margin=margin,
             pack_margin=PACK_MARGIN, plain_margin=margin, near=near,
         )  # fmt: skip
+
+    with _naming_limit(limit_source):
+        choice = chosen(sample, near)
+        others = [chosen(_scaled(sample, by, top)).buckets for by in SCALES if sampled and not beside]
     pool = pool_of(choice, capacities)
-    raced = raced_beside(pool, choice, capacities)
-    memory = _held(cost, [pool, *raced])
-    return Plan(choice, pool, memory, mini_batch_size, limit_bytes, limit_source, raced=raced)
+    raced = fitting_beside([pool], [plan.buckets for plan in choice.near], capacities)
+    ready = fitting_beside([pool, *raced], others, capacities)
+    held = _held(cost, [pool, *raced, *ready])
+    return Plan(choice, pool, held, mini_batch_size, limit_bytes, limit_source, raced=raced, ready=ready)
+
+
+def _scaled(lengths: Sequence[int], by: float, longest: int) -> list[int]:
+    return [min(max(1, int(length * by)), longest) for length in lengths]
 
 
 def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBreakdown, ...]:
@@ -103,23 +112,25 @@ def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBre
     )
 
 
-def raced_beside(pool: tuple[Bucket, ...], choice: Choice, capacities: Capacities) -> tuple[tuple[Bucket, ...], ...]:
-    """The other plans of a search that fit beside a pool, in one arena, with packs that are smaller where they must be."""
-    arena, raced = max(capacities.arena(bucket.strategy) for bucket in pool), list[tuple[Bucket, ...]]()
-    there = {frozenset(bucket.strategy for bucket in pool)}
-    for plan in choice.near:
-        own = max(arena, *(capacities.arena(bucket.strategy) for bucket in plan.buckets))
-        known = [b for each in (pool, *raced) for b in each]
+def fitting_beside(
+    pools: Sequence[tuple[Bucket, ...]], plans: Sequence[tuple[Bucket, ...]], capacities: Capacities
+) -> tuple[tuple[Bucket, ...], ...]:
+    """The plans that fit beside pools, in one arena, with packs that are smaller where they must be."""
+    arena, fitting = max(capacities.arena(b.strategy) for pool in pools for b in pool), list[tuple[Bucket, ...]]()
+    there = {frozenset(bucket.strategy for bucket in pool) for pool in pools}
+    for plan in plans:
+        own = max(arena, *(capacities.arena(bucket.strategy) for bucket in plan))
+        known = [b for each in (*pools, *fitting) for b in each]
         if own > arena and not all(_holds(b, capacities, own) for b in known):
             continue
-        sizes = [min(b.pack_tokens, capacities.pack_tokens(b.strategy, own, b.longest)) for b in plan.buckets]
-        buckets = tuple(replace(b, pack_tokens=n) for b, n in zip(plan.buckets, sizes, strict=True) if n)
-        whole = len(buckets) == len(plan.buckets) and all(_holds(b, capacities, own) for b in buckets)
+        sizes = [min(b.pack_tokens, capacities.pack_tokens(b.strategy, own, b.longest)) for b in plan]
+        buckets = tuple(replace(b, pack_tokens=n) for b, n in zip(plan, sizes, strict=True) if n)
+        whole = len(buckets) == len(plan) and all(_holds(b, capacities, own) for b in buckets)
         if whole and (strategies := frozenset(b.strategy for b in buckets)) not in there:
             there.add(strategies)
-            raced.append(buckets)
+            fitting.append(buckets)
             arena = own
-    return tuple(raced)
+    return tuple(fitting)
 
 
 def _holds(bucket: Bucket, capacities: Capacities, arena: int) -> bool:

@@ -18,15 +18,17 @@ class Capacities:
 
     Args:
         most: The most tokens of a pack of strategies that ran out of memory before; 0 where not even the weights fitted.
+        least_arena: Bytes of the arena that is there already, for other strategies of the engine.
     """
 
     model: MemoryModel
     limit_bytes: float | None
     most: Mapping[Strategy, int] = field(default_factory=dict)
+    least_arena: int = 0
 
     def arena(self, strategy: Strategy) -> int:
         """Bytes that a pool must keep for the strategy's weights and gradients."""
-        return self.model.arena_bytes(strategy)
+        return max(self.model.arena_bytes(strategy), self.least_arena)
 
     def tokens(self, strategy: Strategy, arena: int | None = None) -> int:
         """The longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena (its own when

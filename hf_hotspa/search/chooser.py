@@ -112,6 +112,10 @@ class PhaseChooser:
         """Whether all of them have run before: the first run pays for memory and kernels."""
         return self._seen.issuperset(strategies)
 
+    def takes_over(self, others: Iterable["PhaseChooser"]) -> None:
+        """What others have run need not warm up here."""
+        self._seen.update(*(other._seen for other in others))
+
     def trained(
         self, number: int, plan: MiniBatchPlan, measured: Mapping[Strategy, PhaseSeconds] | None
     ) -> Refit | None:

@@ -31,6 +31,7 @@ class Plan:
         limit_source: Where that is from, in words.
         baselines: What others would make of it under data parallelism, by stage of ZeRO.
         raced: The pools of other plans, which fit beside this one: the first mini-batches try them, too.
+        ready: Pools for other lengths, where these may move.
     """
 
     choice: Choice
@@ -41,11 +42,12 @@ class Plan:
     limit_source: str = ""
     baselines: tuple[Baseline, ...] = ()
     raced: tuple[tuple[Bucket, ...], ...] = ()
+    ready: tuple[tuple[Bucket, ...], ...] = ()
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
         """Of all pools: what an engine has to hold."""
-        return all_buckets([self.pool, *self.raced])
+        return all_buckets([self.pool, *self.raced, *self.ready])
 
     @property
     def longest(self) -> int:

@@ -85,6 +85,14 @@ class Race:
         self._recent: list[tuple[float, tuple[float, ...]]] = []
         self._since = 0
 
+    def of_others(self, names: Sequence[str], why: str) -> "Race":
+        """A race of other plans in the same run, with what is left for races."""
+        race = Race(names, 0)
+        race._budget, race._spent = self._budget, self._spent
+        if len(names) > 1 and self._budget - self._spent >= _COLD:
+            race._again(why)
+        return race
+
     def go_on(self, num_steps: int) -> None:
         """The same plans train again, so many mini-batches."""
         self._budget += SHARE * num_steps
@@ -147,7 +155,7 @@ class Race:
         warm = {p: median(values.values()) for p in plans if (values := self._of_rounds(p))}
         if plan in warm:
             return weights[plan] + warm[plan]
-        cold = {p: min(values) for p in plans if (values := self._cold(p))}
+        cold = {p: min(first) for p in plans if (first := self._cold(p))}
         if plan not in cold:
             return weights[plan] + median((warm or cold or {0: 0.0}).values())
         level = cold[plan]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.strategy import Bucket, Strategy
 from tests.calibrations import made_calibration, save_calibration
 from tests.families import tiny_model
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, STEPS, _LossRecorder, _pad
@@ -29,7 +30,7 @@ def data_of(world_size, vocab_size):
     return random_rows(90, vocab_size, longest=LONGEST[world_size], seed=3)
 
 
-def stock_run(rank, world_size, dtype, output_dir, of_world, steps=STEPS):
+def stock_run(rank, world_size, dtype, output_dir, of_world, steps=STEPS, rows=None):
     from transformers import TrainingArguments
 
     model = tiny_model(FAMILY, dtype)
@@ -37,7 +38,7 @@ def stock_run(rank, world_size, dtype, output_dir, of_world, steps=STEPS):
         output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no",
         **{**COMMON, "max_steps": steps},
     )  # fmt: skip
-    rows = data_of(of_world, model.config.vocab_size)
+    rows = data_of(of_world, model.config.vocab_size) if rows is None else rows
     trainer = _LossRecorder(model=model, args=args, train_dataset=rows, data_collator=_pad)
     with exact_in_double(dtype):
         trainer.train()
@@ -52,9 +53,9 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
         share: Of the mini-batches, what a race may cost.
     """
     from hf_hotspa.report import PhaseReport
-    from hf_hotspa.search import race
+    from hf_hotspa.search import lengths_seen, race
     from hf_hotspa.search.chooser import predict_phases
-    from hf_hotspa.trainer import auto
+    from hf_hotspa.trainer import auto, batches
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -76,6 +77,8 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
 
     auto.calibrate = calibrate  # this process ends with the test
     race.SHARE = race.SHARE if share is None else share
+    batches._SAMPLED_BATCHES = 4
+    lengths_seen._LEAST, lengths_seen._EVERY, lengths_seen._KEPT = 24, 4, 48
     if slow != 1.0:  # what is measured depends on the predicted seconds only
         trained = auto.AutoStrategies.trained
 
@@ -320,6 +323,51 @@ def test_where_nothing_can_be_scanned_the_first_batches_say_what_is_trained(name
                 assert math.isclose(a, b, rel_tol=1e-11), name
             worst = max(relative_error(found[2][n], weight) for n, weight in expected[2].items())
             assert worst <= 1e-11, name
+
+
+def test_a_stream_whose_lengths_change_is_planned_anew_exactly_and_resumes(tmp_path):
+    short, long = random_rows(120, 163, longest=20, seed=1), random_rows(120, 163, longest=100, seed=2)
+    rows, steps = Stream([*short, *(row for row in long if len(row["input_ids"]) > 50), *long]), 18
+    [expected] = run_ranks(1, stock_run, torch.float64, str(tmp_path / "stock"), 2, steps, rows)
+    extra = {**LIMITED, "save_strategy": "steps", "save_steps": 15, "max_steps": steps}
+    per_rank = run_ranks(2, auto_run, torch.float64, str(tmp_path), extra, {1: 1.0, 2: 1.0}, rows)
+    losses, phases, state, _, _ = per_rank[0]
+    assert all(math.isclose(a, b, rel_tol=1e-11) for a, b in zip(losses, expected, strict=True))
+    for other in per_rank[1:]:
+        assert other[:3] == (losses, phases, state)
+    # what was planned first is no longer what is trained
+    now = [str(Bucket(Strategy.parse(name), *numbers)) for name, *numbers in state["auto"]["pools"][0]]
+    assert now != state["auto"]["pool"]
+    extra |= {"resume": str(tmp_path / "checkpoint-15"), "save_strategy": "no"}
+    resumed = run_ranks(2, auto_run, torch.float64, str(tmp_path), extra, {1: 1.0, 2: 1.0}, rows)[0]
+    assert resumed[:3] == (losses[15:], phases[15:], state)
+
+
+class Many(Dataset):
+    """A million Python rows, which are made when they are read."""
+
+    def __init__(self):
+        self.read = 0
+
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, number):
+        self.read += 1
+        ids = [7] * (5 + number % 50)
+        return {"input_ids": ids, "labels": ids}
+
+
+def long_run_of_many(rank, world_size, folder):
+    rows = Many()
+    losses, *_ = auto_run(rank, world_size, torch.float32, folder, {"max_steps": 2}, rows=rows)
+    return len(losses), rows.read
+
+
+def test_a_million_python_rows_are_not_read_before_the_first_step(tmp_path):
+    for steps, read in run_ranks(2, long_run_of_many, str(tmp_path)):
+        assert steps == 2
+        assert read < 1000
 
 
 class Once(IterableDataset):

@@ -151,6 +151,8 @@ def test_rows_are_looked_at_before_the_machine_is_measured(monkeypatch, tmp_path
     args = HotSPaTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(OverlongError, match=f"longest row has {most + 1} tokens"):
         auto.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most + 1])], 2)
+    auto.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most])], 2)
+    args.hotspa_calibration = "measure"  # else one process, which has nothing to choose between, measures nothing
     with pytest.raises(AssertionError, match="measured"):
         auto.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most])], 2)
 
