@@ -151,6 +151,17 @@ class Call:
         out = self.lay_out([self.numbers.tokens[number][:, index] for number in self.mine], dtype)
         return out[:, : self.shape[1] - self.shift]
 
+    def trained(self, numbers: Numbers, fields: int, known: "Assumed") -> None:
+        """It was trained at once; takes the numbers of its documents."""
+        self.numbers, self.fields = numbers, fields
+        if known.by_probability and isinstance(self.assumed, Tensor):
+            self.assumed = self.assumed * self.probabilities()
+
+    def probabilities(self) -> Tensor:
+        """[B, L] fp64 on the host, of each label; not 0."""
+        log_probs = self.lay_out([self.numbers.tokens[number][:, 0] for number in self.mine], torch.float64)
+        return log_probs.to("cpu").exp().clamp(min=torch.finfo(torch.float32).tiny)
+
     def balance(self, routers: RouterLoss) -> tuple[Tensor, Tensor]:
         """transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by each probability of its tokens [E].
 
@@ -242,13 +253,20 @@ class Call:
             return seeds
         return torch.stack([torch.zeros_like(seeds[1]), seeds[1]])
 
-    def constant(self, rank: int, tolerance: float) -> float:
-        """The seed that every log-probability has; infinity where there is none to be had, NaN where they differ."""
+    def constant(self, rank: int, tolerance: float, by_probability: bool = False) -> float:
+        """The seed that every log-probability has; infinity where there is none to be had, NaN where they differ.
+
+        Args:
+            by_probability: Divided by the probability of the token.
+        """
         if not self.labels[rank]:
             return float("inf")
         if self.seeds is None or self.logit_seeds is not None or bool(self.seeds[1].any()):
             return float("nan")
-        seeds = self.seeds[0][self.mask].double()
+        seeds = self.seeds[0]
+        if by_probability:
+            seeds = seeds / self.probabilities()
+        seeds = seeds[self.mask].double()
         mean = float(seeds.mean())
         return mean if float((seeds - mean).abs().max()) <= tolerance * abs(mean) else float("nan")
 
@@ -260,12 +278,14 @@ class Assumed:
     Args:
         by_loss: The factor of the model's own loss; 0 for another loss.
         by_token: The gradient by every log-probability, or with `by_mean` that by the mean over the batch of a rank.
+        by_probability: Whether it is multiplied by the probability of each token, as in dynamic fine-tuning (dft).
         given: [B, L - shift], by the caller.
     """
 
     by_loss: float = 0.0
     by_token: float = 0.0
     by_mean: bool = False
+    by_probability: bool = False
     given: Tensor | None = None
 
     def of_rank(self, call: Call, rank: int) -> float:
@@ -276,15 +296,21 @@ class Assumed:
 
     def scaled(self, factor: float) -> "Assumed":
         """With what the gradients of the last step really were."""
-        return Assumed(0.0, self.by_token * factor, self.by_mean)
+        return Assumed(0.0, self.by_token * factor, self.by_mean, self.by_probability)
 
     @classmethod
-    def learnt(cls, constants: Tensor, calls: Sequence[Call], tolerance: float) -> "Assumed":
+    def learnt(cls, both: Sequence[Tensor], calls: Sequence[Call], tolerance: float) -> "Assumed":
         """What losses of one step have in common; with nothing, gradients are not known.
 
         Args:
-            constants: fp64 [ranks, calls] of `Call.constant`.
+            both: fp64 [ranks, calls] of `Call.constant`, without and with probabilities.
         """
+        plain, weighed = (cls._of_constants(constants, calls, tolerance) for constants in both)
+        weighed.by_probability = True
+        return plain if plain.by_token or not weighed.by_token else weighed
+
+    @classmethod
+    def _of_constants(cls, constants: Tensor, calls: Sequence[Call], tolerance: float) -> "Assumed":
         by_token = common(constants.flatten(), tolerance)
         if by_token is not None:
             return cls(by_token=by_token)

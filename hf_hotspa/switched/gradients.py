@@ -34,7 +34,7 @@ class CallGradients:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to compute the same bits; JSON-ready."""
         world, looks = self._engine.world_size, [list(mode) for mode, looked in self._looks.items() if looked]
-        linear = {"by_token": self.linear.by_token, "by_mean": self.linear.by_mean}
+        linear = {name: getattr(self.linear, name) for name in ("by_token", "by_mean", "by_probability")}
         return {"expected": self.expected, "world": world, "looks": looks} | linear
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -47,7 +47,8 @@ class CallGradients:
             expected = float(state["expected"])
             # a Trainer multiplies by the number of ranks, which may be another one now
             self.expected = float(self._engine.world_size) if expected == state.get("world") else expected
-            self.linear = Assumed(by_token=float(state["by_token"]), by_mean=bool(state["by_mean"]))
+            by_probability = bool(state.get("by_probability"))  # a checkpoint of before has none
+            self.linear = Assumed(0.0, float(state["by_token"]), bool(state["by_mean"]), by_probability)
             looks = {(bool(training), bool(trains)): True for training, trains in state.get("looks", ())}
         self._looks.clear()
         self._looks.update(looks)
@@ -70,9 +71,11 @@ class CallGradients:
             call.constant(rank, tolerance) if call.assumed is None else call.ratio(rank, tolerance, self._own)
             for call in calls
         ]
+        weighed = [call.constant(rank, tolerance, True) if call.assumed is None else 0.0 for call in calls]
         seeds = self._own_seeds(calls, again=False)
-        rows, sizes, numbers = gather([*said, *_sizes(seeds), *beside]).split([len(said), 2, len(beside)], dim=1)
-        scale = self._scale(calls, rows, at_once, where)
+        parts = [len(said), len(weighed), 2, len(beside)]
+        rows, weighed_rows, sizes, numbers = gather([*said, *weighed, *_sizes(seeds), *beside]).split(parts, dim=1)
+        scale = self._scale(calls, rows, weighed_rows, at_once, where)
         if scale is None:
             seeds = self._own_seeds(calls, again=True)
             sizes = gather(_sizes(seeds))
@@ -86,11 +89,12 @@ class CallGradients:
             seeds.routers = self._router_seeds(calls, documents)
         return scale, seeds, numbers
 
-    def _scale(self, calls: Sequence[Call], rows: Tensor, at_once: Tensor, where: str) -> float | None:
+    def _scale(self, calls: Sequence[Call], rows: Tensor, weighed: Tensor, at_once: Tensor, where: str) -> float | None:
         """See `compare`.
 
         Args:
             rows: Of each rank [ranks, calls] the factor of what was trained at once, or the seed of all log-probabilities.
+            weighed: The same seed, over the probability of its token.
             at_once: [calls], whether each was.
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
@@ -98,7 +102,7 @@ class CallGradients:
             rows[:, at_once] = rows[:, at_once].mean(0)
         if not bool(at_once.any()):
             if not bool(rows.isinf().all()):
-                self.linear = Assumed.learnt(rows, calls, tolerance)
+                self.linear = Assumed.learnt((rows, weighed), calls, tolerance)
             return 1.0
         scale = common(rows[:, at_once].flatten(), tolerance)
         if self._own or self._engine.updates is not None:
