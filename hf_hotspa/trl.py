@@ -25,7 +25,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from hf_hotspa.data.batches import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
-from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.events import CallbackEvents
@@ -94,7 +94,7 @@ class OverTRL(SwitchedMixin, _ByName):
         kwargs = named(given, kwargs, vars(base)["__init__"] if takes_any else behind, first=())
         model, args = kwargs.pop("model", None), kwargs.pop("args", None)
         args = _arguments(kind, base, model, args)
-        _refuse(args, kwargs)
+        _refuse(kind, model, args, kwargs)
         super().__init__(model, args, **kwargs)
         if self._hotspa_refusal is None and vars(self.args).get("sync_ref_model"):
             handler = self.callback_handler
@@ -229,11 +229,12 @@ _REFUSED_FIELDS: dict[str, tuple[Any, str, str]] = {
 """Name -> the value that asks for nothing, why another one is refused, and what to do."""
 
 
-def _refuse(args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> None:
+def _refuse(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> None:
     """Refuses what cannot be honoured in front of TRL.
 
     Args:
-        given: The other arguments of the trainer.
+        kind: Of the trainer.
+        given: Its other arguments.
 
     Raises:
         UnsupportedError: naming it.
@@ -241,6 +242,12 @@ def _refuse(args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> None:
     for name, (nothing, why, fix) in _REFUSED_FIELDS.items():
         if (value := getattr(args, name, nothing)) != nothing:
             raise UnsupportedError(f"{type(args).__name__} has {name}={value!r}", why=why, fix=fix)
+    if kind != "SFT" and is_adapted(model) and given.get("ref_model") is None:
+        raise UnsupportedError(
+            f"{kind} of a model that has an adapter already, without a ref_model",
+            why="TRL puts a second adapter beside it as the reference, and replicas have one",
+            fix="merge the adapter (merge_and_unload) and give a peft_config, or give a ref_model",
+        )
     if given.get("token_loss") is not None:
         raise UnsupportedError(
             "a token_loss in front of TRL's trainer",

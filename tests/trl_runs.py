@@ -6,7 +6,7 @@ own class under DDP and with ours.
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -20,7 +20,9 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
-from tests.families import tiny_model
+from hf_hotspa.errors import HotspaError
+from tests.families import MIXTURE, tiny_model
+from tests.gloo.test_stock_equal import fetched_in_double
 from tests.oracle import exact_in_double, relative_error
 
 DENSE = "llama_gqa_bias"
@@ -72,7 +74,7 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "text": lambda i: {"text": question(i) + answer(i)},
     "completions": lambda i: {"prompt": question(i), "completion": answer(i)},
     "chats": lambda i: {"messages": chat(i)},
-    "pairs": lambda i: {"prompt": question(i), "chosen": answer(i), "rejected": answer(i + 5)},
+    "pairs": lambda i: {"prompt": question(i), "chosen": f"{answer(i)}.", "rejected": f"{answer(i + 5)},"},
     "judged": lambda i: {"prompt": question(i), "completion": answer(i), "label": i % 3 != 0},
 }
 
@@ -144,6 +146,7 @@ class Case:
         given: What the constructor is given beside.
         dtype: Of the model.
         wide: Whether it runs among the slow tests only.
+        may_refuse: What a refusal names, where there may be one.
     """
 
     kind: str
@@ -156,6 +159,7 @@ class Case:
     given: Callable[[], dict[str, Any]] = dict
     dtype: torch.dtype = torch.float64
     wide: bool = False
+    may_refuse: tuple[str, ...] = ()
 
 
 def classes(kind: str, own: bool) -> tuple[Any, Any]:
@@ -240,3 +244,46 @@ def compared(found: dict[str, Any], expected: dict[str, Any], dtype: torch.dtype
     assert found["weights"].keys() == expected["weights"].keys()
     errors["weights"] = max(relative_error(found["weights"][n], w) for n, w in expected["weights"].items())
     return errors
+
+
+EXACT, BALANCE, SINGLE = 1e-11, 1e-6, 1e-5
+"""Balance losses are fp32 in transformers; in fp32 nothing is patched."""
+
+
+def both_sides(cases: Mapping[str, Case], world_size: int, folder: str) -> dict[str, tuple[str, str, dict[str, float]]]:
+    """Of each case how TRL fails, how ours is refused, and the differences; one of a world of ranks."""
+    fetched_in_double()
+    found = {}
+    for name, case in cases.items():
+        failed = refused = ""
+        errors: dict[str, float] = {}
+        try:
+            expected = run(case, f"{folder}/{name}/stock", None)
+        except Exception as error:  # of TRL
+            failed = f"{type(error).__name__}: {error}"
+        try:
+            if not failed:
+                own = run(case, f"{folder}/{name}/own", case.pools[0 if world_size == 2 else 1])
+                errors = compared(own, expected, case.dtype)
+        except HotspaError as error:
+            refused = str(error)
+        found[name] = failed, refused, errors
+    return found
+
+
+def wrong_ones(found_of_ranks: Sequence[Any], cases: Mapping[str, Case]) -> list[str]:
+    """What is neither equal nor, where a case may be, refused by name; a case with which TRL fails is wrong as well."""
+    wrong = []
+    for rank, found in enumerate(found_of_ranks):
+        assert list(found) == list(cases)
+        for name, (failed, refused, errors) in found.items():
+            case = cases[name]
+            balances = case.family == MIXTURE and case.fields.get("router_aux_loss_coef") != 0.0
+            limit = BALANCE if balances else SINGLE if case.dtype == torch.float32 else EXACT
+            too_far = {key: value for key, value in errors.items() if not value <= limit}
+            is_named = refused and any(option in refused for option in case.may_refuse)
+            if too_far or failed or (refused and not is_named):
+                wrong.append(
+                    f"{name}, rank {rank}: {case.kind} {case.fields}: TRL {failed!r}, ours {refused!r}, {too_far}"
+                )
+    return wrong

@@ -546,7 +546,8 @@ class SwitchedMixin(_Base):
         switched.cut = dict(zip(CUT, sum(cut).tolist() if cut else [0] * len(CUT), strict=True))
         switched.step = self.state.global_step
         if len(batches) > 1 and self._hotspa_announces(batches[0]):
-            switched.announce(batches, num_items if self.model_accepts_loss_kwargs else None)
+            given = self.model_accepts_loss_kwargs and self._hotspa_prepares  # TRL's losses divide by it themselves
+            switched.announce(batches, num_items if given else None)
         devices = self._hotspa_watchers.devices
         if devices is not None and batches:
             devices.begin(self.state.global_step, self._hotspa_pass)

@@ -39,6 +39,7 @@ class Tape:
         fields: How many of `scores.FIELDS` are written, from the first one on.
         values: [n, fields], fp32 or wider; None where none are wanted. Written where tp is 0; 0 for tokens of other ranks of cp.
         weights: fp64 [D], the seed of every log-probability of a document; None where none has one.
+        by_probability: Whether these are multiplied by the probability of each token.
         seeds: [n, 1 or 2], the seeds by log-probability, and by entropy, beside `weights`; None for none.
         logits: By document, where they are wanted: [length, v] in host memory, 0 for tokens of other ranks of cp.
         logit_seeds: Gives the seeds [length, v] of a document's logits in this rank's shard, or None; called once for each.
@@ -54,6 +55,7 @@ class Tape:
     fields: int = 1
     values: Tensor | None = None
     weights: Tensor | None = None
+    by_probability: bool = False
     seeds: Tensor | None = None
     logits: dict[int, Tensor] | None = None
     logit_seeds: Callable[[int], Tensor | None] | None = None
@@ -238,7 +240,8 @@ class TapedLoss(Objective):
                 return value
             terms = []
             if tape.weights is not None:
-                terms.append(tape.weights[documents[tokens]].to(log_probs) * kept * log_probs)
+                weighed = log_probs.exp() if tape.by_probability else log_probs  # dp = p dlog(p)
+                terms.append(tape.weights[documents[tokens]].to(log_probs) * kept * weighed)
             if tape.seeds is not None:
                 seeds = tape.seeds[where].to(log_probs) * kept[:, None]
                 terms += [seeds[:, index] * numbers[index] for index in range(seeds.shape[1])]

@@ -152,6 +152,17 @@ class Call:
         out = self.lay_out([self.numbers.tokens[number][:, index] for number in self.mine], dtype)
         return out[:, : self.shape[1] - self.shift]
 
+    def trained(self, numbers: Numbers, fields: int, known: "Assumed") -> None:
+        """It was trained at once; takes the numbers of its documents."""
+        self.numbers, self.fields = numbers, fields
+        if known.by_probability and isinstance(self.assumed, Tensor):
+            self.assumed = self.assumed * self.probabilities()
+
+    def probabilities(self) -> Tensor:
+        """[B, L] fp64 on the host, of each label; not 0."""
+        log_probs = self.lay_out([self.numbers.tokens[number][:, 0] for number in self.mine], torch.float64)
+        return log_probs.to("cpu").exp().clamp(min=torch.finfo(torch.float32).tiny)
+
     def balance(self, routers: RouterLoss) -> tuple[Tensor, Tensor]:
         """transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by each probability of its tokens [E].
 
@@ -243,13 +254,20 @@ class Call:
             return seeds
         return torch.stack([torch.zeros_like(seeds[1]), seeds[1]])
 
-    def constant(self, rank: int, tolerance: float) -> float:
-        """The seed that every log-probability has; infinity where there is none to be had, NaN where they differ."""
+    def constant(self, rank: int, tolerance: float, by_probability: bool = False) -> float:
+        """The seed that every log-probability has; infinity where there is none to be had, NaN where they differ.
+
+        Args:
+            by_probability: Divided by the probability of the token.
+        """
         if not self.labels[rank]:
             return float("inf")
         if self.seeds is None or self.logit_seeds is not None or bool(self.seeds[1].any()):
             return float("nan")
-        seeds = self.seeds[0][self.mask].double()
+        seeds = self.seeds[0]
+        if by_probability:
+            seeds = seeds / self.probabilities()
+        seeds = seeds[self.mask].double()
         mean = float(seeds.mean())
         return mean if float((seeds - mean).abs().max()) <= tolerance * abs(mean) else float("nan")
 
@@ -261,12 +279,14 @@ class Assumed:
     Args:
         by_loss: The factor of the model's own loss; 0 for another loss.
         by_token: The gradient by every log-probability, or with `by_mean` that by the mean over the batch of a rank.
+        by_probability: Whether it is multiplied by the probability of each token, as in dynamic fine-tuning (dft).
         given: [B, L - shift], by the caller.
     """
 
     by_loss: float = 0.0
     by_token: float = 0.0
     by_mean: bool = False
+    by_probability: bool = False
     given: Tensor | None = None
 
     def of_rank(self, call: Call, rank: int) -> float:
@@ -277,15 +297,21 @@ class Assumed:
 
     def scaled(self, factor: float) -> "Assumed":
         """With what the gradients of the last step really were."""
-        return Assumed(0.0, self.by_token * factor, self.by_mean)
+        return Assumed(0.0, self.by_token * factor, self.by_mean, self.by_probability)
 
     @classmethod
-    def learnt(cls, constants: Tensor, calls: Sequence[Call], tolerance: float) -> "Assumed":
+    def learnt(cls, both: Sequence[Tensor], calls: Sequence[Call], tolerance: float) -> "Assumed":
         """What losses of one step have in common; with nothing, gradients are not known.
 
         Args:
-            constants: fp64 [ranks, calls] of `Call.constant`.
+            both: fp64 [ranks, calls] of `Call.constant`, without and with probabilities.
         """
+        plain, weighed = (cls._of_constants(constants, calls, tolerance) for constants in both)
+        weighed.by_probability = True
+        return plain if plain.by_token or not weighed.by_token else weighed
+
+    @classmethod
+    def _of_constants(cls, constants: Tensor, calls: Sequence[Call], tolerance: float) -> "Assumed":
         by_token = common(constants.flatten(), tolerance)
         if by_token is not None:
             return cls(by_token=by_token)
@@ -369,7 +395,7 @@ class CallGradients:
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to compute the same bits; JSON-ready."""
         world, looks = self._engine.world_size, [list(mode) for mode, looked in self._looks.items() if looked]
-        linear = {"by_token": self.linear.by_token, "by_mean": self.linear.by_mean}
+        linear = {name: getattr(self.linear, name) for name in ("by_token", "by_mean", "by_probability")}
         return {"expected": self.expected, "world": world, "looks": looks} | linear
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -382,7 +408,8 @@ class CallGradients:
             expected = float(state["expected"])
             # a Trainer multiplies by the number of ranks, which may be another one now
             self.expected = float(self._engine.world_size) if expected == state.get("world") else expected
-            self.linear = Assumed(by_token=float(state["by_token"]), by_mean=bool(state["by_mean"]))
+            by_probability = bool(state.get("by_probability"))  # a checkpoint of before has none
+            self.linear = Assumed(0.0, float(state["by_token"]), bool(state["by_mean"]), by_probability)
             looks = {(bool(training), bool(trains)): True for training, trains in state.get("looks", ())}
         self._looks.clear()
         self._looks.update(looks)
@@ -405,9 +432,11 @@ class CallGradients:
             call.constant(rank, tolerance) if call.assumed is None else call.ratio(rank, tolerance, self._own)
             for call in calls
         ]
+        weighed = [call.constant(rank, tolerance, True) if call.assumed is None else 0.0 for call in calls]
         seeds = self._own_seeds(calls, again=False)
-        rows, sizes, numbers = gather([*said, *_sizes(seeds), *beside]).split([len(said), 2, len(beside)], dim=1)
-        scale = self._scale(calls, rows, at_once, where)
+        parts = [len(said), len(weighed), 2, len(beside)]
+        rows, weighed_rows, sizes, numbers = gather([*said, *weighed, *_sizes(seeds), *beside]).split(parts, dim=1)
+        scale = self._scale(calls, rows, weighed_rows, at_once, where)
         if scale is None:
             seeds = self._own_seeds(calls, again=True)
             sizes = gather(_sizes(seeds))
@@ -421,11 +450,12 @@ class CallGradients:
             seeds.routers = self._router_seeds(calls, documents)
         return scale, seeds, numbers
 
-    def _scale(self, calls: Sequence[Call], rows: Tensor, at_once: Tensor, where: str) -> float | None:
+    def _scale(self, calls: Sequence[Call], rows: Tensor, weighed: Tensor, at_once: Tensor, where: str) -> float | None:
         """See `compare`.
 
         Args:
             rows: Of each rank [ranks, calls] the factor of what was trained at once, or the seed of all log-probabilities.
+            weighed: The same seed, over the probability of its token.
             at_once: [calls], whether each was.
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
@@ -433,7 +463,7 @@ class CallGradients:
             rows[:, at_once] = rows[:, at_once].mean(0)
         if not bool(at_once.any()):
             if not bool(rows.isinf().all()):
-                self.linear = Assumed.learnt(rows, calls, tolerance)
+                self.linear = Assumed.learnt((rows, weighed), calls, tolerance)
             return 1.0
         scale = common(rows[:, at_once].flatten(), tolerance)
         if self._own or self._engine.updates is not None:

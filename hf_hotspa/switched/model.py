@@ -666,7 +666,7 @@ class SwitchedModel(DistributedDataParallel):
         """Forward and backward of some calls, before the caller's backward has said what the gradients are."""
         rank, world = self.engine.rank, self.engine.world_size
         calls = calls if known.given is None else calls[:1]
-        seeds = Seeds(weights=torch.zeros(len(self._documents), dtype=torch.float64))
+        seeds = Seeds(torch.zeros(len(self._documents), dtype=torch.float64), known.by_probability)
         if known.given is not None:
             assumed = torch.zeros(calls[0].shape, dtype=torch.float64)
             assumed[:, : calls[0].shape[1] - calls[0].shift] = known.given.detach().to("cpu", torch.float64)
@@ -686,7 +686,7 @@ class SwitchedModel(DistributedDataParallel):
         mode = self.training, calls[0].temperature
         numbers = self._train(everything, seeds, mode, request.fields, sums=request.wants_loss)
         for call in calls:
-            call.numbers, call.fields = numbers, request.fields
+            call.trained(numbers, request.fields, known)
 
     def _train(
         self, numbers: Sequence[int], seeds: Seeds, mode: tuple[bool, float], fields: int = 0, sums: bool = False

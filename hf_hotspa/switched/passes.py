@@ -33,6 +33,7 @@ class Seeds:
 
     Args:
         weights: fp64 [D], the seed of every log-probability of a document; known on every rank.
+        by_probability: Whether that is multiplied by the probability of each token.
         tokens: Of this rank's documents [length, 1 or 2], by log-probability, and by entropy.
         columns: How many columns these have on all ranks; 0 for none at all.
         logits: Of this rank's documents [length, V]; taken out when they are sent.
@@ -42,6 +43,7 @@ class Seeds:
     """
 
     weights: Tensor | None = None
+    by_probability: bool = False
     tokens: Mapping[int, Tensor] = field(default_factory=dict)
     columns: int = 0
     logits: dict[int, Tensor] = field(default_factory=dict)
@@ -319,6 +321,7 @@ class Passes:
         tape, device = self.tape, self.engine.device
         tape.own = seeds.own
         tape.weights = None if seeds.weights is None else seeds.weights.to(device)
+        tape.by_probability = seeds.by_probability
         tape.router_seeds = None if seeds.routers is None else seeds.routers.to(device)
         if not seeds.columns:
             return

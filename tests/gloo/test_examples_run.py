@@ -9,11 +9,14 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+from transformers import Trainer
 
 from hf_hotspa.reporting.panels import all_panels
 from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.trainer.trainer import SwitchedMixin
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gloo
@@ -57,6 +60,34 @@ def test_the_script_that_comes_from_trl(tmp_path):
     # only what the assistant says carries labels, and what is longer than max_length is cut off
     assert all(0 < r.report.num_labels < 0.8 * r.report.num_tokens for r in run.steps)
     assert sum(r.report.num_truncated for r in run.steps) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "better"), [("trl_sft.py", -0.5), ("trl_dpo.py", 0.01)])
+def test_a_script_of_trl_with_one_import_changed(script, better, tmp_path):
+    assert len(text_of(script).splitlines()) < 60
+    processes, words = command_of(script)
+    log = tmp_path / "log.txt"
+    run_ranks(processes, run_script, script, [*words, "--output_dir", str(tmp_path)], str(log))
+    first, last = map(float, re.search(r"([-\d.]+) -> ([-\d.]+); the model is in", log.read_text()).groups())
+    assert (last - first) / better > 1
+    assert (tmp_path / "model.safetensors").exists()
+    phases = {phase.strategy for record in read_run_log(tmp_path).steps for phase in record.report.phases}
+    assert phases == {"dp2+rc", "tp2+rc"}
+
+
+def test_the_plugin_of_axolotl_gives_its_trainer_over_a_switched_model(monkeypatch):
+    base, trainers = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.core.trainers")
+    base.BasePlugin, trainers.AxolotlTrainer = object, type("AxolotlTrainer", (Trainer,), {})
+    for name in ("axolotl", "axolotl.integrations", "axolotl.core"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    monkeypatch.setitem(sys.modules, trainers.__name__, trainers)
+    plugin = runpy.run_path(str(EXAMPLES / "axolotl_plugin.py"))["HotSPaPlugin"]()
+    made = plugin.get_trainer_cls(SimpleNamespace(rl=None))
+    assert issubclass(made, trainers.AxolotlTrainer)
+    assert issubclass(made, SwitchedMixin)
+    assert plugin.get_trainer_cls(SimpleNamespace(rl="dpo")) is None
 
 
 def cells():

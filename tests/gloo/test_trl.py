@@ -1,6 +1,5 @@
 """TRL's SFT, DPO and KTO trainers over a switched model against TRL's own under DDP on as many ranks, in fp64."""
 
-import math
 from typing import Any
 
 import pytest
@@ -8,14 +7,11 @@ import torch
 
 from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE
-from tests.gloo.test_stock_equal import fetched_in_double
 from tests.harness import run_ranks
-from tests.trl_runs import EVALUATES, Case, compared, hits, run
+from tests.trl_runs import EVALUATES, Case, both_sides, hits, wrong_ones
 
 pytestmark = pytest.mark.gloo
 
-EXACT, BALANCE, SINGLE = 1e-11, 1e-6, 1e-5
-"""Balance losses are fp32 in transformers; without patches, in fp32."""
 SIX = (
     "dp2:12@64,tp2+sp:16@64,cp2+rc:20@64,pp2:24@64,dp2+z2:28@64,tp2+ck9:128@128",
     "dp4+rc:12@64,dp2tp2+sp:16@64,cp2dp2:20@64,tp2pp2:24@64,dp4+z3:28@64,dp2pp2+v2:128@128",
@@ -95,20 +91,8 @@ def test_every_trainer_is_run_by_six_kinds_of_strategies():
             assert max(len({str(bucket.strategy) for bucket in mix}) for mix in mixes) >= 6
 
 
-def both(rank: int, world_size: int, names: list[str], folder: str) -> dict[str, Any]:
-    from hf_hotspa.errors import HotspaError
-
-    fetched_in_double()
-    found: dict[str, Any] = {}
-    for name in names:
-        case = CASES[name]
-        expected = run(case, f"{folder}/{name}/stock", None)
-        try:
-            own = run(case, f"{folder}/{name}/own", case.pools[0 if world_size == 2 else 1])
-            found[name] = compared(own, expected, case.dtype)
-        except HotspaError as error:
-            found[name] = {str(error): math.inf}
-    return found
+def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
+    return both_sides({name: CASES[name] for name in names}, world_size, folder)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +104,6 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> dict[str,
     ],
 )
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
-    wrong = []
-    for rank, found in enumerate(run_ranks(world_size, both, names, str(tmp_path), timeout=1500)):
-        assert list(found) == names
-        for name, errors in found.items():
-            balances = CASES[name].fields.get("router_aux_loss_coef")
-            limit = BALANCE if balances else SINGLE if CASES[name].dtype == torch.float32 else EXACT
-            too_far = {key: value for key, value in errors.items() if not value <= limit}
-            if too_far:
-                wrong.append(f"{name}, rank {rank}: {too_far}")
+    found = run_ranks(world_size, both, names, str(tmp_path), timeout=1500)
+    wrong = wrong_ones(found, {name: CASES[name] for name in names})
     assert not wrong, "\n".join(wrong)

@@ -14,7 +14,8 @@ import hf_hotspa.trl
 from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer, switched
-from tests.trl_runs import COMMON, rows, small, tokenizer
+from tests.lora import tiny_lora
+from tests.trl_runs import COMMON, patched_head, rows, small, tokenizer
 
 trl: Any = import_module("trl")  # which exports nothing explicitly
 KINDS = {"SFT": "completions", "DPO": "pairs", "KTO": "judged"}
@@ -97,6 +98,21 @@ def test_no_arguments_and_a_name(tmp_path: Any, monkeypatch: Any) -> None:
     assert not any(p.is_meta for p in made.model.parameters())
 
 
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+def test_the_seeds_of_linear_losses_are_known_from_the_second_step_on(loss_type: str, tmp_path: Any) -> None:
+    trainer, config = names("SFT")
+    args = config(
+        str(tmp_path),
+        **{**ONE, "max_steps": 3, "loss_type": loss_type, "gradient_accumulation_steps": 2, "max_length": None},
+    )
+    made = trainer(small(), args, **given("SFT", tmp_path))
+    with patched_head(torch.float64):
+        made.train()
+    # the batches of a step run as one pass
+    assert made.switched._passes.counts == {"scoring": 1, "training": 3}
+    made.close_engine()
+
+
 class Twice(trl.SFTTrainer):
     """A user's."""
 
@@ -139,6 +155,13 @@ def test_a_token_loss_is_refused(tmp_path: Any) -> None:
     trainer, config = names("SFT")
     with pytest.raises(UnsupportedError, match="token_loss"):
         trainer(small(dtype=torch.float32), config(str(tmp_path), **ONE), token_loss=abs, **given("SFT", tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_an_adapter_that_is_there_already_is_refused_as_its_own_reference(kind: str, tmp_path: Any) -> None:
+    trainer, config = names(kind)
+    with pytest.raises(UnsupportedError, match=f"{kind} of a model that has an adapter already"):
+        trainer(tiny_lora("llama_gqa_bias"), args=config(str(tmp_path), **ONE), **given(kind, tmp_path))
 
 
 @pytest.mark.parametrize("kind", KINDS)
