@@ -17,6 +17,7 @@ from typing import Any, cast
 from hf_hotspa.commands import checkpoints, formulas, inputs, reports
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
+from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
@@ -107,6 +108,12 @@ def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "--lora",
         metavar="ADAPTER",
         help="train a LoRA adapter, the model frozen: its r, such as 16, or r=16,targets=q_proj+v_proj (default: all-linear)",
+    )
+    parser.add_argument(
+        "--task",
+        default="sft",
+        choices=list(TASKS),
+        help="what is trained: with dpo a step also scores its rows, and a reference model (default: %(default)s)",
     )
     parser.add_argument(
         "--grad-accum-dtype", default=FP32, choices=ACCUMULATION_DTYPES, help="in which micro-batches add up gradients"
@@ -220,6 +227,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         sequence_parallel=args.sequence_parallel,
         gradients=GradientDtypes(args.grad_accum_dtype, args.grad_wire_dtype),
         schedule=args.pipeline_schedule,
+        task=args.task,
     )
 
 

@@ -19,6 +19,7 @@ from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions,
 from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.run_options import RunOptions
+from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
@@ -54,6 +55,7 @@ class Setup:
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         adapter: What is trained instead of the model; None where the model is.
         pipedream: How stages update by themselves; None for the synchronous update.
+        task: What is trained, one of `scoring.TASKS`.
     """
 
     model: ModelConfig
@@ -70,6 +72,7 @@ class Setup:
     schedule: str = "auto"
     adapter: Adapter | None = None
     pipedream: PipeDream | None = None
+    task: str = "sft"
 
     @classmethod
     def read(
@@ -167,7 +170,12 @@ class Setup:
 
     @property
     def _options(self) -> MemoryOptions:
-        return MemoryOptions(compute_dtype=self.dtype, schedule=self.schedule, pipedream=self.pipedream)
+        scoring = TASKS[self.task]
+        if self.adapter is not None:  # the model without its adapter is the reference
+            scoring = replace(scoring, reference=False)
+        return MemoryOptions(
+            compute_dtype=self.dtype, schedule=self.schedule, pipedream=self.pipedream, scoring=scoring
+        )
 
     def strategies(self) -> list[Strategy]:
         """Every legal strategy with every choice of options, but for those that are asked for of all."""
@@ -198,6 +206,8 @@ class Setup:
             "limit_bytes": self.limit_bytes,
             "limit_source": self.limit_source,
             "dtype": self.dtype,
+            "task": self.task,
+            "units_of_a_step": TASKS[self.task].units,
             "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
             "gradients": asdict(self.gradients),
