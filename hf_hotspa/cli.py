@@ -18,6 +18,7 @@ from hf_hotspa.commands import checkpoints, formulas, inputs, reports
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
+from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
@@ -115,6 +116,12 @@ def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=tuple(OPTIMIZER_STATES),
         metavar="NAME",
         help="the optimizer, as in TrainingArguments, such as adamw_8bit: what it keeps (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--task",
+        default="sft",
+        choices=list(TASKS),
+        help="what is trained: with dpo a step also scores its rows, and a reference model (default: %(default)s)",
     )
     parser.add_argument(
         "--grad-accum-dtype", default=FP32, choices=ACCUMULATION_DTYPES, help="in which micro-batches add up gradients"
@@ -229,6 +236,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         gradients=GradientDtypes(args.grad_accum_dtype, args.grad_wire_dtype),
         schedule=args.pipeline_schedule,
         optim=args.optim,
+        task=args.task,
     )
 
 

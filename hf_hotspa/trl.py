@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainingArguments
 
+from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.batches import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
@@ -95,6 +96,7 @@ class OverTRL(SwitchedMixin, _ByName):
         model, args = kwargs.pop("model", None), kwargs.pop("args", None)
         args = _arguments(kind, base, model, args)
         _refuse(kind, model, args, kwargs)
+        args.scoring = _scoring(kind, model, args, kwargs)
         super().__init__(model, args, **kwargs)
         if self._hotspa_refusal is None and vars(self.args).get("sync_ref_model"):
             handler = self.callback_handler
@@ -254,6 +256,17 @@ def _refuse(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping
             why="TRL computes the loss",
             fix="use HotSPaTrainer, or override compute_loss in a subclass of TRL's trainer",
         )
+
+
+def _scoring(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> Scoring:
+    """What a step of a trainer runs beside its training pass."""
+    values = vars(args)
+    if kind == "SFT":  # from logits, and once more for metrics
+        return Scoring(2 if values["label_smoothing_factor"] or given.get("compute_loss_func") is not None else 0)
+    is_live = not values["precompute_ref_log_probs"]
+    scored = 2 if kind == "KTO" and values["loss_type"] == "kto" else 1  # and the completions of its KL
+    second = given.get("ref_model") is not None or not (is_adapted(model) or given.get("peft_config") is not None)
+    return Scoring(scored * (1 + is_live), is_live and second)
 
 
 @cache

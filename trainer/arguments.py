@@ -15,6 +15,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_hotspa.costs.context import WAYS
+from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.batches import EMPTY_POLICIES, ERROR, SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError, check_choice
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
@@ -270,6 +271,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     )
 
     fsdp_stage = 0  # of ZeRO, that `fsdp` comes to
+    scoring = Scoring()  # what a step of its trainer runs beside its training pass
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """As of any class. Here, since a dataclass of the user's that is made of this one has an `__init__` of its own."""

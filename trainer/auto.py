@@ -516,6 +516,7 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
         context_parallel=args.hotspa_context_parallel,
         pipedream=args.hotspa_pipedream,
         offload_master=args.hotspa_offload == "master" and args.device.type == "cuda",
+        scoring=args.scoring,
     )
 
 

@@ -352,16 +352,16 @@ def refuse_longer_rows(args: TrainingArguments, trainer: type, tables: Iterable[
 
 
 def _of_another(args: TrainingArguments, names: Collection[str], more: str = "") -> HotspaConfigError:
+    advice = [f"let that trainer read them ({_its_trainer(type(args))})"]
     if set(names) <= set(_OF_SFT):
-        advice = [f"{name}: {_OF_SFT[name][1]}" for name in names]
+        advice += [f"{name}: {_OF_SFT[name][1]}" for name in names]
     else:  # another objective
-        advice = ["give HotSPaTrainingArguments, and rows for this trainer, which learns from answers"]
-    advice.append(f"or let that trainer read them: {_its_trainer(type(args))}")
+        advice += ["give HotSPaTrainingArguments, and rows for this trainer, which learns from answers"]
     shown = ", ".join(f"{name}={getattr(args, name)!r:.80}" for name in names)
     return HotspaConfigError(
         f"{type(args).__name__} has {shown}",
         why=f"the trainer that these arguments are made for reads that, and this one would pass it over{more}",
-        fix="; ".join(advice),
+        fix="; or ".join([advice[0], "; ".join(advice[1:])]),
     )
 
 

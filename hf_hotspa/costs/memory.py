@@ -22,6 +22,7 @@ from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
 from hf_hotspa.costs.context import gathered_bytes, repeated_bytes
 from hf_hotspa.costs.experts import returned_bytes
 from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
+from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
@@ -86,6 +87,7 @@ class MemoryOptions:
         context_parallel: How ranks of cp attend, one of `costs.context.WAYS`.
         pipedream: How stages update by themselves; None for the synchronous update. Each stage then has the master store of its
             own weights, and several versions of them.
+        scoring: What a step runs beside its training pass.
     """
 
     optimizer: OptimizerState = ADAM
@@ -99,6 +101,7 @@ class MemoryOptions:
     offload_master: bool = False
     context_parallel: str = "auto"
     pipedream: PipeDream | None = None
+    scoring: Scoring = field(default_factory=Scoring)
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ class MemoryModel:
         if last and in_flight > 1:
             logits += self._kept_by_loss(strategy) * held_tokens
         return MemoryBreakdown(
-            master_weights=master.weight_bytes,
+            master_weights=master.weight_bytes * (2 if options.scoring.reference else 1),
             master_gradients=master.gradient_bytes,
             optimizer=master.optimizer_bytes,
             weights=weights,

@@ -82,7 +82,10 @@ class CostModel:
         switch_s: float = 0.0,
     ) -> "CostModel":
         options, streams = memory.options, Streams(memory.sizes, cluster, efficiency)
-        time = replace(time, schedule=options.schedule, context_parallel=options.context_parallel, streams=streams)
+        time = replace(
+            time, schedule=options.schedule, context_parallel=options.context_parallel, streams=streams,
+            forwards=options.scoring.forwards,
+        )  # fmt: skip
         return cls(time, memory, cluster, efficiency, switch_s)
 
     @property

@@ -71,6 +71,7 @@ class TimeModel:
         shape: The model's, for what ranks of cp exchange; None where that is not known and costs nothing.
         context_parallel: How they attend, one of `costs.context.WAYS`.
         context_exchanges: What that costs, by (cp, tp), where it was measured; hops else.
+        forwards: Forwards of all tokens, without gradients, that a step has beside its training pass.
     """
 
     source: str
@@ -93,6 +94,7 @@ class TimeModel:
     shape: ModelShape | None = None
     context_parallel: str = "auto"
     context_exchanges: Mapping[tuple[int, int], Exchanges] = field(default_factory=dict)
+    forwards: int = 0
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
@@ -203,12 +205,12 @@ class TimeModel:
             cost = self._shared_layer(strategy) * (
                 sum(weights[layer] for layer in layers) / mean if mean else len(layers)
             )
-            if rc:  # one more forward pass of every rc-th layer
-                cost *= 1 + self.forward_share / rc
+            scored = 1 + self.forward_share * self.forwards
+            cost *= scored + (self.forward_share / rc if rc else 0.0)  # one more forward pass of every rc-th layer
             if stage == 0:
-                cost += _shared(self.embeddings.get(tp, Cost()), cp)
+                cost += _shared(self.embeddings.get(tp, Cost()), cp) * scored
             if stage == strategy.num_stages - 1:
-                cost += _shared(self.heads.get(tp, Cost()), cp)
+                cost += _shared(self.heads.get(tp, Cost()), cp) * scored
             costs.append(cost * (factor * (paces[stage] / USUAL_PACE)))
         return tuple(costs)
 

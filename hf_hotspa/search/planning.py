@@ -20,6 +20,7 @@ from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
 from hf_hotspa.costs.run_options import RunOptions
+from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
@@ -56,6 +57,7 @@ class Setup:
         adapter: What is trained instead of the model; None where the model is.
         pipedream: How stages update by themselves; None for the synchronous update.
         optim: The optimizer, by the name of `--optim`.
+        task: What is trained, one of `scoring.TASKS`.
     """
 
     model: ModelConfig
@@ -73,6 +75,7 @@ class Setup:
     adapter: Adapter | None = None
     pipedream: PipeDream | None = None
     optim: str = "adamw_torch"
+    task: str = "sft"
 
     @classmethod
     def read(
@@ -170,8 +173,11 @@ class Setup:
 
     @property
     def _options(self) -> MemoryOptions:
+        scoring = TASKS[self.task]
+        if self.adapter is not None:  # the model without its adapter is the reference
+            scoring = replace(scoring, reference=False)
         optimizer = OPTIMIZER_STATES[self.optim]
-        return MemoryOptions(optimizer, self.dtype, schedule=self.schedule, pipedream=self.pipedream)
+        return MemoryOptions(optimizer, self.dtype, schedule=self.schedule, pipedream=self.pipedream, scoring=scoring)
 
     def strategies(self) -> list[Strategy]:
         """Every legal strategy with every choice of options, but for those that are asked for of all."""
@@ -203,6 +209,8 @@ class Setup:
             "limit_source": self.limit_source,
             "dtype": self.dtype,
             "optim": self.optim,
+            "task": self.task,
+            "units_of_a_step": TASKS[self.task].units,
             "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
             "gradients": asdict(self.gradients),

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from hf_hotspa.checkpoint.format.manifest import WEIGHT
 from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE
 from tests.harness import run_ranks
-from tests.trl_runs import EVALUATES, Case, both_sides, hits, wrong_ones
+from tests.oracle import relative_error
+from tests.training_runs import newest, same_bits, whole_state
+from tests.trl_runs import EVALUATES, SINGLE, Case, both_sides, hits, made, wrong_ones
 
 pytestmark = pytest.mark.gloo
 
@@ -107,3 +110,45 @@ def test_it_is_trl_under_ddp(world_size, names, tmp_path):
     found = run_ranks(world_size, both, names, str(tmp_path), timeout=1500)
     wrong = wrong_ones(found, {name: CASES[name] for name in names})
     assert not wrong, "\n".join(wrong)
+
+
+RESUMED = {
+    "sft": Case(
+        "SFT", TWO, "chats", {**FREE, "assistant_only_loss": True, "loss_type": "dft", "gradient_accumulation_steps": 2},
+        dtype=torch.float32,
+    ),
+    "dpo": Case("DPO", TWO, "pairs", lora=True, dtype=torch.float32),
+    "kto": Case("KTO", TWO, "judged", {"precompute_ref_log_probs": True}, dtype=torch.float32),
+}  # fmt: skip
+
+
+def resumed_runs(rank: int, world_size: int, folder: str) -> None:
+    """A whole run; one that resumes in the middle; one that does in another layout, and saves at once; and goes on."""
+    for name, case in RESUMED.items():
+
+        def trained(
+            run: str, pool: str, steps: int, resume: str | None, folder: str = f"{folder}/{name}", case: Case = case
+        ) -> Any:
+            trainer = made(case, f"{folder}/{run}", pool, save_strategy="steps", save_steps=2, max_steps=steps)
+            trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
+            return trainer
+
+        trained("whole", TWO[0], 4, None).close_engine()
+        trained("again", TWO[0], 4, "whole/checkpoint-2").close_engine()
+        at_once = trained("other", OTHER[0], 2, "whole/checkpoint-2")
+        at_once._save_checkpoint(None, None)
+        at_once._hotspa_checkpoints.close()
+        at_once.close_engine()
+        trained("on", OTHER[0], 4, "whole/checkpoint-2").close_engine()
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_for_bit_and_in_another_layout_from_the_same_bits(tmp_path):
+    run_ranks(2, resumed_runs, str(tmp_path), timeout=900)
+    for name in RESUMED:
+        at = {run: whole_state(newest(tmp_path / name / run)) for run in ("whole", "again", "other", "on")}
+        assert same_bits(at["again"], at["whole"]), name
+        assert same_bits(at["other"], whole_state(tmp_path / name / "whole" / "checkpoint-2")), name
+        weights = [key for key in at["whole"] if key.startswith(WEIGHT)]
+        ends = [torch.cat([at[run][key].flatten() for key in weights]) for run in ("on", "whole")]
+        assert 0 < relative_error(*ends) <= SINGLE, name
