@@ -41,7 +41,7 @@ def lengths_of(number: int, longest: int, seed: int) -> list[int]:
 
 
 def data_of(task: str, options: argparse.Namespace) -> Any:
-    """Rows of tokens, as TRL has them after its own tokenisation."""
+    """Rows of tokens, or pairs of texts of as many."""
     import torch
     from datasets import Dataset
 
@@ -56,26 +56,30 @@ def data_of(task: str, options: argparse.Namespace) -> Any:
     if task != "dpo":
         return Dataset.from_list([{"input_ids": row, "labels": row} for row in map(ids, lengths)])
     others = lengths_of(number, options.longest, 3)
-    rows = [
-        {"prompt_ids": ids(4), "chosen_ids": ids(max(a - 4, 4)), "rejected_ids": ids(max(b - 4, 4))}
-        for a, b in zip(lengths, others, strict=True)
-    ]
+
+    def text(length: int) -> str:
+        return "".join(f" w{token}" for token in ids(max(length, 4)))
+
+    pairs = zip(lengths, others, strict=True)
+    rows = [{"prompt": text(4), "chosen": text(a - 5), "rejected": text(b - 5)} for a, b in pairs]
     return Dataset.from_list(rows)
 
 
 def tokenizer(vocabulary: int) -> Any:
-    """A tokenizer that is there for its padding token."""
-    from tokenizers import Tokenizer, models
+    """Every token is a word: w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = {f"w{at}": at for at in range(vocabulary)}
     core = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w1", unk_token="w0")
 
 
 def trainer_of(task: str, side: str, options: argparse.Namespace, folder: str) -> Any:
     """A trainer of one side."""
     import trl
+    from transformers.trainer_callback import PrinterCallback
 
     import hf_hotspa.trl
 
@@ -96,7 +100,7 @@ def trainer_of(task: str, side: str, options: argparse.Namespace, folder: str) -
         model=make_model(options.model), args=getattr(home, f"{kind}Config")(**given), train_dataset=data_of(task, options),
         processing_class=tokenizer(MODELS[options.model][-1]), **extra,
     )  # fmt: skip
-    made.callback_handler.callbacks = []  # nothing is printed
+    made.remove_callback(PrinterCallback)
     return made
 
 
@@ -110,14 +114,15 @@ def counted(trainer: Any, side: str) -> Callable[[], int]:
                 embedding.register_forward_hook(lambda _, given, __: total.__setitem__(0, total[0] + given[0].numel()))
         return lambda: total[0]
     passes, world = trainer.switched._passes, trainer.args.world_size
-    for name in ("score", "train"):
-        own = getattr(passes, name)
 
-        def run(documents: Any, numbers: Sequence[int], *rest: Any, own: Any = own, **kwargs: Any) -> Any:
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(documents: Any, numbers: Sequence[int], *rest: Any, **kwargs: Any) -> Any:
             total[0] += sum(documents.lengths[number] for number in numbers)
-            return own(documents, numbers, *rest, **kwargs)
+            return method(documents, numbers, *rest, **kwargs)
 
-        setattr(passes, name, run)
+        return run
+
+    passes.score, passes.train = counting(passes.score), counting(passes.train)
     return lambda: total[0] // world
 
 
@@ -174,12 +179,11 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str
 
     datasets.disable_progress_bars()
     found: dict[str, Any] = {task: {side: [] for side in SIDES} for task in options.tasks}
-    folder = tempfile.mkdtemp()
     for task in options.tasks:
         for number in range(options.rounds):
             for at in range(len(SIDES)):
                 side = SIDES[(number + at) % len(SIDES)]
-                found[task][side].append(turn(task, side, options, folder))
+                found[task][side].append(turn(task, side, options, options.folder))
     return found
 
 
@@ -229,7 +233,8 @@ def summary(found: dict[str, Any]) -> dict[str, dict[str, float]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the benchmark."""
     options = parse_options(arguments)
-    found = run_world(options.ranks, measure, options)
+    with tempfile.TemporaryDirectory() as options.folder:
+        found = run_world(options.ranks, measure, options)
     rows = summary(found)
     print(f"{options.ranks} ranks, {options.model}, {options.rows} rows of a rank in a step, {options.strategies}")
     print(

@@ -25,6 +25,9 @@ from hf_hotspa.parallel.dropout_settings import attention_dropouts
 _OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
 """Fields that each call of a forward may say otherwise, or that say where a config is from."""
 
+_OF_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
+"""Fields that trainers take over from the tokenizer, on objects that are built already."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -204,7 +207,7 @@ def deciding_values(config: Any) -> dict[str, Any]:
     """The fields of a config that decide what a model computes, JSON-ready but for what no JSON has."""
     values = {}
     for name, value in vars(config).items():
-        if name not in _OF_A_COPY and name not in _OF_A_CALL:
+        if name not in (*_OF_A_COPY, *_OF_A_CALL, *_OF_GENERATION):
             values[name] = deciding_values(value) if isinstance(value, PreTrainedConfig) else value
     return values
 

@@ -314,3 +314,14 @@ def test_switched_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         travels = name != "raw loop"
         assert (side["bytes"]["rows"] > 0) == (side["bytes"]["numbers"] > 0) == travels
         assert (side["bytes"]["seeds"] > 0) == name.startswith("scores")
+
+
+@pytest.mark.slow
+def test_trl_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("trl_trainers", tmp_path / "out" / "trl.json")
+    text = capsys.readouterr().out
+    assert set(found["summary"]) == {"sft", "sft bfd", "dpo"}
+    for task, row in found["summary"].items():
+        assert task in text
+        assert row["ours tokens"] <= row["trl tokens"]
+        assert row["ours loss"] == pytest.approx(row["trl loss"], rel=1e-4)

@@ -20,6 +20,7 @@ POOLS = [
 OF_EXPERTS = ("dp2ep2:16@64,tp2:128@128", "dp4ep2:16@64,dp2tp2ep2:128@128")
 MAY_REFUSE = ("adafactor",)
 PAIRED = ["sigmoid", "hinge", "ipo", "robust", "discopop", "sft", "sigmoid_norm", "exo_pair"]
+NOT_WEIGHTED = {"aot", "aot_unpaired", "hinge"}  # with a hinge the backward of TRL itself fails
 UNPAIRED = ["nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down"]
 
 
@@ -86,7 +87,7 @@ def dpo(draw: Draw) -> tuple[str, dict[str, Any]]:
         "loss_type": losses,
         "label_smoothing": 0.1 if {"exo_pair", "robust"} & set(losses) else draw.choice([0.0, 0.1]),
         "ld_alpha": draw.choice([None, None, 0.4]),
-        "use_weighting": not {"aot", "aot_unpaired"} & set(losses) and draw.maybe(0.3),
+        "use_weighting": not NOT_WEIGHTED & set(losses) and draw.maybe(0.3),
     }
     if len(losses) > 1:
         fields["loss_weights"] = [draw.choice([0.2, 1.0, 1.5]) for _ in losses]

@@ -12,8 +12,10 @@ from transformers import TrainingArguments
 
 import hf_hotspa.trl
 from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError
+from hf_hotspa.switched.model import FrozenModel
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer, switched
+from tests.families import tiny_model
 from tests.lora import tiny_lora
 from tests.trl_runs import COMMON, patched_head, rows, small, tokenizer
 
@@ -170,6 +172,25 @@ def test_a_config_of_trl_in_front_of_our_trainer_names_the_class_that_reads_it(k
     args.loss_type = "dft" if kind == "SFT" else args.loss_type
     with pytest.raises(HotspaConfigError, match=f"from hf_hotspa.trl import {kind}Config, {kind}Trainer"):
         HotSPaTrainer(small(dtype=torch.float32), args, train_dataset=rows("text", str(tmp_path), 4))
+
+
+@pytest.mark.parametrize("fields", [{}, {"precompute_ref_log_probs": True}])
+def test_special_tokens_that_trl_takes_over_from_the_tokenizer_change_nothing(fields: Any, tmp_path: Any) -> None:
+    trainer, config = names("DPO")
+    losses = []
+    for cls, kind, extra in (
+        (trl.DPOTrainer, trl.DPOConfig, {}),
+        (trainer, config, {"hotspa_strategies": "dp1:128@256"}),
+    ):
+        models = [tiny_model("llama_gqa_bias", seed=seed, vocab_size=259, pad_token_id=None) for seed in (0, 1)]
+        args = kind(str(tmp_path), **{**COMMON, "max_steps": 2, **fields, **extra})
+        own = rows("pairs", str(tmp_path / f"rows{bool(extra)}"), 8)
+        made = cls(*models, args, train_dataset=own, processing_class=tokenizer())
+        made.train()
+        losses.append([log["loss"] for log in made.state.log_history if "loss" in log])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert isinstance(made.ref_model, FrozenModel)
+    made.close_engine()
 
 
 def test_a_reference_of_another_build_has_an_engine_of_its_own(tmp_path: Any) -> None:
