@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
-from hf_hotspa.checkpoint.format.disk import Disk
+from hf_hotspa.checkpoint.format.disk import Disk, FileRecord
 from hf_hotspa.checkpoint.format.manifest import (
     STATE_FOLDER,
     Manifest,
@@ -103,26 +103,37 @@ def steps(master: MasterStore, optimizer: Any, first: int, last: int) -> None:
         optimizer.step()
 
 
+def write_rank(
+    rank: int, world: int, folder: Path, kind: str, last: int, resumed: Path | None = None, first: int = 0
+) -> tuple[FileRecord, Any, Any]:
+    """The steps of a rank, and its file: what the manifest says of it, the states in it, and the optimizer's JSON."""
+    master, optimizer = of_rank(kind, rank, world)
+    if resumed is not None:
+        manifest = verify(resumed)
+        check_model(manifest, master.vector, str(resumed))
+        restore(resumed, manifest, master, optimizer, json.loads((resumed / "optimizer.json").read_text()))
+    steps(master, optimizer, first, last)
+    share = share_of(master, optimizer, master.vector)
+    record = Disk().write(folder, rank_tensors(rank, world), share.file())
+    return record, share.states, optimizer_to_json(optimizer, share)
+
+
 def save(folder: Path, kind: str, world: int, last: int, resumed: Path | None = None, first: int = 0) -> Path:
     """A checkpoint after some steps on so many ranks, one after the other."""
-    disk, records, shares, store = Disk(), [], [], None
-    saved: dict[str, Any] = {}
     folder.mkdir()
     (folder / STATE_FOLDER).mkdir()
-    for rank in range(world):
-        master, optimizer = of_rank(kind, rank, world)
-        if resumed is not None:
-            manifest = verify(resumed)
-            check_model(manifest, master.vector, str(resumed))
-            restore(resumed, manifest, master, optimizer, json.loads((resumed / "optimizer.json").read_text()))
-        steps(master, optimizer, first, last)
-        shares.append(share_of(master, optimizer, master.vector))
-        records.append(disk.write(folder, rank_tensors(rank, world), shares[-1].file()))
-        store, saved = master, saved or optimizer_to_json(optimizer, shares[0])
-    assert store is not None
-    assert all((share.states, share.scalars) == (shares[0].states, shares[0].scalars) for share in shares)
-    (folder / "optimizer.json").write_text(json.dumps(saved))
-    parameters = saved_parameters(store.vector, shares[0].states, dict.fromkeys(SHAPES, "float32"), set(SHAPES))
+    ranks = [write_rank(rank, world, folder, kind, last, resumed, first) for rank in range(world)]
+    return finish(folder, kind, world, last, ranks)
+
+
+def finish(folder: Path, kind: str, world: int, last: int, ranks: list[tuple[FileRecord, Any, Any]]) -> Path:
+    """Writes what rank 0 writes beside the files of ranks; any of them could, as all know the same."""
+    records, states, saved = zip(*ranks, strict=True)
+    assert all(of == states[0] for of in states)
+    assert all(of == saved[0] for of in saved)
+    (folder / "optimizer.json").write_text(json.dumps(saved[0]))
+    store = MasterStore(vector(), 0, world, torch.device("cpu"))
+    parameters = saved_parameters(store.vector, states[0], dict.fromkeys(SHAPES, "float32"), set(SHAPES))
     segments, schema = saved_segments(store.vector, store), format_of(parameters)
     manifest = Manifest(last, world, "", True, "r", {}, tuple(records), segments, parameters, schema)
     assert schema == (2 if "32" in kind else 3)  # which older releases refuse by name
