@@ -34,6 +34,7 @@ from hf_hotspa.checkpoint.format.manifest import (
     TRAINER_STATE,
     TRAINING_ARGUMENTS,
     Manifest,
+    format_of,
     rank_columns,
     rank_state,
     rank_tensors,
@@ -155,6 +156,7 @@ class CheckpointContents:
         if not self._adapted:
             with structure_only():
                 exported = set(saved_state(model))
+        parameters = saved_parameters(self._vector, self._share.states, dtypes, exported)
         return Manifest(
             step=self._step,
             world_size=self._world,
@@ -164,7 +166,8 @@ class CheckpointContents:
             versions=versions(),
             files=files,
             segments=saved_segments(self._vector, engine.master),
-            parameters=saved_parameters(self._vector, self._share.states, dtypes, exported),
+            parameters=parameters,
+            schema_version=format_of(parameters),
         )
 
     def _stock_files(self) -> dict[str, Any]:

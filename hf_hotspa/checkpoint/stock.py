@@ -8,7 +8,9 @@ It is the one place that reads pickles. Only tensors and plain values are built 
 anything else is refused. Nothing of our own is a pickle, and `training_args.bin` is never read.
 """
 
+import importlib
 import itertools
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +27,9 @@ from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.checkpoint.rng import set_generators
 from hf_hotspa.checkpoint.tensors import HERE_AND_NOW, bare_optimizer, load_optimizer, names_in_groups
 from hf_hotspa.engine.cpu_adam import CPU_ADAM
-from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.errors import DamagedCheckpointError, ResumeError
+from hf_hotspa.engine.low_bit import BITSANDBYTES, TORCHAO, cut_state, kind_of, library_of
+from hf_hotspa.engine.master import MasterShare, MasterStore
+from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.model.storage import to_storage
 from hf_hotspa.model.weight_files import WeightFiles
 
@@ -38,6 +41,7 @@ _OF_OTHERS = {
 }
 _NEW_RUN = "start a new run with its weights: hotspa_model_path, or from_pretrained, and no resume_from_checkpoint"
 _ADAM = {"exp_avg", "exp_avg_sq", "step"}
+_FIRST_STATE = {BITSANDBYTES: {"state1", "step"}, TORCHAO: _ADAM}
 
 
 def is_stock(path: Path) -> bool:
@@ -52,6 +56,8 @@ def _read_pickle(folder: Path, name: str) -> Any:
     Raises:
         DamagedCheckpointError: it cannot be read, or holds something else.
     """
+    if TORCHAO in sys.modules:
+        importlib.import_module("torchao.optim")  # it tells torch that its own tensors are harmless
     try:
         with safe_globals():  # what the saved state of numpy's generator is made of
             return torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
@@ -135,17 +141,31 @@ class StockCheckpoint:
         states = {}
         for names, group in zip(groups, saved_groups, strict=True):
             for name, index in zip(names, group["params"], strict=True):
-                spec, start, stop, *_ = master.shares[name]
-                of_parameter = self.optimizer["state"].get(index, {})
-                states[name] = {
-                    key: self._share(value, spec.shape, spec.shard_dim, start, stop, f"{key} of {name}")
-                    for key, value in of_parameter.items()
-                }
-        wanted = _ADAM if kind in ("AdamW", "Adam") else set[str]()
+                states[name] = self._of_share(bare, self.optimizer["state"].get(index, {}), master.shares[name])
+        wanted = _ADAM if kind in ("AdamW", "Adam") else _FIRST_STATE.get(str(library_of(type(bare))), set())
         if wanted and not any(wanted <= set(state) for state in states.values()):
             raise ResumeError(f"{OPTIMIZER!r} holds no state of {kind}", where=str(self.path), fix=_NEW_RUN)
         plain = [{key: value for key, value in group.items() if key != "params"} for group in saved_groups]
         load_optimizer(bare, master, states, {"class": kind, "groups": plain, "scalars": {}}, str(self.path))
+
+    def _of_share(self, optimizer: Optimizer, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
+        """This rank's part of the state of a parameter."""
+        spec, start, stop, *_ = share
+        if library_of(type(optimizer)) is None:
+            return {
+                key: self._share(value, spec.shape, spec.shard_dim, start, stop, f"{key} of {spec.name}")
+                for key, value in state.items()
+            }
+        inside = [
+            value for value in state.values() if isinstance(value, Mapping)
+        ]  # bitsandbytes hides its own from FSDP
+        flat = {
+            key: value for part in (state, *inside) for key, value in part.items() if not isinstance(value, Mapping)
+        }
+        try:
+            return cut_state(optimizer, flat, share)
+        except UnsupportedError as refused:
+            raise ResumeError(refused.what, where=str(self.path), why=refused.why, fix=_NEW_RUN) from refused
 
     def _kind(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str:
         """The class that wrote the states, as far as the names of its settings tell."""
@@ -154,7 +174,7 @@ class StockCheckpoint:
             # of Adam and AdamW, which older versions of torch told apart by the class alone
             return {*group} - {"params", "initial_lr", "decoupled_weight_decay", *HERE_AND_NOW}
 
-        own = type(optimizer).__name__
+        own = kind_of(optimizer)
         if settings(group) == settings(optimizer.param_groups[0]):
             return own
         if own == CPU_ADAM and settings(group) == settings(torch.optim.AdamW([torch.zeros(1)]).param_groups[0]):

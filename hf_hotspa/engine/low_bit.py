@@ -8,6 +8,7 @@ one element of the parameter, or for so many.
 
 import hashlib
 import logging
+import time
 import weakref
 from collections.abc import Mapping
 from functools import cache
@@ -182,6 +183,8 @@ def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str,
     if not _is_ours(type(optimizer)):
         kind: Any = type(optimizer)
         optimizer.__class__ = _on_shares(kind)
+        if library_of(kind) == TORCHAO and master.rank == 0:
+            _report_compilation(optimizer)
     optimizer.wholes = {id(p): master.shares[name].spec.numel for name, p in master.parameters.items()}
     optimizer.overrides = {**vars(optimizer).get("overrides", {}), **(overrides or {})}
     if getattr(optimizer, "is_paged", False) and master.device.type == "cpu":
@@ -190,6 +193,22 @@ def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str,
             logger.warning(
                 "the states of %s are not paged: the master store is in host memory", type(optimizer).__name__
             )
+
+
+def _report_compilation(optimizer: Optimizer) -> None:
+    """Says after the first step how long it took: torchao compiles it for every size of a share."""
+    begun = list[float]()
+
+    def after(*_: Any) -> None:
+        if len(begun) == 1:
+            sizes = {p.numel() for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+            seconds, name = time.perf_counter() - begun[0], type(optimizer).__name__
+            logger.warning(
+                "%s of torchao: the first step took %.1f s, compiled for %d sizes", name, seconds, len(sizes)
+            )
+
+    optimizer.register_step_pre_hook(lambda *_: begun.append(time.perf_counter()))
+    optimizer.register_step_post_hook(after)
 
 
 def disown(optimizer: Any) -> None:

@@ -1,5 +1,6 @@
 """Moves: optimizers and schedulers."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -206,6 +207,25 @@ def _keeps_parameters(kit: Kit) -> Seen:
     return kit.train(kit.trainer(model=model, optimizers=(_KeepsParameters(model.parameters(), lr=0.1), None)))
 
 
+def _adamw_8bit() -> Any:
+    return import_module("bitsandbytes.optim").AdamW8bit
+
+
+def _in_8_bits(kit: Kit) -> Seen:
+    model = kit.model()
+    return kit.train(kit.trainer(model=model, optimizers=(_adamw_8bit()(model.parameters(), lr=2e-3), None)))
+
+
+def _in_4_bits(kit: Kit) -> Seen:
+    with torch.compiler.set_stance("force_eager"):  # the same numbers, without seconds for every size of a share
+        return with_arguments(optim="adamw_torch_4bit")(kit)
+
+
+def _derived_8_bits(kit: Kit) -> Seen:
+    model, own = kit.model(), type("OwnAdamW", (_adamw_8bit(),), {})
+    return kit.train(kit.trainer(model=model, optimizers=(own(model.parameters(), lr=2e-3), None)))
+
+
 def _returned_only(kit: Kit) -> Seen:
     base: Any = kit.trainer_class
 
@@ -217,10 +237,20 @@ def _returned_only(kit: Kit) -> Seen:
 
 
 _OWN = "build it on `model.parameters()` of the model that is trained"
+_TRANSPOSED = "to 1e-3: weights that are transposed in the master store have other blocks"
 _ELEMENTWISE = "an elementwise optimizer, such as AdamW"
 
 MOVES: tuple[Move, ...] = (
     Move('`optim="sgd"` with momentum', with_arguments(optim="sgd", optim_args="momentum=0.9")),
+    Move('`optim="adamw_8bit"` (bitsandbytes)', with_arguments(optim="adamw_8bit"), tolerance=1e-3, ours=_TRANSPOSED),
+    Move('`optim="paged_adamw_32bit"`', with_arguments(optim="paged_adamw_32bit")),
+    Move('`optim="adamw_torch_4bit"` (torchao)', _in_4_bits, tolerance=1e-3, ours=_TRANSPOSED),
+    Move("`optimizers=(bnb.optim.AdamW8bit(model.parameters()), None)`", _in_8_bits, tolerance=1e-3, ours=_TRANSPOSED),
+    Move(
+        "a class of one's own that derives from an 8-bit optimizer", _derived_8_bits, left=True, refused="OwnAdamW",
+        instead="the library's class as it is",
+        tolerance=1e-3,  # bitsandbytes keeps, by number, what earlier runs of a process told it of a parameter
+    ),
     Move("`optimizer_cls_and_kwargs`", _class_and_options),
     Move("`create_optimizer` overridden: parameter groups of one's own", _own_groups),
     Move("`create_optimizer` overridden: calls `super()` and regroups", _super_and_groups),

@@ -127,7 +127,7 @@ def forged(**changes):
 
 FORGED = [
     {"step": -1}, {"step": "3"}, {"step": 3.0}, {"step": True}, {"step": None}, {"step": 10**400}, {"world_size": 0},
-    {"world_size": 3}, {"world_size": 1 << 40}, {"kind": "x"}, {"schema_version": 3}, {"extra": 1}, {"files": []},
+    {"world_size": 3}, {"world_size": 1 << 40}, {"kind": "x"}, {"schema_version": 4}, {"extra": 1}, {"files": []},
     {"files": {}}, {"files__0__name": "../x"}, {"files__0__name": "x"}, {"files__1__name": FILES[0].name},
     {"files__0__name": MANIFEST}, {"files__0__size": -1}, {"files__0__size": 4}, {"segments__0__start": 1},
     {"segments__0__stop": 9}, {"segments__0__cuts": [0, 8]}, {"segments__0__cuts": [0, 9, 8]},

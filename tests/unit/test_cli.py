@@ -223,6 +223,23 @@ def test_positions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "256 positions" in answer(capsys, [*args, "--longest", "300"])["notes"][0]
 
 
+def test_the_optimizer_decides_what_is_kept_and_so_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate = ["estimate", *PLAN_7B[1:7], "--strategy", "dp4tp2", "--pack-tokens", "8192"]
+    kept = {
+        optim: answer(capsys, [*estimate, "--optim", optim])
+        for optim in ("adamw_torch", "adamw_8bit", "adamw_torch_4bit", "lion_8bit")
+    }
+    states = {optim: found["memory"]["optimizer"] for optim, found in kept.items()}
+    assert states["adamw_torch"] > 3 * states["adamw_8bit"]
+    assert states["adamw_8bit"] == pytest.approx(2 * states["lion_8bit"], rel=1e-6)  # embeddings are fp32 in both
+    assert states["adamw_torch_4bit"] == pytest.approx(states["adamw_torch"] / 8 * (1 + 8 / 256), rel=1e-3)
+    assert kept["adamw_8bit"]["optim"] == "adamw_8bit"
+    planned, usual = (answer(capsys, [*PLAN_7B, "--optim", optim]) for optim in ("adamw_8bit", "adamw_torch"))
+    assert planned["buckets"][0]["memory"]["optimizer"] < usual["buckets"][0]["memory"]["optimizer"] / 3
+    with pytest.raises(SystemExit):
+        main([*estimate, "--optim", "muon"])
+
+
 def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["estimate", "--model", "llama2-32b", "--nodes", "4x8", "--strategy", "dp4tp2pp4", "--pack-tokens"]
     free = answer(capsys, [*args, "4096"])

@@ -1,6 +1,7 @@
 """The memory model: sizes against layouts, what a rank holds, and how long packs may be."""
 
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 
 from hf_hotspa.cli import main
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, activation_bytes
+from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
+from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, build_vector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for
 from hf_hotspa.packing.interleaved_order import interleaved_order
@@ -355,3 +358,37 @@ def test_an_offloaded_master_store_takes_nothing_of_the_device() -> None:
     before, after = (model.breakdown(Strategy(2, 4, 1), 2048) for model in (here, away))
     assert (after.master_weights, after.master_gradients, after.optimizer) == (0, 0, 0)
     assert before.total - after.total == before.master_weights + before.master_gradients + before.optimizer > 0
+
+
+@pytest.mark.parametrize(
+    ("optim", "quantized", "full"),
+    [
+        ("adamw_torch", 8, 8), ("adamw_8bit", 2 + 8 / 256, 8), ("paged_adamw_8bit", 2 + 8 / 256, 8),
+        ("paged_adamw_32bit", 8, 8), ("lion_8bit", 1 + 4 / 256, 4), ("rmsprop_bnb_8bit", 1 + 4 / 256, 4),
+        ("ademamix_8bit", 3 + 12 / 256, 12), ("adamw_torch_8bit", 2 + 8 / 256, 8), ("adamw_torch_4bit", 1 + 8 / 256, 8),
+        ("sgd", 4, 4),
+    ],
+)  # fmt: skip
+def test_each_optimizer_keeps_its_own_bytes(optim: str, quantized: float, full: float) -> None:
+    state = OPTIMIZER_STATES[optim]
+    assert state.element_bytes(1 << 20, False) == quantized
+    assert state.element_bytes(4095, False) == full
+    assert state.element_bytes(4097, False) == (full if "torch" in optim else quantized)
+    assert state.element_bytes(1 << 20, True) == (quantized if "torch" in optim or optim == "sgd" else full)
+
+
+def test_states_are_counted_by_parameter_with_a_vector_and_without() -> None:
+    specs = [
+        ParameterSpec("embed", (500, 64), "bfloat16", EMBEDDING), ParameterSpec("0.w", (64, 256), "bfloat16", 0),
+        ParameterSpec("0.norm", (64,), "bfloat16", 0), ParameterSpec("head", (500, 64), "bfloat16", HEAD),
+    ]  # fmt: skip
+    sizes = ModelSizes(
+        ModelShape("x", 1, 4, 4, 64, 64, 500, layer_parameters=64 * 256), vector=build_vector(specs, [1], 0)
+    )
+    state = OPTIMIZER_STATES["adamw_8bit"]
+    low = 2 + 8 / 256
+    expected = 500 * 64 * 8 + 64 * 256 * low + 64 * 8 + 500 * 64 * low
+    assert sizes.master(1, state).optimizer_bytes == math.ceil(expected)
+    assert sum(sizes.master(w, state).optimizer_bytes * w for w in (1, 2, 4)) == pytest.approx(3 * expected, rel=0.02)
+    assert replace(sizes, vector=None).master(1, state).optimizer_bytes == pytest.approx(expected, rel=0.03)
+    assert sizes.master(1).optimizer_bytes == 8 * sizes.num_parameters

@@ -13,8 +13,16 @@ import torch
 from torch import nn
 from transformers.training_args import OptimizerNames
 
-from hf_hotspa.checkpoint.format.disk import Disk
-from hf_hotspa.checkpoint.format.manifest import STATE_FOLDER, Manifest, rank_tensors, read_manifest, stored_as, verify
+from hf_hotspa.checkpoint.format.disk import Disk, FileRecord
+from hf_hotspa.checkpoint.format.manifest import (
+    STATE_FOLDER,
+    Manifest,
+    format_of,
+    rank_tensors,
+    read_manifest,
+    stored_as,
+    verify,
+)
 from hf_hotspa.checkpoint.tensors import (
     ShareReader,
     check_model,
@@ -24,7 +32,7 @@ from hf_hotspa.checkpoint.tensors import (
     saved_segments,
     share_of,
 )
-from hf_hotspa.engine.low_bit import RELEASES, adopt, cut_state, disown, overrides_of
+from hf_hotspa.engine.low_bit import RELEASES, adopt, adopt_before_steps, cut_state, disown, overrides_of
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, ResumeError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
@@ -95,27 +103,40 @@ def steps(master: MasterStore, optimizer: Any, first: int, last: int) -> None:
         optimizer.step()
 
 
+def write_rank(
+    rank: int, world: int, folder: Path, kind: str, last: int, resumed: Path | None = None, first: int = 0
+) -> tuple[FileRecord, Any, Any]:
+    """The steps of a rank, and its file: what the manifest says of it, the states in it, and the optimizer's JSON."""
+    master, optimizer = of_rank(kind, rank, world)
+    if resumed is not None:
+        manifest = verify(resumed)
+        check_model(manifest, master.vector, str(resumed))
+        restore(resumed, manifest, master, optimizer, json.loads((resumed / "optimizer.json").read_text()))
+    steps(master, optimizer, first, last)
+    share = share_of(master, optimizer, master.vector)
+    record = Disk().write(folder, rank_tensors(rank, world), share.file())
+    return record, share.states, optimizer_to_json(optimizer, share)
+
+
 def save(folder: Path, kind: str, world: int, last: int, resumed: Path | None = None, first: int = 0) -> Path:
     """A checkpoint after some steps on so many ranks, one after the other."""
-    disk, records, shares, store = Disk(), [], [], None
-    saved: dict[str, Any] = {}
     folder.mkdir()
     (folder / STATE_FOLDER).mkdir()
-    for rank in range(world):
-        master, optimizer = of_rank(kind, rank, world)
-        if resumed is not None:
-            manifest = verify(resumed)
-            check_model(manifest, master.vector, str(resumed))
-            restore(resumed, manifest, master, optimizer, json.loads((resumed / "optimizer.json").read_text()))
-        steps(master, optimizer, first, last)
-        shares.append(share_of(master, optimizer, master.vector))
-        records.append(disk.write(folder, rank_tensors(rank, world), shares[-1].file()))
-        store, saved = master, saved or optimizer_to_json(optimizer, shares[0])
-    assert store is not None
-    assert all((share.states, share.scalars) == (shares[0].states, shares[0].scalars) for share in shares)
-    (folder / "optimizer.json").write_text(json.dumps(saved))
-    parameters = saved_parameters(store.vector, shares[0].states, dict.fromkeys(SHAPES, "float32"), set(SHAPES))
-    manifest = Manifest(last, world, "", True, "r", {}, tuple(records), saved_segments(store.vector, store), parameters)
+    ranks = [write_rank(rank, world, folder, kind, last, resumed, first) for rank in range(world)]
+    return finish(folder, kind, world, last, ranks)
+
+
+def finish(folder: Path, kind: str, world: int, last: int, ranks: list[tuple[FileRecord, Any, Any]]) -> Path:
+    """Writes what rank 0 writes beside the files of ranks; any of them could, as all know the same."""
+    records, states, saved = zip(*ranks, strict=True)
+    assert all(of == states[0] for of in states)
+    assert all(of == saved[0] for of in saved)
+    (folder / "optimizer.json").write_text(json.dumps(saved[0]))
+    store = MasterStore(vector(), 0, world, torch.device("cpu"))
+    parameters = saved_parameters(store.vector, states[0], dict.fromkeys(SHAPES, "float32"), set(SHAPES))
+    segments, schema = saved_segments(store.vector, store), format_of(parameters)
+    manifest = Manifest(last, world, "", True, "r", {}, tuple(records), segments, parameters, schema)
+    assert schema == (2 if "32" in kind else 3)  # which older releases refuse by name
     (folder / "MANIFEST.json").write_text(manifest.text())
     return folder
 
@@ -330,6 +351,46 @@ def test_a_state_that_is_cut_already_stays(kind):
             state = optimizer.state[master.parameters[name]]
             again = cut_state(optimizer, state, share)
             assert all(all(map(torch.equal, tensors(again[key]), tensors(value))) for key, value in state.items()), name
+
+
+def test_the_seconds_of_compiling_are_said_once(caplog):
+    master, optimizer = of_rank("torchao 8 bits", 0, 2)
+    steps(master, optimizer, 0, 3)
+    sizes = len({share.numel() for share in master.parameters.values()})
+    assert [
+        f"compiled for {sizes} sizes" in r.getMessage() for r in caplog.records if "first step" in r.getMessage()
+    ] == [True]
+
+
+def test_paged_states_in_host_memory_are_said_in_one_line(caplog):
+    for rank in range(2):
+        _, optimizer = of_rank("bitsandbytes paged", rank, 2)
+        assert not optimizer.is_paged
+    assert [r.getMessage() for r in caplog.records if "paged" in r.getMessage()] == [
+        "the states of PagedAdamW8bit are not paged: the master store is in host memory"
+    ]
+
+
+def test_an_optimizer_of_a_loop_is_adopted_before_its_first_step():
+    master = MasterStore(vector(), 0, 2, torch.device("cpu"))
+    master.fill({name: recorded(-1, name) for name in SHAPES})
+    handle = adopt_before_steps(master)
+    optimizer = bnb.AdamW8bit(groups(master.parameters), lr=1e-2)
+    other = bnb.AdamW8bit(weights(), lr=1e-2)
+    derived = OwnAdamW(groups(master.parameters), lr=1e-2)
+    try:
+        steps(master, optimizer, 0, 1)
+        other.step()
+        with pytest.raises(UnsupportedError, match="OwnAdamW"):
+            derived.step()
+    finally:
+        handle.remove()
+    assert type(optimizer) is not bnb.AdamW8bit
+    assert type(other) is bnb.AdamW8bit
+    for name, share in master.parameters.items():  # the whole decides: a share of a large parameter may be small
+        numel = master.shares[name].spec.numel
+        assert optimizer.state[share]["state1"].dtype == (torch.uint8 if numel >= 4096 else torch.float32), name
+    assert any(0 < share.numel() < 4096 <= master.shares[name].spec.numel for name, share in master.parameters.items())
 
 
 def test_adopting_is_undone():

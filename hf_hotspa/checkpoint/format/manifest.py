@@ -8,7 +8,7 @@ The parameters of a checkpoint lie end to end in one vector, as in `layout.vecto
 the elements `[start + cuts[r], start + cuts[r + 1])` of every segment, and its file holds the part of each parameter
 that falls in there, as 1-D tensors in storage order (the sharded dim outermost).
 
-In format 2 the root of a checkpoint is a Hugging Face model (or adapter) folder, and what only we read lies in
+In formats 2 and 3 the root of a checkpoint is a Hugging Face model (or adapter) folder, and what only we read lies in
 `hotspa/`. Format 1 had our files at the root and the configs in `model/`; it is read, no longer written.
 """
 
@@ -19,7 +19,7 @@ import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +41,8 @@ from hf_hotspa.typed import typed
 
 MANIFEST = "MANIFEST.json"
 KIND = "hf_hotspa checkpoint"
-SCHEMA_VERSION = 2
+SCHEMA_VERSION, WITH_BLOCKS = 2, 3
+"""The format; and that of checkpoints in which a value of a state stands for several elements, which 2 does not know."""
 STATE_FOLDER = "hotspa"
 """What only we read; the names below it are as in `Manifest.located`."""
 STATE = f"{STATE_FOLDER}/state.json"
@@ -121,6 +122,12 @@ class SavedParameter:
         return math.prod(self.shape)
 
 
+def format_of(parameters: Iterable[SavedParameter]) -> int:
+    """The oldest format that such parameters can be written in."""
+    blocks = any(stored_as(stored)[1] > 1 for parameter in parameters for stored in parameter.states.values())
+    return WITH_BLOCKS if blocks else SCHEMA_VERSION
+
+
 @dataclass(frozen=True)
 class Manifest:
     """A checkpoint's table of contents.
@@ -134,7 +141,7 @@ class Manifest:
         versions: Of hf_hotspa, torch and transformers.
         files: Every file but the manifest.
         segments: The segments of the vector.
-        schema_version: The format, 1 or 2.
+        schema_version: The format, 1 to 3; `format_of`.
     """
 
     step: int
@@ -212,9 +219,9 @@ class Manifest:
         data = parse_object(text, MANIFEST, where)
         if data.get("kind") != KIND:
             raise DamagedCheckpointError(f"{MANIFEST} is no {KIND}", where=where)
-        if data.get("schema_version") not in (1, SCHEMA_VERSION):
+        if data.get("schema_version") not in (1, SCHEMA_VERSION, WITH_BLOCKS):
             raise DamagedCheckpointError(
-                f"the checkpoint has format {data.get('schema_version')!r}, and this version reads 1 to {SCHEMA_VERSION}",
+                f"the checkpoint has format {data.get('schema_version')!r}, and this version reads 1 to {WITH_BLOCKS}",
                 where=where,
                 fix="use the version of hf_hotspa that wrote it",
             )
