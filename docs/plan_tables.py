@@ -1,14 +1,20 @@
-"""Writes the tables of docs/strategies.md: `python docs/plan_tables.py`. Each line is one answer of `hf-hotspa plan`."""
+"""Writes the tables of docs/strategies.md: `python docs/plan_tables.py`. Each line is one answer of `hf-hotspa plan`.
+
+`python docs/plan_tables.py gains [MINUTES]` plans the cells of the table of gains that docs/gains.json has not, for so long, and writes
+that table. It takes hours in all, so no test makes it anew.
+"""
 
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.search.plan import Plan
 from hf_hotspa.search.planning import Setup, make_plan
+from hf_hotspa.search.rivals import DYNAMIC, MEGATRON
 
 PAGE = Path(__file__).parent / "strategies.md"
 BEGIN, END = "<!-- begin: python docs/plan_tables.py -->\n", "<!-- end -->\n"
@@ -90,6 +96,78 @@ ROWS = [
 """What writes each line of the tables, and of what."""
 
 
+GAINS_BEGIN, GAINS = "<!-- begin: python docs/plan_tables.py gains -->\n", PAGE.parent / "gains.json"
+GAINS_HEADER = (
+    "| model | cluster | lengths | plan | over FSDP | over Megatron-like static | over dynamic cp | over the best single strategy |\n"
+    "|---|---|---|---|---|---|---|---|\n"
+)
+_LLAMA_70B = {
+    "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+}  # fmt: skip
+_MIXTURE = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+}  # fmt: skip
+GAIN_MODELS = {
+    **{name: {**_QWEN3, **config} for name, config in CONFIGS.items()},
+    "Qwen3-30B-A3B": {**_QWEN3, **_MIXTURE},
+    "Llama-3.1-70B": _LLAMA_70B,
+}
+GAIN_CELLS = [
+    (model, cluster, lora, lengths)
+    for cluster in ("1x8", "2x8", "4x8", "8x8", "16x8")
+    for model in GAIN_MODELS
+    for lora in (None, "16")
+    for lengths in ("commoncrawl", "github", "uniform", "chat")
+]
+
+
+def gain_cell(model: str, cluster: str, lora: str | None, lengths: str) -> dict[str, object]:
+    """What a plan gains over what people run, on H100 (80 GB), longest sequence 32768."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps(GAIN_MODELS[model]))
+        try:
+            plan = make_plan(Setup.read(str(config), cluster, "h100-80g", lora=lora), lengths, LONGEST[0]).plan
+        except DeviceMemoryError:
+            return {"fits": False}
+    rivals = {rival.name: rival.seconds for rival in plan.rivals}
+    seconds, static = plan.choice.seconds, plan.choice.static_seconds
+    others = [plan.baselines[-1].seconds, rivals.get(MEGATRON), rivals.get(DYNAMIC), static]
+    ratios = [round(other / seconds, 3) if other is not None else None for other in others]
+    return {"fits": True, "plan": str(plan.choice), "ratios": ratios}
+
+
+def gains_table(known: dict[str, dict[str, object]]) -> str:
+    """The table of the cells that are known."""
+    lines = [GAINS_HEADER]
+    for cell in GAIN_CELLS:
+        model, cluster, lora, lengths = cell
+        gain = known.get(" ".join(map(str, cell)))
+        if gain is None:
+            continue
+        head = f"| {model}{f', LoRA r={lora}' if lora else ''} | {cluster} | {lengths} |"
+        if not gain["fits"]:
+            lines.append(f"{head} does not fit |" + " |" * 4 + "\n")
+            continue
+        ratios = [f"{ratio:.2f}x" if ratio is not None else "does not fit" for ratio in gain["ratios"]]  # type: ignore[attr-defined]
+        buckets = "<br>".join(f"`{bucket}`" for bucket in str(gain["plan"]).split(","))
+        lines.append(f"{head} {buckets} | {' | '.join(ratios)} |\n")
+    return "".join(lines)
+
+
+def write_gains(minutes: float) -> None:
+    """Plans what is not known yet, for so long, and writes the table."""
+    known, end = json.loads(GAINS.read_text()) if GAINS.exists() else {}, time.monotonic() + 60 * minutes
+    for cell in GAIN_CELLS:
+        key = " ".join(map(str, cell))
+        if key not in known and time.monotonic() < end:
+            known[key] = gain_cell(*cell)
+            GAINS.write_text(json.dumps(known, indent=1) + "\n")
+    PAGE.write_text(_rewritten(PAGE.read_text(), GAINS_BEGIN, gains_table(known)))
+
+
 def rewritten_tables(lines: Sequence[str]) -> str:
     """The page with these lines, one for each of `ROWS`."""
     of_first = len(MODELS) * len(CLUSTERS)
@@ -110,5 +188,8 @@ def _rewritten(page: str, begin: str, table: str) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["gains"]:
+        write_gains(float(sys.argv[2]) if len(sys.argv) > 2 else 90.0)
+        sys.exit(0)
     PAGE.write_text(rewritten_tables([write(*case) for write, case in ROWS]))
     sys.exit(0)

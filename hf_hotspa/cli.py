@@ -179,6 +179,14 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"at most so many, up to {MOST_PHASES} (default: %(default)s)",
     )
+    parser.add_argument(
+        "--strategies",
+        action="append",
+        default=[],
+        metavar="LIST",
+        help="also tell what these take: as hotspa_strategies has them, or names alone (tp16pp2,dp4tp2pp4), for which the best edges "
+        "and packs are found; may be given several times",
+    )
     parser.add_argument("--plot", metavar=f"FILE{SUFFIX}", help="the histogram with the edges of buckets")
 
 
@@ -250,7 +258,8 @@ def _plan(args: argparse.Namespace) -> None:
     inputs.file_to_write("--plot", args.plot)
     setup = _setup(args)  # first: what is wrong with it is said before a data set is read
     lengths = args.lengths if args.dataset is None else inputs.data_counts(args, args.model)
-    plan = make_plan(setup, lengths, args.longest, args.mini_batch, args.max_buckets, args.overlong)
+    limits = args.longest, args.mini_batch, args.max_buckets, args.overlong
+    plan = make_plan(setup, lengths, *limits, args.strategies)
     _print(plan, args, plan_text)
     if args.plot:
         save_plot(plan, args.plot)

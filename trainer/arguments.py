@@ -94,8 +94,9 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_calibration: str | None = field(
         default=None,
         metadata={
-            "help": "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, "
-            "seconds long, kept in the cache for this machine, model and these versions). Default: with auto, measure; with "
+            "help": "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, as "
+            "thoroughly, kept in the cache for this machine, model and these versions). Default: with auto about 20 s of "
+            "measuring before the nearest plans are raced, none on one process; with "
             "strategies of your own what the cache holds, if anything, which then decides nothing and is shown in the log "
             "and the report."
         },

@@ -27,9 +27,9 @@ MARGIN = 0.03
 """How much better than the best static strategy a pool must be: less is within the error of a calibrated time model."""
 PACK_MARGIN = 0.01
 """How much slower a bucket may be with packs of half the size or less, by the time model: they take less memory."""
-NEAR = 0.3
-"""How much slower than the chosen one a plan may be predicted and still be raced: so far is a calibrated time model off between
-neighbours on a machine whose ranks share cores."""
+NEAR = 0.5
+"""How much slower than the chosen one a plan may be predicted and still be raced: so far was a time model off that was calibrated
+on a machine whose cores others use, too."""
 SCALES = (0.25, 4.0)
 """Where longer or shorter rows may come than were seen, plans for lengths so many times as long are kept ready."""
 _SEQUENCES = 2048
@@ -67,7 +67,7 @@ def make_auto_plan(
         most_tokens: See `Capacities.most`.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
         sampled: Whether longer rows may come than those of the tables: all that model and memory allow must fit.
-        may_chunk, has_host_memory, may_go_round: As for `offers.choose`.
+        may_chunk: As for `offers.choose`, like `has_host_memory` and `may_go_round`.
         near: Up to how much slower other plans are raced, as a share (`Plan.raced`); none when 0.
         beside: Strategies that share the arena.
 

@@ -5,6 +5,7 @@ The memory model answers; a pool of strategies shares one arena. Plain data, no 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hf_hotspa.costs.breakdown import round_up, size
 from hf_hotspa.costs.memory import MemoryModel, most_within
@@ -38,7 +39,18 @@ class Capacities:
         capacity = self._by_model(strategy, self.arena(strategy) if arena is None else arena)
         return min(capacity, self.most.get(strategy, capacity))
 
+    @cached_property
+    def _known(self) -> dict[tuple[Strategy, int, int | None], int]:
+        """Answers of the memory model, by strategy, arena and longest sequence: searches ask again and again."""
+        return {}
+
     def _by_model(self, strategy: Strategy, arena: int) -> int:
+        key = strategy, arena, None
+        if key not in self._known:
+            self._known[key] = self._of_one(strategy, arena)
+        return self._known[key]
+
+    def _of_one(self, strategy: Strategy, arena: int) -> int:
         alone = self.model.largest_pack(strategy, self.limit_bytes, num_packs=1, arena_bytes=arena)
         if strategy.pp == 1 or self.limit_bytes is None:
             return alone
@@ -50,7 +62,10 @@ class Capacities:
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
         """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
-        tokens = self.model.largest_pack(strategy, self.limit_bytes, longest=longest, arena_bytes=arena)
+        key = strategy, arena, longest
+        if key not in self._known:
+            self._known[key] = self.model.largest_pack(strategy, self.limit_bytes, longest=longest, arena_bytes=arena)
+        tokens = self._known[key]
         return min(tokens, self.most.get(strategy, tokens))
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> DeviceMemoryError:

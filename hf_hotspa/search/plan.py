@@ -10,6 +10,7 @@ from hf_hotspa.costs.breakdown import MemoryBreakdown, size
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.baselines import Baseline
 from hf_hotspa.search.choice import Choice
+from hf_hotspa.search.rivals import Rival
 from hf_hotspa.strategy import Bucket, Strategy
 
 _GIB, _MIB = 1 << 30, 1 << 20
@@ -32,6 +33,7 @@ class Plan:
         baselines: What others would make of it under data parallelism, by stage of ZeRO.
         raced: The pools of other plans, which fit beside this one: the first mini-batches try them, too.
         ready: Pools for other lengths, where these may move.
+        rivals: What people run beside data parallelism, and `written`, what a user wants to know the price of.
     """
 
     choice: Choice
@@ -43,6 +45,23 @@ class Plan:
     baselines: tuple[Baseline, ...] = ()
     raced: tuple[tuple[Bucket, ...], ...] = ()
     ready: tuple[tuple[Bucket, ...], ...] = ()
+    rivals: tuple[Rival, ...] = ()
+    written: tuple[Rival, ...] = ()
+
+    @property
+    def answer(self) -> str:
+        """Whether the plan is worth it, in one line: against what a user would run instead."""
+        others = [(b.name, b.seconds) for b in self.baselines if b.seconds is not None]
+        others += [(rival.name, rival.seconds) for rival in self.rivals if rival.seconds is not None]
+        if not others:
+            return f"Yes: nothing that people run holds a sequence of {self.longest} tokens here"
+        name, seconds = min(others, key=lambda each: each[1])
+        gain = seconds / self.choice.seconds
+        if gain < 1 + _SAME:
+            return f"No: use {name}, {f'{1 / gain:.2f}x as fast as this plan' if gain < 1 - _SAME else 'within 2 %'}"
+        fsdp = next((s for n, s in others if "FSDP" in n and n != name), None)
+        beside = f", and {fsdp / self.choice.seconds:.2f}x over FSDP" if fsdp is not None else ""
+        return f"Yes: {gain:.2f}x over {name}{beside}"
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -114,6 +133,12 @@ class Plan:
                 rows.append([f"{other.name}: {longest}", "-", ""])
             else:
                 rows.append([f"{other.name}, packs of {other.pack_tokens}", self._seconds(other.seconds), ""])
+        for rival in (*self.rivals, *self.written):
+            how = ",".join(map(str, rival.buckets))
+            name = rival.name if not how or how == rival.name else f"{rival.name}: {how}"
+            took = f"{rival.name}: {rival.why}" if rival.seconds is None else name
+            rows.append([took, "-" if rival.seconds is None else self._seconds(rival.seconds), ""])
+        rows += [[f"near: {near}", self._seconds(near.seconds), ""] for near in choice.near]
         return text_table("", rows)
 
     def to_dict(self) -> dict[str, object]:
@@ -140,7 +165,11 @@ class Plan:
             "seconds": choice.seconds,
             "switch_seconds": choice.switch_seconds,
             "static": {"hotspa_strategies": str(choice.static), "seconds": choice.static_seconds},
+            "answer": self.answer,
             "baselines": [baseline.to_dict() for baseline in self.baselines],
+            "rivals": [rival.to_dict() for rival in self.rivals],
+            "written": [rival.to_dict() for rival in self.written],
+            "near": [{"hotspa_strategies": str(near), "seconds": near.seconds} for near in choice.near],
             "gain": {"over": self.rival[0], "factor": self.rival[1] / choice.seconds},
             "buckets": buckets,
             "phases_simulated": choice.num_simulated,

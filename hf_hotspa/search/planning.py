@@ -6,6 +6,7 @@ strategies better than they predict seconds, or from a calibration of such a mac
 their time.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -31,6 +32,7 @@ from hf_hotspa.search.histogram import Counts, read_lengths
 from hf_hotspa.search.long_sequences import longest_by_strategy
 from hf_hotspa.search.offers import choose, divided
 from hf_hotspa.search.plan import Plan, memory_dict
+from hf_hotspa.search.rivals import Pricing, people_run
 from hf_hotspa.search.search import mini_batches
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 
@@ -39,6 +41,8 @@ SCHEMA_VERSION = 1
 DTYPE = "bfloat16"
 """Of weights and activations, where nobody says."""
 _MOST_DEVICES = 1 << 15
+NEAR = 0.02
+"""Up to how much slower than the chosen one plans are told, as a share: training would try them."""
 
 
 @dataclass(frozen=True)
@@ -263,12 +267,14 @@ def make_plan(
     mini_batch_size: int = 512,
     max_phases: int = 3,
     overlong: str = "error",
+    written: Sequence[str] = (),
 ) -> PlannedSetup:
     """Chooses buckets for a setup with hardware.
 
     Args:
         lengths: See `read_lengths`, and for `longest` and `overlong`, too.
         overlong: What happens to longer ones.
+        written: Strategies in the words of `hotspa_strategies`, to be priced beside the plan.
 
     Raises:
         HotspaError: no lengths, or nothing holds the longest one; the message names the smallest change that works.
@@ -279,21 +285,26 @@ def make_plan(
     cost, time = setup.cost, setup.cost.time
     # a calibration may know fewer degrees than more devices allow
     strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]
+    pricing = Pricing(cost, Capacities(cost.memory, setup.limit_bytes), drawn, mini_batch_size, top)
+    prices = tuple(pricing.written(text, setup.world_size, setup.schedule) for text in written)
     choice = choose(
         drawn,
         strategies,
         cost,
-        Capacities(cost.memory, setup.limit_bytes),
+        pricing.capacities,
         mini_batch_size=mini_batch_size,
         longest=top,
         max_phases=max_phases,
+        near=NEAR,
     )
     memory = cost.rank_bytes(choice.buckets)
     others = DataParallel(cost.memory, time, setup.hardware)
     batches = mini_batches(drawn, mini_batch_size, top)
     stages = STAGES if time.knows(Strategy(setup.world_size)) else ()
     rivals = tuple(others.best(stage, *batches, top, setup.limit_bytes) for stage in stages)
-    plan = Plan(choice, choice.buckets, memory, mini_batch_size, setup.limit_bytes, setup.limit_source, rivals)
+    of_people = people_run(pricing, strategies, setup.devices_per_node)
+    limit = setup.limit_bytes, setup.limit_source
+    plan = Plan(choice, choice.buckets, memory, mini_batch_size, *limit, rivals, rivals=of_people, written=prices)
     return PlannedSetup(setup, tuple(drawn), str(lengths), plan)
 
 

@@ -55,6 +55,8 @@ MOST_SINGLES, MOST_POOLS = 3, 1
 """How many other plans are told that are near the best one: with a single strategy, and with several."""
 _SOME = 0.05
 """What every phase of a plan that is near another one takes at least, as a share of its seconds."""
+_KNOWN = 2
+"""How many times as far behind replicas alone, which everybody knows, may be predicted to be and are still near."""
 _RARE = 0.01
 """What a mini-batch with a longest sequence counts that the histogram does not show."""
 
@@ -216,13 +218,15 @@ class _Search:
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
         """Other plans that are hardly slower than the best one; of those with the same degrees, whatever their options, which are for
         the memory, the fastest. A phase with next to no work makes no other plan."""
-        most = self._seconds(best) * (1 + near)
+        least = self._seconds(best)
         taken, chosen = {self._kinds(best)}, list[Phases]()
         for group, number in ((singles, MOST_SINGLES), (pools, MOST_POOLS)):
             left = number
             for phases in sorted(group, key=self._seconds):
-                known = not left or self._seconds(phases) > most or self._kinds(phases) in taken
-                if not known and all(self._seconds((phase,)) >= _SOME * most for phase in phases):
+                replicas = len(phases) == 1 and _ranks_of_a_replica(phases[0][0]) == 1
+                behind = self._seconds(phases) > least * (1 + near * (_KNOWN if replicas else 1))
+                some = all(self._seconds((phase,)) >= _SOME * least for phase in phases)
+                if (left > 0 or replicas) and some and not behind and self._kinds(phases) not in taken:
                     taken.add(self._kinds(phases))
                     chosen.append(phases)
                     left -= 1
@@ -290,6 +294,9 @@ class _Search:
             timed.append((seconds, strategy, tokens))
             most, far = min(most, seconds * (1 + plain_margin)), min(far, seconds * (1 + near))
         self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]
+        # what everybody knows is tried also where it is predicted to be far behind
+        replicas = [each for each in options if _ranks_of_a_replica(each[1]) == 1 and not each[1].ck] if near else []
+        self._singles += [((strategy, *whole, tokens),) for _, strategy, tokens in sorted(replicas)[:1]]
         rounds = [each for each in timed if can_go_round(each[1], len(self.time.cut.layers))]
         self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(rounds)), None)
         winning = [each for each in timed if each[0] <= most]

@@ -165,6 +165,8 @@ def plan_text(planned: PlannedSetup) -> str:
     plan, setup = planned.plan, planned.setup
     return "\n".join(
         [
+            plan.answer,
+            "",
             _heading(setup),
             f"{plan.mini_batch_size} sequences a step, lengths {planned.source}, longest {plan.longest}",
             "",

@@ -235,3 +235,17 @@ def test_packs_that_ran_out_of_memory_become_smaller() -> None:
     assert all(bucket.strategy != static for bucket in plan(most_tokens={static: 0}).pool)
     with pytest.raises(DeviceMemoryError, match="ran out of memory under.*delete hotspa_out_of_memory.json"):
         plan(most_tokens=dict.fromkeys(STRATEGIES, 100))
+
+
+def test_plans_that_are_raced_differ_fit_together_and_have_data_parallelism_among_them() -> None:
+    alone = plan()
+    assert (alone.raced, alone.ready) == ((), ())
+    raced = plan(near=5.0)
+    pools = [frozenset(bucket.strategy for bucket in pool) for pool in (raced.pool, *raced.raced)]
+    assert len(set(pools)) == len(pools) > 1
+    assert {bucket.strategy for bucket in raced.buckets} == frozenset().union(*pools)
+    assert any(len(pool) == 1 and all(s.tp == s.pp == s.cp == 1 for s in pool) for pool in pools)
+    # where longer rows may come, plans for these and for shorter ones are there, too
+    sampled = plan(sampled=True)
+    assert {b.strategy for b in sampled.buckets} >= {b.strategy for pool in sampled.ready for b in pool}
+    assert all(bucket.capacity >= sampled.longest for pool in sampled.ready for bucket in pool[-1:])

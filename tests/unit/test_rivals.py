@@ -1,0 +1,78 @@
+"""What `plan` compares with: what people run, and what a user writes; and its answer in one line."""
+
+import json
+
+import pytest
+
+from hf_hotspa.cli import main
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.search.planning import Setup, make_plan
+from hf_hotspa.search.rivals import DYNAMIC, IN_NODE, MEGATRON
+
+CASE = ["--model", "llama2-7b", "--nodes", "1x8", "--hardware", "a800-80g"]
+
+
+@pytest.fixture(scope="module")
+def setup() -> Setup:
+    return Setup.read("llama2-7b", "1x8", "a800-80g")
+
+
+def test_people_run_nothing_faster_than_the_best_of_all(setup: Setup) -> None:
+    plan = make_plan(setup, "github", 16384, 64).plan
+    rivals = {rival.name: rival for rival in plan.rivals}
+    assert set(rivals) == {IN_NODE, MEGATRON, DYNAMIC}
+    for name, rival in rivals.items():
+        assert rival.seconds is not None
+        assert rival.seconds >= plan.choice.seconds * 0.98, name
+        assert all(not b.strategy.z and not b.strategy.ck for b in rival.buckets), name
+    in_node, megatron = rivals[IN_NODE].seconds, rivals[MEGATRON].seconds
+    assert in_node is not None
+    assert megatron is not None
+    assert megatron <= in_node
+    # one layout: only how many replicas share a pack changes
+    assert len({(b.strategy.tp, b.strategy.pp, b.strategy.dp * b.strategy.cp) for b in rivals[DYNAMIC].buckets}) == 1
+
+
+def test_what_the_plan_says_is_what_its_own_words_cost(setup: Setup) -> None:
+    found = make_plan(setup, "github", 16384, 64)
+    again = make_plan(setup, "github", 16384, 64, written=[str(found.plan.choice), "tp8,dp2tp4", "dp8:16384@16384000"])
+    own, names, large = again.plan.written
+    assert own.seconds == pytest.approx(found.plan.choice.seconds)
+    assert names.seconds is not None
+    assert names.seconds >= found.plan.choice.seconds
+    assert {(b.strategy.dp, b.strategy.tp) for b in names.buckets} <= {(1, 8), (2, 4)}
+    assert large.seconds is None
+    assert "takes" in large.why
+
+
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("dp3tp2", "needs 6 processes"),
+        ("dp8:100", "takes sequences of 100 tokens"),
+        ("dp8tp", "dp8tp"),
+        ("tp8:4096,dp8:1024", "is not above 4096"),
+    ],
+)
+def test_what_cannot_be_priced_is_refused(written: str, words: str, setup: Setup) -> None:
+    with pytest.raises(HotspaError, match=words):
+        make_plan(setup, "github", 16384, 64, written=[written])
+
+
+def test_the_first_line_is_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    for lengths, longest, begin in (("commoncrawl", "32768", "Yes: "), ("chat", "8192", "No: use ")):
+        case = ["plan", *CASE, "--lengths", lengths, "--longest", longest, "--strategies", "tp8"]
+        assert main(case) == 0
+        text = capsys.readouterr().out
+        assert main([*case, "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert text.startswith(data["answer"] + "\n")
+        assert data["answer"].startswith(begin), data["answer"]
+        assert [each["name"] for each in data["written"]] == ["tp8"]
+        known = [each["seconds"] for each in (*data["baselines"], *data["rivals"]) if each["seconds"] is not None]
+        gain = min(known) / data["seconds"]
+        assert (gain >= 1.02) == (begin == "Yes: ")
+        if begin == "Yes: ":
+            assert f"{gain:.2f}x over" in data["answer"]
+        # replicas alone may be twice as far behind
+        assert all(each["seconds"] <= data["seconds"] * 1.1 for each in data["near"])
