@@ -414,7 +414,7 @@ def made(kind, folder, rows=(), trainer=HotSPaTrainer, **fields):
     [
         (PAIR, {}, ""),
         (PAIR, {"max_length": None, "padding_free": True, "dataset_num_proc": 4, "completion_only_loss": True}, ""),
-        (PAIR, {"loss_type": "dft"}, r"OtherConfig has loss_type='dft'.*token_loss.*switched"),
+        (PAIR, {"loss_type": "dft"}, r"OtherConfig has loss_type='dft'.*switched.*token_loss"),
         (PAIR, {"packing": True, "own_thing": 0.5}, r"packing=True, own_thing=0.5.*HotSPaTrainingArguments"),
         (PAIR, {"completion_only_loss": False}, "completion_only_loss=False"),
         ([{"text": "a"}] * 3, {"completion_only_loss": False}, ""),
