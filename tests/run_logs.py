@@ -16,7 +16,9 @@ LENGTHS = [3, 5, 5, 9, 17, 33, 60, 100]
 
 def of_earlier_releases(text: str) -> str:
     """JSON in which strategies are written as they once were: `dp1tp4pp1` for `tp4`."""
-    return re.sub(r'"((?:(?:dp|cp|tp|pp)\d+)+[^":]*)', lambda found: '"' + Strategy.parse(found[1]).spelled_out, text)
+    return re.sub(
+        r'"((?:(?:dp|cp|tp|pp)\d+)+[^": ]*)(?=[":])', lambda found: '"' + Strategy.parse(found[1]).spelled_out, text
+    )
 
 
 def made_phase(strategy: str, seconds: float, predicted: bool = True, **changes: Any) -> PhaseReport:
@@ -91,7 +93,7 @@ def write_run(
     for step in range(begin, begin + steps):
         report = made_report(step, *made_phases(faster), loss=3.0 - 0.1 * step, single_s=single_s)
         if step == 4:
-            report = replace(report, race=RaceReport("dp2 + tp2", "tp2", 3, 12, 1.06, 1.02, 1.1, 0.8))
+            report = replace(report, race=RaceReport("dp2 + tp2", "dp2 + cp2", 3, 12, 1.06, 1.02, 1.1, 0.8))
         writer.step(step, report, wall_s=report.total_s + 0.05, lr=1e-3 / step)
         if step % 2 == 0:
             writer.evaluation(step, {"eval_loss": 3.1 - 0.1 * step, "eval_runtime": 0.5, "eval_note": "text"})

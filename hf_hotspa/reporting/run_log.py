@@ -297,8 +297,7 @@ def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         order = sorted(of_kind)
         kept.update(of_kind[step] for step in (*order[:-_LAST:2], *order[-_LAST:]))
     newest = next((line["step"] for line in reversed(lines) if line["kind"] == "step"), 0)
-    kept.update(place for step, place in places["step"].items() if step > newest)  # a resumed run will train them again
-    steps = sorted(step for step in places["step"] if step <= newest)
+    steps = sorted(step for step in places["step"] if step <= newest)  # later ones a resumed run will train again
     resumes = {*sorted(places["save"])[-_LAST:], *steps[:1], *steps[-_LAST:]}
     resumes.update(step for step in steps if lines[places["step"][step]]["report"].get("race"))
     left, odd = list[StepRecord](), False
