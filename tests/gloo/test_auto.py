@@ -116,7 +116,10 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
     return losses, phases, state, refits, logs
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [pytest.param(2, STEPS, marks=pytest.mark.slow), (4, 9)])
+@pytest.mark.parametrize(
+    ("world_size", "steps"),
+    [pytest.param(2, STEPS, marks=pytest.mark.slow), pytest.param(4, 9, marks=pytest.mark.slow)],
+)
 def test_auto_trains_as_the_stock_trainer_does(world_size, steps, tmp_path):
     dtype = torch.float64
     [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), world_size, steps)

@@ -82,6 +82,7 @@ def description() -> Any:
     return describe_model(small_copy(config(), 4, torch.float32, torch.device("meta")))
 
 
+@pytest.mark.slow
 def test_all_ranks_have_one_calibration(tmp_path: Path) -> None:
     found = run_ranks(4, measure_twice, str(tmp_path))
     assert all(other == found[0] for other in found)
@@ -215,6 +216,7 @@ def test_small_copies_are_what_the_family_builds(family: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
     config().save_pretrained(folder)

@@ -42,6 +42,7 @@ def growth(rank, world_size, strategies):
     return found, pair * (4 + 4)
 
 
+@pytest.mark.slow
 def test_a_further_token_takes_what_is_carried_and_itself():
     ((found, carried),) = run_ranks(1, growth, ("dp1+ck16", "dp1+ck16+kh"))
     assert found == {

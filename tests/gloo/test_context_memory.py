@@ -83,6 +83,7 @@ def all_kept(rank, world_size):
     return whole, divided
 
 
+@pytest.mark.slow
 def test_a_rank_keeps_its_share_as_modelled():
     ranks = run_ranks(4, all_kept)
     two, four = (max(whole[at] for whole, _ in ranks) for at in range(2))

@@ -19,6 +19,7 @@ ULP = 2.0**-8
 """The spacing of bf16 numbers relative to the smaller one: what is rounded to nearest is off by at most half of it."""
 
 
+@pytest.mark.slow
 def test_what_each_pair_costs_in_bytes_and_error():
     per_rank = run_ranks(4, costs_on_rank, torch.float32, EVERY, 64)
     (all_fp32, rounded_wire, rounded_sums, all_bf16) = per_rank[0]

@@ -144,7 +144,7 @@ def rows_of(lengths, seed=0):
 
 SLOW = ("five-strategies-untied", "torch-gpipe", "norms-without-weights")
 SAME_BITS = {
-    "five-strategies-tied": (4, "qwen3_qk_norm_tied", HOT, [random_rows(24, 163, 60, seed=s) for s in range(3)], {}),
+    "five-strategies-tied": (4, "qwen3_qk_norm_tied", HOT, [random_rows(24, 163, 60, seed=s) for s in range(2)], {}),
     "five-strategies-untied": (4, "llama_gqa_bias", HOT, [random_rows(24, 163, 60, seed=s) for s in range(2)], {}),
     "uneven-shards": (4, "llama_uneven", "tp4:24@24,pp4:60", [random_rows(12, 77, 60)], {}),
     "torch-1f1b-tied": (4, "qwen3_qk_norm_tied", "dp2pp2:12@12", [rows_of([12] * 8)], {"pipeline_schedule": "1f1b"}),

@@ -177,6 +177,7 @@ def semi_runs(rank, world_size, runs):
     return curves, runs_of(rank, world_size, runs)
 
 
+@pytest.mark.slow
 def test_semi_divides_by_its_pretest_says_so_and_goes_on_bit_for_bit(tmp_path):
     common = {
         "hotspa_strategies": "tp4:60",

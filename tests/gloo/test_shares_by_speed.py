@@ -170,6 +170,7 @@ def widths_here(engine: Any) -> list[int]:
     return [width for of_strategy in columns(engine).values() for width in of_strategy]
 
 
+@pytest.mark.slow
 def test_balance_divides_while_a_rank_is_slow_and_goes_on_bit_for_bit(tmp_path: Any) -> None:
     """From checkpoints between the onset and the new shares, with uneven shares, and after the recovery."""
     common = {"max_steps": STEPS, "hotspa_strategies": "tp2:60", "hotspa_stragglers": "balance"}

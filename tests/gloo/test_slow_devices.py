@@ -215,7 +215,7 @@ LORA = {"target_modules": "all-linear"}
 @pytest.mark.parametrize(
     ("lora", "ranks"),
     [
-        pytest.param(None, 4, id="weights"),
+        pytest.param(None, 4, id="weights", marks=pytest.mark.slow),
         pytest.param(LORA, 2, id="lora", marks=pytest.mark.slow),
         pytest.param(LORA, 4, id="lora on four ranks", marks=pytest.mark.slow),
     ],

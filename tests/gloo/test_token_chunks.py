@@ -57,7 +57,10 @@ def chunked_buckets(world_size: int, family: str, of_chunks: tuple[int, ...]) ->
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("qwen3_qk_norm_tied", LARGE), *(pytest.param(f, SIZES, marks=pytest.mark.slow) for f in FAMILIES)],
+    [
+        pytest.param("qwen3_qk_norm_tied", LARGE, marks=pytest.mark.slow),
+        *(pytest.param(f, SIZES, marks=pytest.mark.slow) for f in FAMILIES),
+    ],
 )
 def test_every_strategy(family, sizes):
     """Chunks of one token: in the mini-batch with other strategies, below, and in the slow test of every size."""

@@ -141,7 +141,7 @@ def hot_runs(rank, world_size, kind, folder):
     ("kind", "world_size"),
     [
         ("schedulers", 2),
-        ("optimizers", 2),
+        pytest.param("optimizers", 2, marks=pytest.mark.slow),
         pytest.param("data and logging", 2, marks=pytest.mark.slow),
         pytest.param("optimizers", 1, marks=pytest.mark.slow),
         pytest.param("schedulers", 1, marks=pytest.mark.slow),

@@ -144,6 +144,7 @@ def test_plans(capsys: pytest.CaptureFixture[str], model: str, nodes: str, lengt
     assert all(bucket.strategy.sp == (bucket.strategy.tp > 1) for bucket in buckets)
 
 
+@pytest.mark.slow
 def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
     """What it takes is counted in phases that were packed and simulated, of which each is some milliseconds."""
     large = replaced(model="llama2-32b", nodes="4x8", lengths="github")

@@ -36,7 +36,7 @@ from tests.switch_cases import (
     return_case,
 )
 
-CHUNKS, CHUNK = 21, 240  # 5,040 switches in the fast suite
+CHUNKS, CHUNK = 7, 240  # 1,680 switches in the fast suite
 
 
 def switch(seed: int) -> None:
