@@ -17,6 +17,7 @@ from tests.harness import run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import exact_in_double
 from tests.switched import batch_of, reference, rows_of, step, switched, worst
+from tests.trl_runs import plain_head
 
 pytestmark = pytest.mark.gloo
 
@@ -60,32 +61,11 @@ def test_what_accelerate_and_the_trainer_look_at():
         assert "model.batches(loader)" in refused
 
 
-def _plain_head(*outputs):
-    """TRL's fused head in plain operations: its own keeps sums in fp32."""
-
-    class PlainHead:
-        @staticmethod
-        def apply(hidden, weight, bias, target, temperature, chunk, softcap, scale, fields):
-            z = torch.nn.functional.linear(hidden, weight, bias) * scale / temperature
-            log_p = z.log_softmax(-1)
-            p = log_p.exp()
-            others = {
-                "entropy": -(p * log_p).sum(-1),
-                "log_sum_sq_probs": (2 * log_p).logsumexp(-1).detach(),
-                "mean_logits": z.mean(-1).detach(),
-                "is_top1": log_p.argmax(-1) == target,
-            }
-            own = log_p.gather(-1, target[:, None])[:, 0]
-            return own, *(value if name in fields else None for name, value in others.items())
-
-    return PlainHead
-
-
 def fused_head_of_trl(rank, world_size):
     """Every number of TRL's fused output, the gradients of a loss of them, and what the model object itself gives."""
     import trl.trainer.utils as utils
 
-    utils._ChunkedLogProbFunction = _plain_head()
+    utils._ChunkedLogProbFunction = plain_head()
     plain, own = tiny_model(FAMILY, torch.float64), tiny_model(FAMILY, torch.float64)
     for model in (plain, own):
         utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
