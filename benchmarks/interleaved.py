@@ -28,8 +28,7 @@ from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.packing.interleaved_order import interleaved_order
-from hf_hotspa.packing.pipeline_order import reaches
+from hf_hotspa.packing.pipeline_order import interleaved_order, reaches
 from hf_hotspa.parallel import token_chunks
 from hf_hotspa.strategy import Bucket, Strategy
 

@@ -25,7 +25,7 @@ from worlds import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.packing.weight_versions import PipeDream
+from hf_hotspa.packing.pipeline_order import PipeDream
 from hf_hotspa.strategy import parse_buckets
 
 ONE_UPDATE, EVERY_PACK = "1F1B, one update a step", "1F1B, one update a pack"

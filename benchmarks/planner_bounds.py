@@ -17,8 +17,7 @@ from scipy.optimize import linprog  # type: ignore[import-untyped]
 from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.layout.nesting import nested_orders
-from hf_hotspa.layout.stages import StageCosts
+from hf_hotspa.layout.stages import StageCosts, nested_orders
 from hf_hotspa.plan.ports import PortLoads, nic_bandwidth
 from hf_hotspa.plan.relay.routing import landing_shares, pulling_shares
 from hf_hotspa.strategy import Coord, Strategy, strategies_of

@@ -37,17 +37,16 @@ from hf_hotspa.layout.shares import shard_widths
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import plan_mini_batch
-from hf_hotspa.parallel.flexible_work import Exchange
+from hf_hotspa.parallel.collectives import PRODUCTS, ProductClock
+from hf_hotspa.parallel.flexible_linear import Exchange
 from hf_hotspa.parallel.stage_input import PassThrough
-from hf_hotspa.parallel.waiting import PRODUCTS, ProductClock
 from hf_hotspa.rows.features import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.stragglers import ratios
+from hf_hotspa.stragglers import giving as rates
 from hf_hotspa.stragglers.columns import Resizing
-from hf_hotspa.stragglers.modes import GIVING
+from hf_hotspa.stragglers.giving import GIVING
 from hf_hotspa.stragglers.speeds import Speeds
-from hf_hotspa.stragglers.stage_cuts import cut_by_speed
-from hf_hotspa.stragglers.tensor_shares import shares_by_speed
+from hf_hotspa.stragglers.stage_cuts import cut_by_speed, shares_by_speed
 from hf_hotspa.strategy import parse_buckets
 
 SLOW = "HOTSPA_BENCHMARK_SLOW"
@@ -279,7 +278,7 @@ class Side:
         if self.answer.strategy in RECUT:
             self._recut()
         if giving is not None and self.answer.migrating is not None:
-            with patch.object(ratios, "num_migrating", lambda *_: self.answer.migrating):
+            with patch.object(rates, "num_migrating", lambda *_: self.answer.migrating):
                 giving.decide(self.pace.devices.known, self.pace.devices.slow)
         elif giving is not None:
             giving.decide(self.pace.devices.known, self.pace.devices.slow)

@@ -11,8 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_hotspa.callbacks.trace import TraceCallback
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.reporting.measured import MeasuredGain
-from hf_hotspa.reporting.page import PAGE_NAME, report_page
-from hf_hotspa.reporting.pictures import save_pictures
+from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_pictures
 from hf_hotspa.reporting.run_log import RunLog, read_run_log
 from hf_hotspa.reporting.summary import verdict
 from hf_hotspa.whole_file import write_whole

@@ -20,11 +20,10 @@ from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
 from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
-from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
+from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
-from hf_hotspa.packing.pipeline_order import SCHEDULES
-from hf_hotspa.packing.weight_versions import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream
-from hf_hotspa.reporting.pictures import SUFFIX
+from hf_hotspa.packing.pipeline_order import PIPEDREAM, PIPELINE_MODES, SCHEDULES, SYNCHRONOUS, PipeDream
+from hf_hotspa.reporting.page import SUFFIX
 from hf_hotspa.reporting.terminal import CleanOutput
 from hf_hotspa.search.histogram import DISTRIBUTIONS, LONGEST, MOST_SEQUENCES
 from hf_hotspa.search.planning import Setup, make_estimate, make_plan

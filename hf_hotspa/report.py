@@ -388,7 +388,7 @@ class RunFacts:
         buckets: `strategy`, `low`, `longest` and `pack_tokens` of each bucket.
         plan: What the time model predicted when it chose the buckets; None where they were given. `seconds` and
             `switch_s` of a mini-batch, `static` (the best single strategy), `static_s`, and `rows` (one a bucket).
-        lengths: The sequence lengths of the data set (`reporting/histogram.py`); None for a stream.
+        lengths: The sequence lengths of the data set (`reporting/run_log.py`); None for a stream.
         single: The best single strategy that fits, by the time model; None without one, and where nothing fits.
     """
 

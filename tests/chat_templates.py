@@ -13,8 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.rows.chat import ChatTemplate
-from hf_hotspa.rows.chat_text import Layout
+from hf_hotspa.rows.chat_text import ChatTemplate, Layout
 from hf_hotspa.rows.formats import Chat, read_messages
 
 _SPECIAL = re.compile(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_hotspa.layout.gradients import BF16, FP32, GradientDtypes
+from hf_hotspa.layout.vector import BF16, FP32, GradientDtypes
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows, reference_step

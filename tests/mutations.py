@@ -202,7 +202,7 @@ MUTATIONS = [
     ),
     Mutation(
         "masters of bf16 weights are bf16",
-        "hf_hotspa/layout/gradients.py",
+        "hf_hotspa/layout/vector.py",
         'return "float64" if dtype == "float64" else "float32"',
         "return dtype",
         ENGINE + "test_bf16_weights_are_the_rounded_masters_and_gradients_are_fp32",
@@ -379,14 +379,14 @@ MUTATIONS = [
     ),
     Mutation(
         "columns of tokens are those of the token before the label",
-        "hf_hotspa/parallel/own_loss.py",
+        "hf_hotspa/parallel/loss.py",
         "column[0].roll(-1)",
         "column[0]",
         "tests/gloo/test_own_loss.py::test_own_losses_are_exact_under_every_strategy",
     ),
     Mutation(
         "every chunk has the labels of the first one",
-        "hf_hotspa/parallel/own_loss.py",
+        "hf_hotspa/parallel/loss.py",
         "part = pack[tokens]",
         "part = pack[: len(log_probs)]",
         "tests/gloo/test_own_loss.py::test_own_losses_are_exact_under_every_strategy",

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hotspa.report import MEASURES, PhaseReport, RaceReport, RankMeasures, RunFacts, StepReport
-from hf_hotspa.reporting.histogram import length_histogram
-from hf_hotspa.reporting.run_log import RunLogWriter
+from hf_hotspa.reporting.run_log import RunLogWriter, length_histogram
 from hf_hotspa.strategy import Strategy
 
 SHORT, LONG = "dp2", "tp2"

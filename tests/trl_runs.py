@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.parallel.noise import EmbeddingNoise
+from hf_hotspa.parallel.dropout import EmbeddingNoise
 from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double
 from tests.oracle import exact_in_double, relative_error

@@ -18,8 +18,8 @@ from hf_hotspa.costs.context import WAYS
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.batches import EMPTY_POLICIES, ERROR, SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError, check_choice
-from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
-from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
+from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
+from hf_hotspa.layout.vector import AUTO as AUTO_DTYPE
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.parallel.adapters import bare_model

@@ -41,8 +41,8 @@ from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.dropout_settings import without_attention_dropout
-from hf_hotspa.parallel.own_loss import TokenLoss
+from hf_hotspa.parallel.dropout import without_attention_dropout
+from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
@@ -52,7 +52,7 @@ from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.race import Race
 from hf_hotspa.search.single import Singles, SingleStrategy, with_single
-from hf_hotspa.stragglers.modes import GIVING
+from hf_hotspa.stragglers.giving import GIVING
 from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.typed import reading_state

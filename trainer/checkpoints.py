@@ -24,7 +24,6 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
-from hf_hotspa.checkpoint.export import export
 from hf_hotspa.checkpoint.format.disk import Disk, FileRecord, tensor_file
 from hf_hotspa.checkpoint.format.folder import RunFolder, checkpoint_name, unsavable
 from hf_hotspa.checkpoint.format.manifest import (
@@ -39,12 +38,13 @@ from hf_hotspa.checkpoint.format.manifest import (
     rank_state,
     rank_tensors,
 )
-from hf_hotspa.checkpoint.model_files import ModelWeights, saved_state
+from hf_hotspa.checkpoint.model_files import ModelWeights, export, saved_state
 from hf_hotspa.checkpoint.rng import random_state
 from hf_hotspa.checkpoint.saving import CheckpointWriter
-from hf_hotspa.checkpoint.stock import OPTIMIZER, SCHEDULER
-from hf_hotspa.checkpoint.stock_writing import (
+from hf_hotspa.checkpoint.stock import (
+    OPTIMIZER,
     PICKLED_ARGUMENTS,
+    SCHEDULER,
     optimizer_state,
     pickled,
     random_file,

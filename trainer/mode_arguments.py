@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.packing.weight_versions import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream, check_pipedream
+from hf_hotspa.packing.pipeline_order import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.stragglers.columns import CHOICES, IMPUTATIONS
-from hf_hotspa.stragglers.modes import LOSSY, MODES
+from hf_hotspa.stragglers.giving import LOSSY, MODES
 from hf_hotspa.strategy import Bucket
 
 _NAMED, _BACK = f"hotspa_pipeline_mode={PIPEDREAM}", f"hotspa_pipeline_mode={SYNCHRONOUS}"

@@ -22,7 +22,7 @@ from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.folder import is_of_disk, unsavable
 from hf_hotspa.checkpoint.format.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
 from hf_hotspa.checkpoint.model_files import ModelWeights
-from hf_hotspa.checkpoint.stock_writing import PICKLED_ARGUMENTS, pickled
+from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, ModelError

@@ -26,7 +26,7 @@ from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.report import RunFacts, StepReport
-from hf_hotspa.reporting.histogram import length_histogram
+from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import make_auto_plan
 from hf_hotspa.search.chooser import predict_phases

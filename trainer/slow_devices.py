@@ -23,7 +23,7 @@ from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
 from hf_hotspa.stragglers.columns import Resizing
-from hf_hotspa.stragglers.modes import GIVING, LOSSY
+from hf_hotspa.stragglers.giving import GIVING, LOSSY
 from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.predictions import Predictions

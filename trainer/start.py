@@ -28,7 +28,7 @@ from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
-from hf_hotspa.parallel.own_loss import TokenLoss
+from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel

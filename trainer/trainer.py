@@ -42,7 +42,7 @@ from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import settled
-from hf_hotspa.parallel.own_loss import TokenSlice
+from hf_hotspa.parallel.loss import TokenSlice
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built

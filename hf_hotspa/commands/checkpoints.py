@@ -121,7 +121,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from hf_hotspa.checkpoint.export import export  # imports torch
+    from hf_hotspa.checkpoint.model_files import export  # imports torch
 
     limit = parse_bytes(args.max_shard_size, "--max-shard-size")
     files = export(Path(args.checkpoint), Path(args.output), max_shard_bytes=limit, dtype=args.dtype)

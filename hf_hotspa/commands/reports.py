@@ -6,8 +6,7 @@ from typing import Any
 
 from hf_hotspa.commands.inputs import file_to_write
 from hf_hotspa.reporting.compare import compare, compare_page, sentences, strategy_rows
-from hf_hotspa.reporting.page import PAGE_NAME, report_page
-from hf_hotspa.reporting.pictures import save_pictures
+from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_pictures
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import short

@@ -27,8 +27,7 @@ from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_byt
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import num_chunks
-from hf_hotspa.packing.pipeline_order import most_packs
-from hf_hotspa.packing.weight_versions import PipeDream
+from hf_hotspa.packing.pipeline_order import PipeDream, most_packs
 from hf_hotspa.strategy import Bucket, Strategy
 
 UNLIMITED_TOKENS = 1 << 40

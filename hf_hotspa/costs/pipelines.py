@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_hotspa.packing.interleaved_order import Turn
-from hf_hotspa.packing.pipeline_order import backward_order, most_ahead, operations
+from hf_hotspa.packing.pipeline_order import Turn, backward_order, most_ahead, operations
 
 
 @dataclass(frozen=True)

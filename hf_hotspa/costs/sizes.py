@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
 from hf_hotspa.layout.shares import is_uneven, largest_share
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.units import Room, Units, sizes_of_neighbours
-from hf_hotspa.layout.vector import EMBEDDING, ParameterVector, Segment
+from hf_hotspa.layout.vector import EMBEDDING, IN_FP32, GradientDtypes, ParameterVector, Segment
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
 

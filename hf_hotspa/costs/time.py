@@ -27,9 +27,8 @@ from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
-from hf_hotspa.packing.interleaved_passes import choose_interleaved
 from hf_hotspa.packing.passes import joint_passes
-from hf_hotspa.packing.pipeline_order import choose_passes
+from hf_hotspa.packing.pipeline_order import choose_interleaved, choose_passes
 from hf_hotspa.strategy import Strategy
 
 Packs = Sequence[Sequence[int]]

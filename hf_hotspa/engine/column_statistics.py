@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.layout.shares import shard_rows
-from hf_hotspa.parallel.flexible_work import FlexibleWork
+from hf_hotspa.parallel.flexible_linear import FlexibleWork
 from hf_hotspa.stragglers.columns import Resizing, kept_variation
 from hf_hotspa.strategy import Strategy
 

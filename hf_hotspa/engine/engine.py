@@ -48,7 +48,7 @@ from hf_hotspa.model.replica import Attachment, Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, check_mini_batch, hotspa_cause, packed_flags
-from hf_hotspa.parallel.flexible_work import FlexibleWork
+from hf_hotspa.parallel.flexible_linear import FlexibleWork
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_launch
@@ -209,7 +209,7 @@ class HotSPaEngine:
 
         Args:
             shares: By strategy, for each rank.
-            resized: The same of what is left out, which is not exact (`parallel/resized_linear.py`); nothing when None.
+            resized: The same of what is left out, which is not exact (`parallel/flexible_linear.py`); nothing when None.
         """
         for strategy, work in self.flexible_works().items():
             if str(strategy) in shares:

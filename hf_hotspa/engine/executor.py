@@ -25,9 +25,22 @@ import torch
 
 from hf_hotspa.engine.transport import TransferHandle, Transport
 from hf_hotspa.errors import PlanError, TransferError
-from hf_hotspa.plan.plan import INTRA, RELAY_SLOTS, WINDOW_ALIGNMENT, Message, Round, Schedule, Slice, SwitchPlan, Wire
+from hf_hotspa.plan.plan import (
+    INTRA,
+    RELAY,
+    RELAY_SLOTS,
+    SECOND,
+    SOURCE,
+    TARGET,
+    WINDOW_ALIGNMENT,
+    Message,
+    Round,
+    Schedule,
+    Slice,
+    SwitchPlan,
+    Wire,
+)
 from hf_hotspa.plan.rounds import cut_rounds
-from hf_hotspa.plan.table import RELAY, SECOND, SOURCE, TARGET
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 

@@ -26,9 +26,8 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.parallel.dropout_settings import attention_dropouts
-from hf_hotspa.parallel.loss import IGNORE
-from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss, TokenSlice, WholeSequence
+from hf_hotspa.parallel.dropout import attention_dropouts
+from hf_hotspa.parallel.loss import IGNORE, SequenceLoss, TokenLoss, TokenSlice, WholeSequence
 
 _TOLERANCE = 1e-4
 """Of the parts of a loss against the whole; what computes in fp32 inside differs by less, what is wrong by more."""

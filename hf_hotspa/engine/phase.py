@@ -34,9 +34,9 @@ from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.mini_batch import PhasePlan
 from hf_hotspa.packing.passes import beats, joint_passes, pack_lengths
 from hf_hotspa.packing.pipeline_order import Operation
+from hf_hotspa.parallel.collectives import CLOCK, PRODUCTS
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
-from hf_hotspa.parallel.waiting import CLOCK, PRODUCTS
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
 from hf_hotspa.strategy import Strategy

@@ -26,8 +26,7 @@ from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.mini_batch import PhasePlan
-from hf_hotspa.packing.pipeline_order import Passes, choose_passes
-from hf_hotspa.packing.weight_versions import PipeDream, check_pipedream
+from hf_hotspa.packing.pipeline_order import Passes, PipeDream, check_pipedream, choose_passes
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.pipeline import OneForwardOneBackward
 from hf_hotspa.parallel.token_chunks import Chunk

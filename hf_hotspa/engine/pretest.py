@@ -16,12 +16,10 @@ from torch import Tensor
 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.measures import synchronize
-from hf_hotspa.parallel.flexible_work import Exchange, FlexibleWork, Part, Product
-from hf_hotspa.parallel.resized_linear import OwnColumns
-from hf_hotspa.parallel.waiting import PRODUCTS
-from hf_hotspa.stragglers.giving import Giving
-from hf_hotspa.stragglers.migration import migrate
-from hf_hotspa.stragglers.ratios import fitted_line
+from hf_hotspa.parallel.collectives import PRODUCTS
+from hf_hotspa.parallel.flexible_linear import Exchange, FlexibleWork, OwnColumns, Part, Product
+from hf_hotspa.stragglers.columns import migrate
+from hf_hotspa.stragglers.giving import Giving, fitted_line
 
 SHARES = (0.25, 0.5, 0.75)
 """Of the columns, those that are tried."""

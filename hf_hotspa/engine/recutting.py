@@ -8,8 +8,15 @@ from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.layout.shares import is_uneven, paces_of_groups, shard_widths
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.specs import ModelDescription
-from hf_hotspa.stragglers.stage_cuts import Paces, cut_by_speed, paces_of_ranks, stage_loads
-from hf_hotspa.stragglers.tensor_shares import can_share, shares_by_speed, works_by_degree
+from hf_hotspa.stragglers.stage_cuts import (
+    Paces,
+    can_share,
+    cut_by_speed,
+    paces_of_ranks,
+    shares_by_speed,
+    stage_loads,
+    works_by_degree,
+)
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import reading_state
 

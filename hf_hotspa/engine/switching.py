@@ -16,17 +16,16 @@ from hf_hotspa.engine.memory import MemoryForecast, device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.engine.worker import SegmentGate, SwitchJob, SwitchWorker
 from hf_hotspa.errors import check_choice
-from hf_hotspa.layout.nesting import nested_orders
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
+from hf_hotspa.layout.stages import nested_orders
 from hf_hotspa.layout.units import Room, Rooms, Units, name_of_unit, sizes_of_neighbours
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.plan.phase_order import order_phases
-from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.plan import RELAY, SECOND, SOURCE, TARGET, SwitchPlan
 from hf_hotspa.plan.planner import PLANNERS, plan_load, plan_return
 from hf_hotspa.plan.ports import overlapped_seconds
-from hf_hotspa.plan.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.strategy import Strategy
 
 # -- the plans --------------------------------------------------------------------------------------------------------

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch, is_idle
-from hf_hotspa.parallel.loss import of_nothing, vocab_parallel_log_probabilities
+from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss, of_nothing, tokens_of, vocab_parallel_log_probabilities
 from hf_hotspa.parallel.mesh import TensorGroup
-from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss, tokens_of
 from hf_hotspa.parallel.tensor_parallel import gather_shards
 
 LossOfLogits = Callable[[Tensor, slice], Tensor]

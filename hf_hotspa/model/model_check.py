@@ -20,7 +20,7 @@ from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
 from hf_hotspa.parallel.adapters import INTEGERS, bare_model, bit_sum
-from hf_hotspa.parallel.dropout_settings import attention_dropouts
+from hf_hotspa.parallel.dropout import attention_dropouts
 
 _OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
 """Fields that each call of a forward may say otherwise, or that say where a config is from."""

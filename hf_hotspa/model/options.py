@@ -9,11 +9,10 @@ import torch
 from hf_hotspa.costs.context import WAYS
 from hf_hotspa.costs.experts import check_capacity
 from hf_hotspa.errors import HotspaConfigError, check_choice
-from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.packing.pipeline_order import SCHEDULES
-from hf_hotspa.packing.weight_versions import PipeDream
-from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
+from hf_hotspa.packing.pipeline_order import SCHEDULES, PipeDream
+from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.plan.planner import PLANNERS
 
 LONGEST_TIMEOUT_S = 1e8
@@ -70,7 +69,7 @@ class EngineOptions:
         memory_limit: Bytes that weights, gradients, master store and switch buffers may take on this rank. None: what
             is free on an accelerator; no limit on CPU.
         label_smoothing: As `label_smoothing_factor` of transformers.
-        neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`parallel/noise.py`); None for none.
+        neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`parallel/dropout.py`); None for none.
         seed: Seed of that noise, and of dropout (`parallel/dropout.py`).
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
         gradients: The dtypes in which gradients accumulate and travel.

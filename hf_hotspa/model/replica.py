@@ -29,23 +29,29 @@ from hf_hotspa.parallel.adapters import base_layer
 from hf_hotspa.parallel.attention import PackedSequences
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
-from hf_hotspa.parallel.counted_positions import with_counted_positions
-from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
-from hf_hotspa.parallel.expert_capacity import ExpertCapacity
-from hf_hotspa.parallel.experts import ExpertParallel, fits_grouped_kernels
-from hf_hotspa.parallel.flexible_linear import make_flexible
-from hf_hotspa.parallel.flexible_work import FlexibleWork
+from hf_hotspa.parallel.dropout import (
+    DropoutMasks,
+    EmbeddingNoise,
+    recompute_layers,
+    use_attention_dropout,
+    use_keyed_dropout,
+)
+from hf_hotspa.parallel.experts import ExpertCapacity, ExpertParallel, fits_grouped_kernels
+from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.isolation import take_packs
+from hf_hotspa.parallel.loss import SequenceLoss
 from hf_hotspa.parallel.mesh import StrategyMesh
-from hf_hotspa.parallel.noise import EmbeddingNoise
-from hf_hotspa.parallel.own_loss import SequenceLoss
-from hf_hotspa.parallel.recompute import recompute_layers
-from hf_hotspa.parallel.rope import RopeByRow
+from hf_hotspa.parallel.rope import RopeByRow, with_counted_positions
 from hf_hotspa.parallel.router_loss import ChunkPrefix, RouterLoss, attach_loss
-from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens, same_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
-from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, set_local_heads
+from hf_hotspa.parallel.tensor_parallel import (
+    apply_sequence_parallel,
+    apply_tensor_parallel,
+    gather_tokens,
+    same_tokens,
+    set_local_heads,
+)
 
 # -- what is attached -------------------------------------------------------------------------------------------------
 

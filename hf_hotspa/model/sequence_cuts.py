@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from hf_hotspa.model.tensor_plan import TensorPlan
-from hf_hotspa.parallel import sequence_parallel
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends
 from hf_hotspa.parallel.isolation import LayerKind
+from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
 
 CHUNKS, RANKS = "computed in chunks (+ck)", "divided over ranks (cp)"
 
@@ -24,9 +24,7 @@ def sp_unsupported_reason(
         early = name != embedding and any(f"{name}.".startswith(prefix) for prefix in before)
         if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
-    return sequence_parallel.unsupported_reason(
-        plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes, fused
-    )
+    return sequence_parallel_refusal(plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes, fused)
 
 
 def cut_unsupported_reason(

@@ -30,10 +30,9 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel import experts
 from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
 from hf_hotspa.parallel.attention import calls_attention
-from hf_hotspa.parallel.counted_positions import counting_from
-from hf_hotspa.parallel.dropout_settings import attention_dropouts, refuse_dropout, without_attention_dropout
+from hf_hotspa.parallel.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
 from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
-from hf_hotspa.parallel.rope import refuse_hidden_rope
+from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.router_loss import router_layers
 from hf_hotspa.parallel.stage_input import stage_unsupported_reason
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.replica import Attachment, Replica
-from hf_hotspa.parallel.loss import of_nothing, token_scores
-from hf_hotspa.parallel.own_loss import TokenLoss, tokens_of
+from hf_hotspa.parallel.loss import TokenLoss, of_nothing, token_scores, tokens_of
 
 
 @dataclass

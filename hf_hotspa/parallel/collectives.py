@@ -2,16 +2,121 @@
 
 torch's collectives have no gradients of their own. All that move, copy or add up tensors are one autograd function here
 (`with_gradient`): the gradient of such a map is a map of the same kind.
+
+How long this rank is busy with other ranks inside of forward and backward: in collectives and pipeline messages.
+
+What a rank computes by itself is the rest. Only that tells a slow device: ranks that share a layer wait for the slowest
+in every collective, so their whole seconds are alike. `CLOCK` is the clock of this process; whoever waits says so with
+`with CLOCK.waiting:`. On CPU it reads the wall clock. On CUDA it records two events on the current stream, and reads them
+when the phase has been synchronized with, so nothing waits for a measurement. Transfers of switches are not counted.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
-from hf_hotspa.parallel.waiting import CLOCK
+
+class _Span:
+    """A kind of `with` block. Blocks of two kinds nest; threads take turns (autograd has its own on CUDA)."""
+
+    def __init__(self, clock: "WaitClock", sign: float) -> None:
+        self._clock, self._sign = clock, sign
+        self._begins: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self._clock.counts:
+            self._begins.append(self._clock.now())
+
+    def __exit__(self, *exc: object) -> None:
+        if self._clock.counts:
+            self._clock.add(self._sign, self._begins.pop(), self._clock.now())
+
+    def forget(self) -> None:
+        """Drops what an error left open."""
+        self._begins.clear()
+
+
+class WaitClock:
+    """Seconds inside of `waiting` blocks, less those inside of `computing` blocks within them.
+
+    Attributes:
+        counts: Whether it counts: from a restart until it is read.
+        waiting: For `with`, around what waits for other ranks.
+        computing: For `with`, around what computes inside of a `waiting` block.
+    """
+
+    def __init__(self) -> None:
+        self.waiting, self.computing = _Span(self, 1.0), _Span(self, -1.0)
+        self.counts, self._seconds, self._on_cuda = False, 0.0, False
+        self._spans: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
+        self._spare: list[torch.cuda.Event] = []
+
+    def wait(self, *works: Any) -> None:
+        """Waits for operations with other ranks that are under way."""
+        with self.waiting:
+            for work in works:
+                work.wait()
+
+    def restart(self, device: torch.device) -> None:
+        """Begins to count, for a phase on a device."""
+        self.counts, self._seconds, self._on_cuda = True, 0.0, device.type == "cuda"
+        self.waiting.forget()
+        self.computing.forget()
+        self._let_go()
+
+    def seconds(self) -> float:
+        """Seconds since the restart; the count ends. The current stream must have been synchronized with."""
+        self.counts = False
+        for sign, begin, end in self._spans:
+            self._seconds += sign * begin.elapsed_time(end) / 1e3
+        self._let_go()
+        return max(self._seconds, 0.0)
+
+    def _let_go(self) -> None:
+        self._spare += [event for _, *pair in self._spans for event in pair]
+        self._spans = []
+
+    def now(self) -> Any:
+        """The moment: seconds, or an event on the current stream."""
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, sign: float, begin: Any, end: Any) -> None:
+        """Counts what lies between two moments."""
+        if self._on_cuda:
+            self._spans.append((sign, begin, end))
+        else:
+            self._seconds += sign * (end - begin)
+
+
+class ProductClock(WaitClock):
+    """Counts the seconds of the matrix products that are made through it."""
+
+    def of(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a @ b` of two matrices."""
+        with self.waiting:
+            return a @ b
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """`torch.nn.functional.linear`, bit for bit."""
+        with self.waiting:
+            return functional.linear(x, w, bias)
+
+
+CLOCK = WaitClock()
+"""Of this process."""
+
+PRODUCTS = ProductClock()
+"""Of the matrix products that can migrate (`flexible_linear`) or be resized (`resized_linear`)."""
+
 
 # torch before 2.13 has these collectives under their older names only
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

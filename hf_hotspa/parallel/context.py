@@ -23,9 +23,8 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for
 from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_tokens
-from hf_hotspa.parallel.collectives import gather_rows, start_gather, with_gradient
+from hf_hotspa.parallel.collectives import CLOCK, gather_rows, start_gather, with_gradient
 from hf_hotspa.parallel.mesh import StrategyMesh
-from hf_hotspa.parallel.waiting import CLOCK
 
 
 @dataclass

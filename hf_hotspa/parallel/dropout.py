@@ -10,9 +10,28 @@ others than torch's own generator would give: with the stock modules only the di
 layers, and those of LoRA layers. Of attention probabilities, the hash is of the query token as above and of (module,
 head in the whole model, key token in the row): `_PairMasks`, for attention that goes through the interface of
 transformers. What draws from torch's generator in another way is refused.
+
+What of a model's dropout can be trained: the settings of its config, and what its modules hold.
+
+Dropout that draws from torch's generator draws other masks under every layout, and is refused here by name; what is
+served is in `parallel.dropout`.
+
+NEFTune's noise on embeddings, the same whatever the layout.
+
+Owns the definition of the noise for packed rows (Jain et al., 2023, "NEFTune: Noisy Embeddings Improve Instruction
+Finetuning"): each *sequence* of L tokens and hidden size H gets uniform noise of magnitude `alpha / sqrt(L * H)`, as
+transformers adds it to an unpadded batch of that one sequence. The numbers are drawn from (seed, mini-batch, dataset
+row, first token), so every tensor-parallel rank draws the same ones, and so does any other strategy or pack.
+
+Recomputation (`+rc`) of a replica's layers: every n-th of the layers that its stage holds, on any transformers release.
+
+The models' own enabling (`gradient_checkpointing_enable`) also puts hooks on embeddings, which later stages do not have,
+and only newer releases can leave layers out.
 """
 
+import copy
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -20,15 +39,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.errors import ModelError
+from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import ParameterSpec
-from hf_hotspa.parallel.adapters import LORA_A
-from hf_hotspa.parallel.attention import PackedSequences, calls_attention
-from hf_hotspa.parallel.dropout_settings import attention_dropouts, held_rates
-from hf_hotspa.parallel.explicit_attention import AttentionDropout
+from hf_hotspa.parallel.adapters import LORA_A, without_adapters
+from hf_hotspa.parallel.attention import AttentionDropout, PackedSequences, calls_attention
+from hf_hotspa.parallel.isolation import LayerKind, keep_pack
 from hf_hotspa.parallel.mesh import TensorGroup
 
 _GOLDEN = -7046029254386353131
@@ -330,3 +349,159 @@ def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_hea
 
 def _indices(ranges: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([torch.arange(low, high) for low, high in ranges])
+
+
+def held_rates(module: nn.Module) -> dict[str, float]:
+    """The probabilities that a module itself holds for dropout, as numbers or as `nn.Dropout`, by attribute."""
+    numbers = {n: float(v) for n, v in vars(module).items() if "drop" in n and isinstance(v, int | float)}
+    return numbers | {n: m.p for n, m in module.named_children() if isinstance(getattr(m, "p", None), float)}
+
+
+def attention_dropouts(config: PreTrainedConfig) -> dict[str, float]:
+    """The settings of a config that drop attention probabilities, as far as they are above 0."""
+    settings = config.get_text_config().to_dict().items()
+    return {key: value for key, value in settings if _drops_attention(key) and _is_positive(value)}
+
+
+def without_attention_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a config whose model drops no attention probabilities."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for key in attention_dropouts(config):
+        setattr(text, key, 0.0)
+    return config
+
+
+def _drops_attention(key: str) -> bool:
+    return _is_dropout(key) and "att" in key
+
+
+def _is_dropout(key: str) -> bool:
+    return "dropout" in key or key.endswith("pdrop")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def refuse_dropout(
+    model: PreTrainedModel, layers: Sequence[nn.Module], kinds: Sequence[LayerKind], of_attention: bool = True
+) -> None:
+    """Refuses dropout and jitter of a config that would draw from torch's generator in a replica.
+
+    Served are `nn.Dropout` between the layers, and dropout of attention probabilities in layers whose attention goes
+    through the interface of transformers and runs packed.
+
+    Args:
+        model: The model, with or without adapters.
+        of_attention: Whether the config's dropout of attention probabilities will be left in.
+
+    Raises:
+        UnsupportedError: naming the setting of the config.
+    """
+    text = model.config.get_text_config()
+    modules = without_adapters(model).values()
+    served = {module.p for module in modules if isinstance(module, nn.Dropout)}
+    called = {
+        rate
+        for module in modules
+        for name, rate in held_rates(module).items()
+        if not isinstance(getattr(module, name), nn.Module) and not (calls_attention(module) and "att" in name)
+    }
+    own = _own_attention(layers, kinds) if of_attention else None
+    for key, value in text.to_dict().items():
+        of_another_head = key.startswith(("classifier", "summary"))
+        if not (_is_dropout(key) or key.endswith("jitter_noise")) or of_another_head or not _is_positive(value):
+            continue
+        why = "its layers draw other random numbers under every layout, so hot-switched training would not be exact"
+        fix = f"set config.{key} = 0.0"
+        if _drops_attention(key):
+            if own is None:
+                continue
+            why = f"{own} drops attention probabilities by itself, other ones under every layout"
+            fix = f"set hotspa_attention_dropout=0, or config.{key} = 0.0"
+        elif _is_dropout(key) and value in served and value not in called:
+            continue
+        raise UnsupportedError(f"{text.model_type} config has {key}={value}", why=why, fix=fix)
+
+
+def _own_attention(layers: Sequence[nn.Module], kinds: Sequence[LayerKind]) -> str | None:
+    """The class of a module that would drop attention probabilities by itself; None where there is none."""
+    attends = False
+    for layer, kind in zip(layers, kinds, strict=True):
+        modules = dict(layer.named_modules())
+        if attention := next((m for m in modules.values() if calls_attention(m)), None):
+            attends = True
+            if kind.alone:
+                return type(attention).__name__
+            continue
+        for name, module in modules.items():  # state spaces and the like have none
+            if any("att" in f"{name}.{attribute}" and rate > 0 for attribute, rate in held_rates(module).items()):
+                return type(module).__name__
+    return None if attends else type(layers[0]).__name__
+
+
+class EmbeddingNoise:
+    """A forward hook for the embedding module; does nothing in eval mode.
+
+    Args:
+        alpha: `neftune_noise_alpha`.
+
+    Attributes:
+        step: The number of the mini-batch, to be set before its first forward.
+        micro_batch: The pack that is embedded next, to be set before each forward.
+    """
+
+    def __init__(self, alpha: float, seed: int) -> None:
+        self._alpha, self._seed = alpha, seed
+        self.step = 0
+        self.micro_batch: MicroBatch | None = None
+
+    def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
+        """[1, T, H] with the noise of each sequence of the pack added; None, the output as it is, in eval mode."""
+        if not module.training:
+            return None
+        assert self.micro_batch is not None
+        return out + self.draw(self.micro_batch, out)
+
+    def draw(self, micro_batch: MicroBatch, like: Tensor) -> Tensor:
+        """The noise of a pack, [1, T, H] in the dtype and on the device of `like`; drawn in fp32."""
+        noise = torch.empty(like.shape, dtype=torch.float32, device=like.device)
+        generator = torch.Generator(device=like.device)
+        cuts = micro_batch.cuts or [(0, length) for length in micro_batch.lengths]
+        keys = micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths)  # padding alone
+        begin = 0
+        for length, key, (before, whole) in zip(micro_batch.lengths, keys, cuts, strict=True):
+            generator.manual_seed(self._seed_of(key))
+            magnitude = self._alpha / math.sqrt(whole * like.shape[-1])
+            place = noise[:, begin : begin + length]
+            if length == whole:
+                place.uniform_(-magnitude, magnitude, generator=generator)
+            else:  # the numbers of a part are those that the whole sequence has there
+                drawn = noise.new_empty((1, whole, like.shape[-1]))
+                drawn.uniform_(-magnitude, magnitude, generator=generator)
+                place.copy_(drawn[:, before : before + length])
+            begin += length
+        return noise.to(like.dtype)
+
+    def _seed_of(self, key: tuple[int, int]) -> int:
+        text = f"{self._seed} {self.step} {key[0]} {key[1]}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def recompute_layers(model: PreTrainedModel, recompute: Callable[..., Any], every: int) -> None:
+    """Lets every `every`-th layer keep its input only, and compute the rest anew in the backward pass.
+
+    Raises:
+        ModelError: the family cannot.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise ModelError(
+            f"{type(model).__name__} cannot recompute its layers",
+            fix="leave activation_checkpointing and +rc off, or lower the tokens per pack",
+        )
+    model._set_gradient_checkpointing(True, recompute)
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index % every == 0
+        layer._gradient_checkpointing_func = keep_pack(layer, recompute)

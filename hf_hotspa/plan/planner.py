@@ -18,10 +18,8 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanError, check_choice
 from hf_hotspa.layout.intervals import Placement, place
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.plan.direct import plan_direct
-from hf_hotspa.plan.pieces import Pieces, cut_pieces
-from hf_hotspa.plan.plan import ANY, INTER, INTRA, SwitchPlan
-from hf_hotspa.plan.proof import prove
+from hf_hotspa.plan.direct import Pieces, cut_pieces, plan_direct
+from hf_hotspa.plan.plan import ANY, INTER, INTRA, SwitchPlan, prove
 from hf_hotspa.plan.relay.plan import plan_relay
 from hf_hotspa.plan.relay.routing import relay_pays
 

@@ -26,7 +26,14 @@ from numpy.typing import NDArray
 from hf_hotspa.errors import HotspaConfigError, PlanError
 from hf_hotspa.layout.intervals import Numbers
 from hf_hotspa.plan.plan import (
+    DST,
+    DST_OFFSET,
+    DST_STORE,
+    LENGTH,
     RELAY_SLOTS,
+    SRC,
+    SRC_OFFSET,
+    SRC_STORE,
     WINDOW_ALIGNMENT,
     Local,
     Message,
@@ -36,7 +43,6 @@ from hf_hotspa.plan.plan import (
     SwitchPlan,
     Wire,
 )
-from hf_hotspa.plan.table import DST, DST_OFFSET, DST_STORE, LENGTH, SRC, SRC_OFFSET, SRC_STORE
 
 PEERS_PER_ROUND = 32
 """Peers that a rank sends to, and receives from, in one round at most: few operations in one batch."""

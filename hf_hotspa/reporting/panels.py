@@ -86,7 +86,7 @@ def lengths_panel(run: RunLog) -> Panel:
 
 
 def lengths_figure(histogram: Mapping[str, Sequence[int]], buckets: Sequence[tuple[str, int]]) -> Panel:
-    """The same for a histogram (`reporting/histogram.py`) and buckets: strategy and longest sequence of each."""
+    """The same for a histogram (`reporting/run_log.py`) and buckets: strategy and longest sequence of each."""
     series = [
         Series(key, style, [n / max(sum(histogram[key]), 1) for n in histogram[key]])
         for key, style in (("sequences", "s0"), ("tokens", "s1"))

@@ -16,6 +16,8 @@ next one (`_thinned`). The first step stays, the last ones, those after which a 
 The writer flushes every line, so a killed run loses one line at most; the reader leaves out a torn last line, and of
 steps that were trained twice (after a resume) takes the later ones. Anything else that is wrong is a `RunLogError` that
 names file and line. Numbers that are not finite are written as null: strict JSON has none.
+
+How long the sequences of a data set are, in bins that double every second one. Plain numbers, no torch.
 """
 
 import json
@@ -23,23 +25,74 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO, TypedDict
 
 import msgspec
+import numpy as np
 
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 from hf_hotspa.report import RunFacts, StepReport
-from hf_hotspa.reporting.histogram import is_histogram
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.strategy import as_written
 from hf_hotspa.typed import Count, typed
 from hf_hotspa.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
+
+
+def bin_edges(longest: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to the first edge that is not below `longest`."""
+    edges, power = [1], 2
+    while edges[-1] < longest:
+        edges += [power, power + power // 2] if power > 1 else [power]
+        power *= 2
+    while len(edges) > 1 and edges[-2] >= longest:
+        edges.pop()
+    return edges
+
+
+def length_histogram(lengths: Any) -> dict[str, list[int]]:
+    """Counts of sequences and tokens by length.
+
+    Args:
+        lengths: [N] integers, tokens of each row; rows without tokens are left out.
+
+    Returns:
+        `edges` [B + 1]: bin i holds the lengths in `(edges[i], edges[i + 1]]`, the first begins at 0; `sequences` [B];
+        `tokens` [B]. Empty bins at the short end are left out.
+    """
+    array = np.asarray(lengths, dtype=np.int64)
+    array = array[array > 0]
+    if not len(array):
+        return {"edges": [0, 1], "sequences": [0], "tokens": [0]}
+    edges = bin_edges(int(array.max()))
+    index = np.searchsorted(edges, array, side="left")
+    sequences = np.bincount(index, minlength=len(edges))
+    tokens = np.bincount(index, weights=array, minlength=len(edges))
+    first = int(index.min())
+    return {
+        "edges": [0, *edges][first:],
+        "sequences": sequences[first:].tolist(),
+        "tokens": tokens[first:].astype(np.int64).tolist(),
+    }
+
+
+def is_histogram(data: Any) -> bool:
+    """Whether plain data has the form that `length_histogram` gives."""
+    if not isinstance(data, dict):
+        return False
+    columns: list[Sequence[Any]] = [data.get(name, ()) for name in ("edges", "sequences", "tokens")]
+    if not all(isinstance(c, list) and all(type(n) is int and n >= 0 for n in c) for c in columns):
+        return False
+    edges, sequences, tokens = columns
+    ordered = all(a < b for a, b in pairwise(edges))
+    return ordered and len(sequences) == len(tokens) == len(edges) - 1 > 0
+
 
 FORMAT = 1
 FILE_NAME = "hotspa_trace.jsonl"

@@ -3,6 +3,11 @@
 Owns `scan_dataset`, which makes the `SequenceTable` of a map-style dataset and keeps it on disk for a `datasets.Dataset` (keyed by its fingerprint and by the rules that rows are read by,
 written atomically, rebuilt when it cannot be read). What a row may look like is said in `rows.py`.
 Imports `datasets` only inside functions, and no torch.
+
+Reading a `datasets.Dataset` by columns: its scan, and the rows of a mini-batch.
+
+Where rows have neither padding nor documents, no row is ever made by the scan, and without labels lengths only are read.
+Imports `datasets` and `pyarrow` only inside functions, and no torch.
 """
 
 import hashlib
@@ -10,22 +15,189 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hf_hotspa.errors import DataError, UnsupportedError
-from hf_hotspa.rows.arrow import is_plain_arrow, scan_arrow, token_columns
-from hf_hotspa.rows.features import DEFAULT_RULES, RowRules, read_row
+from hf_hotspa.rows.features import (
+    DEFAULT_RULES,
+    IGNORED_LABEL,
+    TOKEN_COLUMNS,
+    RowRules,
+    read_row,
+    refuse_columns,
+    unequal,
+)
+from hf_hotspa.rows.formats import SKIPPED
 from hf_hotspa.rows.table import SequenceTable, TableBuilder
 
-_FORMAT = 2  # of the cache file; part of its name
-
 logger = logging.getLogger(__name__)
+
+
+_ROWS_PER_READ = 1000
+
+
+def is_plain_arrow(dataset: Any) -> bool:
+    """Whether this is a `datasets.Dataset` whose rows are what its table holds (no transform on reading)."""
+    if "datasets" not in sys.modules:  # then nobody can have made one
+        return False
+    from datasets import Dataset
+
+    return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
+
+
+def scan_arrow(dataset: Any, rules: RowRules, disable_progress: bool) -> SequenceTable:
+    """The table of a `datasets.Dataset`: by columns, a thousand rows at a time.
+
+    Raises:
+        DataError: there is no column `input_ids`, or a row is not as `rows.py` describes.
+        UnsupportedError: the stock Trainer would train a row in a way that packing cannot express.
+    """
+    names = dataset.format["columns"]
+    if "input_ids" not in names:
+        raise DataError(
+            f"the dataset has no column 'input_ids', only {names}",
+            fix="tokenise it first: hf_hotspa.data.prepare.prepare_dataset",
+        )
+    refuse_columns(names, rules)
+    builder = TableBuilder()
+    with tqdm(total=len(dataset), desc="Scanning lengths", unit="row", disable=disable_progress) as progress:
+        for first, columns in _arrow_batches(dataset):
+            ids = columns["input_ids"]
+            lengths = _list_lengths(ids, "input_ids", first, nulls_allowed=rules.skips_empty)
+            if _one_document_a_row(columns, lengths):
+                builder.add(lengths, _labels_of_columns(columns, lengths, first, rules))
+            else:
+                rows = rows_of_columns(columns, len(lengths))
+                builder.add_rows(read_row(row, number, rules) for number, row in enumerate(rows, first))
+            progress.update(len(lengths))
+    return builder.table(rules)
+
+
+def _one_document_a_row(columns: Mapping[str, Any], lengths: NDArray[np.int64]) -> bool:
+    """Whether `input_ids` and `labels` say all: nothing is padded, no row holds several documents."""
+    total = int(lengths.sum())
+    expected = {
+        "attention_mask": lambda: np.ones(total, np.int64),
+        "position_ids": lambda: np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths),
+    }
+    for name, column in columns.items():
+        if name in ("input_ids", "labels") or column.null_count == len(column):
+            continue
+        if name not in expected or column.null_count or not _is_integer_list(column.type, booleans=True):
+            return False
+        values = np.asarray(column.flatten())
+        if not np.array_equal(_list_lengths_of(column), lengths) or not np.array_equal(values, expected[name]()):
+            return False
+    return True
+
+
+def _labels_of_columns(
+    columns: Mapping[str, Any], lengths: NDArray[np.int64], first: int, rules: RowRules
+) -> NDArray[np.bool_] | None:
+    """[tokens] whether each is a label; None when all are."""
+    if rules.labels_are_ids:
+        if rules.unlabelled_id is None:
+            return np.ones(int(lengths.sum()), np.bool_)
+        return np.asarray(np.asarray(columns["input_ids"].flatten()) != rules.unlabelled_id)
+    labels = columns.get("labels")
+    if labels is None or labels.null_count == len(labels):
+        return None
+    missing = np.asarray(labels.is_null())
+    label_lengths = np.where(missing, lengths, _list_lengths(labels, "labels", first, nulls_allowed=True))
+    differ = np.flatnonzero(label_lengths != lengths)
+    if len(differ):
+        at = int(differ[0])
+        raise unequal(first + at, int(lengths[at]), int(label_lengths[at]))
+    # Rows without labels (null) train on every token; flatten() leaves them out.
+    is_label = np.ones(int(lengths.sum()), np.bool_)
+    is_label[np.repeat(~missing, lengths)] = np.asarray(labels.flatten()) != IGNORED_LABEL
+    return is_label
+
+
+def token_columns(dataset: Any) -> list[str]:
+    """Which of the columns that are read the rows of a `datasets.Dataset` show (`set_format` can hide columns)."""
+    return [name for name in TOKEN_COLUMNS if name in dataset.format["columns"]]
+
+
+def arrow_view(dataset: Any, columns: Sequence[str] = ()) -> Any:
+    """A `datasets.Dataset` reduced to its token columns, and those of `columns` that it has, and read as arrow tables."""
+    own = [name for name in columns if name in dataset.format["columns"]]
+    return dataset.select_columns([*token_columns(dataset), *own]).with_format("arrow")
+
+
+def rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
+    """Rows of arrow columns, their lists as arrays."""
+    parts = {name: _values(column) for name, column in columns.items()}
+    return [{name: column[row] for name, column in parts.items()} for row in range(num_rows)]
+
+
+def _values(array: Any) -> list[Any]:
+    """The values of an arrow column: its lists as arrays, or numbers; None for null."""
+    return split_lists(array) if _is_list(array.type) else list(array.to_pylist())
+
+
+def split_lists(array: Any) -> list[NDArray[Any] | None]:
+    """The lists of an arrow column as arrays; None for null."""
+    if array.null_count == len(array):
+        return [None] * len(array)
+    parts = np.split(np.asarray(array.flatten()), np.cumsum(_list_lengths_of(array))[:-1])
+    return [part if there else None for part, there in zip(parts, np.asarray(array.is_valid()), strict=True)]
+
+
+def _arrow_batches(dataset: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(first row, {token column: arrow array}) for each chunk of rows."""
+    first = 0
+    for table in arrow_view(dataset).iter(batch_size=_ROWS_PER_READ):
+        yield first, {name: table.column(name).combine_chunks() for name in table.column_names}
+        first += table.num_rows
+
+
+def _list_lengths(array: Any, key: str, first: int, nulls_allowed: bool = False) -> NDArray[np.int64]:
+    """Lengths of the lists of an arrow column (0 for null), after a look at its type and for missing values."""
+    if array.null_count and not nulls_allowed:
+        row = first + int(np.flatnonzero(np.asarray(array.is_null()))[0])
+        raise DataError(f"{key} is missing (None)", where=f"dataset row {row}", fix=SKIPPED)
+    if not _is_integer_list(array.type):
+        raise DataError(
+            f"column {key!r} is of type {array.type} instead of a list of integers",
+            where=f"dataset rows {first} to {first + len(array) - 1}",
+            fix="tokenise the dataset, or cast the column to a list of integers",
+        )
+    if array.flatten().null_count:
+        raise DataError(f"{key} holds missing values (None)", where=f"dataset rows {first} to {first + len(array) - 1}")
+    return _list_lengths_of(array)
+
+
+def _list_lengths_of(array: Any) -> NDArray[np.int64]:
+    import pyarrow.compute as pc  # type: ignore[import-untyped]
+
+    return np.asarray(pc.fill_null(pc.list_value_length(array), 0)).astype(np.int64)
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _is_integer_list(kind: Any, booleans: bool = False) -> bool:
+    import pyarrow as pa
+
+    return _is_list(kind) and (
+        pa.types.is_integer(kind.value_type)
+        or pa.types.is_null(kind.value_type)
+        or (booleans and pa.types.is_boolean(kind.value_type))
+    )
+
+
+_FORMAT = 2  # of the cache file; part of its name
 
 
 def scan_dataset(

@@ -24,8 +24,8 @@ from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
-from hf_hotspa.packing.weight_versions import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
+from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
+from hf_hotspa.packing.pipeline_order import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.search.baselines import STAGES, DataParallel
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.histogram import Counts, read_lengths

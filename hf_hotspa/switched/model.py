@@ -46,8 +46,7 @@ from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.parallel.loss import FIELDS
-from hf_hotspa.parallel.own_loss import TokenLoss
+from hf_hotspa.parallel.loss import FIELDS, TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket

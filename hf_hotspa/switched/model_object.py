@@ -28,7 +28,7 @@ from hf_hotspa.errors import HotspaError, UnsupportedError
 from hf_hotspa.model.model_check import changed_facts, deciding_values, module_facts, weights_digest
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.parallel.own_loss import SequenceLoss
+from hf_hotspa.parallel.loss import SequenceLoss
 
 
 def only_requires_grad(hook: Any) -> bool:

@@ -9,7 +9,7 @@ from torch.nn import functional
 from hf_hotspa.costs.context import exchanged_elements, local_heads
 from hf_hotspa.errors import StrategyError, UnsupportedError
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.report import MEASURES
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model

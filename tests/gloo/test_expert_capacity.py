@@ -8,7 +8,7 @@ import torch
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.parallel.expert_capacity import ExpertCapacity
+from hf_hotspa.parallel.experts import ExpertCapacity
 from hf_hotspa.report import MEASURES
 from tests.families import tiny_model
 from tests.family_sweep import gradient_errors

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
-from hf_hotspa.checkpoint.export import export
+from hf_hotspa.checkpoint.model_files import export
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.family_page import outcome

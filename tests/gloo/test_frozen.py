@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_hotspa.checkpoint.export import export
+from hf_hotspa.checkpoint.model_files import export
 from hf_hotspa.costs.sizes import ModelSizes
 from tests.families import tiny_model
 from tests.harness import run_ranks

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.layout.gradients import GradientDtypes
+from hf_hotspa.layout.vector import GradientDtypes
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import parse_buckets
 from tests.families import tiny_model

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_hotspa.checkpoint.export import export
+from hf_hotspa.checkpoint.model_files import export
 from hf_hotspa.errors import HotspaError
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks

@@ -10,8 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 
-from hf_hotspa.checkpoint.export import export
 from hf_hotspa.checkpoint.format.manifest import read_manifest
+from hf_hotspa.checkpoint.model_files import export
 from hf_hotspa.errors import ResumeError
 from tests.families import tiny_model
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, _LossRecorder, _pad, dataset_rows

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error

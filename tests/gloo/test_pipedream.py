@@ -18,8 +18,7 @@ from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.pipedream import PipeDreamRunner
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.packing.pipeline_order import choose_passes
-from hf_hotspa.packing.weight_versions import PipeDream
+from hf_hotspa.packing.pipeline_order import PipeDream, choose_passes
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.harness import run_ranks

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hf_hotspa.engine.pretest import pretest
-from hf_hotspa.parallel.flexible_work import Exchange, FlexibleWork
+from hf_hotspa.parallel.flexible_linear import Exchange, FlexibleWork
 from hf_hotspa.stragglers.columns import LayerColumns, kept_variation, most_varying, num_kept
 from tests.families import tiny_model
 from tests.harness import run_ranks

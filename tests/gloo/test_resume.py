@@ -479,7 +479,7 @@ def as_format_1(path):
 def test_checkpoints_of_earlier_versions_go_on_and_are_exported(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    from hf_hotspa.checkpoint.export import export
+    from hf_hotspa.checkpoint.model_files import export
 
     losses = train(make_trainer(str(tmp_path / "a"), 1, max_steps=4))
     expected = whole_state(tmp_path / "a" / "checkpoint-2")

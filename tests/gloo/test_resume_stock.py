@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from hf_hotspa.checkpoint.export import export
 from hf_hotspa.checkpoint.format.manifest import read_manifest, verify
+from hf_hotspa.checkpoint.model_files import export
 from hf_hotspa.checkpoint.stock import StockCheckpoint, _epochs, is_stock
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
 from tests.checkpoints import memory_folder

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from hf_hotspa.errors import DataError
-from hf_hotspa.rows.chat import ChatTemplate
+from hf_hotspa.rows.chat_text import ChatTemplate
 from hf_hotspa.rows.formats import Chat, read_messages
 from tests.chat_templates import tokenizer_for
 

@@ -229,7 +229,7 @@ def test_missing_and_added_parameters_are_named():
 
 
 STOCK_PICKLES = "hf_hotspa/checkpoint/stock.py"
-STOCK_WRITER = "hf_hotspa/checkpoint/stock_writing.py"  # what the stock Trainer goes on from is pickled by it, too
+STOCK_WRITER = "hf_hotspa/checkpoint/stock.py"  # what the stock Trainer goes on from is pickled by it, too
 
 
 def test_the_package_reads_and_writes_no_pickles():

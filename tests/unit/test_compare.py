@@ -13,7 +13,7 @@ from hf_hotspa.errors import RunLogError
 from hf_hotspa.reporting import terminal
 from hf_hotspa.reporting.chrome_trace import TracedStep, save_trace, trace_events
 from hf_hotspa.reporting.compare import compare, compare_page, sentences
-from hf_hotspa.reporting.pictures import save_pictures
+from hf_hotspa.reporting.page import save_pictures
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from tests.run_logs import LONG, SHORT, made_report, write_run
 

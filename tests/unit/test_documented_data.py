@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from hf_hotspa.data.prepare import prepare_dataset, tokenize_rows
-from hf_hotspa.rows.chat import ChatTemplate
+from hf_hotspa.rows.chat_text import ChatTemplate
 from tests.chat_templates import tokenizer_for
 from tests.unit.test_chat import CHATML, QWEN3
 

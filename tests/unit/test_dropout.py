@@ -10,9 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.parallel.attention import PackedSequences
+from hf_hotspa.parallel.attention import BLOCK_ELEMENTS, AttentionDropout, PackedSequences, Scores, explicit_attention
 from hf_hotspa.parallel.dropout import DropoutMasks, KeyedDropout, feature_keys, kept, token_keys
-from hf_hotspa.parallel.explicit_attention import BLOCK_ELEMENTS, AttentionDropout, Scores, explicit_attention
 from tests.families import tiny_model
 from tests.tiny_families import tiny_model_of
 

@@ -13,8 +13,7 @@ from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate, port_seconds
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.gradients import GradientDtypes, master_dtype
-from hf_hotspa.layout.vector import ParameterSpec
+from hf_hotspa.layout.vector import GradientDtypes, ParameterSpec, master_dtype
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
 from tests.calibrations import made_calibration

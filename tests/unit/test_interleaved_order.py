@@ -12,9 +12,16 @@ from hf_hotspa.costs.pipelines import Pipeline, interleaved_events, pipeline_sec
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.packing.interleaved_order import Turn, interleaved_order
-from hf_hotspa.packing.interleaved_passes import choose_interleaved, torch_order
-from hf_hotspa.packing.pipeline_order import backward_order, check_runs, most_packs, reaches
+from hf_hotspa.packing.pipeline_order import (
+    Turn,
+    backward_order,
+    check_runs,
+    choose_interleaved,
+    interleaved_order,
+    most_packs,
+    reaches,
+    torch_order,
+)
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.unit.test_pipeline_order import finishes
 

@@ -10,9 +10,8 @@ from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.nesting import nested_orders
 from hf_hotspa.layout.placement import stage_of_unit, strategy_layout
-from hf_hotspa.layout.stages import StageCosts
+from hf_hotspa.layout.stages import StageCosts, nested_orders
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.calibrations import made_calibration

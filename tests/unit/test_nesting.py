@@ -6,8 +6,7 @@ from itertools import combinations, product
 import pytest
 
 from hf_hotspa.errors import StrategyError
-from hf_hotspa.layout.nesting import digit_reversal, nested_orders
-from hf_hotspa.layout.stages import StageCosts
+from hf_hotspa.layout.stages import StageCosts, digit_reversal, nested_orders
 from hf_hotspa.strategy import Strategy
 
 COSTS = [3] * 12

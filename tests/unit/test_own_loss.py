@@ -9,7 +9,7 @@ from transformers.models.llama import LlamaForCausalLM
 from hf_hotspa.engine.loss_check import check_model_loss
 from hf_hotspa.errors import DataError, HotspaConfigError, UnsupportedError
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.parallel.own_loss import SequenceLoss
+from hf_hotspa.parallel.loss import SequenceLoss
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_config, tiny_model

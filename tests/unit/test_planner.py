@@ -15,11 +15,24 @@ from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
 from hf_hotspa.plan.direct import SendLoads, choose_source
-from hf_hotspa.plan.plan import INTER, INTRA, Message, Slice, SwitchPlan, Wire
+from hf_hotspa.plan.plan import (
+    COLUMNS,
+    INTER,
+    INTRA,
+    RELAY,
+    SECOND,
+    SOURCE,
+    TARGET,
+    Message,
+    Slice,
+    SwitchPlan,
+    Transfer,
+    Wire,
+    canonical,
+    prove,
+)
 from hf_hotspa.plan.planner import plan_load, plan_return
-from hf_hotspa.plan.proof import prove
 from hf_hotspa.plan.rounds import cut_rounds
-from hf_hotspa.plan.table import COLUMNS, RELAY, SECOND, SOURCE, TARGET, Transfer, canonical
 from hf_hotspa.strategy import Strategy
 from tests.random_models import plain, random_master_layout, random_model
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hotspa.parallel import explicit_attention as explicit
+from hf_hotspa.parallel import attention as explicit
 from hf_hotspa.parallel import prefix_attention
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention
 

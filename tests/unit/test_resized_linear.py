@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hf_hotspa.parallel.flexible_linear import RowProduct
-from hf_hotspa.parallel.resized_linear import GradientMemory, OwnColumns, imputed
+from hf_hotspa.parallel.flexible_linear import GradientMemory, OwnColumns, RowProduct, imputed
 from hf_hotspa.stragglers.columns import LayerColumns, random_columns
 
 TOKENS, COLUMNS, OUTPUTS = 7, 12, 5

@@ -11,10 +11,18 @@ from hf_hotspa.engine.measures import PhaseMeasure
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import MEASURES
 from hf_hotspa.reporting import run_log
-from hf_hotspa.reporting.histogram import bin_edges, is_histogram, length_histogram
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import report_page
-from hf_hotspa.reporting.run_log import FILE_NAME, RunLogWriter, find_run_log, plain, read_run_log
+from hf_hotspa.reporting.run_log import (
+    FILE_NAME,
+    RunLogWriter,
+    bin_edges,
+    find_run_log,
+    is_histogram,
+    length_histogram,
+    plain,
+    read_run_log,
+)
 from hf_hotspa.reporting.summary import summarize
 from tests.run_logs import made_facts, made_report, of_earlier_releases, write_run
 

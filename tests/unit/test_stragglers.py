@@ -14,14 +14,15 @@ from hf_hotspa.stragglers.columns import (
     choose_columns,
     kept_variation,
     layer_ratio,
+    migrate,
     most_varying,
     num_kept,
     random_columns,
+    renumbered,
 )
 from hf_hotspa.stragglers.detection import PhaseWork, SlowDevices, expected_seconds
-from hf_hotspa.stragglers.giving import Giving, tensor_groups
-from hf_hotspa.stragglers.migration import migrate, renumbered
-from hf_hotspa.stragglers.ratios import (
+from hf_hotspa.stragglers.giving import (
+    Giving,
     PretestCurves,
     TaskWork,
     divide_semi,
@@ -32,6 +33,7 @@ from hf_hotspa.stragglers.ratios import (
     num_migrating,
     settled_ratios,
     settled_semi,
+    tensor_groups,
     undone,
 )
 from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
