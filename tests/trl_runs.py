@@ -232,7 +232,10 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
         given.setdefault("eval_dataset", rows(case.data, folder, 11, first=50))
     if pool is not None:
         fields |= {"hotspa_strategies": pool, "hotspa_report": False}
-    return trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
+    trainer = trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
+    if case.reference and case.kind in ONLINE and trainer.ref_model is not None:
+        trainer.ref_model.to(case.dtype)  # what is loaded has frequencies of its rotary embedding in fp32, unlike the model
+    return trainer
 
 
 def saved(model: Any, folder: str) -> str:
