@@ -234,7 +234,7 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
         fields |= {"hotspa_strategies": pool, "hotspa_report": False}
     trainer = trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
     if case.reference and case.kind in ONLINE and trainer.ref_model is not None:
-        trainer.ref_model.to(case.dtype)  # what is loaded has frequencies of its rotary embedding in fp32, unlike the model
+        trainer.ref_model.to(case.dtype)  # what is loaded has rotary frequencies in fp32, unlike the model
     return trainer
 
 

@@ -19,6 +19,8 @@ TWO = ("dp2:20@64,tp2:128@128", "dp4:20@64,cp2tp2:128@128")
 OTHER = ("dp2+z3:20@64,pp2:128@128", "dp2pp2:20@64,tp4+ck9:128@128")
 MOE = ("dp2ep2:20@64,tp2:128@128", "dp4ep2:20@64,dp2tp2ep2:128@128")
 
+GREEDY = {"top_k": 1, "max_completion_length": 6}  # sampling may flip a token on the last bit
+
 CASES = {
     "grpo": Case("GRPO", SIX, "prompts", {**RL, "gradient_accumulation_steps": 2}),
     "grpo, all terms": Case(
@@ -26,7 +28,34 @@ CASES = {
         {**RL, "beta": 0.04, "num_iterations": 2, "steps_per_generation": 2, "entropy_coef": 0.01, "loss_type": "grpo", **EVALUATES},
         reference=True, given=lambda: {"reward_funcs": [reward, brevity]},
     ),
-    "rloo": Case("RLOO", SIX, "prompts", {**RL, "beta": 0.05, **EVALUATES}, reference=True),
+    "rloo": Case("RLOO", SIX, "prompts", {**RL, "beta": 0.05, **EVALUATES}, reference=True, wide=True),
+    "rloo, twice": Case(
+        "RLOO", OTHER, "prompts", {**RL, "beta": 0.0, "num_iterations": 2, "normalize_advantages": True}
+    ),
+    "grpo with adapters": Case(
+        "GRPO", TWO, "prompts", {**RL, "beta": 0.04, "num_iterations": 2, "use_bias_correction_kl": True}, lora=True, wide=True
+    ),
+    "rloo with adapters": Case("RLOO", OTHER, "prompts", {**RL, "beta": 0.05}, lora=True, wide=True),
+    "grpo of experts": Case("GRPO", MOE, "prompts", {**RL, "num_iterations": 2, **EVALUATES}, family=MIXTURE, wide=True),
+    "grpo, masks": Case(
+        "GRPO", OTHER, "prompts",
+        {**RL, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.1, "num_iterations": 2, "loss_type": "bnpo",
+         "mask_truncated_completions": True, "delta": 1.5}, wide=True,
+    ),
+    "grpo, sequences": Case(
+        "GRPO", TWO, "prompts",
+        {**RL, "importance_sampling_level": "sequence", "loss_type": "luspo", "steps_per_generation": 4,
+         "gradient_accumulation_steps": 2, "scale_rewards": "batch"}, wide=True,
+    ),
+    "grpo, adaptive entropy": Case(
+        "GRPO", OTHER, "prompts", {**RL, "use_adaptive_entropy": True, "loss_type": "cispo", "epsilon_high": 5.0}, wide=True
+    ),
+    "grpo that generates": Case("GRPO", TWO, "prompts", {**RL, **GREEDY, **EVALUATES}, generates=True, wide=True),
+    "rloo that generates": Case("RLOO", TWO, "prompts", {**RL, **GREEDY, "beta": 0.0}, generates=True, wide=True),
+    **{
+        f"{kind}, fp32": Case(kind.upper(), TWO, "prompts", {**RL, "beta": 0.05}, reference=True, dtype=torch.float32, wide=True)
+        for kind in ("grpo", "rloo")
+    },
 }  # fmt: skip
 
 
@@ -38,6 +67,8 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
     ("world_size", "names"),
     [
         (2, [name for name, case in CASES.items() if not case.wide]),
+        pytest.param(2, [name for name, case in CASES.items() if case.wide], marks=pytest.mark.slow),
+        pytest.param(4, list(CASES), marks=pytest.mark.slow),
     ],
 )
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
