@@ -296,12 +296,11 @@ def _scoring(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mappin
 
 def _scoring_online(kind: str, values: Mapping[str, Any], adapted: bool) -> Scoring:
     """What a step of GRPO or RLOO runs: old log-probabilities and those of a reference are of a whole generation batch, which is
-    trained `num_iterations` times; the loss is scored where its gradients are not known."""
+    trained `num_iterations` times."""
     has_reference = values["beta"] != 0.0
     of_batch = has_reference + (kind == "RLOO" or not generates_every_step(values))
     of_batch += kind == "GRPO" and generates_every_step(values) and is_corrected(values)
-    scored = 0 if kind == "GRPO" and of_batch == 0 and gradients_are_known(values) else 1
-    return Scoring(scored + ceil(of_batch / values["num_iterations"]), has_reference and not adapted)
+    return Scoring(1 + ceil(of_batch / values["num_iterations"]), has_reference and not adapted)
 
 
 def is_corrected(values: Mapping[str, Any]) -> bool:
@@ -313,13 +312,6 @@ def generates_every_step(values: Mapping[str, Any]) -> bool:
     """Whether what is trained is always of the weights that have generated it, so that TRL scores no old log-probabilities."""
     every = (values["steps_per_generation"] or 1) * values["num_iterations"]
     return bool(values["gradient_accumulation_steps"] % every == 0)
-
-
-def gradients_are_known(values: Mapping[str, Any]) -> bool:
-    """Whether the gradients of GRPO's loss by log-probabilities hang on nothing that a forward computes, at a ratio of 1."""
-    no_entropy = values["entropy_coef"] == 0.0 and not values["use_adaptive_entropy"]
-    no_masks = values["top_entropy_quantile"] == 1.0 and values["off_policy_mask_threshold"] is None
-    return bool(no_entropy and no_masks and values["beta"] == 0.0)
 
 
 @cache

@@ -69,6 +69,18 @@ def _whole(
     return flat
 
 
+def _parts(
+    flat: Tensor | None, start: int, specs: Sequence[ParameterSpec], dtype_of: Callable[[ParameterSpec], torch.dtype]
+) -> Iterator[tuple[ParameterSpec, Tensor]]:
+    """The parameters of a segment."""
+    for spec in specs if flat is not None else ():
+        assert flat is not None
+        own = flat[spec.offset - start : spec.stop - start]
+        whole = from_storage(own, spec.shape, spec.shard_dim).to(dtype_of(spec))
+        # who still has the last one when the next segment comes must not keep all of this one
+        yield spec, whole.clone() if spec is specs[-1] else whole
+
+
 class MasterStore:
     """This rank's share of the weights and gradients.
 
@@ -220,14 +232,8 @@ class MasterStore:
             dtype = wanted.pop() if len(wanted) == 1 else getattr(torch, segment.master_dtype)
             own = self.weights[segment.index]
             before()
-            flat = part = whole = None
-            flat = _whole(own, [sizes[segment.index] for sizes in self.layout.sizes], dtype, self, group, to)
-            for spec in specs if flat is not None else ():
-                part = flat[spec.offset - segment.start : spec.stop - segment.start]
-                whole = from_storage(part, spec.shape, spec.shard_dim).to(dtype_of(spec))
-                if spec is specs[-1]:  # who still has it when the next segment comes must not have all of this one
-                    whole, flat, part = whole.clone(), None, None
-                yield spec, whole
+            sizes = [of_rank[segment.index] for of_rank in self.layout.sizes]
+            yield from _parts(_whole(own, sizes, dtype, self, group, to), segment.start, specs, dtype_of)
 
     def zero_gradients(self) -> None:
         """Starts the accumulation of a mini-batch."""

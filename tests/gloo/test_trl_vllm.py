@@ -1,14 +1,17 @@
 """What a vLLM server, or colocated vLLM, gets of the weights: a stand-in checks every bit, and that no rank holds more than a layer."""
 
+import copy
 import time
 import weakref
+from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from hf_hotspa.engine import master
+from hf_hotspa.switched.stale_weights import release
 from tests.harness import run_ranks
 from tests.trl_runs import RL, Case, made
 
@@ -61,7 +64,7 @@ class Held:
     def __init__(self) -> None:
         self._refs: list[Any] = []
         self.most, self.largest, self.seconds, self.bytes = 0, 0, 0.0, 0
-        own = master._whole
+        own, patched = master._whole, cast(Any, master)
 
         def counted(*args: Any) -> Any:
             begin = time.perf_counter()
@@ -73,21 +76,19 @@ class Held:
                 self.largest, self.bytes = max(self.largest, size), self.bytes + size
             return flat
 
-        master._whole = counted
+        patched._whole = counted
 
 
 def served(rank: int, world_size: int, pools: list[str], folder: str, dtype: torch.dtype) -> None:
-    import trl.generation.vllm_generation as generation
-    import trl.trainer.grpo_trainer as grpo
-
-    held, servers = Held(), []
-    generation.is_vllm_available = grpo.is_vllm_available = lambda *_: True
+    generation: Any = import_module("trl.generation.vllm_generation")
+    held = Held()
+    generation.is_vllm_available = lambda *_: True
     generation.VLLMClient = Server
     for pool in pools:
         for mode in ("server", "colocate"):
             for lora in (False, True):
                 trainer = vllm_trainer(pool, mode, lora, f"{folder}/{pool}/{mode}{lora}", dtype, generation)
-                checked = check_each_sync(trainer, servers)
+                checked = check_each_sync(trainer)
                 trainer.train()
                 assert len(checked) == (3 if rank == 0 or mode == "colocate" else 0), (pool, mode, checked)
                 trainer.close_engine()
@@ -98,7 +99,7 @@ def served(rank: int, world_size: int, pools: list[str], folder: str, dtype: tor
 
 def vllm_trainer(pool: str, mode: str, lora: bool, folder: str, dtype: torch.dtype, generation: Any) -> Any:
     fields = {**RL, "use_vllm": True, "vllm_mode": mode, "max_steps": 3, "per_device_train_batch_size": 4}
-    if mode == "colocate":  # an engine is made by the constructor otherwise
+    if mode == "colocate":  # else the constructor makes an engine of vLLM's
         own = generation.VLLMGeneration._init_vllm
         generation.VLLMGeneration._init_vllm = lambda self: setattr(self, "llm", Server())
     try:
@@ -108,7 +109,7 @@ def vllm_trainer(pool: str, mode: str, lora: bool, folder: str, dtype: torch.dty
             generation.VLLMGeneration._init_vllm = own
 
 
-def check_each_sync(trainer: Any, servers: list[Any]) -> list[int]:
+def check_each_sync(trainer: Any) -> list[int]:
     """Where the trainer would generate: the weights are sent, and must be those of the model object, which are written anew."""
     checked: list[int] = []
     stand_in = trainer._generate_single_turn
@@ -123,7 +124,8 @@ def check_each_sync(trainer: Any, servers: list[Any]) -> list[int]:
             expected = dict(expected_of(model))
             assert got.keys() == expected.keys()
             for name, tensor in expected.items():
-                assert tensor.dtype == got[name].dtype and torch.equal(tensor, got[name]), name
+                assert tensor.dtype == got[name].dtype, name
+                assert torch.equal(tensor, got[name]), name
             checked.append(trainer.state.global_step)
         completions = stand_in(prompt_ids, *args)[0]
         return completions, [[-5.0] * len(ids) for ids in completions]
@@ -134,10 +136,6 @@ def check_each_sync(trainer: Any, servers: list[Any]) -> list[int]:
 
 def expected_of(model: Any) -> Any:
     """Of a model, its parameters; of one with an adapter, those of PEFT's own merged copy."""
-    import copy
-
-    from hf_hotspa.switched.stale_weights import release
-
     release(model)
     if not hasattr(model, "peft_config"):
         return model.named_parameters()
