@@ -1,4 +1,4 @@
-"""SFT and DPO of TRL over a switched model beside TRL under DDP: the same configs, data and micro-batches.
+"""SFT, DPO and GRPO of TRL over a switched model beside TRL under DDP: the same configs, data and micro-batches.
 
     python benchmarks/trl_trainers.py
     python benchmarks/trl_trainers.py --rounds 5 --json out/trl_trainers.json
@@ -6,7 +6,7 @@
 
 Sides take turns, each round another one first; a turn is a trainer of its own, one step that does not count, and `--steps` that do.
 A step counts everything. Rows have long-tailed lengths. SFT runs with `bfd` packing, and without (padded by TRL); DPO with
-a live reference. Tokens are those that go through all layers in a forward: TRL's with its padding. Losses of both sides
+a live reference. GRPO has recorded completions on both sides, the longest of them 20 times the shortest. Tokens are those that go through all layers in a forward: TRL's with its padding. Losses of both sides
 must agree. Memory is the peak of a process over what it held before the turn, mean over ranks.
 
 TRL with FSDP2 does not run here: accelerate sets FSDP aside on CPU processes.
@@ -25,8 +25,8 @@ from result_file import write_json
 from step import machine_facts
 from worlds import run_world
 
-TASKS = ("sft", "sft bfd", "dpo")
-WANTED = {"sft bfd": 1.0, "dpo": 1.5}
+TASKS = ("sft", "sft bfd", "dpo", "grpo")
+WANTED = {"sft bfd": 1.0, "dpo": 1.5, "grpo": 2.0}
 SIDES = ("trl", "ours")
 TOLERANCE = 1e-4
 
@@ -52,6 +52,8 @@ def data_of(task: str, options: argparse.Namespace) -> Any:
         return torch.minimum(a, b).tolist()
 
     number = options.rows * options.ranks * (options.steps + 1) * (4 if task == "sft bfd" else 1)
+    if task == "grpo":
+        return Dataset.from_list([{"prompt": f"w{4 + index % 50} w5 w6"} for index in range(number)])
     lengths = lengths_of(number, options.longest, 2)
     if task != "dpo":
         return Dataset.from_list([{"input_ids": row, "labels": row} for row in map(ids, lengths)])
@@ -76,6 +78,30 @@ def tokenizer(vocabulary: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w1", unk_token="w0")
 
 
+def recorded(cls: Any, options: argparse.Namespace) -> Any:
+    """A GRPO trainer whose completions are those of a record in the place of generation: most are short, of 1 to 20 lengths."""
+    import torch
+
+    class Recorded(cls):  # type: ignore[misc]
+        def _generate_single_turn(self, prompt_ids: Any, *_: Any, **__: Any) -> Any:
+            seed = 1000 * self.state.global_step + self.accelerator.process_index
+            longest = options.longest - 4
+            generator = torch.Generator().manual_seed(seed)
+            lengths = lengths_of(len(prompt_ids), longest, seed)
+            shortest = max(longest // 20, 1)
+            lengths = [longest, *(max(length, shortest) for length in lengths[1:])]
+            draw = lambda n: torch.randint(4, MODELS[options.model][-1], (n,), generator=generator).tolist()  # noqa: E731
+            return [[*draw(length - 1), 1] for length in lengths], None
+
+    Recorded.__name__ = cls.__name__
+    return Recorded
+
+
+def evenness(completion_ids: Any = None, **_: Any) -> list[float]:
+    """A reward."""
+    return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
+
+
 def trainer_of(task: str, side: str, options: argparse.Namespace, folder: str) -> Any:
     """A trainer of one side."""
     import trl
@@ -84,7 +110,7 @@ def trainer_of(task: str, side: str, options: argparse.Namespace, folder: str) -
     import hf_hotspa.trl
 
     home = trl if side == "trl" else hf_hotspa.trl
-    kind = "DPO" if task == "dpo" else "SFT"
+    kind = task.split()[0].upper()
     given: dict[str, Any] = {
         "output_dir": f"{folder}/{task}-{side}", "max_steps": options.steps + 1, "per_device_train_batch_size": options.rows,
         "learning_rate": 1e-4, "lr_scheduler_type": "constant", "bf16": False, "use_cpu": True, "save_strategy": "no",
@@ -95,8 +121,13 @@ def trainer_of(task: str, side: str, options: argparse.Namespace, folder: str) -
         given |= {"packing": True, "packing_strategy": "bfd", "per_device_train_batch_size": 1}
     if side == "ours":
         given |= {"hotspa_strategies": options.strategies, "hotspa_report": False, "hotspa_stragglers": "off"}
-    extra = {"ref_model": make_model(options.model)} if task == "dpo" else {}
-    made = getattr(home, f"{kind}Trainer")(
+    extra: dict[str, Any] = {"ref_model": make_model(options.model)} if task == "dpo" else {}
+    cls = getattr(home, f"{kind}Trainer")
+    if task == "grpo":
+        del given["max_length"]
+        given |= {"num_generations": options.rows, "max_completion_length": options.longest}
+        cls, extra = recorded(cls, options), {"reward_funcs": evenness}
+    made = cls(
         model=make_model(options.model), args=getattr(home, f"{kind}Config")(**given), train_dataset=data_of(task, options),
         processing_class=tokenizer(MODELS[options.model][-1]), **extra,
     )  # fmt: skip

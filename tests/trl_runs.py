@@ -5,6 +5,7 @@ own class under DDP and with ours.
 """
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from transformers import PreTrainedTokenizerFast, set_seed
 
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.parallel.dropout import EmbeddingNoise
+from hf_hotspa.trl import ONLINE
 from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double
 from tests.oracle import exact_in_double, relative_error
@@ -39,7 +41,8 @@ COMMON = {
     "gradient_checkpointing": False,
 }  # fmt: skip
 EVALUATES = {"eval_strategy": "steps", "eval_steps": 3}
-NOT_COMPARED = ("runtime", "per_second", "total_flos", "preparation_time", "hotspa/")
+NOT_COMPARED = ("runtime", "per_second", "total_flos", "preparation_time", "step_time", "hotspa/")
+RL = {"num_generations": 4, "max_completion_length": 32, "per_device_eval_batch_size": 4}
 
 
 def tokenizer() -> Any:
@@ -76,6 +79,7 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "completions": lambda i: {"prompt": question(i), "completion": answer(i)},
     "chats": lambda i: {"messages": chat(i)},
     "pairs": lambda i: {"prompt": question(i), "chosen": f"{answer(i)}.", "rejected": f"{answer(i + 5)},"},
+    "prompts": lambda i: {"prompt": question(i)},
     "judged": lambda i: {"prompt": question(i), "completion": answer(i), "label": i % 3 != 0},
 }
 
@@ -137,7 +141,7 @@ class Case:
     """What a script of TRL does.
 
     Args:
-        kind: SFT, DPO or KTO.
+        kind: SFT, DPO, KTO, GRPO or RLOO.
         pools: Strategies on 2 ranks, and on 4.
         data: Of `ROWS`.
         fields: Of the config.
@@ -146,6 +150,7 @@ class Case:
         family: Of the model.
         given: What the constructor is given beside.
         dtype: Of the model.
+        generates: Whether completions are generated, and not made up.
         wide: Whether it runs among the slow tests only.
         may_refuse: What a refusal names, where there may be one.
     """
@@ -160,7 +165,35 @@ class Case:
     given: Callable[[], dict[str, Any]] = dict
     dtype: torch.dtype = torch.float64
     wide: bool = False
+    generates: bool = False
     may_refuse: tuple[str, ...] = ()
+
+
+def recorded(cls: Any) -> Any:
+    """A trainer whose completions hang on the prompt, the place in its group and the step, in the place of generation."""
+
+    class Recorded(cls):  # type: ignore[misc]
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+            completions, rank = [], self.accelerator.process_index
+            for place, ids in enumerate(prompt_ids):
+                of_group = (rank * len(prompt_ids) + place) % self.num_generations
+                key = hashlib.sha256(f"{list(ids)} {of_group} {self.state.global_step}".encode()).digest()
+                completions.append([*(b % 250 for b in key[: 2 + key[0] % 24]), *([256] if key[1] % 4 else [])])
+            # every fourth one was cut at the limit
+            return (completions, None) if self.__class__.__name__.startswith("GRPO") else completions
+
+    Recorded.__name__ = cls.__name__
+    return Recorded
+
+
+def reward(completion_ids: Any = None, **_: Any) -> list[float]:
+    """Of made-up completions: some groups have all the same."""
+    return [float(sum(ids) % 5) / 4 if ids[0] % 3 else 0.5 for ids in completion_ids]
+
+
+def brevity(completion_ids: Any = None, **_: Any) -> list[float | None]:
+    """A second one, which does not judge everything."""
+    return [None if len(ids) % 7 == 0 else -len(ids) / 16 for ids in completion_ids]
 
 
 def classes(kind: str, own: bool) -> tuple[Any, Any]:
@@ -183,17 +216,34 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
         given["peft_config"] = LoraConfig(
             r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
         )
+    if case.kind in ONLINE:
+        given.setdefault("reward_funcs", [reward])
+        trainer = trainer if case.generates else recorded(trainer)
     if case.reference:
         reference = small(case.family, case.dtype, seed=1)
         for mine, other in zip(reference.parameters(), model.parameters(), strict=True):
             mine.data = 0.1 * mine.data + 0.9 * other.data
-        given["ref_model"] = reference
+        if case.kind in ONLINE:  # they load theirs by name
+            model.config._name_or_path = saved(reference, f"{folder}/reference")
+        else:
+            given["ref_model"] = reference
     fields = copy.deepcopy({**COMMON, **case.fields, **more, "output_dir": folder})
     if fields.get("eval_strategy"):
         given.setdefault("eval_dataset", rows(case.data, folder, 11, first=50))
     if pool is not None:
         fields |= {"hotspa_strategies": pool, "hotspa_report": False}
-    return trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
+    trainer = trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
+    if case.reference and case.kind in ONLINE and trainer.ref_model is not None:
+        trainer.ref_model.to(case.dtype)  # what is loaded has rotary frequencies in fp32, unlike the model
+    return trainer
+
+
+def saved(model: Any, folder: str) -> str:
+    """The folder of a model that rank 0 has saved."""
+    with PartialState().main_process_first():
+        if PartialState().is_main_process:
+            model.save_pretrained(folder)
+    return folder
 
 
 @contextmanager

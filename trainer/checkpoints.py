@@ -314,9 +314,12 @@ def contents_of(trainer: Any, folder: RunFolder) -> CheckpointContents:
     """The checkpoint of a trainer at this moment. Collective."""
     optimizer = None if trainer.args.save_only_model else trainer.optimizer
     devices = trainer._hotspa_watchers.devices
+    of_rank: dict[str, Tensor] = getattr(trainer, "_hotspa_rank_tensors", dict)()  # of one that generates
+    if devices is not None:
+        of_rank |= devices.rank_tensors()
     return CheckpointContents(
         folder, trainer.state.global_step, trainer.switched.engine, trainer.model, trainer.args, optimizer,
-        trainer.lr_scheduler, tokenizer_of(trainer), {} if devices is None else devices.rank_tensors(),
+        trainer.lr_scheduler, tokenizer_of(trainer), of_rank,
         lambda share: _texts(trainer, share),
     )  # fmt: skip
 

@@ -111,7 +111,7 @@ def leave_default_group() -> None:
 def mixin_of(base: type) -> type | None:
     """What stands in front of a library's trainer beside `SwitchedMixin`, which it is made of; None where nothing does."""
     of_trl = any(c.__module__.partition(".")[0] == "trl" for c in base.__mro__)
-    mixin: type | None = import_module("hf_hotspa.trl").OverTRL if of_trl else None
+    mixin: type | None = import_module("hf_hotspa.trl").in_front_of(base) if of_trl else None
     return mixin
 
 

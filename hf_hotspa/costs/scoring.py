@@ -28,5 +28,9 @@ TASKS = {
     "sft": Scoring(),
     "dpo": Scoring(2, reference=True),
     "dpo-precomputed": Scoring(1),
+    "grpo": Scoring(1),
+    "grpo-kl": Scoring(2, reference=True),
+    "rloo": Scoring(3, reference=True),
 }
-"""What is trained -> its scoring: a loss of the model's own, or pairs, with a live reference or without."""
+"""What is trained -> its scoring: a loss of the model's own; pairs, with a live reference or without; completions, in TRL's defaults
+and with a KL term."""

@@ -42,6 +42,7 @@ from hf_hotspa.engine.recut import changed, take_cut, with_paces
 from hf_hotspa.engine.set_up import describe, plan_switches
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.layout.placement import Layout
+from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.model_check import check_same_build
 from hf_hotspa.model.options import EngineOptions, default_device
 from hf_hotspa.model.replica import Attachment, Replica
@@ -499,6 +500,13 @@ class HotSPaEngine:
         # barriers wait longer than the group of switches for ranks that come late: a rank may write to a slow disk
         self.agreement.barrier()
         return self.master.gather(self._groups.switch, frozen, self.agreement.barrier, buffers)
+
+    def stream(
+        self, dtype_of: Callable[[ParameterSpec], torch.dtype], to: int | None = None
+    ) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
+        """Every weight whole, as `MasterStore.stream`, on one rank or on all. Collective: all take all."""
+        self.agreement.barrier()
+        return self.master.stream(self._groups.switch, dtype_of, to, self.agreement.barrier)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:

@@ -38,6 +38,49 @@ def _share(spec: ParameterSpec, segment: int, owned: Mapping[int, Interval]) -> 
     return MasterShare(spec, start, stop, segment, spec.offset + start - held.start)
 
 
+def _whole(
+    own: Tensor | None,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    store: "MasterStore",
+    group: dist.ProcessGroup | None,
+    to: int | None,
+) -> Tensor | None:
+    """A segment whole, on one rank or on all; None elsewhere. Each share goes straight to its place. Collective."""
+    rank, device = store.rank, store.compute_device
+    if group is None:
+        assert own is not None
+        return own.to(device, dtype, copy=True)
+    if to is not None and rank != to:
+        if own is not None:
+            dist.send(own.to(device, dtype), to, group=group)
+        return None
+    flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+    parts = flat.split(list(sizes))
+    if own is not None:
+        parts[rank].copy_(own)
+    for source, part in enumerate(parts):
+        if not len(part):
+            continue
+        if to is None:
+            dist.broadcast(part, source, group=group)
+        elif source != rank:
+            dist.recv(part, source, group=group)
+    return flat
+
+
+def _parts(
+    flat: Tensor | None, start: int, specs: Sequence[ParameterSpec], dtype_of: Callable[[ParameterSpec], torch.dtype]
+) -> Iterator[tuple[ParameterSpec, Tensor]]:
+    """The parameters of a segment."""
+    for spec in specs if flat is not None else ():
+        assert flat is not None
+        own = flat[spec.offset - start : spec.stop - start]
+        whole = from_storage(own, spec.shape, spec.shard_dim).to(dtype_of(spec))
+        # who still has the last one when the next segment comes must not keep all of this one
+        yield spec, whole.clone() if spec is specs[-1] else whole
+
+
 class MasterStore:
     """This rank's share of the weights and gradients.
 
@@ -161,6 +204,36 @@ class MasterStore:
                     whole = from_storage(own_flat, spec.shape, spec.shard_dim)
                     for name in (spec.name, *spec.tied_names):
                         yield name, whole
+
+    @torch.no_grad()
+    def stream(
+        self,
+        group: dist.ProcessGroup | None,
+        dtype_of: Callable[[ParameterSpec], torch.dtype],
+        to: int | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> Iterator[tuple[ParameterSpec, Tensor]]:
+        """Every parameter whole, in the dtype that it is wanted in: shares are cast before they travel. Collective.
+
+        No rank holds more than one segment beyond its share, and its own share of that once more where it is cast.
+
+        Args:
+            group: All ranks; None with one rank.
+            dtype_of: The dtype of a parameter.
+            to: The only rank that gets them; all do when None.
+            before: Called ahead of each segment.
+
+        Yields:
+            What it is, and a tensor of the Hugging Face shape, which stays as it is; nothing on ranks that get none.
+        """
+        for segment in self.vector.segments:
+            specs = [spec for spec in self.vector.specs if segment.start <= spec.offset < segment.stop]
+            wanted = {dtype_of(spec) for spec in specs}
+            dtype = wanted.pop() if len(wanted) == 1 else getattr(torch, segment.master_dtype)
+            own = self.weights[segment.index]
+            before()
+            sizes = [of_rank[segment.index] for of_rank in self.layout.sizes]
+            yield from _parts(_whole(own, sizes, dtype, self, group, to), segment.start, specs, dtype_of)
 
     def zero_gradients(self) -> None:
         """Starts the accumulation of a mini-batch."""

@@ -320,8 +320,9 @@ def test_switched_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_trl_trainers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("trl_trainers", tmp_path / "out" / "trl.json")
     text = capsys.readouterr().out
-    assert set(found["summary"]) == {"sft", "sft bfd", "dpo"}
+    assert set(found["summary"]) == {"sft", "sft bfd", "dpo", "grpo"}
     for task, row in found["summary"].items():
         assert task in text
-        assert row["ours tokens"] <= row["trl tokens"]
-        assert row["ours loss"] == pytest.approx(row["trl loss"], rel=1e-4)
+        if task != "grpo":  # which is scored and trained, and of two rows there is little padding
+            assert row["ours tokens"] <= row["trl tokens"]
+        assert row["ours loss"] == pytest.approx(row["trl loss"], rel=1e-4, abs=1e-6)

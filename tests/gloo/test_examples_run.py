@@ -63,7 +63,7 @@ def test_the_script_that_comes_from_trl(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "better"), [("trl_sft.py", -0.5), ("trl_dpo.py", 0.01)])
+@pytest.mark.parametrize(("script", "better"), [("trl_sft.py", -0.5), ("trl_dpo.py", 0.01), ("trl_grpo.py", 0.05)])
 def test_a_script_of_trl_with_one_import_changed(script, better, tmp_path):
     assert len(text_of(script).splitlines()) < 60
     processes, words = command_of(script)

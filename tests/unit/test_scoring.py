@@ -13,7 +13,9 @@ def setup(task: str = "sft", **more: object) -> Setup:
     return Setup.read("llama2-7b", "1x8", "a100-80g", task=task, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("task", "units"), [("sft", 3), ("dpo-precomputed", 4), ("dpo", 5)])
+@pytest.mark.parametrize(
+    ("task", "units"), [("sft", 3), ("dpo-precomputed", 4), ("dpo", 5), ("grpo", 4), ("grpo-kl", 5), ("rloo", 6)]
+)
 @pytest.mark.parametrize("strategy", ["dp8", "dp2tp4+rc", "tp2pp4", "cp2dp4+rc2"])
 def test_a_step_is_so_many_forwards(task: str, units: int, strategy: str) -> None:
     asked = Strategy.parse(strategy)

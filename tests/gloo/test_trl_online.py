@@ -1,0 +1,126 @@
+"""TRL's GRPO and RLOO trainers over a switched model against TRL's own under DDP on as many ranks, in fp64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_hotspa.checkpoint.format.manifest import WEIGHT
+from tests.families import MIXTURE
+from tests.harness import run_ranks
+from tests.oracle import relative_error
+from tests.training_runs import newest, same_bits, whole_state
+from tests.trl_runs import EVALUATES, RL, SINGLE, Case, both_sides, brevity, made, reward, wrong_ones
+
+pytestmark = pytest.mark.gloo
+
+SIX = (
+    "dp2:16@64,tp2+sp:20@64,cp2+rc:24@64,pp2:28@64,dp2+z2:32@64,tp2+ck9:128@128",
+    "dp4+rc:16@64,dp2tp2+sp:20@64,cp2dp2:24@64,tp2pp2:28@64,dp4+z3:32@64,dp2pp2+v2:128@128",
+)
+TWO = ("dp2:20@64,tp2:128@128", "dp4:20@64,cp2tp2:128@128")
+OTHER = ("dp2+z3:20@64,pp2:128@128", "dp2pp2:20@64,tp4+ck9:128@128")
+MOE = ("dp2ep2:20@64,tp2:128@128", "dp4ep2:20@64,dp2tp2ep2:128@128")
+
+GREEDY = {"top_k": 1, "max_completion_length": 6}  # sampling may flip a token on the last bit
+
+CASES = {
+    "grpo": Case("GRPO", SIX, "prompts", {**RL, "gradient_accumulation_steps": 2}, wide=True),
+    "grpo, all terms": Case(
+        "GRPO", TWO, "prompts",
+        {**RL, "beta": 0.04, "num_iterations": 2, "steps_per_generation": 2, "entropy_coef": 0.01, "loss_type": "grpo", **EVALUATES},
+        reference=True, given=lambda: {"reward_funcs": [reward, brevity]}, wide=True,
+    ),
+    "rloo": Case("RLOO", SIX, "prompts", {**RL, "beta": 0.05, **EVALUATES}, reference=True, wide=True),
+    "rloo, twice": Case(
+        "RLOO", OTHER, "prompts", {**RL, "beta": 0.0, "num_iterations": 2, "normalize_advantages": True}, wide=True
+    ),
+    "grpo, in short": Case(
+        "GRPO", TWO, "prompts", {**RL, "beta": 0.04, "num_iterations": 2, "max_steps": 3}, reference=True
+    ),
+    "grpo with adapters": Case(
+        "GRPO", TWO, "prompts", {**RL, "beta": 0.04, "num_iterations": 2, "use_bias_correction_kl": True}, lora=True, wide=True
+    ),
+    "rloo with adapters": Case("RLOO", OTHER, "prompts", {**RL, "beta": 0.05}, lora=True, wide=True),
+    "grpo of experts": Case("GRPO", MOE, "prompts", {**RL, "num_iterations": 2, **EVALUATES}, family=MIXTURE, wide=True),
+    "grpo, masks": Case(
+        "GRPO", OTHER, "prompts",
+        {**RL, "top_entropy_quantile": 0.5, "off_policy_mask_threshold": 0.1, "num_iterations": 2, "loss_type": "bnpo",
+         "mask_truncated_completions": True, "delta": 1.5}, wide=True,
+    ),
+    "grpo, sequences": Case(
+        "GRPO", TWO, "prompts",
+        {**RL, "importance_sampling_level": "sequence", "loss_type": "luspo", "steps_per_generation": 4,
+         "gradient_accumulation_steps": 2, "scale_rewards": "batch"}, wide=True,
+    ),
+    "grpo, adaptive entropy": Case(
+        "GRPO", OTHER, "prompts", {**RL, "use_adaptive_entropy": True, "loss_type": "cispo", "epsilon_high": 5.0}, wide=True
+    ),
+    "grpo that generates": Case("GRPO", TWO, "prompts", {**RL, **GREEDY, **EVALUATES}, generates=True, wide=True),
+    "rloo that generates": Case("RLOO", TWO, "prompts", {**RL, **GREEDY, "beta": 0.0}, generates=True, wide=True),
+    **{
+        f"{kind}, fp32": Case(kind.upper(), TWO, "prompts", {**RL, "beta": 0.05}, reference=True, dtype=torch.float32, wide=True)
+        for kind in ("grpo", "rloo")
+    },
+}  # fmt: skip
+
+
+def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
+    return both_sides({name: CASES[name] for name in names}, world_size, folder)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [
+        (2, [name for name, case in CASES.items() if not case.wide]),
+        pytest.param(2, [name for name, case in CASES.items() if case.wide], marks=pytest.mark.slow),
+        pytest.param(4, list(CASES), marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_trl_under_ddp(world_size, names, tmp_path):
+    found = run_ranks(world_size, both, names, str(tmp_path), timeout=1500)
+    wrong = wrong_ones(found, {name: CASES[name] for name in names})
+    assert not wrong, "\n".join(wrong)
+
+
+RESUMED = {
+    "grpo": Case(
+        "GRPO", TWO, "prompts",
+        {**RL, "num_iterations": 3, "beta": 0.04, "use_adaptive_entropy": True, "gradient_accumulation_steps": 2},
+        reference=True, dtype=torch.float32,
+    ),
+    "rloo": Case("RLOO", TWO, "prompts", {**RL, "beta": 0.0, "steps_per_generation": 4}, lora=True, dtype=torch.float32),
+}  # fmt: skip
+"""Both are saved while a generation batch is trained."""
+
+
+def resumed_runs(rank: int, world_size: int, folder: str) -> None:
+    """A whole run; one that resumes in the middle; one that does in another layout, and saves at once; and goes on."""
+    for name, case in RESUMED.items():
+
+        def trained(
+            run: str, pool: str, steps: int, resume: str | None, folder: str = f"{folder}/{name}", case: Case = case
+        ) -> Any:
+            trainer = made(case, f"{folder}/{run}", pool, save_strategy="steps", save_steps=2, max_steps=steps)
+            trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
+            return trainer
+
+        trained("whole", TWO[0], 4, None).close_engine()
+        trained("again", TWO[0], 4, "whole/checkpoint-2").close_engine()
+        at_once = trained("other", OTHER[0], 2, "whole/checkpoint-2")
+        at_once._save_checkpoint(None, None)
+        at_once._hotspa_checkpoints.close()
+        at_once.close_engine()
+        trained("on", OTHER[0], 4, "whole/checkpoint-2").close_engine()
+
+
+@pytest.mark.slow
+def test_a_run_resumes_inside_a_generation_batch_bit_for_bit(tmp_path):
+    run_ranks(2, resumed_runs, str(tmp_path), timeout=900)
+    for name in RESUMED:
+        at = {run: whole_state(newest(tmp_path / name / run)) for run in ("whole", "again", "other", "on")}
+        assert same_bits(at["again"], at["whole"]), name
+        assert same_bits(at["other"], whole_state(tmp_path / name / "whole" / "checkpoint-2")), name
+        weights = [key for key in at["whole"] if key.startswith(WEIGHT)]
+        ends = [torch.cat([at[run][key].flatten() for key in weights]) for run in ("on", "whole")]
+        assert 0 < relative_error(*ends) <= SINGLE, name
