@@ -19,7 +19,7 @@ from hf_hotspa.costs.sizes import loss_chunk_tokens
 from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
-from hf_hotspa.layout.shares import shard_rows, shard_widths
+from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
@@ -367,6 +367,7 @@ class Replica:
             self.model.config = copy.copy(self.model.config)
             left = self._vocab_size - sum(self.vocabulary_widths[: tensor.shard])
             self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
+        self._cut_four_bit(description, modules)
         # pass-throughs of other stages must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
         self.flexible = make_flexible(present, styles, widths, tensor) if self._is_flexible else None
@@ -374,6 +375,16 @@ class Replica:
             apply_sequence_parallel(present, styles, widths, tensor)
             return _nothing
         return apply_tensor_parallel(present, styles, widths, tensor)
+
+    def _cut_four_bit(self, description: ModelDescription, modules: Mapping[str, nn.Module]) -> None:
+        """Products of this rank's shards of weights in 4 bits."""
+        specs = {slot.spec.name: slot.spec for slot in self.slots}
+        for name in description.four_bit:
+            spec = specs.get(description.weight_of(name))
+            if spec is not None and spec.shard_dim is not None:
+                place = description.vector, self.mesh.strategy, spec, self.mesh.rank
+                product: Any = base_layer(modules[name])
+                product.hotspa_product.cut(spec.shard_dim, shard_rows(*place), stored_rows(*place) is None)
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
