@@ -25,7 +25,7 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.model.storage import slot_view
-from hf_hotspa.parallel.adapters import base_layer
+from hf_hotspa.parallel.adapters import base_layer, without_adapters
 from hf_hotspa.parallel.attention import PackedSequences
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
@@ -35,6 +35,7 @@ from hf_hotspa.parallel.expert_capacity import ExpertCapacity
 from hf_hotspa.parallel.experts import ExpertParallel, fits_grouped_kernels
 from hf_hotspa.parallel.flexible_linear import make_flexible
 from hf_hotspa.parallel.flexible_work import FlexibleWork
+from hf_hotspa.parallel.four_bit import products
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.isolation import take_packs
 from hf_hotspa.parallel.mesh import StrategyMesh
@@ -228,6 +229,7 @@ class Replica:
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
+        self._use_four_bit(description)
         self._drop(description, options)
         self._divide(description, options)
         self._take_loss(description, options)
@@ -367,7 +369,6 @@ class Replica:
             self.model.config = copy.copy(self.model.config)
             left = self._vocab_size - sum(self.vocabulary_widths[: tensor.shard])
             self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
-        self._cut_four_bit(description, modules)
         # pass-throughs of other stages must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
         self.flexible = make_flexible(present, styles, widths, tensor) if self._is_flexible else None
@@ -376,15 +377,14 @@ class Replica:
             return _nothing
         return apply_tensor_parallel(present, styles, widths, tensor)
 
-    def _cut_four_bit(self, description: ModelDescription, modules: Mapping[str, nn.Module]) -> None:
-        """Products of this rank's shards of weights in 4 bits."""
+    def _use_four_bit(self, description: ModelDescription) -> None:
+        """Products with this rank's shards of weights in 4 bits."""
         specs = {slot.spec.name: slot.spec for slot in self.slots}
-        for name in description.four_bit:
-            spec = specs.get(description.weight_of(name))
-            if spec is not None and spec.shard_dim is not None:
+        for name, product in products(without_adapters(self.model), description.four_bit).items():
+            spec = specs[description.weight_of(name)]
+            if spec.shard_dim is not None and self.mesh.strategy.tp > 1:
                 place = description.vector, self.mesh.strategy, spec, self.mesh.rank
-                product: Any = base_layer(modules[name])
-                product.hotspa_product.cut(spec.shard_dim, shard_rows(*place), stored_rows(*place) is None)
+                product.cut(spec.shard_dim, shard_rows(*place), stored_rows(*place) is None)
 
     # -- storage ------------------------------------------------------------------------------------------------------
 

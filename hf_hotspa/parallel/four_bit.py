@@ -250,8 +250,16 @@ def put_four_bit(model: nn.Module, layers: Mapping[str, FourBit]) -> None:
         scales = torch.empty(-(-rows * columns // layer.block), device="meta")
         module.register_parameter(SCALES, nn.Parameter(scales, requires_grad=False))
         model.set_submodule(name, module)
-        FourBitProduct(module, layer)
     model.is_loaded_in_4bit = True  # PEFT asks
+
+
+def products(modules: Mapping[str, Any], layers: Mapping[str, FourBit]) -> dict[str, "FourBitProduct"]:
+    """Makes the products of layers in 4 bits, which become their forwards.
+
+    Args:
+        modules: By name, without adapters; those of other stages may be missing.
+    """
+    return {name: FourBitProduct(modules[name], layer) for name, layer in layers.items() if is_four_bit(modules.get(name))}
 
 
 class FourBitProduct:
