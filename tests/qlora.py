@@ -8,7 +8,7 @@ from transformers import BitsAndBytesConfig
 
 from tests.lora import KNOWN, tiny_model, tiny_model_of
 
-WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256}
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16}
 """Sizes of which tp 2 cuts whole blocks of 64."""
 
 

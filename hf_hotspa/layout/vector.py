@@ -57,13 +57,13 @@ class Part:
 class Packed:
     """Of a matrix in 4 bits, one of its two tensors: its codes (uint8, two weights in each) or its scales (fp32, one a block).
 
-    Blocks are consecutive weights of the matrix in row-major order. The blocks of a row (or of `step` rows, which begin and end
-    with a block) are one index of the tensor's `shard_dim`, or those of a column of blocks.
+    Blocks are consecutive weights of the matrix in row-major order. Where each row is of whole blocks, the tensors are
+    [out, blocks, bytes] and [out, blocks]; else they have one dim, and are not cut.
 
     Args:
         shape: Of the matrix, [out, in].
         step: How many rows, or columns, of the matrix one index of the stored `shard_dim` holds: cuts at multiples of it are
-            at borders of blocks. 0 where no cut is.
+            at borders of blocks. 0 where it is not cut.
         weights: The weights of the matrix, which count in costs; 0 for scales.
     """
 

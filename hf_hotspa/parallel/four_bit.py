@@ -10,7 +10,6 @@ weights anew in evaluation, in place. bitsandbytes is imported only when a model
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any
 
 import torch
@@ -203,19 +202,12 @@ def packed_specs(spec: ParameterSpec, layer: FourBit) -> tuple[ParameterSpec, Pa
     """
     (rows, columns), block = layer.shape, layer.block
     numel = rows * columns
-    step = block // gcd(block, columns) if spec.shard_dim == 0 else block
-    fits = spec.shard_dim is not None and layer.shape[spec.shard_dim] % step == 0 and block % 2 == 0
-    if spec.shard_dim == 1:
-        fits = fits and columns % block == 0
-    packed = Packed(layer.shape, step if fits else 0, numel)
-    blocks: tuple[int, ...] = (-(-numel // block),)
-    codes: tuple[int, ...] = (-(-numel // 2),)
-    if fits and spec.shard_dim == 0:
-        blocks = (rows // step, step * columns // block)
-    elif fits:
-        blocks = (rows, columns // block)
-    if fits:
-        codes = (*blocks, block // 2)
+    # where blocks go from row to row, CPU kernels of bitsandbytes 0.50 take other scales in another place of a matrix: what
+    # they make of the whole one is trained
+    step = 0 if spec.shard_dim is None or columns % block or block % 2 else (1, block)[spec.shard_dim]
+    packed = Packed(layer.shape, step, numel)
+    blocks: tuple[int, ...] = (rows, columns // block) if step else (-(-numel // block),)
+    codes: tuple[int, ...] = (*blocks, block // 2) if step else (-(-numel // 2),)
     common = replace(spec, frozen_dtype=None, trainable=False, partial_gradient=False)
     return (
         replace(common, shape=codes, dtype="uint8", packed=packed),

@@ -30,7 +30,17 @@ def step_errors(rank, world_size, cases):
     return found
 
 
-CASES = {"tp2": ("llama_gqa_bias", "dp2:16@32,tp2:60", {**WIDE, "head_dim": 16}, {})}
+LLAMA, QWEN, GEMMA = "llama_gqa_bias", "qwen3_qk_norm_tied", "gemma2_soft_caps"
+PLAIN = {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False}
+CASES = {
+    "dp, tp": (LLAMA, "dp2:16@32,tp2:60", WIDE, {}),
+    "pp, cp": (QWEN, "pp2:16@32,cp2:60", WIDE, PLAIN),
+    "sp, ck": (GEMMA, "tp2+sp+rc:16@32,pp2+ck20:60", WIDE, {}),
+    "z3, v2": (LLAMA, "dp2+z3:16@32,pp2+v2:60", WIDE, PLAIN),
+    # no shard of columns is of whole blocks, and those of rows are not all
+    "whole weights": (LLAMA, "dp2:10@32,tp2:20@32,tp2+sp:60", {}, {}),
+    "other blocks": ("llama_uneven", "tp2:20@40,cp2:60", {}, PLAIN),
+}
 
 
 def test_gradients():
