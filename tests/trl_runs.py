@@ -24,6 +24,7 @@ from hf_hotspa.errors import HotspaError
 from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double
 from tests.oracle import exact_in_double, relative_error
+from tests.qlora import WIDE, quantized
 
 DENSE = "llama_gqa_bias"
 CHAT = (
@@ -50,9 +51,12 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", chat_template=CHAT)
 
 
+SMALL = {"vocab_size": 259, "eos_token_id": 256, "pad_token_id": 257}
+
+
 def small(family: str = DENSE, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     """A model with the vocabulary of `tokenizer`."""
-    model = tiny_model(family, dtype, seed, vocab_size=259, eos_token_id=256, pad_token_id=257)
+    model = tiny_model(family, dtype, seed, **SMALL)
     model.generation_config.eos_token_id = 256
     return model
 
@@ -141,6 +145,7 @@ class Case:
         data: Of `ROWS`.
         fields: Of the config.
         lora: Whether a peft_config is given.
+        four_bit: Whether the model is quantized to nf4.
         reference: Whether another model is given as `ref_model`.
         family: Of the model.
         given: What the constructor is given beside.
@@ -154,6 +159,7 @@ class Case:
     data: str
     fields: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
+    four_bit: bool = False
     reference: bool = False
     family: str = DENSE
     given: Callable[[], dict[str, Any]] = dict
@@ -176,7 +182,7 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
     """The trainer of a case; TRL's where there is no pool."""
     trainer, config = classes(case.kind, pool is not None)
     set_seed(0)
-    model = small(case.family, case.dtype)
+    model = small(case.family, case.dtype) if not case.four_bit else quantized(case.family, case.dtype, model=SMALL | WIDE)
     given = {"train_dataset": rows(case.data, folder), **case.given()}
     if case.lora:
         given["peft_config"] = LoraConfig(
