@@ -303,7 +303,8 @@ def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreem
         if (chosen := given.get("optimizer_cls_and_kwargs")) is not None:
             check_elementwise(*chosen)
         if isinstance(model, nn.Module):
-            refuse_quantized(bare_model(model)[0], is_adapted(model))  # before the stock Trainer does, which names another fix
+            # before the stock Trainer does, which names another fix; TRL's put an adapter on it later
+            refuse_quantized(bare_model(model)[0], is_adapted(model) or given.get("peft_config") is not None)
         if isinstance(model, str) and not trainer._hotspa_prepares and args.hotspa_model_path is None:
             return model  # the class behind loads it
         return trainer._hotspa_source.opened(model, given.get("model_init") is not None, agreement)
