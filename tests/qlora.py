@@ -6,7 +6,9 @@ import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from transformers import BitsAndBytesConfig
 
-from tests.lora import KNOWN, tiny_model, tiny_model_of
+from tests.families import tiny_model
+from tests.lora import KNOWN
+from tests.tiny_families import tiny_model_of
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16}
 """Sizes of which tp 2 cuts whole blocks of 64."""
@@ -29,9 +31,13 @@ def quantized(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, mo
     )
 
 
-def tiny_qlora(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, model: Any = None, lora: Any = None, **config: Any) -> Any:
+def tiny_qlora(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, model: Any = None, lora: Any = None, **config: Any
+) -> Any:
     """A `PeftModel` with LoRA on every linear layer of such a model, the same on every rank; no factor is zero."""
-    base = prepare_model_for_kbit_training(quantized(family, dtype, seed, model, **config), use_gradient_checkpointing=False)
+    base = prepare_model_for_kbit_training(
+        quantized(family, dtype, seed, model, **config), use_gradient_checkpointing=False
+    )
     torch.manual_seed(seed)
     options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})}
     adapted = get_peft_model(base, LoraConfig(**options))

@@ -145,13 +145,13 @@ class Case:
         data: Of `ROWS`.
         fields: Of the config.
         lora: Whether a peft_config is given.
-        four_bit: Whether the model is quantized to nf4.
         reference: Whether another model is given as `ref_model`.
         family: Of the model.
         given: What the constructor is given beside.
         dtype: Of the model.
         wide: Whether it runs among the slow tests only.
         may_refuse: What a refusal names, where there may be one.
+        four_bit: Whether the model is quantized to nf4.
     """
 
     kind: str
@@ -159,13 +159,13 @@ class Case:
     data: str
     fields: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
-    four_bit: bool = False
     reference: bool = False
     family: str = DENSE
     given: Callable[[], dict[str, Any]] = dict
     dtype: torch.dtype = torch.float64
     wide: bool = False
     may_refuse: tuple[str, ...] = ()
+    four_bit: bool = False
 
 
 def classes(kind: str, own: bool) -> tuple[Any, Any]:
@@ -182,7 +182,9 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
     """The trainer of a case; TRL's where there is no pool."""
     trainer, config = classes(case.kind, pool is not None)
     set_seed(0)
-    model = small(case.family, case.dtype) if not case.four_bit else quantized(case.family, case.dtype, model=SMALL | WIDE)
+    model = (
+        small(case.family, case.dtype) if not case.four_bit else quantized(case.family, case.dtype, model=SMALL | WIDE)
+    )
     given = {"train_dataset": rows(case.data, folder), **case.given()}
     if case.lora:
         given["peft_config"] = LoraConfig(
@@ -198,7 +200,12 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
         given.setdefault("eval_dataset", rows(case.data, folder, 11, first=50))
     if pool is not None:
         fields |= {"hotspa_strategies": pool, "hotspa_report": False}
-    return trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
+    built = trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
+    if case.four_bit:  # TRL makes adapters bf16; it would step on them, and ours on fp32 masters
+        for parameter in built.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(case.dtype)
+    return built
 
 
 @contextmanager

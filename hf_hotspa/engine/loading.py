@@ -118,7 +118,11 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
         config = deepcopy(config)
         if getattr(config, "quantization_config", None) is not None:
             raise UnsupportedError(
-                "the weights are quantized", where=str(folder), fix="train from the original weights"
+                "the weights are quantized",
+                where=str(folder),
+                why="reading by slices knows plain weights alone",
+                fix="give the original weights; or load the model in every process: from_pretrained with "
+                "BitsAndBytesConfig(load_in_4bit=True) and a LoRA adapter, or (mxfp4, fp8) with dequantize=True",
             )
         if config.dtype is None:
             config.dtype = _first_dtype(files)

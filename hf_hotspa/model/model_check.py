@@ -60,7 +60,9 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
             f"the buffers {meta[:3]} are on the meta device", fix="compute them: open_model builds the model so"
         )
     fresh = build_skeleton(description)
-    packed = {spec.name for spec in description.vector.specs if spec.packed}  # the sizes of those layers are compared below
+    packed = {
+        spec.name for spec in description.vector.specs if spec.packed
+    }  # the sizes of those layers are compared below
     expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
     expected = {name: shape for name, shape in expected.items() if name not in packed}
     named = model.named_parameters(remove_duplicate=False)

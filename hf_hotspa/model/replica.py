@@ -7,6 +7,7 @@ and later stages get the hidden state as `inputs_embeds`: no family needs a forw
 """
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ from hf_hotspa.parallel.router_loss import ChunkPrefix, RouterLoss, attach_loss
 from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens, same_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, set_local_heads
+
+logger = logging.getLogger(__name__)
 
 # -- what is attached -------------------------------------------------------------------------------------------------
 
@@ -379,12 +382,19 @@ class Replica:
 
     def _use_four_bit(self, description: ModelDescription) -> None:
         """Products with this rank's shards of weights in 4 bits."""
-        specs = {slot.spec.name: slot.spec for slot in self.slots}
+        specs, whole = {slot.spec.name: slot.spec for slot in self.slots}, list[str]()
         for name, product in products(without_adapters(self.model), description.four_bit).items():
             spec = specs[description.weight_of(name)]
             if spec.shard_dim is not None and self.mesh.strategy.tp > 1:
                 place = description.vector, self.mesh.strategy, spec, self.mesh.rank
-                product.cut(spec.shard_dim, shard_rows(*place), stored_rows(*place) is None)
+                is_whole = stored_rows(*place) is None
+                product.cut(spec.shard_dim, shard_rows(*place), is_whole)
+                whole += [name] if is_whole else []
+        if whole and self.mesh.rank == 0:
+            logger.warning(
+                "under %s each rank holds %d weights in 4 bits whole (%s, ...): their shards do not end with blocks",
+                self.mesh.strategy, len(whole), whole[0],
+            )  # fmt: skip
 
     # -- storage ------------------------------------------------------------------------------------------------------
 

@@ -410,7 +410,8 @@ def _parameter_vector(
 ) -> ParameterVector:
     model = structure.model
     layer_units = {prefix: unit for unit, prefix in enumerate(structure.decoder_layers)}
-    specs, costs = [], [0] * len(layer_units)
+    specs: list[ParameterSpec] = []
+    costs = [0] * len(layer_units)
     for parameter, names in _with_all_names(model).items():
         name, *tied = _of_head_first(names, structure.head)
         _check_tied(name, tied, structure)

@@ -87,9 +87,11 @@ def refuse_quantized(model: nn.Module, adapted: bool) -> None:
 
 def is_four_bit(module: Any) -> bool:
     """Whether a module is a linear layer of bitsandbytes in 4 bits, with the forward of the library."""
-    bnb = sys.modules.get("bitsandbytes")  # an object of a package that was never imported does not exist
-    of_library = bnb is not None and isinstance(module, bnb.nn.Linear4bit)
-    return of_library and type(module).forward is bnb.nn.Linear4bit.forward
+    bnb: Any = sys.modules.get("bitsandbytes")  # an object of a package that was never imported does not exist
+    if bnb is None or not isinstance(module, bnb.nn.Linear4bit):
+        return False
+    own: Any = type(module).forward
+    return own is bnb.nn.Linear4bit.forward
 
 
 def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) -> dict[str, FourBit]:
@@ -151,9 +153,7 @@ def stored_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[
     packed = {f"{name}.weight": module for name, module in model.named_modules() if is_four_bit(module)}
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         module = packed.get(name)
-        if module is None:
-            yield name, parameter.detach()
-        elif parameter.is_meta:
+        if module is None or parameter.is_meta:
             yield name, parameter.detach()
         else:
             prefix = name.removesuffix("weight")
@@ -232,7 +232,7 @@ def put_four_bit(model: nn.Module, layers: Mapping[str, FourBit]) -> None:
     """
     if not layers:
         return
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn.modules import Linear4bit
 
     for name, layer in layers.items():
         rows, columns = layer.shape
@@ -251,7 +251,9 @@ def products(modules: Mapping[str, Any], layers: Mapping[str, FourBit]) -> dict[
     Args:
         modules: By name, without adapters; those of other stages may be missing.
     """
-    return {name: FourBitProduct(modules[name], layer) for name, layer in layers.items() if is_four_bit(modules.get(name))}
+    return {
+        name: FourBitProduct(modules[name], layer) for name, layer in layers.items() if is_four_bit(modules.get(name))
+    }
 
 
 class FourBitProduct:
@@ -299,7 +301,7 @@ class FourBitProduct:
         """[..., out], without a graph."""
         if self._slice is not None or not min(self._shape):
             return functional.linear(x, self.weight(x.dtype))
-        from bitsandbytes import matmul_4bit
+        from bitsandbytes.autograd._functions import matmul_4bit
 
         codes, state = self._packed(self._layer.dtype)
         out: Tensor = matmul_4bit(x, codes, quant_state=state)

@@ -30,7 +30,9 @@ class Watch(Attachment):
                 stored = to_storage(whole[spec.name].reshape(spec.shape), spec.storage_dim)
                 runs = [stretch for run in slot.runs for stretch in run.stretches()]
                 held = torch.cat([stored[start - spec.offset : stop - spec.offset] for start, stop in runs])
-                owners[id(parameter)].register_forward_pre_hook(partial(self.compare, parameter, held, spec.storage_dim))
+                owners[id(parameter)].register_forward_pre_hook(
+                    partial(self.compare, parameter, held, spec.storage_dim)
+                )
 
     def compare(self, parameter, held, storage_dim, *_):
         assert torch.equal(to_storage(parameter.detach(), storage_dim), held)
@@ -85,9 +87,24 @@ def test_every_strategy(family):
     sizes = FAMILIES[family]
     shape = describe_model(tiny_qlora(family, model=sizes)).shape
     strategies = [str(s) for s in strategies_of(4) if s.unsupported_reason(shape) is None]
-    strategies += [f"{s}+rc" for s in strategies] + ["dp4+z3", "tp2pp2+sp+rc", "pp2dp2+v2", "dp2tp2+sp+z3", "cp2tp2", "cp4", "pp4+ck20"]
+    strategies += [f"{s}+rc" for s in strategies] + [
+        "dp4+z3",
+        "tp2pp2+sp+rc",
+        "pp2dp2+v2",
+        "dp2tp2+sp+z3",
+        "cp2tp2",
+        "cp4",
+        "pp4+ck20",
+    ]
     cases = {s: (family, f"{s}:60@64", sizes, {}) for s in strategies}
-    mixes = "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4:45@48,tp4:60", "dp4+z3:5@24,tp4+sp:10@20,cp2tp2:16@32,pp2dp2+v2:45@48,pp4+ck20+rc:60"
-    cases |= {f"{mix} {kind}": (family, mix, sizes, dict(config)) for mix in mixes for kind, config in (("nf4", {}), ("fp4", PLAIN))}
+    mixes = (
+        "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4:45@48,tp4:60",
+        "dp4+z3:5@24,tp4+sp:10@20,cp2tp2:16@32,pp2dp2+v2:45@48,pp4+ck20+rc:60",
+    )
+    cases |= {
+        f"{mix} {kind}": (family, mix, sizes, dict(config))
+        for mix in mixes
+        for kind, config in (("nf4", {}), ("fp4", PLAIN))
+    }
     errors = run_ranks(4, step_errors, cases, timeout=500)[0]
     assert 0 < max(errors.values()) <= 1e-5, errors

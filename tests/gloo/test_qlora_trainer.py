@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from tests.harness import run_ranks
 from tests.lora import trained
 from tests.oracle import relative_error
 from tests.qlora import WIDE, quantized, tiny_qlora
-from tests.trl_runs import EVALUATES, Case, both_sides, wrong_ones
 from tests.training_runs import contents, make_trainer, newest, one_run, train, whole_state
+from tests.trl_runs import Case, both_sides, wrong_ones
 
 pytestmark = pytest.mark.gloo
 
@@ -44,7 +45,11 @@ def hotspa_run(rank, world_size, output_dir, strategies):
     model = tiny_qlora(FAMILY, model=WIDE)
     before = {name: t.clone() for name, t in stored_tensors(model) if "lora" not in name}
     args = HotSPaTrainingArguments(
-        output_dir=output_dir, hotspa_mini_batch_size=MINI_BATCH, hotspa_strategies=strategies, hotspa_report=False, **SETTINGS
+        output_dir=output_dir,
+        hotspa_mini_batch_size=MINI_BATCH,
+        hotspa_strategies=strategies,
+        hotspa_report=False,
+        **SETTINGS,
     )
     rows = dataset_rows(model.config.vocab_size)
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:8])
@@ -71,7 +76,9 @@ def test_steps_equal_peft_under_the_stock_trainer(world, strategies, tmp_path):
         assert found.keys() == weights.keys()
         whole = [torch.cat([side[name].flatten() for name in weights]) for side in (found, weights)]
         assert relative_error(*whole) <= 1e-5
-    loaded = PeftModel.from_pretrained(quantized(FAMILY, model=WIDE), str(tmp_path / "hot" / "adapter"), is_trainable=True)
+    loaded = PeftModel.from_pretrained(
+        quantized(FAMILY, model=WIDE), str(tmp_path / "hot" / "adapter"), is_trainable=True
+    )
     assert all(torch.equal(p, found[name]) for name, p in trained(loaded).items())
 
 
@@ -111,12 +118,11 @@ def test_checkpoints_resume_bit_for_bit_here_and_elsewhere(tmp_path):
 
 
 TWO = ("dp2:20@64,tp2:128@128", "dp4+z3:20@64,dp2tp2:40@64,tp2pp2+sp:128@128")
+FIELDS = {"max_length": None, "gradient_checkpointing": True}
+OF_TRL: dict[str, Any] = {"lora": True, "four_bit": True, "dtype": torch.float32}
 TRL = {
-    kind.lower(): Case(kind, TWO, rows, fields, lora=True, four_bit=True, dtype=torch.float32)
-    for kind, rows, fields in [
-        ("SFT", "completions", {"max_length": None, "gradient_checkpointing": True}),
-        ("DPO", "pairs", {"gradient_accumulation_steps": 2}),
-    ]
+    "sft": Case("SFT", TWO, "completions", FIELDS, **OF_TRL),
+    "dpo": Case("DPO", TWO, "pairs", {"gradient_accumulation_steps": 2}, **OF_TRL),
 }
 
 
@@ -138,7 +144,9 @@ def auto_run(rank, world, folder):
 
     model = tiny_qlora(FAMILY, model=WIDE)
     rows = dataset_rows(model.config.vocab_size)
-    args = HotSPaTrainingArguments(output_dir=folder, per_device_train_batch_size=MINI_BATCH, **{**SETTINGS, "max_steps": 3})
+    args = HotSPaTrainingArguments(
+        output_dir=folder, per_device_train_batch_size=MINI_BATCH, **{**SETTINGS, "max_steps": 3}
+    )
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:8])
     before = trained(model)
     trainer.train()
