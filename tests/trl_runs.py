@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.parallel.noise import EmbeddingNoise
 from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double
 from tests.oracle import exact_in_double, relative_error
@@ -223,9 +224,26 @@ def patched_head(dtype: torch.dtype) -> Iterator[None]:
         utils._ChunkedLogProbFunction = own
 
 
+@contextmanager
+def same_noise() -> Iterator[None]:
+    """NEFTune's noise on either side is a function of the embeddings in place of random numbers."""
+    stock: Any = import_module("transformers.integrations.neftune")
+    kept = stock.neftune_post_forward_hook, EmbeddingNoise.draw
+
+    def noise(out: Any) -> Any:
+        return (50 * out.detach()).sin() / 8
+
+    stock.neftune_post_forward_hook = lambda module, args, out: out + noise(out) if module.training else out
+    EmbeddingNoise.draw = lambda self, micro_batch, like: noise(like)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        stock.neftune_post_forward_hook, EmbeddingNoise.draw = kept  # type: ignore[method-assign]
+
+
 def run(case: Case, folder: str, pool: str | None, **more: Any) -> dict[str, Any]:
     """Logs and weights of a run."""
-    with patched_head(case.dtype):
+    with patched_head(case.dtype), same_noise():
         trainer = made(case, folder, pool, **more)
         trainer.train()
     logs = [

@@ -1,5 +1,6 @@
 """TRL's SFT, DPO and KTO trainers over a switched model against TRL's own under DDP on as many ranks, in fp64."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,10 @@ CASES = {
         "SFT", TWO, "text",
         {**PACKED, "max_length": 40, "packing_strategy": "wrapped", "eval_packing": False, **EVALUATES}, wide=True,
     ),
+    **{
+        f"{kind} with noise": Case(kind.upper(), TWO, data, {"neftune_noise_alpha": 5.0, **EVALUATES}, reference=kind == "dpo", wide=True)
+        for kind, data in [("sft", "completions"), ("dpo", "pairs")]
+    },
     "sft of all tokens, cut": Case(
         "SFT", OTHER, "completions",
         {"completion_only_loss": False, "max_length": 16, "truncation_mode": "keep_end", "pad_to_multiple_of": 8}, wide=True,
@@ -109,6 +114,24 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
 def test_it_is_trl_under_ddp(world_size, names, tmp_path):
     found = run_ranks(world_size, both, names, str(tmp_path), timeout=1500)
     wrong = wrong_ones(found, {name: CASES[name] for name in names})
+    assert not wrong, "\n".join(wrong)
+
+
+CHOSEN = {
+    name: replace(CASES[name], pools=("auto", "auto"), fields={**CASES[name].fields, "max_steps": steps})
+    for name, steps in [("sft", 5), ("dpo", 30), ("kto", 5), ("dpo with adapters", 5), ("sft packed, bfd", 3)]
+}
+"""With strategies that the run chooses; the longest one tries its nearest plans on its mini-batches."""
+
+
+def both_chosen(rank: int, world_size: int, folder: str) -> Any:
+    return both_sides(CHOSEN, world_size, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_it_is_trl_with_strategies_that_are_chosen(world_size, tmp_path):
+    wrong = wrong_ones(run_ranks(world_size, both_chosen, str(tmp_path), timeout=1500), CHOSEN)
     assert not wrong, "\n".join(wrong)
 
 
