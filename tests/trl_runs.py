@@ -27,6 +27,7 @@ from hf_hotspa.trl import ONLINE
 from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double
 from tests.oracle import exact_in_double, relative_error
+from tests.qlora import WIDE, quantized
 
 DENSE = "llama_gqa_bias"
 CHAT = (
@@ -54,9 +55,12 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", chat_template=CHAT)
 
 
+SMALL = {"vocab_size": 259, "eos_token_id": 256, "pad_token_id": 257}
+
+
 def small(family: str = DENSE, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     """A model with the vocabulary of `tokenizer`."""
-    model = tiny_model(family, dtype, seed, vocab_size=259, eos_token_id=256, pad_token_id=257)
+    model = tiny_model(family, dtype, seed, **SMALL)
     model.generation_config.eos_token_id = 256
     return model
 
@@ -153,6 +157,7 @@ class Case:
         generates: Whether completions are generated, and not made up.
         wide: Whether it runs among the slow tests only.
         may_refuse: What a refusal names, where there may be one.
+        four_bit: Whether the model is quantized to nf4.
     """
 
     kind: str
@@ -167,6 +172,7 @@ class Case:
     wide: bool = False
     generates: bool = False
     may_refuse: tuple[str, ...] = ()
+    four_bit: bool = False
 
 
 def recorded(cls: Any) -> Any:
@@ -210,7 +216,9 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
     """The trainer of a case; TRL's where there is no pool."""
     trainer, config = classes(case.kind, pool is not None)
     set_seed(0)
-    model = small(case.family, case.dtype)
+    model = (
+        small(case.family, case.dtype) if not case.four_bit else quantized(case.family, case.dtype, model=SMALL | WIDE)
+    )
     given = {"train_dataset": rows(case.data, folder), **case.given()}
     if case.lora:
         given["peft_config"] = LoraConfig(
@@ -232,10 +240,14 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
         given.setdefault("eval_dataset", rows(case.data, folder, 11, first=50))
     if pool is not None:
         fields |= {"hotspa_strategies": pool, "hotspa_report": False}
-    trainer = trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
-    if case.reference and case.kind in ONLINE and trainer.ref_model is not None:
-        trainer.ref_model.to(case.dtype)  # what is loaded has rotary frequencies in fp32, unlike the model
-    return trainer
+    built = trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
+    if case.reference and case.kind in ONLINE and built.ref_model is not None:
+        built.ref_model.to(case.dtype)  # what is loaded has rotary frequencies in fp32, unlike the model
+    if case.four_bit:  # TRL makes adapters bf16; it would step on them, and ours on fp32 masters
+        for parameter in built.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(case.dtype)
+    return built
 
 
 def saved(model: Any, folder: str) -> str:

@@ -26,8 +26,9 @@ from hf_hotspa.engine.out_of_memory import note, warn_of_known
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel import backends
-from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
+from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
+from hf_hotspa.parallel.four_bit import refuse_quantized
 from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket
@@ -302,7 +303,8 @@ def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreem
         if (chosen := given.get("optimizer_cls_and_kwargs")) is not None:
             check_elementwise(*chosen)
         if isinstance(model, nn.Module):
-            refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
+            # before the stock Trainer does, which names another fix; TRL's put an adapter on it later
+            refuse_quantized(bare_model(model)[0], is_adapted(model) or given.get("peft_config") is not None)
         if isinstance(model, str) and not trainer._hotspa_prepares and args.hotspa_model_path is None:
             return model  # the class behind loads it
         return trainer._hotspa_source.opened(model, given.get("model_init") is not None, agreement)

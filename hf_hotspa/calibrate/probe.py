@@ -66,6 +66,8 @@ def small_copy(
         device: Where they lie; the CPU when None, nowhere on the meta device.
     """
     small = copy.deepcopy(config)
+    if hasattr(small, "quantization_config"):  # timed are products of the compute dtype
+        del small.quantization_config
     text = small.get_text_config()
     total = text.num_hidden_layers
     for name, value in list(vars(text).items()):  # layer_types and the like: one entry a layer

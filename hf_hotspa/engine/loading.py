@@ -36,6 +36,7 @@ from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.storage import to_storage
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.four_bit import SCALES, is_four_bit, put_back, stored_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ _MAX_LISTED = 3
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters of a model for `MasterStore.fill`, under every name that they have."""
-    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    return dict(stored_tensors(model, remove_duplicate=False))
 
 
 def fill_from_model(
@@ -84,9 +85,14 @@ def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> N
     if not has_weights(model):
         raise ModelError("the model is on the meta device", fix="give its parameters memory (trainer.materialize())")
     targets = dict(model.named_parameters(remove_duplicate=False))
+    packed = {name: module for name, module in model.named_modules() if is_four_bit(module)}
     with torch.no_grad():
         for name, whole in weights:
-            targets[name].copy_(whole)
+            module, _, leaf = name.rpartition(".")
+            if module in packed and leaf in ("weight", SCALES):
+                put_back(packed[module], **{"codes" if leaf == "weight" else "scales": whole})
+            else:
+                targets[name].copy_(whole)
 
 
 # -- a model without its weights --------------------------------------------------------------------------------------
@@ -112,7 +118,11 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
         config = deepcopy(config)
         if getattr(config, "quantization_config", None) is not None:
             raise UnsupportedError(
-                "the weights are quantized", where=str(folder), fix="train from the original weights"
+                "the weights are quantized",
+                where=str(folder),
+                why="reading by slices knows plain weights alone",
+                fix="give the original weights; or load the model in every process: from_pretrained with "
+                "BitsAndBytesConfig(load_in_4bit=True) and a LoRA adapter, or (mxfp4, fp8) with dequantize=True",
             )
         if config.dtype is None:
             config.dtype = _first_dtype(files)

@@ -25,8 +25,9 @@ from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
-from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.adapters import bare_model, without_adapters
 from hf_hotspa.parallel.dropout import attention_dropouts
+from hf_hotspa.parallel.four_bit import products, stored_tensors
 from hf_hotspa.parallel.loss import IGNORE, SequenceLoss, TokenLoss, TokenSlice, WholeSequence
 
 _TOLERANCE = 1e-4
@@ -291,7 +292,8 @@ def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, 
     if attention_dropouts(bare.config) != attention_dropouts(description.config):
         return  # turned off for this run
     fresh = build_skeleton(description)
-    tensors = chain(bare.named_parameters(remove_duplicate=False), bare.named_buffers(remove_duplicate=False))
+    products(without_adapters(fresh), description.four_bit)
+    tensors = chain(stored_tensors(bare, remove_duplicate=False), bare.named_buffers(remove_duplicate=False))
     state = {name: tensor.detach() for name, tensor in tensors}
     try:
         fresh.set_attn_implementation(bare.config._attn_implementation)

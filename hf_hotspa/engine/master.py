@@ -155,7 +155,7 @@ class MasterStore:
         self.frozen_version += 1
         for name, (spec, start, stop, *_) in self.shares.items():
             if stop > start and name in tensors:
-                self.parameters[name].copy_(to_storage(tensors[name], spec.shard_dim)[start:stop])
+                self.parameters[name].copy_(to_storage(tensors[name].reshape(spec.shape), spec.storage_dim)[start:stop])
 
     @torch.no_grad()
     def gather(
@@ -201,7 +201,7 @@ class MasterStore:
             for spec in self.vector.specs:
                 if segment.start <= spec.offset < segment.stop:
                     own_flat = flat[spec.offset - segment.start : spec.stop - segment.start]
-                    whole = from_storage(own_flat, spec.shape, spec.shard_dim)
+                    whole = from_storage(own_flat, spec.shape, spec.storage_dim)
                     for name in (spec.name, *spec.tied_names):
                         yield name, whole
 

@@ -17,6 +17,7 @@ from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loss_check import check_loss
 from hf_hotspa.engine.pipedream import check_pipedream_model
 from hf_hotspa.engine.switching import Switching
+from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions
@@ -61,6 +62,12 @@ def describe(
         RunOptions(*of_run, options.expert_capacity).check(buckets, description.shape)
         if options.pipedream is not None:
             check_pipedream_model(buckets, description, options)
+        if options.flexible and description.four_bit:
+            raise UnsupportedError(
+                "columns of slow devices are given away, and the model has weights in 4 bits",
+                why="the rank that computes them for another one would need its codes",
+                fix="leave hotspa_slow_devices out, or load the model in bf16",
+            )
         check_model(model, description, weights)
         check_loss(model, description, options, groups.rank, groups.device)
         return description

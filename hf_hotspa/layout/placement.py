@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_hotspa.layout.intervals import Interval, Placement, place
-from hf_hotspa.layout.shares import is_uneven, shard_rows
+from hf_hotspa.layout.shares import is_uneven, stored_rows
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Segment
 from hf_hotspa.strategy import Strategy
 
@@ -128,13 +128,13 @@ def _slots(
         runs: tuple[Run, ...]
         if ep > 1 and spec.experts:  # whole experts, whatever tp is
             runs, shape = (_expert_run(spec, ep, expert_shard),), (spec.experts // ep, *spec.shape[1:])
-        elif spec.shard_dim is None or strategy.tp == 1:
+        elif (rows := stored_rows(vector, strategy, spec, rank)) is None:
             runs, shape = (Run(spec.offset, spec.numel),), spec.shape
         else:
-            rows = shard_rows(vector, strategy, spec, rank)
+            assert spec.storage_dim is not None
             runs = tuple(Run(spec.offset + a * spec.row_size, (b - a) * spec.row_size) for a, b in rows)
             local = list(spec.shape)
-            local[spec.shard_dim] = sum(b - a for a, b in rows)
+            local[spec.storage_dim] = sum(b - a for a, b in rows)
             shape = tuple(local)
         slots.append(Slot(spec, segment, filled, shape, runs))
         filled += slots[-1].numel
@@ -209,6 +209,7 @@ def _kind(spec: ParameterSpec, base: int) -> tuple[object, ...]:
         spec.partial_gradient,
         spec.trainable,
         spec.experts,
+        spec.packed,
     )
 
 

@@ -74,6 +74,19 @@ def shard_rows(
     return tuple(ranges)
 
 
+def stored_rows(
+    vector: ParameterVector, strategy: Strategy, spec: ParameterSpec, rank: int
+) -> tuple[tuple[int, int], ...] | None:
+    """The same along the `storage_dim` of what is stored; None where a rank holds all of it: what is packed is cut at borders of
+    its blocks alone."""
+    if spec.shard_dim is None or strategy.tp == 1:
+        return None
+    rows, step = shard_rows(vector, strategy, spec, rank), 1 if spec.packed is None else spec.packed.step
+    if not step or any(end % step for range_ in rows for end in range_):
+        return None
+    return tuple((start // step, stop // step) for start, stop in rows)
+
+
 def shard_widths(vector: ParameterVector, strategy: Strategy, spec: ParameterSpec, rank: int) -> tuple[int, ...]:
     """How many rows of a parameter each shard of a rank's group has, in the order of shards."""
     shards = range(strategy.tp)

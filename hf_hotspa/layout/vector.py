@@ -106,6 +106,25 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Of a matrix in 4 bits, one of its two tensors: its codes (uint8, two weights in each) or its scales (fp32, one a block).
+
+    Blocks are consecutive weights of the matrix in row-major order. Where each row is of whole blocks, the tensors are
+    [out, blocks, bytes] and [out, blocks]; else they have one dim, and are not cut.
+
+    Args:
+        shape: Of the matrix, [out, in].
+        step: How many rows, or columns, of the matrix one index of the stored `shard_dim` holds: cuts at multiples of it are
+            at borders of blocks. 0 where it is not cut.
+        weights: The weights of the matrix, which count in costs; 0 for scales.
+    """
+
+    shape: tuple[int, int]
+    step: int
+    weights: int
+
+
+@dataclass(frozen=True)
 class ParameterSpec:
     """One parameter of the model as plain data.
 
@@ -124,6 +143,8 @@ class ParameterSpec:
         experts: How many experts it has the weights of, along its first dim; 0 where it is not one of experts.
         frozen_dtype: Name of the dtype in which the master store keeps it while it is frozen: that of the model that was
             given, so that nothing of it is rounded. None for `dtype`.
+        packed: Of which matrix in 4 bits it is a part; `shape` is how its bytes or scales are stored, while `parts` count rows
+            (or columns) of the matrix. None for a parameter of its own.
     """
 
     name: str
@@ -139,6 +160,7 @@ class ParameterSpec:
     offset: int = 0
     frozen_dtype: str | None = None
     experts: int = 0
+    packed: Packed | None = None
 
     @property
     def numel(self) -> int:
@@ -154,9 +176,27 @@ class ParameterSpec:
         return master_dtype(self.dtype) if self.trainable else self.frozen_dtype or self.dtype
 
     @property
+    def storage_dim(self) -> int | None:
+        """The dim of `shape` that is outermost in the storage; None for the natural order."""
+        return None if self.packed is not None and not self.packed.step else self.shard_dim
+
+    @property
     def row_size(self) -> int:
-        """Elements of one row of the storage, which has `shard_dim` outermost."""
-        return self.numel // self.shape[self.shard_dim] if self.shard_dim is not None else 1
+        """Elements of one row of the storage, which has `storage_dim` outermost."""
+        return self.numel // self.shape[self.storage_dim] if self.storage_dim is not None else 1
+
+    @property
+    def cut_size(self) -> int:
+        """What `parts` divide: rows or columns along `shard_dim`, of the matrix where it is packed."""
+        assert self.shard_dim is not None
+        return (self.shape if self.packed is None else self.packed.shape)[self.shard_dim]
+
+    @property
+    def weights(self) -> int:
+        """The weights of a matrix, which decide what it costs to compute; 0 for vectors."""
+        if self.packed is not None:
+            return self.packed.weights
+        return self.numel if len(self.shape) > 1 else 0
 
     def shard_rows(self, tp: int, shard: int) -> tuple[tuple[int, int], ...]:
         """The row ranges of one shard along `shard_dim`, in the order in which the shard stores them."""
@@ -234,7 +274,7 @@ class ParameterVector:
         """Of each layer what it computes."""
         by_unit: dict[int, list[ParameterSpec]] = {unit: [] for unit in range(self.num_layers)}
         for spec in self.specs:
-            if spec.unit in by_unit and len(spec.shape) > 1:
+            if spec.unit in by_unit and spec.weights:
                 by_unit[spec.unit].append(spec)
         costs = {}
         for unit, specs in by_unit.items():
@@ -242,9 +282,9 @@ class ParameterVector:
             paced = [s for s in specs if s.parts and all(part.by_pace for part in s.parts) and not has_experts]
             rest = [spec for spec in specs if spec not in paced]
             costs[unit] = UnitCosts(
-                cut=sum(s.numel for s in rest if s.shard_dim is not None) + self.head_cost // self.num_layers,
-                whole=sum(s.numel for s in rest if s.shard_dim is None),
-                by_pace=sum(s.numel for s in paced),
+                cut=sum(s.weights for s in rest if s.shard_dim is not None) + self.head_cost // self.num_layers,
+                whole=sum(s.weights for s in rest if s.shard_dim is None),
+                by_pace=sum(s.weights for s in paced),
                 columns=paced[0].parts[0].rows if paced else 0,
             )
         return costs
@@ -330,7 +370,7 @@ def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], hea
             raise ModelError(f"two parameters are called {spec.name!r}")
         names.add(spec.name)
         if (spec.shard_dim is None) != (not spec.parts) or (
-            spec.shard_dim is not None and sum(p.rows for p in spec.parts) != spec.shape[spec.shard_dim]
+            spec.shard_dim is not None and sum(p.rows for p in spec.parts) != spec.cut_size
         ):
             raise ModelError(f"the parts of parameter {spec.name!r} {spec.shape} do not add up to its sharded dim")
         if any(p.groups < 1 or p.items % p.groups or p.rows % p.items for p in spec.parts):

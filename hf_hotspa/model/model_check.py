@@ -21,6 +21,7 @@ from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
 from hf_hotspa.parallel.adapters import INTEGERS, bare_model, bit_sum
 from hf_hotspa.parallel.dropout import attention_dropouts
+from hf_hotspa.parallel.four_bit import stored_tensors
 
 _OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
 """Fields that each call of a forward may say otherwise, or that say where a config is from."""
@@ -59,8 +60,13 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
             f"the buffers {meta[:3]} are on the meta device", fix="compute them: open_model builds the model so"
         )
     fresh = build_skeleton(description)
+    packed = {
+        spec.name for spec in description.vector.specs if spec.packed
+    }  # the sizes of those layers are compared below
     expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    expected = {name: shape for name, shape in expected.items() if name not in packed}
+    named = model.named_parameters(remove_duplicate=False)
+    shapes = {name: tuple(p.shape) for name, p in named if name not in packed}
     if shapes != expected:
         names = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         first = names[0]
@@ -181,8 +187,12 @@ def check_same_build(model: nn.Module, description: ModelDescription, buffers: M
         ModelError: naming what differs.
     """
     bare, prefix = bare_model(model)
-    expected = {name: spec.shape for spec in description.vector.specs for name in (spec.name, *spec.tied_names)}
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    expected = {
+        name: (spec.numel,) if spec.packed else spec.shape
+        for spec in description.vector.specs
+        for name in (spec.name, *spec.tied_names)
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in stored_tensors(model, remove_duplicate=False)}
     mine, others = (deciding_values(config) for config in (description.config, bare.config))
     own = dict(bare.named_buffers())
     differ = [name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)]
@@ -285,7 +295,7 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 def weights_digest(model: nn.Module) -> str:
     """A digest of all parameters' bits and places, to find ranks that built their model from different seeds, and weights that
     were changed since. Zeros on meta."""
-    sums = [(name, _placed_bits(p.detach())) for name, p in model.named_parameters()]
+    sums = [(name, _placed_bits(tensor)) for name, tensor in stored_tensors(model)]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 

@@ -7,6 +7,7 @@ and later stages get the hidden state as `inputs_embeds`: no family needs a forw
 """
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,13 +20,13 @@ from hf_hotspa.costs.sizes import loss_chunk_tokens
 from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
-from hf_hotspa.layout.shares import shard_rows, shard_widths
+from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.model.storage import slot_view
-from hf_hotspa.parallel.adapters import base_layer
+from hf_hotspa.parallel.adapters import base_layer, without_adapters
 from hf_hotspa.parallel.attention import PackedSequences
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
@@ -38,6 +39,7 @@ from hf_hotspa.parallel.dropout import (
 )
 from hf_hotspa.parallel.experts import ExpertCapacity, ExpertParallel, fits_grouped_kernels
 from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
+from hf_hotspa.parallel.four_bit import products
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.isolation import take_packs
 from hf_hotspa.parallel.loss import SequenceLoss
@@ -52,6 +54,8 @@ from hf_hotspa.parallel.tensor_parallel import (
     same_tokens,
     set_local_heads,
 )
+
+logger = logging.getLogger(__name__)
 
 # -- what is attached -------------------------------------------------------------------------------------------------
 
@@ -234,6 +238,7 @@ class Replica:
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
+        self._use_four_bit(description)
         self._drop(description, options)
         self._divide(description, options)
         self._take_loss(description, options)
@@ -380,6 +385,22 @@ class Replica:
             apply_sequence_parallel(present, styles, widths, tensor)
             return _nothing
         return apply_tensor_parallel(present, styles, widths, tensor)
+
+    def _use_four_bit(self, description: ModelDescription) -> None:
+        """Products with this rank's shards of weights in 4 bits."""
+        specs, whole = {slot.spec.name: slot.spec for slot in self.slots}, list[str]()
+        for name, product in products(without_adapters(self.model), description.four_bit).items():
+            spec = specs[description.weight_of(name)]
+            if spec.shard_dim is not None and self.mesh.strategy.tp > 1:
+                place = description.vector, self.mesh.strategy, spec, self.mesh.rank
+                is_whole = stored_rows(*place) is None
+                product.cut(spec.shard_dim, shard_rows(*place), is_whole)
+                whole += [name] if is_whole else []
+        if whole and self.mesh.rank == 0:
+            logger.warning(
+                "under %s each rank holds %d weights in 4 bits whole (%s, ...): their shards do not end with blocks",
+                self.mesh.strategy, len(whole), whole[0],
+            )  # fmt: skip
 
     # -- storage ------------------------------------------------------------------------------------------------------
 

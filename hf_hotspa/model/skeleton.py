@@ -9,6 +9,7 @@ from transformers.initialization import no_init_weights
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.adapters import inject
 from hf_hotspa.parallel.attention import ATTENTION
+from hf_hotspa.parallel.four_bit import put_four_bit
 
 
 def build_skeleton(description: ModelDescription) -> Any:
@@ -23,6 +24,7 @@ def build_skeleton(description: ModelDescription) -> Any:
                 copy.deepcopy(description.config), attn_implementation=ATTENTION, dtype=description.compute_dtype
             )
         model.tie_weights()
+        put_four_bit(model, description.four_bit)
         if description.adapters is not None:
             inject(model, description.adapters)
     for name, module in model.named_modules():

@@ -7,7 +7,7 @@ style of each module under tensor parallelism. What cannot be exact is refused h
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from hf_hotspa.parallel import experts
 from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
+from hf_hotspa.parallel.four_bit import FourBit, packed_specs, read_four_bit
 from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.router_loss import router_layers
@@ -66,6 +67,7 @@ class ModelDescription:
         counts_from: The id of padding from which its embedding counts positions; None where these begin with 0.
         prefix: What the names of parameters begin with in the model that was given, before those in `model_class`.
         adapters: Its LoRA adapter; None without one.
+        four_bit: Its linear layers whose frozen weights are in 4 bits, by name as if it had no adapter.
     """
 
     model_class: type[PreTrainedModel]
@@ -88,11 +90,12 @@ class ModelDescription:
     counts_from: int | None = None
     prefix: str = ""
     adapters: Adapters | None = None
+    four_bit: Mapping[str, FourBit] = field(default_factory=dict)
 
     def digest(self) -> str:
         """Equal on ranks whose models and layouts agree."""
         adapters = self.adapters.digest() if self.adapters is not None else ""
-        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters} {self.paddings}"
+        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters} {self.paddings} {self.four_bit}"
 
     def local_name(self, name: str) -> str:
         """A parameter's name in `model_class`."""
@@ -283,7 +286,12 @@ def describe_model(
     routers = router_layers(bare)
     fused = experts.fused_experts(plan.modules, structure.layer_prefixes)
     refuse_dropout(bare, decoder_layers, kinds, attention_dropout)
-    vector = _parameter_vector(structure, plan, fused, compute_dtype)
+    four_bit = {
+        structure.adapted(f"{name}.weight")[0].removesuffix(".weight"): layer
+        for name, layer in read_four_bit(bare, compute_dtype).items()
+    }
+    _refuse_ends(four_bit, structure)
+    vector = _parameter_vector(structure, plan, fused, compute_dtype, four_bit)
     shape = _shape(structure, plan, fused, counted, vector)
     drops = attention_dropout and bool(attention_dropouts(bare.config))
     return ModelDescription(
@@ -307,7 +315,18 @@ def describe_model(
         counts_from=counted,
         prefix=prefix,
         adapters=adapters,
+        four_bit=four_bit,
     )
+
+
+def _refuse_ends(four_bit: Mapping[str, FourBit], structure: _Structure) -> None:
+    end = next((name for name in (structure.input_embedding, structure.head) if name in four_bit), None)
+    if end is not None:
+        raise UnsupportedError(
+            f"the weight of {end!r} is in 4 bits",
+            why="embeddings and heads are cut along the vocabulary, and may be tied",
+            fix=f"leave it as it is, as transformers does: BitsAndBytesConfig(llm_int8_skip_modules=[{end!r}, ...])",
+        )
 
 
 def _config_of_replicas(config: PreTrainedConfig, attention_dropout: bool, routers: int) -> PreTrainedConfig:
@@ -382,20 +401,31 @@ def _with_unsupported_reasons(
 
 
 def _parameter_vector(
-    structure: _Structure, plan: TensorPlan, fused: Mapping[str, int], compute_dtype: torch.dtype | None
+    structure: _Structure,
+    plan: TensorPlan,
+    fused: Mapping[str, int],
+    compute_dtype: torch.dtype | None,
+    four_bit: Mapping[str, FourBit],
 ) -> ParameterVector:
     model = structure.model
     layer_units = {prefix: unit for unit, prefix in enumerate(structure.decoder_layers)}
-    specs, costs = [], [0] * len(layer_units)
+    specs: list[ParameterSpec] = []
+    costs = [0] * len(layer_units)
     for parameter, names in _with_all_names(model).items():
         name, *tied = _of_head_first(names, structure.head)
         _check_tied(name, tied, structure)
         unit = _unit(name, layer_units, structure.embedding_prefixes)
         spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, structure)
         name_in_plan, role = structure.adapted(name)
-        specs.append(replace(spec, experts=fused.get(name_in_plan.rpartition(".")[0], 0) if role is None else 0))
+        module, _, leaf = name_in_plan.rpartition(".")
+        numel = parameter.numel()
+        if role is None and leaf == "weight" and module in four_bit:
+            specs += (packed := packed_specs(spec, four_bit[module]))
+            numel = packed[0].weights
+        else:
+            specs.append(replace(spec, experts=fused.get(module, 0) if role is None else 0))
         if unit >= 0 and role is None:
-            costs[unit] += parameter.numel()  # an adapter costs next to nothing
+            costs[unit] += numel  # an adapter costs next to nothing
     return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
 
 

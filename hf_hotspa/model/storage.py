@@ -30,4 +30,4 @@ def from_storage(flat: Tensor, shape: Sequence[int], shard_dim: int | None) -> T
 def slot_view(buffer: Tensor | None, slot: Slot) -> Tensor:
     """A slot's part of a flat buffer, in the Hugging Face order of dims."""
     assert buffer is not None
-    return from_storage(buffer[slot.offset : slot.offset + prod(slot.shape)], slot.shape, slot.spec.shard_dim)
+    return from_storage(buffer[slot.offset : slot.offset + prod(slot.shape)], slot.shape, slot.spec.storage_dim)

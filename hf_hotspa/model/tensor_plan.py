@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_hotspa.layout.vector import Part
 from hf_hotspa.parallel.adapters import base_layer, plain_parameters, without_adapters
 from hf_hotspa.parallel.attention import calls_attention
+from hf_hotspa.parallel.four_bit import is_four_bit
 from hf_hotspa.parallel.tensor_parallel import (
     COLWISE,
     COLWISE_GATHER,
@@ -190,10 +191,11 @@ class TensorPlan:
         return cut
 
     def _linear(self, name: str) -> nn.Linear:
-        module = self.modules[name]
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        module: Any = self.modules[name]
+        if not (is_four_bit(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)):
             raise _WholeError(f"{name.rpartition('.')[2]} is a {type(module).__name__}, not a linear layer")
-        return module
+        linear: nn.Linear = module
+        return linear
 
     def _cut_linear(self, cut: _Found, name: str, style: str, parts: tuple[Part, ...] | None) -> None:
         module = self._linear(name)

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.parallel.experts import is_fused
+from hf_hotspa.parallel.four_bit import is_four_bit, refuse_quantized, stored_tensors
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 _BASE = "base_layer"
@@ -151,25 +152,6 @@ def without_adapters(model: nn.Module) -> dict[str, nn.Module]:
     return modules
 
 
-def refuse_quantized(model: nn.Module) -> None:
-    """Refuses weights that are no plain floating-point numbers.
-
-    Raises:
-        UnsupportedError: naming the method.
-    """
-    config = getattr(getattr(model, "config", None), "quantization_config", None)
-    if config is None and not getattr(model, "is_quantized", False):
-        return
-    quant_method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
-    method = str(getattr(quant_method, "value", quant_method) or "an unknown method")
-    raise UnsupportedError(
-        f"the weights are quantized ({method})",
-        why="packed integers and their scales cannot be cut into shards and moved between layouts like weights",
-        fix="load the model without quantization_config, for instance with dtype=torch.bfloat16: frozen weights are "
-        "kept once, in that dtype",
-    )
-
-
 def read_adapters(model: nn.Module) -> Adapters | None:
     """The adapter of a model; None for a model without one.
 
@@ -215,7 +197,7 @@ def read_adapters(model: nn.Module) -> Adapters | None:
 def unwrap(model: nn.Module) -> tuple[Any, str, Adapters | None]:
     """`bare_model` and `read_adapters` together, and `refuse_quantized`."""
     bare, prefix = bare_model(model)
-    refuse_quantized(bare)
+    refuse_quantized(bare, adapted=bool(prefix))
     return bare, prefix, read_adapters(model)
 
 
@@ -265,7 +247,7 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
             )
         if is_of_parameter(module):
             _refuse_other_parameters(path, module, base)
-        elif type(module) is not Linear or type(base) is not nn.Linear:
+        elif type(module) is not (_of_four_bit() if is_four_bit(base) else Linear) or not _is_plain(base):
             raise UnsupportedError(
                 f"the adapter on {path!r} is a {type(module).__name__} around a {type(base).__name__}",
                 why=_WHY,
@@ -278,6 +260,18 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
             )
         scalings[path] = float(module.scaling[name])
     return scalings
+
+
+def _of_four_bit() -> type[nn.Module]:
+    from peft.tuners.lora import Linear4bit
+
+    kind: type[nn.Module] = Linear4bit
+    return kind
+
+
+def _is_plain(base: nn.Module) -> bool:
+    """Whether a layer computes as its library's class does."""
+    return type(base) is nn.Linear or is_four_bit(base)
 
 
 def is_of_parameter(module: nn.Module) -> bool:
@@ -319,12 +313,13 @@ def save_config(model: Any, folder: Path) -> None:
 def frozen_digest(model: nn.Module) -> str:
     """SHA-256 over names, shapes, dtypes and sums of bits of the frozen parameters: tells base models apart.
 
-    Names are as in `named_parameters`. The sums are over the bits as integers, as in `model_check.weights_digest`.
+    Names are as in `stored_tensors`. The sums are over the bits as integers, as in `model_check.weights_digest`.
     """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            facts = name, tuple(parameter.shape), str(parameter.dtype), bit_sum(parameter.detach())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, tensor in stored_tensors(model):
+        if name not in trained:
+            facts = name, tuple(tensor.shape), str(tensor.dtype), bit_sum(tensor)
             digest.update(repr(facts).encode())
     return digest.hexdigest()
 

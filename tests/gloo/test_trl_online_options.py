@@ -40,7 +40,7 @@ def common(draw: Draw) -> dict[str, Any]:
 
 
 def grpo(draw: Draw) -> dict[str, Any]:
-    fields = common(draw) | {
+    fields: dict[str, Any] = common(draw) | {
         "loss_type": draw.choice(LOSSES),
         "importance_sampling_level": draw.choice(["token", "token", "sequence"]),
         "scale_rewards": draw.choice(["group", "batch", "none"]),

@@ -78,14 +78,22 @@ def test_adapters_that_would_not_be_trained_are_refused():
         describe_model(adapted(inference_mode=True))
 
 
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_quantized_weights_are_refused_by_method(as_dict):
+@pytest.mark.parametrize(
+    ("config", "method", "fix"),
+    [
+        (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes", "bfloat16"),
+        (BitsAndBytesConfig(load_in_4bit=True), "bitsandbytes, 4 bits", "get_peft_model"),
+        ({"quant_method": "gptq", "bits": 4}, "gptq", "bfloat16"),
+        ({"quant_method": "mxfp4"}, "mxfp4", r"Mxfp4Config(dequantize=True)"),
+        ({"quant_method": "fp8"}, "fp8", r"FineGrainedFP8Config(dequantize=True)"),
+    ],
+)
+def test_quantized_weights_are_refused_by_method(config, method, fix):
     model = tiny_model("llama_gqa_bias")
-    found = BitsAndBytesConfig(load_in_8bit=True)
-    model.config.quantization_config = {"quant_method": "gptq", "bits": 4} if as_dict else found
-    with pytest.raises(UnsupportedError, match="gptq" if as_dict else "bitsandbytes") as caught:
+    model.config.quantization_config = config
+    with pytest.raises(UnsupportedError, match=rf"\({method}\)") as caught:
         describe_model(model)
-    assert "bfloat16" in caught.value.fix
+    assert fix in caught.value.fix
 
 
 @pytest.mark.parametrize("family", FAMILIES)

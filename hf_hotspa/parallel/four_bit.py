@@ -1,0 +1,345 @@
+"""Frozen weights in 4 bits (QLoRA, Dettmers et al., 2023): what bitsandbytes keeps of a linear layer, and products with it.
+
+A `Linear4bit` has codes, two weights in a byte, and a scale for each block of consecutive weights in row-major order. Both are
+tensors of the parameter vector (`layout.vector.Packed`), are cut at borders of blocks and move as they are; nested scales are
+multiplied out to fp32 once. A replica has PEFT's and bitsandbytes' modules, whose product is made here: `bnb.matmul_4bit` forward,
+`dequantize_4bit` and a product backward, as that of the library. `Linear4bit.forward` is not called: on some CPUs it packs the
+weights anew in evaluation, in place. bitsandbytes is imported only when a model brings it along.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.layout.vector import Packed, ParameterSpec
+
+SCALES = "absmax"
+"""The name of the scales in a `Linear4bit` of a replica, and in the parameter vector."""
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_DEQUANTIZE = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """A linear layer in 4 bits as plain data.
+
+    Args:
+        shape: Of its weight, [out, in].
+        block: Weights that share a scale.
+        quant_type: `nf4` or `fp4`.
+        dtype: That of the weights before they were quantized; a backward pass dequantizes to it.
+        compute_dtype: The dtype of products; None for that of their input.
+        options: What else its class is made with.
+    """
+
+    shape: tuple[int, int]
+    block: int
+    quant_type: str
+    dtype: torch.dtype
+    compute_dtype: torch.dtype | None
+    options: Mapping[str, Any]
+
+
+# -- the model that was given -----------------------------------------------------------------------------------------
+
+
+def refuse_quantized(model: nn.Module, adapted: bool) -> None:
+    """Refuses weights that are no plain floating-point numbers, but for 4 bits of bitsandbytes below an adapter.
+
+    Args:
+        model: Without the wrapper of an adapter.
+        adapted: Whether it has one.
+
+    Raises:
+        UnsupportedError: naming the method.
+    """
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is None and not getattr(model, "is_quantized", False):
+        return
+
+    def value(name: str) -> Any:
+        return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+    method = str(getattr(value("quant_method"), "value", value("quant_method")) or "an unknown method")
+    in_4_bits = method == "bitsandbytes" and value("load_in_4bit")
+    if in_4_bits and adapted:
+        return
+    if value("dequantize") and not any(p.dtype.itemsize == 1 for p in model.parameters()):
+        return  # the weights were quantized in the files alone
+    why = "packed integers and their scales cannot be cut into shards and moved between layouts like weights"
+    fix = (
+        "load the model without quantization_config, for instance with dtype=torch.bfloat16: frozen weights are kept once, in "
+        "that dtype; or in 4 bits of bitsandbytes (load_in_4bit=True), below a LoRA adapter"
+    )
+    if in_4_bits:
+        method, why = "bitsandbytes, 4 bits", "codes of 4 bits have no gradient, and nothing else would be trained"
+        fix = "put a LoRA adapter on it: get_peft_model(prepare_model_for_kbit_training(model), LoraConfig(...))"
+    elif method in _DEQUANTIZE:
+        fix = f"load it with quantization_config={_DEQUANTIZE[method]}(dequantize=True): its weights are bf16 then"
+    raise UnsupportedError(f"the weights are quantized ({method})", why=why, fix=fix)
+
+
+def is_four_bit(module: Any) -> bool:
+    """Whether a module is a linear layer of bitsandbytes in 4 bits, with the forward of the library."""
+    bnb: Any = sys.modules.get("bitsandbytes")  # an object of a package that was never imported does not exist
+    if bnb is None or not isinstance(module, bnb.nn.Linear4bit):
+        return False
+    own: Any = type(module).forward
+    return own is bnb.nn.Linear4bit.forward
+
+
+def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) -> dict[str, FourBit]:
+    """The linear layers of a model in 4 bits, by name.
+
+    Args:
+        model: The model as the user gave it. Evaluations of the object leave its weights alone from now on.
+        compute_dtype: That of a run in 16 bits, where products have it, too, as under autocast.
+
+    Raises:
+        ModelError: a layer was not quantized, or its weights were packed anew by a forward in evaluation.
+    """
+    narrow = compute_dtype in (torch.bfloat16, torch.float16)
+    found = {}
+    for name, module in model.named_modules():
+        if not is_four_bit(module):
+            continue
+        module.support_avx512bf16_for_cpu = False
+        state = _state(module, name)
+        weight = module.weight
+        found[name] = FourBit(
+            shape=(int(state.shape[0]), int(state.shape[1])),
+            block=state.blocksize,
+            quant_type=state.quant_type,
+            dtype=state.dtype,
+            compute_dtype=compute_dtype if narrow else module.compute_dtype,
+            options={
+                "bias": module.bias is not None,
+                "compute_dtype": module.compute_dtype,
+                "compress_statistics": weight.compress_statistics,
+                "quant_type": state.quant_type,
+                "quant_storage": weight.quant_storage,
+            },
+        )
+    return found
+
+
+def _state(module: Any, name: str) -> Any:
+    state = getattr(module.weight, "quant_state", None) or module.quant_state
+    if state is None or len(state.shape) != 2 or tuple(state.shape) != (module.out_features, module.in_features):
+        raise ModelError(
+            f"the weight of {name!r} is not quantized, although it is a {type(module).__name__}",
+            fix="load the model with from_pretrained(..., quantization_config=BitsAndBytesConfig(load_in_4bit=True))",
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ModelError(
+            f"the weight of {name!r} was packed anew by a forward in evaluation",
+            why="bitsandbytes does so on CPUs with AVX512-BF16, and rounds the scales to bf16",
+            fix="load the model again, and train it before it is evaluated or generates",
+        )
+    return state
+
+
+def stored_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model as `named_parameters`, detached, with the scales of those in 4 bits behind their codes.
+
+    Codes are uint8 and 1-D, scales fp32 and 1-D, both in row-major order.
+    """
+    packed = {f"{name}.weight": module for name, module in model.named_modules() if is_four_bit(module)}
+    for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        module = packed.get(name)
+        if module is None or parameter.is_meta:
+            yield name, parameter.detach()
+        else:
+            prefix = name.removesuffix("weight")
+            yield name, plain_codes(parameter)
+            yield f"{prefix}{SCALES}", _scales(_state(module, prefix.rstrip(".")))
+
+
+def plain_codes(parameter: Tensor) -> Tensor:
+    """The codes of a weight as uint8, 1-D, whatever dtype they are stored in (`bnb_4bit_quant_storage`); a view."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.detach().as_subclass(Tensor).reshape(-1).view(torch.uint8)
+
+
+def _scales(state: Any) -> Tensor:
+    if not state.nested:
+        return state.absmax.reshape(-1).float()
+    from bitsandbytes.functional import dequantize_blockwise
+
+    return (dequantize_blockwise(state.absmax, state.state2) + state.offset).reshape(-1).float()
+
+
+def put_back(module: Any, codes: Tensor | None = None, scales: Tensor | None = None) -> None:
+    """Gives a layer of a model other codes or scales, which are not nested any more.
+
+    Args:
+        codes: uint8, of any shape, in row-major order.
+        scales: fp32, likewise.
+    """
+    weight = module.weight
+    if codes is not None:
+        plain_codes(weight).copy_(codes.reshape(-1))
+    if scales is not None:
+        state = _state(module, "weight")
+        state.absmax = scales.reshape(-1).to(weight.device, copy=True)
+        state.nested, state.state2, state.offset = False, None, None
+
+
+# -- the parameter vector ---------------------------------------------------------------------------------------------
+
+
+def packed_specs(spec: ParameterSpec, layer: FourBit) -> tuple[ParameterSpec, ParameterSpec]:
+    """The codes and the scales of a weight as tensors of the vector.
+
+    Args:
+        spec: Of the weight, as if it was not quantized; whatever its shape is.
+    """
+    (rows, columns), block = layer.shape, layer.block
+    numel = rows * columns
+    # where blocks go from row to row, CPU kernels of bitsandbytes 0.50 take other scales in another place of a matrix: what
+    # they make of the whole one is trained
+    step = 0 if spec.shard_dim is None or columns % block or block % 2 else (1, block)[spec.shard_dim]
+    packed = Packed(layer.shape, step, numel)
+    blocks: tuple[int, ...] = (rows, columns // block) if step else (-(-numel // block),)
+    codes: tuple[int, ...] = (*blocks, block // 2) if step else (-(-numel // 2),)
+    common = replace(spec, frozen_dtype=None, trainable=False, partial_gradient=False)
+    return (
+        replace(common, shape=codes, dtype="uint8", packed=packed),
+        replace(
+            common,
+            name=f"{spec.name.removesuffix('weight')}{SCALES}",
+            shape=blocks,
+            dtype="float32",
+            packed=replace(packed, weights=0),
+        ),
+    )
+
+
+# -- replicas ---------------------------------------------------------------------------------------------------------
+
+
+def put_four_bit(model: nn.Module, layers: Mapping[str, FourBit]) -> None:
+    """Puts layers in 4 bits into a fresh model in the place of its own, with parameters on the meta device, and `absmax` beside.
+
+    Args:
+        layers: By name.
+    """
+    if not layers:
+        return
+    from bitsandbytes.nn.modules import Linear4bit
+
+    for name, layer in layers.items():
+        rows, columns = layer.shape
+        module = Linear4bit(columns, rows, **layer.options, device="meta")
+        module.support_avx512bf16_for_cpu = False
+        module.requires_grad_(False)
+        scales = torch.empty(-(-rows * columns // layer.block), device="meta")
+        module.register_parameter(SCALES, nn.Parameter(scales, requires_grad=False))
+        model.set_submodule(name, module)
+    model.is_loaded_in_4bit = True  # PEFT asks
+
+
+def products(modules: Mapping[str, Any], layers: Mapping[str, FourBit]) -> dict[str, "FourBitProduct"]:
+    """Makes the products of layers in 4 bits, which become their forwards.
+
+    Args:
+        modules: By name, without adapters; those of other stages may be missing.
+    """
+    return {
+        name: FourBitProduct(modules[name], layer) for name, layer in layers.items() if is_four_bit(modules.get(name))
+    }
+
+
+class FourBitProduct:
+    """`x W^T` of a `Linear4bit` of a replica, whose forward it becomes, and whose product where the sum over shards comes in between.
+
+    Args:
+        linear: Has the codes (uint8, of any shape in row-major order) as `weight`, and their scales as `absmax`.
+    """
+
+    def __init__(self, linear: Any, layer: FourBit) -> None:
+        self._linear, self._layer, self._shape = linear, layer, layer.shape
+        self._slice: tuple[int, tuple[tuple[int, int], ...]] | None = None
+        linear.hotspa_product, linear.forward = self, self.with_bias
+
+    def cut(self, dim: int, rows: Sequence[tuple[int, int]], held_whole: bool) -> None:
+        """Makes it the product with a shard.
+
+        Args:
+            dim: Of the weight, along which it is cut.
+            rows: What of it the shard is.
+            held_whole: Whether the rank holds all codes, and takes its slice of what it dequantizes.
+        """
+        local = list(self._layer.shape)
+        local[dim] = sum(stop - start for start, stop in rows)
+        self._shape = (local[0], local[1])
+        self._slice = (dim, tuple(rows)) if held_whole else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product without bias.
+
+        Args:
+            x: [..., in] of any floating-point dtype.
+        """
+        dtype = self._layer.compute_dtype or x.dtype
+        narrow = x.to(dtype if dtype in _NARROW else torch.float32)
+        out: Tensor = _Product.apply(narrow, self)
+        return out.to(x.dtype)
+
+    def with_bias(self, x: Tensor) -> Tensor:
+        """The forward of the layer."""
+        out, bias = self(x), self._linear.bias
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def of(self, x: Tensor) -> Tensor:
+        """[..., out], without a graph."""
+        if self._slice is not None or not min(self._shape):
+            return functional.linear(x, self.weight(x.dtype))
+        from bitsandbytes.autograd._functions import matmul_4bit
+
+        codes, state = self._packed(self._layer.dtype)
+        out: Tensor = matmul_4bit(x, codes, quant_state=state)
+        return out
+
+    def weight(self, dtype: torch.dtype | None = None) -> Tensor:
+        """[out, in], dequantized: to a dtype, or to the one that the weights had."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        dtype = dtype or self._layer.dtype
+        if not min(self._shape):
+            return torch.empty(self._shape, dtype=dtype, device=self._linear.weight.device)
+        codes, state = self._packed(dtype)
+        whole: Tensor = dequantize_4bit(codes, state)
+        if self._slice is None:
+            return whole
+        dim, rows = self._slice
+        return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in rows], dim)
+
+    def _packed(self, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        """The codes [n, 1] and the state that the library wants; copies where a shard of columns lies by its columns."""
+        from bitsandbytes.functional import QuantState
+
+        layer, linear = self._layer, self._linear
+        shape = torch.Size(self._shape if self._slice is None else layer.shape)
+        scales = linear.absmax.detach().contiguous().view(-1)
+        state = QuantState(scales, shape=shape, blocksize=layer.block, quant_type=layer.quant_type, dtype=dtype)
+        return linear.weight.detach().contiguous().view(-1, 1), state
+
+
+class _Product(torch.autograd.Function):
+    """As bitsandbytes' own, but that it keeps nothing: in the backward the layer has its codes, wherever they lie then."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, product: FourBitProduct) -> Tensor:
+        ctx.product = product
+        return product.of(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return torch.matmul(grad, ctx.product.weight().to(grad.dtype)), None

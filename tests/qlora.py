@@ -1,0 +1,49 @@
+"""Tiny QLoRA models: PEFT's wrapper around the tiny models of `tests.families`, whose linear layers bitsandbytes quantizes."""
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from transformers import BitsAndBytesConfig
+
+from tests.families import tiny_model
+from tests.lora import KNOWN
+from tests.tiny_families import tiny_model_of
+
+WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 16}
+"""Sizes of which tp 2 cuts whole blocks of 64."""
+
+
+def quantized(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, model: Any = None, **config: Any) -> Any:
+    """A tiny model that `from_pretrained` has quantized to nf4, without an adapter.
+
+    Args:
+        model: Changes of the model's config.
+        config: Changes of the `BitsAndBytesConfig`.
+    """
+    plain = tiny_model(family, dtype, seed, **(model or {})) if family in KNOWN else tiny_model_of(family, dtype, seed)
+    options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, **config}
+    state = plain.state_dict()
+    if plain.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return type(plain).from_pretrained(
+        None, config=plain.config, state_dict=state, dtype=dtype, quantization_config=BitsAndBytesConfig(**options)
+    )
+
+
+def tiny_qlora(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, model: Any = None, lora: Any = None, **config: Any
+) -> Any:
+    """A `PeftModel` with LoRA on every linear layer of such a model, the same on every rank; no factor is zero."""
+    base = prepare_model_for_kbit_training(
+        quantized(family, dtype, seed, model, **config), use_gradient_checkpointing=False
+    )
+    torch.manual_seed(seed)
+    options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})}
+    adapted = get_peft_model(base, LoraConfig(**options))
+    generator = torch.Generator().manual_seed(seed + 2)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return adapted.train()
