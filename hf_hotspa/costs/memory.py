@@ -13,6 +13,7 @@ Activations are linear in the tokens of a pack (attention keeps no score matrix)
 follow in closed form, and never fall when the limit rises. Plain data, no torch.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,9 @@ PLANNED_SHARE = 0.9
 """The share of a device's memory that plans fill, whoever makes them, where no limit is given."""
 
 _MIB = 1 << 20
+_STRAIGHT = 1e-9
+"""How far from a line a total may be by rounding, as a share: bytes of a token are a larger one."""
+_WIDE = 1 << 18
 
 
 def activation_bytes(
@@ -311,8 +315,17 @@ class MemoryModel:
         others = (held_tokens - pack_tokens) * kept
         return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
 
+    @cached_property
+    def _of_layers(self) -> dict[Strategy, float]:
+        return {}
+
     def _layer_bytes(self, strategy: Strategy) -> float:
         """Bytes of a token in one layer that keeps all, measured where possible (without cp), on the rank with the most columns."""
+        if strategy not in self._of_layers:
+            self._of_layers[strategy] = self._sum_of_layer(strategy)
+        return self._of_layers[strategy]
+
+    def _sum_of_layer(self, strategy: Strategy) -> float:
         options, shape, tp = self.options, self.sizes.shape, strategy.tp
         element_bytes, measured = dtype_bytes(options.compute_dtype), options.activation_bytes
         repeated = repeated_bytes(strategy, shape, options.context_parallel, element_bytes)
@@ -468,9 +481,14 @@ class Rising:
         halve = False
         while (width := at[index] - at[index - 1]) > 1:
             low, of_low = at[index - 1], of[index - 1]
-            share = 0.5 if halve else (limit - of_low) / (of[index] - of_low)
-            middle = min(max(low + int(share * width), low + 1), at[index] - 1)
-            index += self._look(index, middle) <= limit
+            slope = (of[index] - of_low) / width
+            half = width // 2 if width <= _WIDE else math.isqrt(width)  # the end of a flat line is not far
+            middle = low + (half if halve else int((limit - of_low) / slope))
+            middle = min(max(middle, low + 1), at[index] - 1)
+            line, found = of_low + (middle - low) * slope, self._look(index, middle)
+            index += found <= limit
+            if found <= limit < found + slope and abs(found - line) < _STRAIGHT * found:
+                return middle  # all three are on a line, so the next one is not within the limit
             if at[index - 1] == middle and at[index] - middle > 1 and not halve:
                 index += self._look(index, middle + 1) <= limit
             halve = not halve and at[index] - at[index - 1] > width // 2

@@ -114,7 +114,9 @@ def pack_sequences(
     alone = [[i] for i in order if lengths[i] > capacity]
     rest = order[len(alone) :]
     fitted: Packs | None = None
-    targets = {_num_packs(len(alone) + n, len(order), sum(lengths), dp, pp) for n in _fitted_between(rest, lengths, capacity)}
+    targets = {
+        _num_packs(len(alone) + n, len(order), sum(lengths), dp, pp) for n in _fitted_between(rest, lengths, capacity)
+    }
     if len(targets) > 1:
         fitted = _best_fit(rest, lengths, capacity)
         targets = {_num_packs(len(alone) + len(fitted), len(order), sum(lengths), dp, pp)}
