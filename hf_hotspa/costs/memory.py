@@ -13,9 +13,11 @@ Activations are linear in the tokens of a pack (attention keeps no score matrix)
 follow in closed form, and never fall when the limit rises. Plain data, no torch.
 """
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from hf_hotspa.costs.breakdown import MemoryBreakdown, round_up, size
 from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
@@ -37,6 +39,9 @@ PLANNED_SHARE = 0.9
 """The share of a device's memory that plans fill, whoever makes them, where no limit is given."""
 
 _MIB = 1 << 20
+_STRAIGHT = 1e-9
+"""How far from a line a total may be by rounding, as a share: bytes of a token are a larger one."""
+_WIDE = 1 << 18
 
 
 def activation_bytes(
@@ -309,8 +314,17 @@ class MemoryModel:
         others = (held_tokens - pack_tokens) * kept
         return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
 
+    @cached_property
+    def _of_layers(self) -> dict[Strategy, float]:
+        return {}
+
     def _layer_bytes(self, strategy: Strategy) -> float:
         """Bytes of a token in one layer that keeps all, measured where possible (without cp), on the rank with the most columns."""
+        if strategy not in self._of_layers:
+            self._of_layers[strategy] = self._sum_of_layer(strategy)
+        return self._of_layers[strategy]
+
+    def _sum_of_layer(self, strategy: Strategy) -> float:
         options, shape, tp = self.options, self.sizes.shape, strategy.tp
         element_bytes, measured = dtype_bytes(options.compute_dtype), options.activation_bytes
         repeated = repeated_bytes(strategy, shape, options.context_parallel, element_bytes)
@@ -339,16 +353,46 @@ class MemoryModel:
         Returns:
             Tokens; 0 when not even one fits, `UNLIMITED_TOKENS` without a limit.
         """
+        return self._most_tokens(strategy, limit_bytes, longest, num_packs, arena_bytes)
+
+    def longest_alone(self, strategy: Strategy, limit_bytes: float | None, arena_bytes: int = 0) -> int:
+        """The longest sequence that a pipeline holds beside the smallest packs; as `largest_pack`."""
+        return self._most_tokens(strategy, limit_bytes, None, None, arena_bytes)
+
+    def _most_tokens(
+        self, strategy: Strategy, limit_bytes: float | None, longest: int | None, num_packs: int | None, arena: int
+    ) -> int:
+        """Of a pack, or of the longest sequence beside packs of one token where that is None."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
-        largest = UNLIMITED_TOKENS
+        # arenas of other sizes add the same to every pack, so what was found for one is near what is found for another
+        shifts = self.options.pipedream is None
+        most = UNLIMITED_TOKENS
         for stage in self._fullest(strategy):
+            key = strategy, stage, longest, num_packs, 0 if shifts else arena
+            rising = self._rising.get(key)
+            if rising is None:
+                total = partial(self._total, strategy, stage, longest, num_packs, 0 if shifts else arena)
+                rising = self._rising[key] = Rising(total, UNLIMITED_TOKENS)
+            more = self._more_for_arena(self.sizes.stages(strategy)[stage], arena) if shifts else 0.0
+            most = min(most, rising.most_within(limit_bytes - more))
+        return most
 
-            def total(tokens: int, stage: int = stage) -> float:
-                return self._breakdown(Bucket(strategy, longest, tokens), stage, num_packs, arena_bytes).total
+    @cached_property
+    def _rising(self) -> dict[tuple[Strategy, int, int | None, int | None, int], "Rising"]:
+        return {}
 
-            largest = most_within(total, limit_bytes, largest)
-        return largest
+    def _total(
+        self, strategy: Strategy, stage: int, longest: int | None, num_packs: int | None, arena: int, tokens: int
+    ) -> float:
+        bucket = Bucket(strategy, tokens, 1) if longest is None else Bucket(strategy, longest, tokens)
+        return self._breakdown(bucket, stage, num_packs, arena).total
+
+    def _more_for_arena(self, stage: StageSizes, arena: int) -> float:
+        """Bytes that a stage holds more than in a pool of its own."""
+        most = self.options.switch_bytes
+        moved = min(most, self._most_moved(stage, arena)) - min(most, self._most_moved(stage, 0))
+        return max(0, arena - self._stage_arena(stage)) + moved
 
     def _fullest(self, strategy: Strategy) -> list[int]:
         """The stages of which one is the fullest, whatever the packs: behind an earlier one that is as large in every
@@ -410,29 +454,47 @@ def planned_limit(given: float | None, available: float | None, whose: str, flag
 
 
 def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
-    """The largest number up to `high` of which the total is within the limit; 0 where not even that of 0 is.
+    """The largest number up to `high` of which the total is within the limit; 0 where not even that of 0 is. See `Rising`."""
+    return Rising(total, high).most_within(limit)
+
+
+class Rising:
+    """A total that never falls, and where it passes limits. It keeps what it has looked at.
 
     Args:
-        total: Never falls. Made of few straight lines, as bytes over tokens are: the next number to look at is where
-            the line through the last two would meet the limit, or their middle where that led nowhere.
+        total: Made of few straight lines, as bytes over tokens are: the next number to look at is where the line through the
+            two around the limit would meet it, or their middle where that led nowhere.
+        high: The largest number that is asked about.
     """
-    low, of_low, of_high = 0, total(0), total(high)
-    if of_low > limit:
-        return 0
-    if of_high <= limit:
-        return high
-    # low is within the limit, high is not
-    halve = False
-    while high - low > 1:
-        width = high - low
-        share = 0.5 if halve else (limit - of_low) / (of_high - of_low)
-        middle = min(max(low + int(share * width), low + 1), high - 1)
-        of_middle = total(middle)
-        if of_middle <= limit:
-            low, of_low = middle, of_middle
-        else:
-            high, of_high = middle, of_middle
-        if low == middle and high - low > 1 and not halve and (over := total(low + 1)) > limit:
-            high, of_high = low + 1, over
-        halve = not halve and high - low > width // 2
-    return low
+
+    def __init__(self, total: Callable[[int], float], high: int) -> None:
+        self._total = total
+        self._at, self._of = [0, high], [total(0), total(high)]
+
+    def most_within(self, limit: float) -> int:
+        """The largest number of which the total is within the limit; 0 where not even that of 0 is."""
+        at, of = self._at, self._of
+        index = bisect_right(of, limit)  # what is before it is within the limit, it is not
+        if index in (0, len(at)):
+            return at[-1] if index else 0
+        halve = False
+        while (width := at[index] - at[index - 1]) > 1:
+            low, of_low = at[index - 1], of[index - 1]
+            slope = (of[index] - of_low) / width
+            half = width // 2 if width <= _WIDE else math.isqrt(width)  # the end of a flat line is not far
+            middle = low + (half if halve else int((limit - of_low) / slope))
+            middle = min(max(middle, low + 1), at[index] - 1)
+            line, found = of_low + (middle - low) * slope, self._look(index, middle)
+            index += found <= limit
+            if found <= limit < found + slope and abs(found - line) < _STRAIGHT * found:
+                return middle  # all three are on a line, so the next one is not within the limit
+            if at[index - 1] == middle and at[index] - middle > 1 and not halve:
+                index += self._look(index, middle + 1) <= limit
+            halve = not halve and at[index] - at[index - 1] > width // 2
+        return at[index - 1]
+
+    def _look(self, index: int, number: int) -> float:
+        total = self._total(number)
+        self._at.insert(index, number)
+        self._of.insert(index, total)
+        return total

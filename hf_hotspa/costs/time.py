@@ -243,13 +243,15 @@ class TimeModel:
         busy = [packs for packs in replicas if packs]
         if not busy:
             return 0.0
-        if strategy.z:
-            return self.fixed_s + self._sharded(strategy, busy, most_tokens)
+        return self.fixed_s + (self._sharded if strategy.z else self._whole)(strategy, busy, most_tokens)
+
+    def _whole(self, strategy: Strategy, busy: Sequence[Packs], most_tokens: int | None) -> float:
+        """Seconds of packs under a strategy whose units stay where they are."""
         if strategy.keeps_step and strategy.pp == 1:
-            return self.fixed_s + self._in_step(strategy, busy)
+            return self._in_step(strategy, busy)
         if strategy.tp * strategy.cp * strategy.pp * len(busy) > self.slots:
-            return self.fixed_s + self._shared(strategy, busy, most_tokens)
-        return self.fixed_s + max(self._alone(strategy, packs, most_tokens) for packs in busy)
+            return self._shared(strategy, busy, most_tokens)
+        return max(self._alone(strategy, packs, most_tokens) for packs in busy)
 
     def _in_step(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
         """Seconds where replicas exchange tokens in every layer: pack by pack, those of the longest."""
@@ -270,12 +272,12 @@ class TimeModel:
                 f"the time model ({self.source}) knows no links, and {strategy} moves its units over them",
                 fix=f"leave +z{strategy.z} out, or make a cost model with a cluster",
             )
-        together = replace(self, fixed_s=0.0)
         plain = replace(strategy, z=0)
         if strategy.pp > 1:
-            joint = joint_passes(strategy, replicas, most_tokens, self.pair_cost(strategy.tp))
-            chains = joint.passes.chains or (1,) * len(joint.replicas)
-            alone = together.phase_seconds(plain, replicas, most_tokens)
+            chains: Sequence[int] = (1,) * max(map(len, replicas))
+            if strategy.ck:
+                chains = joint_passes(strategy, replicas, most_tokens, self.pair_cost(strategy.tp)).passes.chains
+            alone = self._whole(plain, replicas, most_tokens)
             moving = sum(self.streams.pack_s(strategy, num, num) for num in chains)
             if math.isfinite(self.slots):
                 return alone + max(moving, self.streams.once_s(strategy))
@@ -283,7 +285,7 @@ class TimeModel:
         turns = []
         for index in range(max(map(len, replicas))):
             packs = [[packs[index]] for packs in replicas if index < len(packs)]
-            seconds = together.phase_seconds(plain, packs)
+            seconds = self._whole(plain, packs, None)
             cuts = [cut_into_chains(pack, strategy.ck) for (pack,) in packs] if strategy.ck else []
             backwards = max((sum(map(len, chunks)) for chunks in cuts), default=1)
             again = max((sum(max(len(c) - 1 - strategy.kg, 0) for c in chunks) for chunks in cuts), default=0)

@@ -96,14 +96,14 @@ def pack_sequences(
     Raises:
         OverlongError: a sequence is longer than both the capacity and `longest`.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # those of one length in their order
     if order and lengths[order[0]] > max(capacity, longest):
         raise OverlongError(
             f"a sequence of {lengths[order[0]]} tokens does not fit into a pack of {capacity}",
             where=f"sequence {order[0]} of the bucket",
             fix=f"raise the pack tokens of the bucket to at least {lengths[order[0]]}",
         )
-    costs = [sequence_cost(length, quadratic_cost) for length in lengths]
+    costs = [length + quadratic_cost * length * length for length in lengths]  # `sequence_cost`
     if speeds is not None:
         shares = divide_by_speed(order, costs, speeds)
         pack = partial(pack_sequences, capacity=capacity, pp=pp, quadratic_cost=quadratic_cost, longest=longest)
@@ -113,9 +113,17 @@ def pack_sequences(
         )
     alone = [[i] for i in order if lengths[i] > capacity]
     rest = order[len(alone) :]
-    fitted = _best_fit(rest, lengths, capacity)
-    target = _num_packs(len(alone) + len(fitted), len(order), sum(lengths), dp, pp) - len(alone)
-    packs = _cheapest_that_fits(rest, lengths, costs, capacity, target) or _halve_to(fitted, costs, target)
+    fitted: Packs | None = None
+    targets = {
+        _num_packs(len(alone) + n, len(order), sum(lengths), dp, pp) for n in _fitted_between(rest, lengths, capacity)
+    }
+    if len(targets) > 1:
+        fitted = _best_fit(rest, lengths, capacity)
+        targets = {_num_packs(len(alone) + len(fitted), len(order), sum(lengths), dp, pp)}
+    target = targets.pop() - len(alone)
+    packs = _cheapest_that_fits(rest, lengths, costs, capacity, target)
+    if not packs:
+        packs = _halve_to(fitted or _best_fit(rest, lengths, capacity), costs, target)
     replicas = _to_replicas(alone + packs, costs, dp)
     if pp == 1:
         return replicas
@@ -155,6 +163,22 @@ def _best_fit(order: abc.Sequence[int], lengths: abc.Sequence[int], capacity: in
         packs[pack].append(i)
         insort(free, (left - length, pack))
     return packs
+
+
+def _fitted_between(order: abc.Sequence[int], lengths: abc.Sequence[int], capacity: int) -> tuple[int, int]:
+    """How many packs `_best_fit` makes at least and at most. A sequence of l tokens opens a pack where all others have less
+    than l left, so they hold `capacity - l + 1` tokens each."""
+    if not order:
+        return 0, 0
+    placed = at_most = large = 0
+    for index, i in enumerate(order):
+        length = lengths[i]
+        if 2 * length > capacity:
+            large = at_most = index + 1
+        elif (number := placed // (capacity - length + 1) + 1) > at_most:
+            at_most = number
+        placed += length
+    return max(large, -(-placed // capacity)), at_most
 
 
 def _num_packs(num_fitted: int, num_sequences: int, num_tokens: int, dp: int, pp: int) -> int:
@@ -222,10 +246,10 @@ def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
 
 def _to_replicas(packs: Packs, costs: abc.Sequence[float], dp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Costliest pack first, to the replica with the least cost so far."""
-    pack_costs = [sum(costs[i] for i in pack) for pack in packs]
+    pack_costs = [sum([costs[i] for i in pack]) for pack in packs]
     replicas: list[list[tuple[int, ...]]] = [[] for _ in range(dp)]
     loads = [(0.0, replica) for replica in range(dp)]
-    for pack in sorted(range(len(packs)), key=lambda p: (-pack_costs[p], p)):
+    for pack in sorted(range(len(packs)), key=pack_costs.__getitem__, reverse=True):
         load, replica = loads[0]
         replicas[replica].append(tuple(packs[pack]))
         heapq.heapreplace(loads, (load + pack_costs[pack], replica))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hf_hotspa.costs.breakdown import round_up, size
-from hf_hotspa.costs.memory import MemoryModel, most_within
+from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.strategy import Strategy
 
@@ -55,10 +55,8 @@ class Capacities:
         if strategy.pp == 1 or self.limit_bytes is None:
             return alone
 
-        def total(length: int) -> float:  # GPipe keeps what the losses of all packs keep
-            return self.model.breakdown(strategy, 1, longest=length, arena_bytes=arena).total
-
-        return most_within(total, self.limit_bytes, alone)
+        # GPipe keeps what the losses of all packs keep
+        return min(alone, self.model.longest_alone(strategy, self.limit_bytes, arena))
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
         """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""

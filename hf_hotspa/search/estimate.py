@@ -76,40 +76,55 @@ class LengthTable:
         ]
         self.longest = np.where(self.count > 0, np.stack(top)[:, self._high], 0).astype(np.float64)
         self._longest_squares = self.longest**2
+        self._most = max(map(max, self._sorted))
+        self._floats = [(lengths.astype(np.float64) ** 2, lengths.astype(np.float64)) for lengths in self._sorted]
+        # all mini-batches in one ascending array, each above the one before
+        self._apart = np.arange(len(batches))[:, None] * (self._most + 1)
+        self._joined = np.concatenate(
+            [lengths + apart for lengths, apart in zip(self._sorted, self._apart[:, 0], strict=True)]
+        )
+        self._first = np.cumsum([0, *map(len, self._sorted[:-1])])[:, None]
         self._used = self.count > 0
         self._used_weight = self._weights @ self._used
-        self._known: dict[tuple[Strategy, int, int], Array] = {}
+        self._known: dict[tuple[Strategy, tuple[tuple[int, int], ...]], Array] = {}
 
     def _between(self, prefix: Sequence[Array]) -> Array:
         low = np.stack([sums[row] for sums, row in zip(prefix, self._low_at, strict=True)])
         return np.stack([sums[row] for sums, row in zip(prefix, self._high_at, strict=True)]) - low
 
     def phase_seconds(
-        self, time: TimeModel, strategy: Strategy, capacity: int, switch_s: float, longest: int = 0
+        self, time: TimeModel, strategy: Strategy, sizes: Sequence[tuple[int, int]], switch_s: float
     ) -> Array:
-        """Estimated (weighted) mean seconds of the phase of each range, switch included; [low edge, high edge].
+        """Estimated (weighted) mean seconds of the phase of each range with the best of some pack sizes, switch included; [low
+        edge, high edge].
 
         Tokens and squares are spread evenly over the replicas, packs are as full as tokens allow (a pack holds one
         sequence of more than half the capacity), their number follows the rule of `packing.packs`, and a pipeline
         takes its slowest stage once for each pack and the others once. Where ranks share cores, no phase is shorter than
         its work on all of them. Infinite where the range is empty by
-        construction or holds a length above both the capacity and `longest`.
+        construction or holds a length above both the capacity and the longest sequence.
+
+        Args:
+            sizes: `(capacity, longest sequence)` of each pack size.
         """
-        key = time.kind(strategy), capacity, longest
+        key = time.kind(strategy), tuple(sizes)
         if key not in self._known:
-            self._known[key] = self._compute_seconds(time, *key)
+            self._known[key] = self._compute_seconds(time, *key).min(axis=0)
         seconds = np.full((len(self.edges), len(self.edges)), np.inf)
         seconds[self._low, self._high] = self._known[key] + self._used_weight * switch_s
         return seconds
 
-    def _compute_seconds(self, time: TimeModel, strategy: Strategy, capacity: int, longest: int) -> Array:
-        """The same without the switch, for each pair of edges."""
+    def _compute_seconds(self, time: TimeModel, strategy: Strategy, sizes: Sequence[tuple[int, int]]) -> Array:
+        """The same without the switch, for each pack size and each pair of edges; [pack size, pair]."""
         dp, pp = strategy.dp, strategy.pp
         tokens, squares = self.tokens, self.squares
-        half = np.array([[np.searchsorted(lengths, capacity // 2, side="right")] for lengths in self._sorted])
-        large = self._high_at - np.maximum(self._low_at, half)
+        capacities = np.array([capacity for capacity, _ in sizes])
+        capacity = capacities[:, None, None]  # all below is [pack size, mini-batch, pair]
+        half = np.searchsorted(self._joined, np.minimum(capacity // 2, self._most) + self._apart, side="right")
+        large = self._high_at - np.maximum(self._low_at, half - self._first)
         packs = np.maximum(np.ceil(tokens / capacity), large)
-        packs = np.ceil(packs / dp) * dp
+        if dp > 1:
+            packs = np.ceil(packs / dp) * dp
         if pp > 1:
             affordable = tokens // MIN_PIPELINE_PACK_TOKENS // dp * dp
             packs = np.maximum(packs, np.minimum(dp * pp, affordable))
@@ -117,15 +132,16 @@ class LengthTable:
         each, spread = np.ceil(packs / dp), np.minimum(packs, dp)
         costs = Counter(time.rank_costs(strategy))
         loads = [(cost.a * squares + cost.b * tokens) / spread + cost.c * each for cost in costs]
-        slowest = seconds = np.maximum.reduce(loads)
-        total = sum(times * load for times, load in zip(costs.values(), loads, strict=True))
+        slowest = seconds = np.maximum.reduce(loads) if len(loads) > 1 else loads[0]
+        total = slowest
         if pp > 1:
+            total = sum([times * load for times, load in zip(costs.values(), loads, strict=True)])
             hop = time.hop(strategy)
             passing = 2 * (strategy.num_stages - 1) * (hop.latency_s + hop.token_s * tokens / packs / strategy.cp)
             sooner = np.minimum(each, strategy.v)  # filled and drained, with several stages on a rank
-            seconds = (
-                slowest + (total - slowest) / each / sooner + passing + self._alone_seconds(costs, capacity, pp) / dp
-            )
+            seconds = slowest + (total - slowest) / each / sooner + passing
+            for index in np.flatnonzero(capacities < self._most).tolist():
+                seconds[index] += self._alone_seconds(costs, int(capacities[index]), pp) / dp
         through = sum([cost * times for cost, times in costs.items()], Cost())
         seconds = np.maximum(seconds, through.a * self._longest_squares + through.b * self.longest + through.c)
         if strategy.z and time.streams is not None:
@@ -133,18 +149,20 @@ class LengthTable:
             seconds = seconds + moving if math.isfinite(time.slots) else np.maximum(seconds, moving)
         if strategy.world_size > time.slots:
             seconds = np.maximum(seconds, total * spread * strategy.tp * strategy.cp / time.slots)
-        mean: Array = self._weights @ np.where(self._used, seconds + time.fixed_s, 0.0)
-        mean[self.edges[self._high] > max(capacity, longest)] = np.inf
+        mean: Array = self._weights @ ((seconds + time.fixed_s) * self._used)
+        mean[self.edges[self._high] > np.array([[max(size)] for size in sizes])] = np.inf
         return mean
 
     def _alone_seconds(self, costs: Iterable[Cost], capacity: int, pp: int) -> Array:
         """What stages wait because sequences longer than the packs leave little room for others in the pipeline: with
         room for 1 / n of as many packs as there are stages, each of them takes n times as long."""
         waits = []
-        for lengths in self._sorted:
-            squares, tokens = lengths.astype(np.float64) ** 2, lengths.astype(np.float64)
+        for squares, tokens in self._floats:
+            first = int(np.searchsorted(tokens, capacity, side="right"))  # the others wait for nothing
+            squares, tokens, wait = squares[first:], tokens[first:], np.zeros(len(tokens) + 1)
             slowest = np.maximum.reduce([cost.a * squares + cost.b * tokens + cost.c for cost in costs])
-            waits.append(np.concatenate(([0.0], np.cumsum(slowest * (np.clip(tokens / capacity, 1, pp) - 1)))))
+            wait[first + 1 :] = np.cumsum(slowest * (np.clip(tokens / capacity, 1, pp) - 1))
+            waits.append(wait)
         return self._between(waits)
 
 
@@ -172,7 +190,7 @@ class Evaluator:
     """Packs and simulates phases of some mini-batches, and remembers the result.
 
     Args:
-        switch: Load and return seconds of each strategy.
+        switch: Load and return seconds of each strategy; more may be added.
         quadratic_cost: See `ModelShape.quadratic_cost`; what packs are balanced with.
         weights: What each mini-batch counts; equal, with sum 1, when None.
     """
@@ -189,7 +207,7 @@ class Evaluator:
         self._batches = [(sorted(b), w) for b, w in zip(batches, weights or equal, strict=True)]
         self._tokens = [[0, *accumulate(batch)] for batch, _ in self._batches]
         self._squares = [[0, *accumulate(length * length for length in batch)] for batch, _ in self._batches]
-        self._time, self._switch, self._quadratic_cost = time, switch, quadratic_cost
+        self._time, self.switch, self._quadratic_cost = time, dict(switch), quadratic_cost
         self._known: dict[tuple[Strategy, int, int, int], tuple[float, float, float]] = {}
 
     @property
@@ -203,7 +221,7 @@ class Evaluator:
         if key not in self._known:
             self._known[key] = self._phase(*key)
         compute, used, num_packs = self._known[key]
-        return PhaseCost(compute, self._switch[strategy] * used, num_packs)
+        return PhaseCost(compute, self.switch[strategy] * used, num_packs)
 
     def _phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> tuple[float, float, float]:
         """Seconds of computation, the weight of the mini-batches that need the phase, and packs."""
@@ -219,12 +237,21 @@ class Evaluator:
             compute += weight * self._time.phase_seconds(strategy, replicas, most_tokens)
         return compute, used, num_packs
 
-    def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> float:
-        """Seconds below which `phase` cannot be: the work of the busiest stage spread evenly over the replicas, or all
-        work spread over the cores that ranks share."""
+    def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int, shares: bool = False) -> float:
+        """Seconds below which `phase` cannot be, nor the same with several stages on a rank: the work of the busiest stage
+        spread evenly over the replicas, or the longest sequence through all stages, or all work spread over the cores that ranks
+        share; and what moves beside it in the place of a switch (`+z2`, `+z3`).
+
+        Args:
+            shares: Whether replicas may share packs (cp), which divides what one sequence takes: without that sequence.
+        """
         total = 0.0
-        costs = Counter(self._time.rank_costs(strategy))
-        slots = self._time.slots
+        costs, streams = Counter(self._time.rank_costs(strategy)), self._time.streams
+        slots, z = self._time.slots, strategy.z
+        fixed = self._time.fixed_s + self.switch[strategy]
+        once = streams.once_s(strategy) if z and streams is not None else 0.0
+        moving = streams.pack_s(strategy) if z and streams is not None and strategy.pp == 1 and not strategy.ck else 0.0
+        through = sum([cost * times for cost, times in costs.items()], Cost())
         for (batch, weight), sums, square_sums in zip(self._batches, self._tokens, self._squares, strict=True):
             first, end = bisect_right(batch, low), bisect_right(batch, high)
             if first < end:
@@ -237,7 +264,9 @@ class Evaluator:
                     busiest,
                     sum(loads[cost] * times for cost, times in costs.items()) * strategy.tp * strategy.cp / slots,
                 )
-                total += weight * (busiest + self._time.fixed_s + self._switch[strategy])
+                if not strategy.ck and not shares:  # chunks of a sequence are on several stages at a time
+                    busiest = max(busiest, through.seconds(batch[end - 1] ** 2, batch[end - 1]))
+                total += weight * (max(busiest + once, -(-packs // strategy.dp) * moving) + fixed)
         return total
 
 

@@ -1,8 +1,10 @@
 """Strategies that a search is offered beside plain ones, which of them can pay, and the choice among those that can.
 
 Dividing packs over the ranks of cp, or experts over those of ep, does what replicas (dp) do, at the price of exchanges in each
-layer. So cp pays in two cases only: a replica does not hold the longest sequence, or that sequence alone takes longer than the
-share of a mini-batch that every replica has, so that the others would wait for the one that trains it. ep, which needs less
+layer. So cp pays in two cases: a replica does not hold the longest sequence, or that sequence alone takes longer than the
+share of a mini-batch that every replica has, so that the others would wait for the one that trains it. In a pipeline it pays also
+where a mini-batch has too few packs to fill the pipelines of all replicas: the layouts that could be fastest so are searched by
+themselves (`sharing_layouts`). ep, which needs less
 memory, pays where a strategy that holds all experts of its layers, or its columns of each, does not hold the longest
 sequence, and then as little of it as holds that sequence. Plain data.
 """
@@ -17,10 +19,13 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.pipeline_order import runs_rounds
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice
+from hf_hotspa.search.estimate import Evaluator
 from hf_hotspa.search.long_sequences import with_chunks
-from hf_hotspa.search.search import search
+from hf_hotspa.search.search import mini_batches, search
 from hf_hotspa.strategy import Strategy, expert_strategies
 
+_FAMILIES = 3
+"""Layouts whose replicas share packs that are searched by themselves: those that could be the fastest."""
 _DEGREES = 2
 """How many degrees of ep are looked at beside one strategy: the smallest that holds the sequence, and one more."""
 
@@ -59,6 +64,7 @@ def choose(
     may_chunk: bool = True,
     has_host_memory: bool = True,
     may_go_round: bool = True,
+    evaluator: Evaluator | None = None,
     **options: Any,
 ) -> Choice:
     """The answer of a search among those strategies that can pay, in chunks of tokens where nothing else holds the longest
@@ -68,9 +74,12 @@ def choose(
         may_chunk: Whether a sequence that would not fit may be trained in chunks (`+ck`).
         has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`), where the schedule runs them.
+        evaluator: See `search`.
         options: And the other arguments: as for `search`.
     """
     shape, schedule, tokens = cost.sizes.shape, cost.memory.options.schedule, capacities.tokens
+    evaluator = evaluator or make_evaluator(lengths, cost, mini_batch_size, longest)
+    families = sharing_layouts(strategies, cost, longest, tokens, evaluator)
     strategies = that_pay(strategies, lengths, mini_batch_size, longest, tokens, shape.quadratic_cost)
     strategies = experts_that_pay(strategies, longest, tokens)
     if may_chunk:
@@ -85,8 +94,40 @@ def choose(
         longest=longest,
         quadratic_cost=shape.quadratic_cost,
         may_go_round=may_go_round and runs_rounds(schedule),
+        families=families,
+        evaluator=evaluator,
         **options,
     )
+
+
+def make_evaluator(lengths: Sequence[int], cost: CostModel, mini_batch_size: int, longest: int) -> Evaluator:
+    """What the search and all that is compared with it pack and simulate by, so that nothing is simulated twice."""
+    batches, weights = mini_batches(lengths, mini_batch_size, longest)
+    return Evaluator(batches, cost.time, {}, cost.sizes.shape.quadratic_cost, weights)
+
+
+def sharing_layouts(
+    strategies: Iterable[Strategy],
+    cost: CostModel,
+    longest: int,
+    tokens: Callable[[Strategy], int],
+    evaluator: Evaluator,
+) -> list[list[Strategy]]:
+    """The strategies of each layout whose replicas share the packs of long rows, and which could be the fastest of these: the
+    way of Megatron and verl, who know neither fully sharded strategies nor chunks nor experts that replicas divide.
+
+    Args:
+        tokens: The longest sequence that a strategy holds.
+    """
+    layouts: dict[Strategy, list[Strategy]] = {}
+    for strategy in strategies:
+        if not strategy.z and not strategy.ck and strategy.ep == 1 and cost.time.knows(strategy):
+            whole = replace(strategy, dp=strategy.dp * strategy.cp, cp=1)
+            layouts.setdefault(whole, []).append(strategy)
+    able = [own for own in layouts.values() if len(own) > 1 and any(tokens(s) >= longest for s in own)]
+    evaluator.switch.update(cost.switch_seconds(s for own in able for s in own))
+    least = [min(evaluator.bound(s, 0, longest, longest, shares=True) for s in own) for own in able]
+    return [able[index] for index in sorted(range(len(able)), key=least.__getitem__)[:_FAMILIES]]
 
 
 def that_pay(

@@ -296,6 +296,7 @@ def make_plan(
         longest=top,
         max_phases=max_phases,
         near=NEAR,
+        evaluator=pricing.evaluator,
     )
     memory = cost.rank_bytes(choice.buckets)
     others = DataParallel(cost.memory, time, setup.hardware)

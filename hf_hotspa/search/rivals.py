@@ -5,8 +5,9 @@ one layout, whose replicas share packs where rows are long) and `priced` (strate
 `hotspa_strategies`). Times and memory are those of the plan beside them. Plain data, no torch.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from hf_hotspa.costs.breakdown import size
 from hf_hotspa.costs.model import CostModel
@@ -15,11 +16,10 @@ from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.estimate import Evaluator
+from hf_hotspa.search.offers import make_evaluator, sharing_layouts
 from hf_hotspa.search.search import mini_batches, search
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, parse_buckets
 
-_FAMILIES = 3
-"""Layouts whose replicas share packs that are looked at: those that are fastest when they do not change."""
 MEGATRON, IN_NODE, DYNAMIC = "Megatron-like dp x tp x pp", "tp in a node + dp", "dynamic context parallel"
 
 
@@ -59,6 +59,11 @@ class Pricing:
     mini_batch_size: int
     longest: int
 
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Of these lengths."""
+        return make_evaluator(self.lengths, self.cost, self.mini_batch_size, self.longest)
+
     def best(self, name: str, strategies: Sequence[Strategy], max_phases: int = 1) -> Rival:
         """The fastest that can be made of some strategies."""
         time, switch = self.cost.time, self.cost.switch_seconds(strategies)
@@ -66,6 +71,7 @@ class Pricing:
             choice = search(
                 self.lengths, strategies, time, self.capacities, switch, mini_batch_size=self.mini_batch_size,
                 longest=self.longest, quadratic_cost=self.cost.sizes.shape.quadratic_cost, max_phases=max_phases,
+                evaluator=self.evaluator,
             )  # fmt: skip
         except DeviceMemoryError as error:
             return Rival(name, (), None, error.what)
@@ -135,19 +141,8 @@ def people_run(pricing: Pricing, strategies: Sequence[Strategy], devices_per_nod
 
 def _dynamic(pricing: Pricing, plain: Sequence[Strategy]) -> Rival:
     """One layout, whose replicas share the packs of long rows: the way of Megatron and verl."""
-    families: dict[Strategy, list[Strategy]] = {}
-    for strategy in plain:
-        whole = replace(strategy, dp=strategy.dp * strategy.cp, cp=1)
-        families.setdefault(whole, []).append(strategy)
-    able = {whole: own for whole, own in families.items() if len(own) > 1}
-    holds: Callable[[Strategy], bool] = lambda whole: any(  # noqa: E731
-        pricing.capacities.tokens(s) >= pricing.longest for s in able[whole]
-    )
-    batches, weights = mini_batches(pricing.lengths, pricing.mini_batch_size, pricing.longest)
-    switch, quadratic = pricing.cost.switch_seconds(able), pricing.cost.sizes.shape.quadratic_cost
-    evaluator = Evaluator(batches, pricing.cost.time, switch, quadratic, weights)
-    order = sorted(filter(holds, able), key=lambda whole: evaluator.bound(whole, 0, pricing.longest, pricing.longest))
-    priced = [pricing.best(DYNAMIC, able[whole], max_phases=3) for whole in order[:_FAMILIES]]
+    layouts = sharing_layouts(plain, pricing.cost, pricing.longest, pricing.capacities.tokens, pricing.evaluator)
+    priced = [pricing.best(DYNAMIC, own, max_phases=3) for own in layouts]
     known = [rival for rival in priced if rival.seconds is not None]
     none = Rival(DYNAMIC, (), None, f"no layout holds a sequence of {pricing.longest} tokens")
     return min(known, key=lambda rival: rival.seconds or 0.0, default=none)

@@ -77,6 +77,8 @@ def search(
     plain_margin: float = 0.0,
     may_go_round: bool = False,
     near: float = 0.0,
+    families: Sequence[Sequence[Strategy]] = (),
+    evaluator: Evaluator | None = None,
 ) -> Choice:
     """Chooses strategies, edges and pack sizes.
 
@@ -95,6 +97,9 @@ def search(
             share: ranks that wait for one another are harder to predict.
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
         near: Up to how much slower other plans are told, as a share; `MOST_SINGLES` with one strategy, and `MOST_POOLS` with several.
+        families: Strategies of one layout each, see `offers.sharing_layouts`, that are searched by themselves, too: the answer is not
+            slower than theirs, but for the margin.
+        evaluator: Of the same lengths, mini-batches and models, which knows what others have simulated.
 
     Raises:
         HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
@@ -115,7 +120,11 @@ def search(
     longest = max(longest or 0, *sample)
     if all(capacities.tokens(s) < longest for s in pool):
         raise capacities.too_long(longest, pool)
-    searcher = _Search(sample, pool, time, capacities, switch, mini_batch_size, longest, quadratic_cost, max_phases)
+    batches, weights = mini_batches(sample, mini_batch_size, longest)
+    evaluator = evaluator or Evaluator(batches, time, {}, quadratic_cost, weights)
+    evaluator.switch.update(switch)
+    searcher = _Search(pool, (batches, weights), time, capacities, evaluator, longest, max_phases)
+    searcher.families = [own for family in families if (own := sorted({s for s in family if time.knows(s)}))]
     return searcher.run(margin, pack_margin, plain_margin, may_go_round, near)
 
 
@@ -150,32 +159,29 @@ def _total(phases: _Estimated) -> float:
 
 
 class _Search:
-    """One search; see `search` for the arguments. `exact` says whether all ranges were simulated."""
+    """One search; see `search` for the arguments, and `mini_batches` for what is drawn. `exact` says whether all ranges were simulated."""
 
     def __init__(
         self,
-        sample: list[int],
         pool: list[Strategy],
+        drawn: tuple[list[list[int]], list[float]],
         time: TimeModel,
         capacities: Capacities,
-        switch: Mapping[Strategy, float],
-        mini_batch_size: int | None,
+        evaluator: Evaluator,
         longest: int,
-        quadratic_cost: float,
         max_phases: int,
     ) -> None:
-        self.batches, weights = mini_batches(sample, mini_batch_size, longest)
-        self.time, self.capacities, self.switch = time, capacities, dict(switch)
+        (self.batches, self.weights), self.evaluator = drawn, evaluator
+        self.time, self.capacities, self.switch = time, capacities, evaluator.switch
         self.longest, self.max_phases = longest, max_phases
+        self.families: list[list[Strategy]] = []
         self.most_tokens = max(longest, *map(sum, self.batches))
         pool = [strategy for strategy in pool if not self._needs_no_shards(strategy, pool)]
         # what `+sp` changes is the memory: it is looked at in place of the same without, and left out where packs fit
         twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
         self.plain = {sp: s for sp, s in twins.items() if s in pool and self._has_more_capacity(sp, s)}
         self.pool = [s for s in pool if s not in set(self.plain.values())]
-        self.num_drawn = round(1 / weights[0])
-        self.weights = weights
-        self.evaluator = Evaluator(self.batches, time, self.switch, quadratic_cost, weights)
+        self.num_drawn = round(1 / self.weights[0])
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
 
@@ -193,12 +199,12 @@ class _Search:
 
     def run(self, margin: float, pack_margin: float, plain_margin: float, may_go_round: bool, near: float) -> Choice:
         static = self._best_static(plain_margin, near)
-        best, best_seconds = static, self._seconds(static)
-        static_seconds = best_seconds
         pools = self._candidates() if self.max_phases > 1 and len(self.pool) > 1 else []
-        for phases in pools:
-            if (seconds := self._seconds(phases)) < best_seconds:
-                best, best_seconds = phases, seconds
+        for phases in self._of_families(margin, min(map(self._seconds, (static, *pools)))):
+            (self._singles if len(phases) == 1 else pools).append(phases)
+            static = min(static, phases, key=self._seconds) if len(phases) == 1 else static
+        best = min((static, *pools), key=self._seconds)
+        best_seconds, static_seconds = self._seconds(best), self._seconds(static)
         if may_go_round:
             known = margin, len(self.time.cut.layers), self.capacities, self.switch, self._seconds
             # another single pipeline may be the fastest so: not all strategies can have two stages on a rank
@@ -214,6 +220,23 @@ class _Search:
             self._plainest([self._slim(each, pack_margin) for each in phases]) for phases in (best, static, *others)
         )
         return self._choice(best, static, others)
+
+    def _of_families(self, margin: float, most: float) -> list[Phases]:
+        """The best of each family that may take less than so many seconds."""
+        found: list[Phases] = []
+        for own in self.families:
+            holds = any(self.capacities.tokens(s) >= self.longest for s in own)
+            if (
+                holds
+                and min(self.evaluator.bound(s, 0, self.longest, self.most_tokens, shares=True) for s in own) < most
+            ):
+                drawn = self.batches, self.weights
+                searched = _Search(
+                    own, drawn, self.time, self.capacities, self.evaluator, self.longest, self.max_phases
+                )
+                choice = searched.run(margin, 0.0, 0.0, False, 0.0)
+                found.append(tuple((b.strategy, b.low, b.longest, b.pack_tokens) for b in choice.buckets))
+        return found
 
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
         """Other plans that are hardly slower than the best one; of those with the same degrees, whatever their options, which are for
@@ -384,10 +407,7 @@ class _Search:
         sizes = {(tokens, 0) for tokens in pack_choices(pack_tokens, 1)} if pack_tokens else set()
         if longest > pack_tokens:
             sizes |= {(tokens, longest) for tokens in self._packs(strategy, arena, longest)}
-        switch_s = self.switch[strategy]
-        return np.min(
-            [table.phase_seconds(self.time, strategy, p, switch_s, most) for p, most in sorted(sizes)], axis=0
-        )
+        return table.phase_seconds(self.time, strategy, sorted(sizes), self.switch[strategy])
 
     def _simulated(self, edges: Sequence[int], strategy: Strategy, arena: int) -> np.typing.NDArray[np.float64]:
         """The same, packed and simulated."""

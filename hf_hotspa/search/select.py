@@ -148,7 +148,7 @@ class Selector:
         table = LengthTable([batch], edges)
         costs = np.stack(
             [
-                table.phase_seconds(self.time, b.strategy, b.pack_tokens, self.switch[b.strategy], b.capacity)
+                table.phase_seconds(self.time, b.strategy, [(b.pack_tokens, b.capacity)], self.switch[b.strategy])
                 for b in self.pool
             ]
         )

@@ -273,7 +273,7 @@ def test_estimates_know_of_shared_cores() -> None:
         replicas = [[[sorted(batch)[i] for i in pack] for pack in replica] for replica in packs]
         assert exact == model.phase_seconds(strategy, replicas)
         assert evaluator.bound(strategy, 0, 1024, 1024) <= exact * (1 + 1e-9)
-        assert table.phase_seconds(model, strategy, 1024, 0.0)[0, 1] == pytest.approx(exact, rel=0.15)
+        assert table.phase_seconds(model, strategy, [(1024, 0)], 0.0)[0, 1] == pytest.approx(exact, rel=0.15)
 
 
 # ------------------------------------------------------------------------------------------------------------ the file

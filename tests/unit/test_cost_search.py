@@ -175,12 +175,12 @@ def test_estimates_are_near_what_is_simulated() -> None:
     table, errors = LengthTable(batches, edges), []
     for strategy in (Strategy(8, 1, 1), Strategy(2, 4, 1), Strategy(1, 2, 4), Strategy(2, 2, 2)):
         evaluator = Evaluator(batches, time, {strategy: 0.1}, LLAMA_7B.quadratic_cost)
-        estimates = table.phase_seconds(time, strategy, 16384, 0.1)
+        estimates = table.phase_seconds(time, strategy, [(16384, 0)], 0.1)
         for i, j in itertools.combinations(range(len(edges)), 2):
             exact = evaluator.phase(strategy, edges[i], edges[j], 16384).seconds
             assert evaluator.bound(strategy, edges[i], edges[j], 16384) <= exact * (1 + 1e-9)
             errors.append(estimates[i, j] / exact - 1)
-    assert np.isinf(table.phase_seconds(time, strategy, 4096, 0.1)[0, -1])
+    assert np.isinf(table.phase_seconds(time, strategy, [(4096, 0)], 0.1)[0, -1])
     assert np.mean(np.abs(errors)) < 0.1
     assert max(map(abs, errors)) < 0.5
 

@@ -1,6 +1,7 @@
 """What `plan` compares with: what people run, and what a user writes; and its answer in one line."""
 
 import json
+import random
 
 import pytest
 
@@ -31,6 +32,40 @@ def test_people_run_nothing_faster_than_the_best_of_all(setup: Setup) -> None:
     assert megatron <= in_node
     # one layout: only how many replicas share a pack changes
     assert len({(b.strategy.tp, b.strategy.pp, b.strategy.dp * b.strategy.cp) for b in rivals[DYNAMIC].buckets}) == 1
+
+
+_CELLS = [
+    ("llama2-7b", "1x8", "a800-80g", 32768),
+    ("llama2-7b", "1x4", "h100-80g", 16384),
+    ("llama2-13b", "2x4", "a800-80g", 8192),
+]
+_LARGE = [
+    ("llama2-13b", "4x4", "h100-80g", 32768),
+    ("llama2-32b", "4x8", "a800-80g", 32768),
+    ("llama2-7b", "2x8", "h100-80g", 16384),
+]
+
+
+@pytest.mark.parametrize("cell", [*range(3), *(pytest.param(cell, marks=pytest.mark.slow) for cell in range(3, 18))])
+def test_nothing_inside_of_the_search_is_faster_than_what_it_chose(cell: int) -> None:
+    draw = random.Random(cell)
+    model, nodes, hardware, longest = (_CELLS if cell < 3 else [*_CELLS, *_LARGE])[cell % (3 if cell < 3 else 6)]
+    setup = Setup.read(model, nodes, hardware, lora=draw.choice((None, "16")))
+    plan = make_plan(
+        setup, draw.choice(("commoncrawl", "github", "chat", "uniform")), longest, draw.choice((16, 64))
+    ).plan
+    assert len(plan.rivals) == 3
+    for rival in plan.rivals:  # a pool must beat a single strategy by one percent to be chosen
+        assert rival.seconds is None or plan.choice.seconds <= rival.seconds * 1.0101, (rival, str(plan.choice))
+
+
+def test_the_search_finds_context_parallelism_inside_of_pipelines() -> None:
+    """Few packs fill the pipelines of few replicas only, so these share each pack."""
+    plan = make_plan(Setup.read("llama2-32b", "4x8", "h100-80g"), "commoncrawl", 32768, 128).plan
+    dynamic = next(rival for rival in plan.rivals if rival.name == DYNAMIC)
+    assert dynamic.seconds is not None
+    assert plan.choice.seconds <= dynamic.seconds * 1.0101
+    assert all(bucket.strategy.cp > 1 and bucket.strategy.pp > 1 for bucket in dynamic.buckets)
 
 
 def test_what_the_plan_says_is_what_its_own_words_cost(setup: Setup) -> None:
