@@ -16,7 +16,7 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 
 def common(draw: Draw) -> dict[str, Any]:
     """Fields that both have."""
-    fields = {
+    fields: dict[str, Any] = {
         **RL,
         "gradient_accumulation_steps": draw.choice([1, 1, 2]),
         "steps_per_generation": draw.choice([None, 1, 2, 4]),
