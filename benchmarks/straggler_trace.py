@@ -1,6 +1,6 @@
 """What a division of micro-batches by cost and speed would have saved real jobs: a replay of measured operation times.
 
-    python benchmarks/straggler_trace.py straggler_trace_ST.parquet straggler_trace_SE.parquet
+    python benchmarks/straggler_trace.py tests/data/straggler_trace_ST.parquet tests/data/straggler_trace_SE.parquet
 
 The traces are those of ByteDance-Seed/StragglerAnalysis (Apache-2.0): seconds of every forward and backward of every stage of
 jobs with mixed lengths, as parquet with the columns `step`, `dp_rank`, `stage`, `mb_id`, `optype`, `duration`. Each step is simulated
@@ -13,6 +13,9 @@ as a 1F1B pipeline a replica (`costs.pipelines`), the step being as long as its 
 
 A micro-batch counts as its measured seconds. Where those are long because a device was slow and not because the micro-batch is,
 division by cost alone moves the wrong thing; by cost and speed, seconds are multiplied by the speed first. No GPU, no network.
+
+Where a trace has the column `start_ts`, "as it ran" is compared with what was measured: from the first start of a forward or backward of a
+step to the last end. That is a test of the simulated schedule, not of operation times, which are the measured ones.
 """
 
 import argparse
@@ -58,6 +61,18 @@ def read_trace(path: Path) -> list[list[list[MicroBatch]]]:
             ]
         )
     return steps
+
+
+def measured_seconds(path: Path) -> list[float]:
+    """From the first start of a step to its last end; nothing where the trace has no starts."""
+    if "start_ts" not in pq.read_schema(path).names:
+        return []
+    spans: dict[int, tuple[float, float]] = {}
+    for row in pq.read_table(path, columns=["step", "optype", "start_ts", "duration"]).to_pylist():
+        if row["optype"] in ("forward-compute", "backward-compute"):
+            first, last = spans.get(row["step"], (float("inf"), 0.0))
+            spans[row["step"]] = min(first, row["start_ts"]), max(last, row["start_ts"] + row["duration"])
+    return [last - first for _, (first, last) in sorted(spans.items())]
 
 
 def replica_seconds(packs: Sequence[MicroBatch]) -> float:
@@ -117,6 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             "seconds": seconds,
         }
         print(f"{path.stem}: {len(steps)} steps, {len(steps[0])} replicas of {len(steps[0][0][0][0])} stages")
+        if measured := measured_seconds(path):
+            simulated = [max(map(replica_seconds, replicas)) for replicas in steps]
+            errors = [ours / real - 1 for ours, real in zip(simulated, measured, strict=True)]
+            result[path.stem] |= {"measured": fmean(measured), "error": fmean(errors), "worst": max(errors, key=abs)}
+            print(
+                f"  measured            {fmean(measured):>9.3f} s a step   simulated {fmean(errors):+.2%}, at worst {max(errors, key=abs):+.2%}"
+            )
         for side, value in seconds.items():
             print(f"  {side:<20}{value:>9.3f} s a step   {seconds['as it ran'] / value:.2f}x")
     write_json(options.json, result)

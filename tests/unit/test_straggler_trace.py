@@ -36,3 +36,14 @@ def test_a_real_job_is_faster_when_divided_by_cost(tmp_path, capsys):
     assert found["bound"] < found["by cost"] < found["as it ran"]
     assert found["as it ran"] / found["by cost"] == pytest.approx(1.14, abs=0.15)
     assert "as it ran" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("name", "steps"), [("ST", 32), ("SE", 43)])
+def test_the_simulated_schedule_is_that_of_real_jobs_within_a_hundredth(name, steps):
+    path = TRACE.with_name(f"straggler_trace_{name}.parquet")
+    measured = trace.measured_seconds(path)
+    simulated = [max(map(trace.replica_seconds, replicas)) for replicas in trace.read_trace(path)]
+    assert len(measured) == len(simulated) == steps
+    errors = [ours / real - 1 for ours, real in zip(simulated, measured, strict=True)]
+    assert max(map(abs, errors)) <= 0.01, errors
+    assert trace.measured_seconds(TRACE) == []

@@ -1,0 +1,46 @@
+"""docs/paper.md: every table is what its command prints; and the paper's example of packing."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from hf_hotspa.packing.bucketing import pack_sequences
+
+paper: Any = import_module("paper")
+
+
+@pytest.mark.parametrize("name", sorted(paper.COMMANDS))
+def test_the_quick_form_of_a_command_prints_lines_of_the_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown, _ = paper.section(paper.PAGE.read_text(), name)
+    assert paper.main([name, "--quick"]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert len(printed) > 3
+    # in their order: what is left out is left out
+    rest = iter(shown.splitlines())
+    for line in printed:
+        assert line in rest, f"{line}\nrun: python benchmarks/paper.py {name} --write"
+
+
+def test_every_table_of_the_page_is_of_a_command() -> None:
+    page = paper.PAGE.read_text()
+    for name in paper.COMMANDS:
+        before, _, after = paper.section(page, name)
+        page = before + after
+        assert f"    python benchmarks/paper.py {name}\n" in page
+    assert "\n| --- |" not in page
+
+
+def test_the_packs_of_figure_2() -> None:
+    lengths = [5, 280, 36, 135, 145, 50, 15, 40, 45, 32, 2, 260, 66, 20, 80, 50]  # tenths of K
+    (packs,) = pack_sequences(lengths, capacity=320, dp=1, pp=1, quadratic_cost=0)
+    found = sorted(sorted((lengths[i] for i in pack), reverse=True) for pack in packs)
+    assert found == [[80, 66, 50, 45, 32, 20, 15], [145, 135, 36, 2], [260, 50, 5], [280, 40]]
+    assert sorted(map(sum, found)) == [308, 315, 318, 320]
+
+
+def test_the_gain_of_table_3_is_in_the_published_order_and_packing_takes_most_of_it() -> None:
+    for corpus in paper.CORPORA:
+        apart, shared = (paper.totals(corpus, f"{how}, data sheet") for how in ("un-packed", "packed"))
+        assert apart["C1"] < apart["C2"] < apart["C3"] < apart["Static"]
+        assert shared["Static"] / shared["C1"] - 1 < (apart["Static"] / apart["C1"] - 1) * 0.6
