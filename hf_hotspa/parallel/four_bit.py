@@ -105,14 +105,14 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
         ModelError: a layer was not quantized, or its weights were packed anew by a forward in evaluation.
     """
     narrow = compute_dtype in (torch.bfloat16, torch.float16)
-    found = {}
+    packed = {}
     for name, module in model.named_modules():
         if not is_four_bit(module):
             continue
         module.support_avx512bf16_for_cpu = False
         state = _state(module, name)
         weight = module.weight
-        found[name] = FourBit(
+        packed[name] = FourBit(
             shape=(int(state.shape[0]), int(state.shape[1])),
             block=state.blocksize,
             quant_type=state.quant_type,
@@ -126,7 +126,7 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
                 "quant_storage": weight.quant_storage,
             },
         )
-    return found
+    return packed
 
 
 def _state(module: Any, name: str) -> Any:

@@ -29,6 +29,7 @@ LAYERS: dict[str, int] = {
     "trainer": 7,
     "hf_hotspa/commands": 8,
     "hf_hotspa/trl.py": 8,
+    "hf_hotspa/trl_generation.py": 8,
     "hf_hotspa/cli.py": 8,
 }
 # The package root finds and re-exports.
