@@ -298,7 +298,7 @@ MUTATIONS = [
         "hf_hotspa/parallel/attention.py",
         "position[key_length - length :, None]",
         "position[:length, None]",
-        UNIT + "test_prefix_attention.py",
+        UNIT + "test_fused_attention.py",
     ),
     Mutation(
         "keys and values of a chunk have no gradients of later chunks",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hotspa.parallel import attention as explicit
-from hf_hotspa.parallel import prefix_attention
+from hf_hotspa.parallel import fused_attention
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention
 
 
@@ -88,7 +88,7 @@ def test_a_slice_with_its_prefix_is_that_part_of_the_whole(kind, heads, monkeypa
 
 def test_gradients_of_a_prefix_are_taken_a_block_at_a_time(monkeypatch):
     """Where somebody takes them autograd brings none, and no tensor is as long as the prefix."""
-    monkeypatch.setattr(prefix_attention, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(fused_attention, "BLOCK_TOKENS", 4)
     generator = torch.Generator().manual_seed(0)
     query, key, value, keys, values = (
         torch.randn(1, heads, tokens, 8, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -96,7 +96,7 @@ def test_gradients_of_a_prefix_are_taken_a_block_at_a_time(monkeypatch):
     )
     weights = torch.randn(query.shape, dtype=torch.float64, generator=generator)
     inputs = query, key, value, keys, values
-    attend = prefix_attention.attend_with_prefix
+    attend = fused_attention.attend_with_prefix
     expected = torch.autograd.grad((attend(query, key, value, (keys, values), None) * weights).sum(), inputs)
     taken, blocks = [torch.zeros_like(keys), torch.zeros_like(values)], []
 
