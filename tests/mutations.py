@@ -295,9 +295,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the mask of a slice begins at its first key",
-        "hf_hotspa/parallel/attention.py",
-        "position[key_length - length :, None]",
-        "position[:length, None]",
+        "hf_hotspa/parallel/fused_attention.py",
+        "places[keys - queries :, None]",
+        "places[:queries, None]",
         UNIT + "test_fused_attention.py",
     ),
     Mutation(

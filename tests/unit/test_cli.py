@@ -150,7 +150,9 @@ def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: 
     large = replaced(model="llama2-32b", nodes="4x8", lengths="github")
     found, asked = answer(capsys, large), answer(capsys, [*large, "--sequence-parallel"])
     assert found["seconds"] <= asked["seconds"] * 1.001 < 100  # 210 with neither
-    assert max(found["phases_simulated"], asked["phases_simulated"]) < 450  # of 216 strategies and those with cp, rivals among them
+    assert (
+        max(found["phases_simulated"], asked["phases_simulated"]) < 450
+    )  # of 216 strategies and those with cp, rivals among them
     short = answer(capsys, replaced(longest="4096"))
     assert short["phases_simulated"] < 220
     # `+sp` only where the packs need the room
