@@ -285,7 +285,7 @@ class Replica:
         if self.experts is not None:
             self.experts.divide(self.model, description.experts)
         self._after_forward = self._shard(description) if mesh.tensor is not None else _nothing
-        self._tail = Tail(self.model, description.base) if self.is_last else None
+        self._tail = Tail(self.model, description.base, description.head) if self.is_last else None
         if self.capacity is not None and self.experts is None:
             modules = dict(self.model.named_modules())  # without those of other stages
             self.capacity.limit(base_layer(modules[name]) for name in description.experts if name in modules)

@@ -37,6 +37,11 @@ EXPERTS_STYLE, IDENTITY_STYLE, LOCAL_STYLE = "moe_tp_experts", "moe_identity_exp
 PACKED_COLWISE, PACKED_ROWWISE = "packed_colwise", "packed_rowwise"
 
 _OF_LAYERS = {
+    "qwen3_vl_text": {
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise"),
+    },
     "gpt_oss": {
         **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), "colwise"),
         "self_attn.o_proj": "rowwise",

@@ -46,17 +46,17 @@ class Tail:
     Args:
         model: The replica's model on a last stage.
         base: Name of its base model.
+        head: Name of its language-model head.
     """
 
-    def __init__(self, model: nn.Module, base: str) -> None:
+    def __init__(self, model: nn.Module, base: str, head: str) -> None:
         self._chunk = _Chunk()
         shell = copy.copy(model)  # shares the modules, but for the base model
         shell._modules = {**model._modules, base.partition(".")[0]: self._chunk}
         self._shell = shell
         inside = {id(parameter) for parameter in model.get_submodule(base).parameters()}
-        head: Any = model.get_output_embeddings()  # type: ignore[operator]
         own = [p for p in model.parameters() if id(p) not in inside]
-        tied = [p for p in head.parameters() if id(p) in inside]
+        tied = [p for p in model.get_submodule(head).parameters() if id(p) in inside]
         self.parameters: tuple[nn.Parameter, ...] = (*own, *tied)
 
     def __call__(self, hidden: Tensor, inputs: dict[str, Any]) -> Tensor:
