@@ -41,6 +41,8 @@ from hf_hotspa.engine.low_bit import (
 from hf_hotspa.engine.master import MasterShare
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.text_half import other_half
+from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
 from hf_hotspa.versions import version_of
 
@@ -286,7 +288,9 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         UnsupportedError: it cannot be honoured; the optimizer is unchanged.
     """
     bare, shares = bare_optimizer(optimizer), engine.master.parameters
-    own, names, given = {id(share) for share in shares.values()}, _names(engine, model), list(_parameters(bare))
+    own, names = {id(share) for share in shares.values()}, _names(engine, model)
+    idle = {id(p) for p in other_half(bare_model(model)[0]).values()}  # these have no gradient, so no step moves them
+    given = [p for p in _parameters(bare) if id(p) not in idle]
     if all(id(parameter) in own for parameter in given) and given:
         return False
     kind = type(bare).__name__
@@ -318,7 +322,7 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     shares, overrides = engine.master.shares, overrides_of(bare)
     cut = {id(p): _cut(bare, value, shares[names[id(p)]]) for p, value in bare.state.items() if id(p) in moved}
     for group in bare.param_groups:
-        group["params"][:] = [moved.get(id(p), p) for p in group["params"]]
+        group["params"][:] = [moved.get(id(p), p) for p in group["params"] if id(p) not in idle]
     for parameter in [p for p in bare.state if id(p) in moved]:
         del bare.state[parameter]
         bare.state[moved[id(parameter)]] = cut[id(parameter)]

@@ -119,7 +119,7 @@ def module_facts(model: PreTrainedModel) -> Facts:
     return facts
 
 
-def changed_facts(facts: Facts, expected: Facts, like: nn.Module) -> list[str]:
+def changed_facts(facts: Facts, expected: Facts, like: PreTrainedModel) -> list[str]:
     """Where facts are not the expected ones, as texts that name module, attribute and both values.
 
     Attributes that neither the expected facts nor the classes of the modules have are passed over: no forward knows them.
@@ -127,7 +127,8 @@ def changed_facts(facts: Facts, expected: Facts, like: nn.Module) -> list[str]:
     Args:
         like: What the expected facts are of.
     """
-    names, modules = {name for name, _ in facts}, dict(like.named_modules())
+    names, is_of_text = {name for name, _ in facts}, of_text(like)
+    modules = {name: module for name, module in like.named_modules() if is_of_text(name)}
     texts = [
         f"module {name!r} is missing, and a {modules[name].__class__.__name__}" for name in modules if name not in names
     ]
