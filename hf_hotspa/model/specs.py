@@ -25,11 +25,11 @@ from hf_hotspa.model.sequence_cuts import (
     sp_unsupported_reason,
 )
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
-from hf_hotspa.model.text_half import of_text, text_base
+from hf_hotspa.model.text_half import of_text, refuse_idle_adapters, text_base
 from hf_hotspa.model.unit_order import order_unsupported_reason
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel import experts
-from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
+from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, bare_model, plain_parameters, unwrap
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
 from hf_hotspa.parallel.four_bit import FourBit, packed_specs, read_four_bit
@@ -276,6 +276,7 @@ def describe_model(
         ModelError: its structure cannot be laid out.
         UnsupportedError: its config asks for something that cannot be exact.
     """
+    refuse_idle_adapters(bare_model(model)[0])
     bare, prefix, adapters = unwrap(model)
     refuse_other_models(model)
     refuse_inexact(bare.config)

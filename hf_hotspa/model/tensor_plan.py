@@ -50,7 +50,7 @@ _OF_LAYERS = {
         **dict.fromkeys(("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"), "rowwise"),
         "mlp.experts.down_proj": "colwise",
         "mlp.experts.down_proj_bias": "replicated_with_grad_allreduce",
-    }
+    },
 }
 """Plans of layers of families for which transformers has none."""
 

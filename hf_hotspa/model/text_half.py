@@ -9,10 +9,11 @@ are saved with the rest.
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.parallel.adapters import base_layer
 from hf_hotspa.parallel.head_loss import BaseOutput
 
 
@@ -41,6 +42,24 @@ def other_half(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """The parameters that rows of text do not train, by name."""
     is_of_text = of_text(model)
     return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not is_of_text(name)}
+
+
+def refuse_idle_adapters(model: Any) -> None:
+    """Refuses adapters in the other half of a multimodal model.
+
+    Raises:
+        UnsupportedError: naming the first.
+    """
+    if not isinstance(model, PreTrainedModel) or (base := text_base(model)) is None:
+        return
+    is_of_text = of_text(model)
+    idle = [name for name, m in model.named_modules() if base_layer(m) is not m and not is_of_text(name)]
+    if idle:
+        raise UnsupportedError(
+            f"{len(idle)} layers with adapters are not in the language model, the first {idle[0]!r}",
+            why="rows of text do not train them",
+            fix=f"name those of the language model alone: target_modules=r'{base.replace('.', '[.]')}.*[.](q_proj|v_proj)'",
+        )
 
 
 def keep_text(model: PreTrainedModel) -> None:
@@ -72,17 +91,3 @@ class TextForward:
             )
         out = getattr(self._around, self._inner)(**given)
         return BaseOutput(last_hidden_state=out.last_hidden_state)
-
-
-def refuse_other_inputs(name: str, value: Tensor) -> None:
-    """Refuses a column that marks tokens of images or sound (`token_type_ids`, `mm_token_type_ids`), unless it marks none.
-
-    Raises:
-        UnsupportedError: it marks some.
-    """
-    if bool(value.any()):
-        raise UnsupportedError(
-            f"rows whose {name} mark tokens that are not text",
-            why="images and sound are not trained yet",
-            fix="leave these rows out, or train with the stock Trainer",
-        )
