@@ -301,7 +301,7 @@ def _scoring_online(kind: str, values: Mapping[str, Any], adapted: bool, balance
     has_reference = values["beta"] != 0.0
     of_batch = has_reference + (kind == "RLOO" or not generates_every_step(values))
     of_batch += kind == "GRPO" and generates_every_step(values) and is_corrected(values)
-    of_step = not (kind == "GRPO" and seeds_are_known(values) and not balanced)
+    of_step = balanced or not seeds_are_known(values)
     return Scoring(of_step + ceil(of_batch / values["num_iterations"]), has_reference and not adapted)
 
 
@@ -314,6 +314,8 @@ def seeds_are_known(values: Mapping[str, Any]) -> bool:
     """Whether the gradients of GRPO's loss by log-probabilities are known before these are: the weights have generated what they
     are trained on, and nothing but the ratio to the old ones is in the loss. Batches that are accumulated are scored one by one
     and trained together, for which weights move less."""
+    if "loss_type" not in values:  # RLOO, whose ratio to the old ones is of the whole completion
+        return False
     hangs_on_more = values["beta"] or values["entropy_coef"] or values["use_adaptive_entropy"]
     is_whole = values["loss_type"] != "vespo" and values["top_entropy_quantile"] == 1.0
     is_new = generates_every_step(values) and values["gradient_accumulation_steps"] == 1 and not is_corrected(values)
