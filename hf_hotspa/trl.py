@@ -287,25 +287,39 @@ def _scoring(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mappin
         return Scoring(2 if values["label_smoothing_factor"] or given.get("compute_loss_func") is not None else 0)
     adapted = is_adapted(model) or given.get("peft_config") is not None
     if kind in ONLINE:
-        return _scoring_online(kind, values, adapted)
+        has_routers = hasattr(getattr(model, "config", None), "output_router_logits")
+        return _scoring_online(kind, values, adapted, has_routers and values["router_aux_loss_coef"] != 0.0)
     is_live = not values["precompute_ref_log_probs"]
     scored = 2 if kind == "KTO" and values["loss_type"] == "kto" else 1  # and the completions of its KL
     second = given.get("ref_model") is not None or not adapted
     return Scoring(scored * (1 + is_live), is_live and second)
 
 
-def _scoring_online(kind: str, values: Mapping[str, Any], adapted: bool) -> Scoring:
+def _scoring_online(kind: str, values: Mapping[str, Any], adapted: bool, balanced: bool) -> Scoring:
     """What a step of GRPO or RLOO runs: old log-probabilities and those of a reference are of a whole generation batch, which is
     trained `num_iterations` times."""
     has_reference = values["beta"] != 0.0
     of_batch = has_reference + (kind == "RLOO" or not generates_every_step(values))
     of_batch += kind == "GRPO" and generates_every_step(values) and is_corrected(values)
-    return Scoring(1 + ceil(of_batch / values["num_iterations"]), has_reference and not adapted)
+    of_step = balanced or not seeds_are_known(values)
+    return Scoring(of_step + ceil(of_batch / values["num_iterations"]), has_reference and not adapted)
 
 
 def is_corrected(values: Mapping[str, Any]) -> bool:
     """Whether vLLM's own probabilities are compared with the model's."""
     return bool(values["use_vllm"] and values["vllm_importance_sampling_correction"])
+
+
+def seeds_are_known(values: Mapping[str, Any]) -> bool:
+    """Whether the gradients of GRPO's loss by log-probabilities are known before these are: the weights have generated what they
+    are trained on, and nothing but the ratio to the old ones is in the loss. Batches that are accumulated are scored one by one
+    and trained together, for which weights move less."""
+    if "loss_type" not in values:  # RLOO, whose ratio to the old ones is of the whole completion
+        return False
+    hangs_on_more = values["beta"] or values["entropy_coef"] or values["use_adaptive_entropy"]
+    is_whole = values["loss_type"] != "vespo" and values["top_entropy_quantile"] == 1.0
+    is_new = generates_every_step(values) and values["gradient_accumulation_steps"] == 1 and not is_corrected(values)
+    return bool(is_whole and is_new and not hangs_on_more)
 
 
 def generates_every_step(values: Mapping[str, Any]) -> bool:

@@ -1,12 +1,13 @@
 """TRL's trainers that generate what they train, GRPO and RLOO, over a `SwitchedModel`.
 
 Owns what they need beside `OverTRL`: the current weights where completions are generated, by transformers on the model object or by
-vLLM from a stream of the master store; one scoring pass for a whole generation batch; and the place in a generation batch of a run
-that resumes. Generation, rewards, advantages, losses and metrics are TRL's.
+vLLM from a stream of the master store; one scoring pass for a whole generation batch, and none where the gradients by log-probabilities
+are known; and the place in a generation batch of a run that resumes. Generation, rewards, advantages, losses and metrics are TRL's.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -22,7 +23,7 @@ from hf_hotspa.switched.model_object import Apart
 from hf_hotspa.switched.stale_weights import guard, release, structure_only
 from hf_hotspa.trainer.resuming import Resumption
 from hf_hotspa.trainer.start import unless_stock
-from hf_hotspa.trl import OverTRL
+from hf_hotspa.trl import OverTRL, seeds_are_known
 from hf_hotspa.typed import reading_state
 
 _OF_BATCH = "generated."
@@ -31,6 +32,8 @@ _OF_BATCH = "generated."
 
 class OverOnline(OverTRL):
     """In front of a trainer of TRL that generates: as `OverTRL`."""
+
+    _hotspa_seeds: Tensor | None = None
 
     def __init__(self, *given: Any, **kwargs: Any) -> None:
         super().__init__(*given, **kwargs)
@@ -95,9 +98,20 @@ class OverOnline(OverTRL):
         weights are loaded once for all of them."""
         if self._hotspa_refusal is None and not torch.is_grad_enabled():
             batch_size = None
+        if self._hotspa_seeds is not None and batch_size is None:
+            model = partial(model, expected_seeds=self._hotspa_seeds)
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, batch_size, **kwargs
         )
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        """As TRL, over what is trained at once where its gradients are known."""
+        if self._hotspa_refusal is None and torch.is_grad_enabled() and self.switched.engine.updates is None:
+            self._hotspa_seeds = first_seeds(self, inputs)
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._hotspa_seeds = None
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
@@ -157,6 +171,29 @@ class OverOnline(OverTRL):
 
 
 unless_stock(OverOnline)
+
+
+def first_seeds(trainer: Any, inputs: Any) -> Tensor | None:
+    """The gradients of GRPO's loss by log-probabilities where these are those that have generated, so that every ratio is 1.
+
+    Args:
+        inputs: Of B rows with completions of up to C tokens, behind prompts of up to P.
+
+    Returns:
+        [B, P + C - 1], up to a factor that all ranks have in common: -advantage over what the loss of the row is divided by.
+        None where they hang on the log-probabilities. The model compares them with those that come.
+    """
+    if not seeds_are_known(vars(trainer.args)) or inputs.get("old_per_token_logps") is not None:
+        return None
+    mask, advantages = inputs["completion_mask"], inputs["advantages"]
+    if "tool_mask" in inputs:
+        mask = mask * inputs["tool_mask"]
+    of_row = advantages[:, None] if advantages.dim() == 1 else advantages
+    if trainer.loss_type in ("grpo", "sapo"):
+        of_row = of_row / mask.sum(-1, keepdim=True).clamp(min=1)
+    elif trainer.loss_type == "bnpo":
+        of_row = of_row / mask.sum().clamp(min=1)
+    return torch.nn.functional.pad(-of_row * mask, (inputs["prompt_ids"].shape[1] - 1, 0))
 
 
 class ExpectedLengths:

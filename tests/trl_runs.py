@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+import torch.distributed as dist
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -88,10 +88,21 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+@contextmanager
+def rank_0_first() -> Iterator[None]:
+    """As accelerate's `main_process_first`, which before the first config takes each rank for a world of its own."""
+    several = dist.is_initialized()
+    if several and dist.get_rank():
+        dist.barrier()
+    yield
+    if several and not dist.get_rank():
+        dist.barrier()
+
+
 def rows(kind: str, folder: str, number: int = 40, first: int = 0) -> Dataset:
     """A data set of a kind of rows, with files of its own, as TRL's cache of reference log-probabilities needs."""
     path = Path(folder) / f"{kind}_{first}.jsonl"
-    with PartialState().main_process_first():
+    with rank_0_first():
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(ROWS[kind](i)) + "\n" for i in range(first, first + number)))
@@ -252,8 +263,8 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
 
 def saved(model: Any, folder: str) -> str:
     """The folder of a model that rank 0 has saved."""
-    with PartialState().main_process_first():
-        if PartialState().is_main_process:
+    with rank_0_first():
+        if not (dist.is_initialized() and dist.get_rank()):
             model.save_pretrained(folder)
     return folder
 
