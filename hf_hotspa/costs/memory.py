@@ -262,6 +262,8 @@ class MemoryModel:
         held += carried_bytes(strategy, shape, layers_of_stage, bucket.longest or bucket.capacity, width)
         # a layer that attends and the logits are never there at the same time
         held += max(0.0, gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width) - logit_bytes)
+        # a weight in 4 bits is dequantized for the product of its layer, where there are no logits
+        held += max(0.0, self.sizes.dequantized(strategy) * width - logit_bytes)
         if sends:
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2
