@@ -108,21 +108,13 @@ def calibrate(
     """
     started = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    device = device or default_device()
-    groups = ProcessGroups(rank, world_size, device, _TIMEOUT)
+    groups = ProcessGroups(rank, world_size, device or default_device(), _TIMEOUT)
+    local = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     try:
+        said = progress if rank == 0 else None
         session = _Session(
-            config,
-            compute_dtype,
-            devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-            groups,
-            progress if rank == 0 else None,
-            rounds,
-            pack_tokens,
-            longest,
-            seconds,
-            base,
-        )
+            config, compute_dtype, local, groups, said, rounds, pack_tokens, longest, seconds, base
+        )  # fmt: skip
         calibration = session.run(strategies, cache or cache_folder(), force)
         groups.close()
         return calibration

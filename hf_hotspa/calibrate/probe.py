@@ -100,7 +100,7 @@ def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
         model: Of `small_copy`, with weights; it is changed.
     """
     from bitsandbytes.functional import QuantState, quantize_4bit
-    from bitsandbytes.nn import Linear4bit, Params4bit
+    from bitsandbytes.nn.modules import Linear4bit, Params4bit
     from peft import LoraConfig, get_peft_model
 
     head, dtype = model.get_output_embeddings(), model.dtype

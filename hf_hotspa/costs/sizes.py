@@ -167,7 +167,7 @@ class ModelSizes:
         return self.num_parameters * width - packed * (width - WEIGHT_BYTES)
 
     @property
-    def layer_bytes(self) -> float:
+    def layer_bytes(self) -> int:
         """Bytes of the weights of one decoder layer, adapter included, by arithmetic on the shape."""
         return self._layer_bytes(1) + self.adapter_parameters(1) * dtype_bytes(self.compute_dtype)
 
@@ -253,15 +253,15 @@ class ModelSizes:
             whole = len(layers) * (layer + adapter) + ends * vocabulary + norm
             weights = whole * weight_bytes - len(layers) * saved
             if strategy.z == 3:
-                held = [unit * weight_bytes for unit in units]
-                held[int(first) : int(first) + len(layers)] = [(layer + adapter) * weight_bytes - saved] * len(layers)
+                less = [0] * first + [saved] * len(layers) + [0] * last
+                held = [unit * weight_bytes - packed for unit, packed in zip(units, less, strict=True)]
                 weights = kept * weight_bytes + max(_of_neighbours(held))
             if self.adapter is not None:
                 gradients = max(_of_neighbours(added)) if strategy.z else len(layers) * adapter
             else:
                 gradients = kept + max(_of_neighbours(units)) if strategy.z else whole
             trained = (whole if self.adapter is None else len(layers) * adapter) * weight_bytes
-            stages.append(StageSizes(len(layers), math.ceil(weights - 1e-3), gradients * gradient_bytes, trained))
+            stages.append(StageSizes(len(layers), weights, gradients * gradient_bytes, trained))
         return tuple(stages)
 
     def _head_shares(self, tp: int) -> tuple[float, float]:
@@ -286,24 +286,29 @@ class ModelSizes:
             None: 1 / tp + (1 - 1 / tp) * shape.whole_mlp,
         }
 
-    def _layer_bytes(self, tp: int, ep: int = 1) -> float:
+    def _layer_bytes(self, tp: int, ep: int = 1) -> int:
         """Bytes of the weights of one layer on the fullest of tp coordinates, without an adapter."""
-        num_bytes = float(self._layer(tp, ep) * dtype_bytes(self.compute_dtype))
+        num_bytes = self._layer(tp, ep) * dtype_bytes(self.compute_dtype)
         if self.four_bits is None:
             return num_bytes
         cut = self._cut(tp)
         packed = self.four_bits.cut(cut) * dtype_bytes(self.compute_dtype)
-        return num_bytes - packed + self.four_bits.held(cut) * WEIGHT_BYTES
+        return math.ceil(num_bytes - packed + self.four_bits.held(cut) * WEIGHT_BYTES - 1e-3)
 
-    def dequantized(self, strategy: Strategy) -> float:
+    def dequantized(self, tp: int) -> float:
         """The most weights that a rank has dequantized at a time, in elements."""
-        if self.vector is None:
-            return self.four_bits.most_at_a_time(self._cut(strategy.tp)) if self.four_bits is not None else 0.0
-        one, most = Strategy(tp=strategy.tp), 0
-        for spec in self.vector.specs:
-            if spec.packed is not None and spec.packed.weights:
-                most = max(most, _dequantized(self.vector, one, spec))
-        return most
+        if tp not in self._dequantized:
+            cut = self._cut(tp)
+            whole = self.four_bits.most_at_a_time(cut) if self.four_bits is not None else 0.0
+            if self.vector is not None:
+                packed = (spec for spec in self.vector.specs if spec.packed is not None and spec.packed.weights)
+                whole = max((_dequantized(self.vector, Strategy(tp=tp), spec) for spec in packed), default=0)
+            self._dequantized[tp] = whole
+        return self._dequantized[tp]
+
+    @cached_property
+    def _dequantized(self) -> dict[int, float]:
+        return {}
 
     def made_of_codes(self, tp: int) -> float:
         """Weights of one layer that the fullest of tp coordinates dequantizes for a product of each, by arithmetic."""

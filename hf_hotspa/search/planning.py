@@ -116,9 +116,8 @@ class Setup:
         shape = load_model(model)
         count, devices = parse_nodes(nodes)
         if count * devices > _MOST_DEVICES:
-            raise HotspaConfigError(
-                f"{nodes} are {count * devices} devices", fix=f"plan for at most {_MOST_DEVICES} devices"
-            )
+            fix = f"plan for at most {_MOST_DEVICES} devices"
+            raise HotspaConfigError(f"{nodes} are {count * devices} devices", fix=fix)
         adapter, four_bits = _of_adapter(shape, lora, quantization)
         machine = load_hardware(hardware) if hardware is not None else None
         measured = Calibration.load(calibration) if calibration is not None else None

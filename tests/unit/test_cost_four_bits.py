@@ -28,7 +28,7 @@ from tests.qlora import WIDE, tiny_qlora
 BIASES = 0.05
 """What a tiny model has of biases and norms of queries and keys, which are not counted."""
 LLAMA = load_model("llama2-7b")
-Q16 = {"adapter": Adapter.read("16", LLAMA.linears), "four_bits": FourBits("nf4", LLAMA.linears)}
+LORA, NF4 = Adapter.read("16", LLAMA.linears), FourBits("nf4", LLAMA.linears)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_p
     assert found.num_trained == exact.num_trained
     assert found.weight_bytes == pytest.approx(exact.weight_bytes, rel=BIASES)
     for strategy in (Strategy(4), Strategy(4, z=3), Strategy(2, 2), Strategy(1, 2, 2), Strategy(1, 4)):
-        assert found.dequantized(strategy) == exact.dequantized(strategy), strategy
+        assert found.dequantized(strategy.tp) == exact.dequantized(strategy.tp), strategy
         for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
             assert mine.gradient_bytes == real.gradient_bytes, strategy
             assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
@@ -65,13 +65,13 @@ def test_whole_weights_where_no_shard_ends_with_blocks() -> None:
 
 def test_seconds_and_bytes_beside_lora_in_bf16() -> None:
     hardware = load_hardware("a800-80g")
-    plain, packed = (ModelSizes(LLAMA.shape, **{**Q16, **change}) for change in ({"four_bits": None}, {}))
+    plain, packed = (ModelSizes(LLAMA.shape, adapter=LORA, four_bits=layers) for layers in (None, NF4))
     assert packed.num_parameters == plain.num_parameters
-    assert packed.weight_bytes == plain.weight_bytes - 32 * Q16["four_bits"].weights * (2 - WEIGHT_BYTES)
+    assert packed.weight_bytes == plain.weight_bytes - 32 * NF4.weights * (2 - WEIGHT_BYTES)
     times = [TimeModel.analytic(sizes, hardware) for sizes in (plain, packed)]
     for tokens in (64, 8192):  # it is paid once a pack, and layer
         more = times[1].phase_seconds(Strategy(8), [[[tokens]]]) - times[0].phase_seconds(Strategy(8), [[[tokens]]])
-        assert more == pytest.approx(32 * 2 * Q16["four_bits"].weights * (2 + WEIGHT_BYTES) / 2.039e12, rel=0.01)
+        assert more == pytest.approx(32 * 2 * NF4.weights * (2 + WEIGHT_BYTES) / 2.039e12, rel=0.01)
     moved = [estimate([Strategy(8)], sizes, hardware.cluster(8))[Strategy(8)] for sizes in (plain, packed)]
     assert moved[1] < 0.4 * moved[0]
     totals = [MemoryModel(sizes, 1).breakdown(Strategy(rc=1), 1) for sizes in (plain, packed)]
@@ -97,7 +97,7 @@ def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_calibration_of_other_weights_is_refused() -> None:
     model = tiny_model("llama_gqa_bias")
     calibration, shape = made_calibration(model, 1, {1: Cost(b=1e-6)}), describe_model(model).shape
-    known = {"dtype": "float32", "nodes": 1, "devices_per_node": 1}
+    known: Any = {"dtype": "float32", "nodes": 1, "devices_per_node": 1}
     check_calibration(calibration, "here", shape, **known)
     with pytest.raises(HotspaConfigError, match="frozen weights none in 4 bits instead of nf4"):
         check_calibration(calibration, "here", shape, **known, base=FrozenBase("nf4", 8))
