@@ -69,7 +69,7 @@ def dequantized(rank, world_size, strategies):
 
 
 def test_one_dequantized_weight_at_a_time():
-    for found in run_ranks(2, dequantized, ["dp2", "tp2+rc", "dp2+z3", "pp2"]):
+    for found in run_ranks(2, dequantized, ["tp2+rc", "dp2+z3"]):
         for strategy, (most, count, weights) in found.items():
             assert count >= 2 * 7 * SIZES["num_hidden_layers"] / 2, strategy  # forward and backward
             assert most == 4 * weights == 4 * 256 * 768 / (2 if "tp2" in strategy else 1), strategy
