@@ -20,10 +20,7 @@ from hf_hotspa import HotSPaTrainer, HotSPaTrainingArguments
 from hf_hotspa.data.prepare import load_source
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-DEFAULTS = {
-    "output_dir": "out/qlora", "learning_rate": 1e-2, "max_steps": 20, "logging_steps": 5, "save_strategy": "no",
-    "hotspa_mini_batch_size": 40, "hotspa_overlong": "truncate",
-}  # fmt: skip
+DEFAULTS = {"max_steps": 20, "learning_rate": 1e-2, "logging_steps": 5, "hotspa_mini_batch_size": 40}
 
 
 @dataclass
@@ -42,7 +39,7 @@ def quantized(script: Script, tokenizer: Any) -> Any:
 
 def main() -> None:
     parser = HfArgumentParser((Script, HotSPaTrainingArguments))  # type: ignore[arg-type]
-    parser.set_defaults(**DEFAULTS)
+    parser.set_defaults(**DEFAULTS, hotspa_overlong="truncate")
     script, args = parser.parse_args_into_dataclasses()
     tokenizer = AutoTokenizer.from_pretrained(script.model) if script.model else small_tokenizer()
     base = prepare_model_for_kbit_training(quantized(script, tokenizer))

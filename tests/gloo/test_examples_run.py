@@ -78,7 +78,7 @@ def test_a_script_of_trl_with_one_import_changed(script, better, tmp_path):
 
 @pytest.mark.slow
 def test_an_adapter_on_a_base_in_4_bits(tmp_path):
-    assert len(text_of("qlora.py").splitlines()) <= 60
+    assert len(text_of("qlora.py").splitlines()) < 60
     processes, words = command_of("qlora.py")
     log = tmp_path / "log.txt"
     run_ranks(processes, run_script, "qlora.py", [*words, "--output_dir", str(tmp_path)], str(log))
