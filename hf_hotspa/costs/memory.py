@@ -262,6 +262,8 @@ class MemoryModel:
         held += carried_bytes(strategy, shape, layers_of_stage, bucket.longest or bucket.capacity, width)
         # a layer that attends and the logits are never there at the same time
         held += max(0.0, gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width) - logit_bytes)
+        # a weight in 4 bits is dequantized for the product of its layer, where there are no logits
+        held += max(0.0, self.sizes.dequantized(strategy.tp) * width - logit_bytes)
         if sends:
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2
@@ -306,6 +308,8 @@ class MemoryModel:
         hidden = self._hidden_bytes()
         inner = shape.active_mlp_parameters / (3 * shape.hidden_size) * element_bytes
         inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
+        if self.sizes.dequantized(strategy.tp):  # that of the adapter's product, and that of the frozen one
+            inner *= 2
         gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
         recomputed = -(-num_layers // every)
         kept = recomputed * hidden / sharers + (num_layers - recomputed) * per_token
