@@ -18,9 +18,19 @@ from tests.worlds import make_engine, make_mini_batch
 pytestmark = pytest.mark.gloo
 
 CASES = {
-    "nf4, nested": ("llama_gqa_bias", WIDE, torch.bfloat16, {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}),
+    "nf4, nested": (
+        "llama_gqa_bias",
+        WIDE,
+        torch.bfloat16,
+        {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    ),
     "fp4": ("qwen3_qk_norm_tied", WIDE, torch.float32, {"bnb_4bit_quant_type": "fp4"}),
-    "other blocks": ("llama_uneven", {}, torch.float32, {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}),
+    "other blocks": (
+        "llama_uneven",
+        {},
+        torch.float32,
+        {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    ),
 }
 LORA = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
