@@ -288,11 +288,12 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         UnsupportedError: it cannot be honoured; the optimizer is unchanged.
     """
     bare, shares = bare_optimizer(optimizer), engine.master.parameters
-    own, names = {id(share) for share in shares.values()}, _names(engine, model)
+    own = {id(share) for share in shares.values()}
+    if own.issuperset(every := [id(p) for p in _parameters(bare)]) and every:
+        return False  # in every step
+    names = _names(engine, model)
     idle = {id(p) for p in other_half(bare_model(model)[0]).values()}  # these have no gradient, so no step moves them
     given = [p for p in _parameters(bare) if id(p) not in idle]
-    if all(id(parameter) in own for parameter in given) and given:
-        return False
     kind = type(bare).__name__
     foreign = [tuple(p.shape) for p in given if id(p) not in own and id(p) not in names]
     if foreign:

@@ -2,7 +2,7 @@
 
 Replicas are the multimodal class without its other half: the encoders of images and sound and what projects their
 output are taken out, and the class's inner forward, which would put that output among the embeddings, goes straight to the
-language model. Names stay those of the whole model, which keeps the weights of the other half, frozen, in host memory; they
+language model. Names stay those of the whole model, which keeps the weights of the other half as they are, in host memory; they
 are saved with the rest.
 """
 
@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.parallel.adapters import base_layer
 from hf_hotspa.parallel.head_loss import BaseOutput
+
+_OTHER_KINDS = ("pixel", "image", "video", "audio")
+"""In the names of inputs that are not text."""
 
 
 def text_base(model: PreTrainedModel) -> str | None:
@@ -50,22 +53,22 @@ def refuse_idle_adapters(model: Any) -> None:
     Raises:
         UnsupportedError: naming the first.
     """
-    if not isinstance(model, PreTrainedModel) or (base := text_base(model)) is None:
+    if not isinstance(model, PreTrainedModel):
         return
     is_of_text = of_text(model)
     idle = [name for name, m in model.named_modules() if base_layer(m) is not m and not is_of_text(name)]
     if idle:
+        language = (text_base(model) or "").replace(".", "[.]")
         raise UnsupportedError(
             f"{len(idle)} layers with adapters are not in the language model, the first {idle[0]!r}",
             why="rows of text do not train them",
-            fix=f"name those of the language model alone: target_modules=r'{base.replace('.', '[.]')}.*[.](q_proj|v_proj)'",
+            fix=f"name those of the language model alone: target_modules=r'{language}.*[.](q_proj|v_proj)'",
         )
 
 
 def keep_text(model: PreTrainedModel) -> None:
     """Takes the other half out of a multimodal model, and leads its forward past it; other models stay as they are."""
-    base = text_base(model)
-    if base is None:
+    if (base := text_base(model)) is None:
         return
     outer, _, inner = base.rpartition(".")
     around: Any = model.get_submodule(outer)
@@ -83,9 +86,7 @@ class TextForward:
 
     def __call__(self, **inputs: Any) -> BaseOutput:
         given = {name: value for name, value in inputs.items() if value is not None}
-        if unknown := [
-            name for name in given if "pixel" in name or "image" in name or "video" in name or "audio" in name
-        ]:
+        if unknown := [name for name in given if any(kind in name for kind in _OTHER_KINDS)]:
             raise UnsupportedError(
                 f"the inputs {unknown}", why="rows of text are trained here, without images or sound"
             )
