@@ -29,7 +29,6 @@ LAYERS: dict[str, int] = {
     "trainer": 7,
     "hf_hotspa/commands": 8,
     "hf_hotspa/trl.py": 8,
-    "hf_hotspa/trl_generation.py": 8,
     "hf_hotspa/cli.py": 8,
 }
 # The package root finds and re-exports.
