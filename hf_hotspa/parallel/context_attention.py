@@ -3,7 +3,7 @@
 * `_attend_by_heads` (Ulysses) exchanges tokens for heads, and runs the packed attention as it is on whole sequences.
 * `_attend_gathered` gathers the keys and values of the sequences that are cut, and runs each of this rank's pieces as a
   sequence with a prefix. Nothing that was gathered is kept: the backward gathers again.
-* `ring_attention.Ring` passes them from neighbour to neighbour instead.
+* `Ring` passes them from neighbour to neighbour instead.
 
 Promise: no position sees a token of another document, and what is kept for the backward is of this rank's tokens alone.
 
