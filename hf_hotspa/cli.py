@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from hf_hotspa.commands import checkpoints, formulas, inputs, reports
+from hf_hotspa.costs.four_bits import KINDS, FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
@@ -109,6 +110,7 @@ def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="ADAPTER",
         help="train a LoRA adapter, the model frozen: its r, such as 16, or r=16,targets=q_proj+v_proj (default: all-linear)",
     )
+    _add_quantization(parser)
     parser.add_argument(
         "--optim",
         default="adamw_torch",
@@ -138,6 +140,14 @@ def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="hotspa_pipeline_schedule: gpipe holds more than the others, up to what a bucket allows",
     )
     return parser
+
+
+def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quantization",
+        choices=KINDS,
+        help="the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora",
+    )
 
 
 def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
@@ -225,6 +235,10 @@ def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
         help="started where no launcher did (default: GPUs, else cores)",
     )
     parser.add_argument("--dtype", help="of weights and activations (default: that of the config, else float32)")
+    _add_quantization(parser)
+    parser.add_argument(
+        "--lora", type=inputs.whole(), metavar="R", help="the rank of the adapter beside it (default: 16)"
+    )
     parser.add_argument("--output", metavar="FILE", help="also write the calibration here")
     parser.add_argument("--force", action="store_true", help="measure although the cache holds it")
 
@@ -238,6 +252,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         getattr(args, "calibration", None),
         dtype=args.dtype,
         lora=args.lora,
+        quantization=args.quantization,
         recompute=args.recompute,
         sequence_parallel=args.sequence_parallel,
         gradients=GradientDtypes(args.grad_accum_dtype, args.grad_wire_dtype),
@@ -278,7 +293,14 @@ def _calibrate(args: argparse.Namespace) -> None:
     from hf_hotspa.commands.calibrate import run  # imports torch
 
     inputs.file_to_write("--output", args.output)
-    calibration = run(args.model, args.processes, args.dtype, args.force, quiet=args.json)
+    if args.lora is not None and args.quantization is None:
+        raise HotspaConfigError(
+            f"--lora {args.lora} goes without --quantization",
+            why="without it the whole model is measured, which serves a plan with --lora, too",
+            fix="leave it out, or add --quantization nf4",
+        )
+    base = FrozenBase(args.quantization, args.lora or 16) if args.quantization else None
+    calibration = run(args.model, args.processes, args.dtype, args.force, quiet=args.json, base=base)
     if calibration is None:  # a rank that has nothing to say
         return
     if args.output:

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.calibration import calibrate
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
@@ -480,6 +481,7 @@ def agreed_calibration(
             progress=lambda text: tqdm.write(f"calibration: {text}"),
             longest=longest,
             seconds=None if args.hotspa_calibration == MEASURE else START_S,
+            base=frozen_base(description),
         )
 
     def read() -> Calibration:
@@ -493,10 +495,18 @@ def agreed_calibration(
             nodes=-(-args.world_size // local),
             devices_per_node=local,
             strategies=strategies,
+            base=frozen_base(description),
         )
         return calibration
 
     return agreement.run("hotspa_calibration", read, lambda calibration: {"calibration": repr(calibration)})
+
+
+def frozen_base(description: ModelDescription) -> FrozenBase | None:
+    """What a calibration of a run with a base in 4 bits is measured with; None for any other run."""
+    kinds = {layer.quant_type for layer in description.four_bit.values()}
+    adapters = description.adapters
+    return FrozenBase(min(kinds), int(adapters.config.r)) if kinds and adapters is not None else None
 
 
 def trained_config(config: PreTrainedConfig, args: HotSPaTrainingArguments) -> PreTrainedConfig:

@@ -25,6 +25,7 @@ from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.four_bit import is_four_bit
 from hf_hotspa.report import RunFacts, StepReport
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.rows.table import SequenceTable
@@ -38,6 +39,7 @@ from hf_hotspa.trainer.auto import (
     AutoStrategies,
     agreed_calibration,
     cost_model,
+    frozen_base,
     measured_costs,
     memory_limit,
     processes_of_a_node,
@@ -147,9 +149,11 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
     """What the cache of this rank holds for the strategies of a run."""
     dtype = torch.bfloat16 if args.bf16 else model.dtype
     try:
-        config = trained_config(model.config, args)
+        config, base = trained_config(model.config, args), None
+        if any(map(is_four_bit, model.modules())):
+            base = frozen_base(describe_model(model, dtype, args.hotspa_attention_dropout is None))
         calibration = cached_calibration(
-            calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(args))
+            calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(args), base)
         )
     except HotspaError as error:
         logger.warning("no predictions: %s", error)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.exchanges import context_layouts, measure_exchanges
@@ -25,10 +26,19 @@ from hf_hotspa.calibrate.layers import time_layers
 from hf_hotspa.calibrate.links import measure_hop, measure_link
 from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.calibrate.phases import time_phases
-from hf_hotspa.calibrate.probe import PeakMemory, Probe, freeing_at_once, layer_counts, pack_lengths, small_copy
+from hf_hotspa.calibrate.probe import (
+    PeakMemory,
+    Probe,
+    freeing_at_once,
+    layer_counts,
+    pack_lengths,
+    small_copy,
+    with_frozen_base,
+)
 from hf_hotspa.calibrate.timing import time_packs
 from hf_hotspa.costs.calibration import Calibration, cache_folder
 from hf_hotspa.costs.coefficients import Hop
+from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.measurements import CalibrationKey, ExchangeSample, Link, MemorySample, ModelFacts, config_digest
 from hf_hotspa.costs.memory import activation_bytes
 from hf_hotspa.engine.memory import device_limit
@@ -72,6 +82,7 @@ def calibrate(
     pack_tokens: int | None = None,
     longest: int | None = None,
     seconds: float | None = None,
+    base: FrozenBase | None = None,
 ) -> Calibration:
     """Measures, or reads what was measured before. Collective; takes seconds.
 
@@ -87,6 +98,7 @@ def calibrate(
         pack_tokens: Tokens of the longest pack; found by trial when None.
         longest: Packs need be no longer than so many tokens; None for no such limit.
         seconds: About how long it may take: packs are shorter, rounds fewer, and no whole phases are measured. None: no limit.
+        base: The frozen base in 4 bits below an adapter that is trained; None where the model is.
 
     Returns:
         The calibration, equal on all ranks.
@@ -96,20 +108,13 @@ def calibrate(
     """
     started = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    device = device or default_device()
-    groups = ProcessGroups(rank, world_size, device, _TIMEOUT)
+    groups = ProcessGroups(rank, world_size, device or default_device(), _TIMEOUT)
+    local = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     try:
+        said = progress if rank == 0 else None
         session = _Session(
-            config,
-            compute_dtype,
-            devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-            groups,
-            progress if rank == 0 else None,
-            rounds,
-            pack_tokens,
-            longest,
-            seconds,
-        )
+            config, compute_dtype, local, groups, said, rounds, pack_tokens, longest, seconds, base
+        )  # fmt: skip
         calibration = session.run(strategies, cache or cache_folder(), force)
         groups.close()
         return calibration
@@ -121,7 +126,12 @@ def calibrate(
 
 
 def calibration_key(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, world_size: int, devices_per_node: int
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    world_size: int,
+    devices_per_node: int,
+    base: FrozenBase | None = None,
 ) -> CalibrationKey:
     """What a calibration of this model on these ranks holds for, as this rank sees it."""
     on_gpu = device.type == "cuda"
@@ -138,6 +148,7 @@ def calibration_key(
         dtype=dtype_name(dtype),
         model=config_digest(config.to_dict()),
         versions={name: version_of(name) or "" for name in ("torch", "transformers", "hf-hotspa")},
+        base="" if base is None else str(base),
     )
 
 
@@ -192,8 +203,9 @@ class _Session:
         pack_tokens: int | None,
         longest: int | None,
         seconds: float | None,
+        base: FrozenBase | None,
     ) -> None:
-        self.longest, self.seconds = longest, seconds
+        self.longest, self.seconds, self.base = longest, seconds, base
         self.config, self.groups, self.device = config, groups, groups.device
         self.rank, self.world_size, self.devices_per_node = groups.rank, groups.world_size, devices_per_node
         self.agreement = Agreement(groups.agreement, groups.rank)
@@ -255,11 +267,16 @@ class _Session:
             )
             if why:
                 raise HotspaConfigError(f"tp{tp} cannot be measured", why=why, fix="leave its strategies out")
-        key = calibration_key(self.config, self.dtype, self.device, self.world_size, self.devices_per_node)
+        machine = self.device, self.world_size, self.devices_per_node
+        key = calibration_key(self.config, self.dtype, *machine, self.base)
         return key, shape, degrees, whole
 
     def _copy(self, num_layers: int, device: torch.device) -> PreTrainedModel:
         return small_copy(self.config, num_layers, self.dtype, device)
+
+    def _trained(self, model: PreTrainedModel) -> nn.Module:
+        """A copy as it is trained."""
+        return model if self.base is None else with_frozen_base(model, self.base)
 
     def _from_first(self, data: Any) -> Any:
         """Rank 0's JSON-ready data on every rank."""
@@ -323,7 +340,7 @@ class _Session:
         """An engine on each copy; that with more layers knows the whole strategies."""
         few, more = self.agreement.run(
             "calibration",
-            lambda: [self._copy(count, self.device) for count in layer_counts(self.config)],
+            lambda: [self._trained(self._copy(count, self.device)) for count in layer_counts(self.config)],
             otherwise=_of_any_kind,
         )
         return [

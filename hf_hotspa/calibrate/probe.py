@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.measuring import Measuring
+from hf_hotspa.costs.four_bits import BLOCK, FrozenBase
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions
@@ -87,6 +89,46 @@ def small_copy(
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, made[id(parameter)])
     return model.train()
+
+
+def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
+    """A copy with its decoder's linear layers in 4 bits of bitsandbytes, below an adapter of all of them.
+
+    Codes repeat one block, as the weights do. The random state of torch is left alone.
+
+    Args:
+        model: Of `small_copy`, with weights; it is changed.
+    """
+    from bitsandbytes.functional import QuantState, quantize_4bit
+    from bitsandbytes.nn.modules import Linear4bit, Params4bit
+    from peft import LoraConfig, get_peft_model
+
+    head, dtype = model.get_output_embeddings(), model.dtype
+    narrow = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+    block = random_block().to(model.device, narrow)
+    codes, scales = quantize_4bit(block, blocksize=BLOCK, quant_type=base.kind)
+    for name, linear in list(model.named_modules()):
+        if type(linear) is not nn.Linear or linear is head:
+            continue
+        rows, columns = linear.weight.shape
+        numel = rows * columns
+        state = QuantState(
+            scales.absmax.repeat(-(-numel // len(block)))[: -(-numel // BLOCK)],
+            shape=linear.weight.shape, code=scales.code, blocksize=BLOCK, quant_type=base.kind, dtype=narrow,
+        )  # fmt: skip
+        packed = Linear4bit(columns, rows, linear.bias is not None, narrow, quant_type=base.kind, device="meta")
+        data = codes.reshape(-1).repeat(-(-numel // len(block)))[: -(-numel // 2), None]
+        packed.weight = Params4bit(
+            data, requires_grad=False, quant_state=state, blocksize=BLOCK, quant_type=base.kind, module=packed,
+            bnb_quantized=True,
+        )  # fmt: skip
+        packed.bias, packed.quant_state = linear.bias, state
+        model.set_submodule(name, packed)
+    model.is_loaded_in_4bit = True  # PEFT asks
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapter = LoraConfig(r=base.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        return get_peft_model(model, adapter).train()
 
 
 def random_block() -> Tensor:
@@ -205,7 +247,7 @@ class Probe:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         degrees: Sequence[int],
         compute_dtype: torch.dtype,
         measuring: Measuring,
@@ -213,7 +255,8 @@ class Probe:
     ) -> None:
         world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         self.strategies = {tp: Strategy(world_size // tp, tp, 1) for tp in degrees}
-        self.num_layers: int = model.config.get_text_config().num_hidden_layers
+        config: Any = model.config
+        self.num_layers: int = config.get_text_config().num_hidden_layers
         # pipelines of two stages, where there can be any
         self.pipeline = Strategy(world_size // 2, 1, 2) if world_size % 2 == 0 and self.num_layers > 1 else None
         engines = dict.fromkeys([*self.strategies.values(), *([self.pipeline] if self.pipeline else []), *others])

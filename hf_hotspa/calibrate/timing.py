@@ -10,12 +10,16 @@ from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.calibrate.probe import Probe, repetitions
 from hf_hotspa.costs.fitting import Sample
 from hf_hotspa.costs.measurements import SwitchSample
+from hf_hotspa.costs.sizes import dtype_bytes
+from hf_hotspa.model.specs import ModelDescription, dtype_name
 
 _PIPELINED = 2
 """Packs that a replica without stages runs to compare pipelines with, which run twice as many."""
 
 _WARM_UP_PACKS = 2
 """Of each copy, in the round before the first: short ones do, and long ones take long."""
+
+_GRADIENT_BYTES = 4
 
 _MOST_IDLE = 1.5
 """By how much waiting for one another may raise the cost of packs on shared cores; beyond, others held the cores."""
@@ -82,9 +86,17 @@ def time_packs(
             load_s, *_, return_s = [next(by_clock) for _ in range(len(mine) + 2)]
             _, *pack_s, _ = [next(costs) for _ in range(len(mine) + 2)]
             samples += [Sample(tp, probe.num_layers, p, s, with_ends=True) for p, s in zip(mine, pack_s, strict=True)]
-            numel = probe.engine.description.vector.numel
+            numel = _moved(probe.engine.description)
             switches.append(SwitchSample(str(probe.strategies[tp]), numel, load_s, return_s))
     return Timing(tuple(samples), tuple(switches), factor)
+
+
+def _moved(description: ModelDescription) -> int:
+    """Parameters that take as many bytes in a switch as a model of which all are trained: codes and scales take fewer."""
+    weights, segments = dtype_bytes(dtype_name(description.compute_dtype)), description.vector.segments
+    gradients = sum(segment.numel for segment in segments if segment.trainable)
+    loaded = sum(segment.numel * dtype_bytes(segment.dtype) for segment in segments)
+    return round((loaded + _GRADIENT_BYTES * gradients) / (weights + _GRADIENT_BYTES))
 
 
 def _both_ways(probe: Probe, pack: tuple[int, ...]) -> list[tuple[float, float]]:

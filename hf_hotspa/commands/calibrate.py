@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from hf_hotspa.calibrate.calibration import calibrate
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError
@@ -28,7 +29,13 @@ _RESULT, _ERROR = "calibration.json", "error.json"
 
 
 def run(
-    model: str, processes: int | None, dtype: str | None, force: bool, *, quiet: bool = False
+    model: str,
+    processes: int | None,
+    dtype: str | None,
+    force: bool,
+    *,
+    quiet: bool = False,
+    base: FrozenBase | None = None,
 ) -> Calibration | None:
     """Calibrates a model.
 
@@ -38,6 +45,7 @@ def run(
         dtype: Of computation; the config's when None.
         force: Whether to measure although the cache holds it.
         quiet: Whether nothing is said meanwhile.
+        base: See `calibrate`.
 
     Returns:
         The calibration; None on ranks above 0 of a launcher.
@@ -54,7 +62,7 @@ def run(
             raise HotspaConfigError(
                 f"--processes {processes}, and the launcher started {launched}", fix="leave --processes out"
             )
-        return _run_launched(data, dtype, force, quiet)
+        return _run_launched(data, dtype, force, quiet, base)
     count = processes if processes is not None else torch.cuda.device_count() or os.cpu_count() or 1
     if count < 1:
         raise HotspaConfigError(f"{count} processes cannot measure anything", fix="use at least 1")
@@ -62,7 +70,7 @@ def run(
         raise HotspaConfigError(
             f"{count} processes on {torch.cuda.device_count()} GPUs", fix="use at most one process a GPU"
         )
-    return _run_own(data, count, dtype, force, quiet)
+    return _run_own(data, count, dtype, force, quiet, base)
 
 
 def _config(data: dict[str, object]) -> PreTrainedConfig:
@@ -71,7 +79,9 @@ def _config(data: dict[str, object]) -> PreTrainedConfig:
     return config
 
 
-def _measure(data: dict[str, object], dtype: str | None, force: bool, quiet: bool) -> Calibration:
+def _measure(
+    data: dict[str, object], dtype: str | None, force: bool, quiet: bool, base: FrozenBase | None
+) -> Calibration:
     device = None
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -82,6 +92,7 @@ def _measure(data: dict[str, object], dtype: str | None, force: bool, quiet: boo
         device=device,
         force=force,
         progress=None if quiet else lambda text: print(text, file=sys.stderr, flush=True),
+        base=base,
     )
 
 
@@ -89,24 +100,28 @@ def _backend() -> str:
     return backends.of_device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _run_launched(data: dict[str, object], dtype: str | None, force: bool, quiet: bool) -> Calibration | None:
+def _run_launched(
+    data: dict[str, object], dtype: str | None, force: bool, quiet: bool, base: FrozenBase | None
+) -> Calibration | None:
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group(_backend(), timeout=_TIMEOUT)
     rank = dist.get_rank()
     try:
-        calibration = _measure(data, dtype, force, quiet)
+        calibration = _measure(data, dtype, force, quiet, base)
     finally:
         if ours:
             dist.destroy_process_group()
     return calibration if rank == 0 else None
 
 
-def _run_own(data: dict[str, object], count: int, dtype: str | None, force: bool, quiet: bool) -> Calibration:
+def _run_own(
+    data: dict[str, object], count: int, dtype: str | None, force: bool, quiet: bool, base: FrozenBase | None
+) -> Calibration:
     with tempfile.TemporaryDirectory(prefix="hotspa-calibrate-") as folder:
         try:
             multiprocessing.start_processes(
-                _rank_main, (count, folder, data, dtype, force, quiet), nprocs=count, start_method="spawn"
+                _rank_main, (count, folder, data, dtype, force, quiet, base), nprocs=count, start_method="spawn"
             )
         except Exception as failure:
             if (Path(folder) / _ERROR).exists():
@@ -116,7 +131,14 @@ def _run_own(data: dict[str, object], count: int, dtype: str | None, force: bool
 
 
 def _rank_main(
-    rank: int, count: int, folder: str, data: dict[str, object], dtype: str | None, force: bool, quiet: bool
+    rank: int,
+    count: int,
+    folder: str,
+    data: dict[str, object],
+    dtype: str | None,
+    force: bool,
+    quiet: bool,
+    base: FrozenBase | None,
 ) -> None:
     """One process of `_run_own`."""
     backends.prefer_loopback(os.environ)
@@ -133,7 +155,7 @@ def _rank_main(
         timeout=_TIMEOUT,
     )
     try:
-        calibration = _measure(data, dtype, force, quiet)
+        calibration = _measure(data, dtype, force, quiet, base)
     except HotspaError as error:
         # every rank raises the same; the first to write is right, and a reader never sees half a file
         write_whole(Path(folder) / _ERROR, json.dumps(error.to_dict()))

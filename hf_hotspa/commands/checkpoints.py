@@ -21,6 +21,7 @@ from hf_hotspa.checkpoint.format.manifest import (
     stored_as,
     verify,
 )
+from hf_hotspa.costs.four_bits import KINDS
 from hf_hotspa.costs.hardware import parse_bytes
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
 from hf_hotspa.reporting.terminal import text_table
@@ -47,6 +48,17 @@ def add_parsers(commands: Any) -> None:
         "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default: %(default)s)"
     )
     export.add_argument("--dtype", help="of the weights, such as bfloat16; that of the trained model by default")
+    export.add_argument(
+        "--merge", action="store_true", help="of an adapter: the base model with the adapter added, as a plain model"
+    )
+    of_base = export.add_argument_group("with --merge")
+    of_base.add_argument("--base", metavar="NAME", help="the base model (default: that of the adapter's config)")
+    of_base.add_argument(
+        "--quantization", choices=KINDS, help="in what it was loaded; not where its folder is quantized already"
+    )
+    of_base.add_argument(
+        "--double-quantization", action="store_true", help="it was loaded with bnb_4bit_use_double_quant"
+    )
 
 
 def _targets(path: Path) -> list[Path]:
@@ -121,9 +133,20 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from hf_hotspa.checkpoint.model_files import export  # imports torch
-
     limit = parse_bytes(args.max_shard_size, "--max-shard-size")
-    files = export(Path(args.checkpoint), Path(args.output), max_shard_bytes=limit, dtype=args.dtype)
+    checkpoint, output = Path(args.checkpoint), Path(args.output)
+    if args.merge:
+        from hf_hotspa.checkpoint.merging import merge  # imports torch
+
+        files = merge(
+            checkpoint, output, max_shard_bytes=limit, dtype=args.dtype, base=args.base, quantization=args.quantization,
+            double=args.double_quantization,
+        )  # fmt: skip
+    elif args.base or args.quantization or args.double_quantization:
+        raise HotspaConfigError("--base and --quantization go with --merge", fix="add --merge, or leave them out")
+    else:
+        from hf_hotspa.checkpoint.model_files import export  # imports torch
+
+        files = export(checkpoint, output, max_shard_bytes=limit, dtype=args.dtype)
     size = sum(file.stat().st_size for file in files)
     print(f"{args.output}: {len(files)} files of weights, {size:,} bytes")

@@ -5,6 +5,7 @@ backward, of which 2 for gradients of weights, which frozen weights do without),
 attention does); blocks that the family's plan does not cut cost every device the same. Tensor parallelism adds four all-reduces a layer (Narayanan et al., SC'21, section 2.3), each
 `2 s h e (1 - 1/t)` bytes over the slowest link that the group passes; across nodes every NIC of a node carries its
 share.
+Weights in 4 bits are dequantized for each product, which takes the bytes of codes and weights at the speed of the memory.
 Matrix products reach `MATMUL_EFFICIENCY * s / (s + HALF_TOKENS)` of the peak, which is a constant number of seconds a
 pack on top of a linear term. A prediction within about a third: measure where the machine is at hand.
 """
@@ -12,6 +13,7 @@ pack on top of a linear term. A prediction within about a third: measure where t
 from collections.abc import Mapping
 
 from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.four_bits import DEQUANTIZATIONS, WEIGHT_BYTES
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.model_shape import ModelShape
@@ -49,11 +51,14 @@ def _latency(tp: int, hardware: Hardware) -> float:
     return hardware.intra_latency_s if tp <= hardware.devices_per_node else hardware.inter_latency_s
 
 
-def layer_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapter: int | None = None) -> Cost:
+def layer_cost(
+    shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapter: int | None = None, codes: float = 0.0
+) -> Cost:
     """One decoder layer, forward and backward, on each device of a tp group.
 
     Args:
         adapter: The parameters of an adapter that are trained instead of the layer; None where the layer is.
+        codes: Weights that are dequantized for each of their products.
     """
     peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
     whole = shape.whole_parameters
@@ -67,6 +72,8 @@ def layer_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapt
     )  # a pack uses all experts
     reads = 3 * read * width / hardware.device.memory_bandwidth
     fixed = max(matmul * HALF_TOKENS, reads, KERNELS_PER_LAYER * KERNEL_S)
+    # kernels of their own, which read codes and write weights
+    fixed += DEQUANTIZATIONS * codes * (WEIGHT_BYTES + width) / hardware.device.memory_bandwidth
     return Cost(
         attention,
         matmul + 4 * _all_reduce(tp, shape.hidden_size * width, hardware),
@@ -103,15 +110,15 @@ def hops(shape: ModelShape, hardware: Hardware, dtype: str) -> tuple[Hop, Hop]:
 
 
 def costs(
-    shape: ModelShape, hardware: Hardware, dtype: str, adapters: Mapping[int, int | None]
+    shape: ModelShape, hardware: Hardware, dtype: str, adapters: Mapping[int, tuple[int | None, float]]
 ) -> tuple[dict[int, Cost], dict[int, Cost], dict[int, Cost]]:
     """Layer, head and embedding costs by tp.
 
     Args:
-        adapters: For each tp that is asked for, see `layer_cost`.
+        adapters: For each tp that is asked for, `adapter` and `codes` of `layer_cost`.
     """
     return (
-        {tp: layer_cost(shape, tp, hardware, dtype, adapter) for tp, adapter in adapters.items()},
-        {tp: head_cost(shape, tp, hardware, dtype, adapter is not None) for tp, adapter in adapters.items()},
+        {tp: layer_cost(shape, tp, hardware, dtype, *both) for tp, both in adapters.items()},
+        {tp: head_cost(shape, tp, hardware, dtype, adapter is not None) for tp, (adapter, _) in adapters.items()},
         {tp: embedding_cost(shape, tp, hardware, dtype) for tp in adapters},
     )

@@ -190,6 +190,7 @@ class Calibration:
             fixed_s=self.fixed_s,
             slots=self.slots,
             pipeline_factor=self.pipeline_factor,
+            forward_share=1 / 2 if key.base else 1 / 3,
         )
         return replace(
             of_packs,
@@ -280,7 +281,11 @@ class Calibration:
         memory = key.memory_bytes // (1 if key.kind != "cpu" else key.devices_per_node)
         return Hardware(
             f"{key.device} (calibrated)",
-            Device(memory, {key.dtype: 6 * self.model.layer_parameters / token_s}, self.intra.bandwidth),
+            Device(
+                memory,
+                {key.dtype: (4 if key.base else 6) * self.model.layer_parameters / token_s},
+                self.intra.bandwidth,
+            ),
             key.devices_per_node,
             self.intra.bandwidth,
             inter.bandwidth,

@@ -29,6 +29,7 @@ class CalibrationKey:
         threads: Compute threads of a rank.
         model: Digest of the model's config.
         versions: Versions of the libraries, by name.
+        base: What is frozen, and trained instead (`FrozenBase`); empty where the model is trained.
     """
 
     device: str
@@ -42,6 +43,7 @@ class CalibrationKey:
     dtype: str
     model: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    base: str = ""
 
     @property
     def slots(self) -> float:
@@ -67,7 +69,15 @@ def config_digest(config: Mapping[str, Any]) -> str:
         config: The config's fields. Names, versions and dtypes are left out (the dtype of computation is a field of
             the key).
     """
-    left_out = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"}
+    left_out = {
+        "_name_or_path",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "architectures",
+        "use_cache",
+        "quantization_config",
+    }
     kept = {key: value for key, value in config.items() if key not in left_out and not key.endswith("_token_id")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

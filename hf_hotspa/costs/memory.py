@@ -262,6 +262,8 @@ class MemoryModel:
         held += carried_bytes(strategy, shape, layers_of_stage, bucket.longest or bucket.capacity, width)
         # a layer that attends and the logits are never there at the same time
         held += max(0.0, gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width) - logit_bytes)
+        # a weight in 4 bits is dequantized for the product of its layer, where there are no logits
+        held += max(0.0, self.sizes.dequantized(strategy.tp) * width - logit_bytes)
         if sends:
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2
@@ -306,6 +308,8 @@ class MemoryModel:
         hidden = self._hidden_bytes()
         inner = shape.active_mlp_parameters / (3 * shape.hidden_size) * element_bytes
         inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
+        if self.sizes.dequantized(strategy.tp):  # that of the adapter's product, and that of the frozen one
+            inner *= 2
         gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
         recomputed = -(-num_layers // every)
         kept = recomputed * hidden / sharers + (num_layers - recomputed) * per_token
@@ -484,9 +488,9 @@ class Rising:
             half = width // 2 if width <= _WIDE else math.isqrt(width)  # the end of a flat line is not far
             middle = low + (half if halve else int((limit - of_low) / slope))
             middle = min(max(middle, low + 1), at[index] - 1)
-            line, found = of_low + (middle - low) * slope, self._look(index, middle)
-            index += found <= limit
-            if found <= limit < found + slope and abs(found - line) < _STRAIGHT * found:
+            line, at_middle = of_low + (middle - low) * slope, self._look(index, middle)
+            index += at_middle <= limit
+            if at_middle <= limit < at_middle + slope and abs(at_middle - line) < _STRAIGHT * at_middle:
                 return middle  # all three are on a line, so the next one is not within the limit
             if at[index - 1] == middle and at[index] - middle > 1 and not halve:
                 index += self._look(index, middle + 1) <= limit

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
@@ -114,12 +115,14 @@ def check_calibration(
     nodes: int,
     devices_per_node: int,
     strategies: Iterable[Strategy] = (),
+    base: FrozenBase | None = None,
 ) -> None:
     """Refuses a calibration that says nothing about a case. Another machine or version is the user's decision.
 
     Args:
         devices_per_node: Processes of each.
         strategies: What must be known.
+        base: The frozen base of the run, where it is in 4 bits. The rank of an adapter is not compared.
 
     Raises:
         HotspaConfigError: naming all that differs.
@@ -132,6 +135,7 @@ def check_calibration(
         ("hidden size", facts.hidden_size, shape.hidden_size),
         ("vocabulary", facts.vocab_size, shape.vocab_size),
         ("attention heads", facts.num_attention_heads, shape.num_attention_heads),
+        ("frozen weights", *(str(known or "none in 4 bits").partition(",")[0] for known in (key.base, base))),
     ]
     wrong = [f"{name} {measured} instead of {needed}" for name, measured, needed in pairs if measured != needed]
     if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:

@@ -7,20 +7,21 @@ norms, blocks that the family's plan does not cut, and key/value heads that are 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_hotspa.costs.adapter import Adapter
+from hf_hotspa.costs.four_bits import WEIGHT_BYTES, FourBits
 from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
-from hf_hotspa.layout.shares import is_uneven, largest_share
+from hf_hotspa.layout.shares import is_uneven, largest_share, shard_rows, stored_rows
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.units import Room, Units, sizes_of_neighbours
-from hf_hotspa.layout.vector import EMBEDDING, IN_FP32, GradientDtypes, ParameterVector, Segment
+from hf_hotspa.layout.vector import EMBEDDING, IN_FP32, GradientDtypes, ParameterSpec, ParameterVector, Segment
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
 
@@ -100,6 +101,20 @@ def _of_neighbours(units: Sequence[int]) -> list[int]:
     return sizes_of_neighbours(dict(enumerate(units)))
 
 
+def _dequantized(vector: ParameterVector, strategy: Strategy, spec: ParameterSpec) -> int:
+    """Weights of a matrix in 4 bits that exist at a time on the rank with the largest shard."""
+    assert spec.packed is not None
+    rows, columns = spec.packed.shape
+    if spec.shard_dim is None or strategy.tp == 1:
+        return rows * columns
+    sizes = []
+    for rank in range(strategy.tp):
+        held = sum(stop - start for start, stop in shard_rows(vector, strategy, spec, rank))
+        shard = held * (columns if spec.shard_dim == 0 else rows)
+        sizes.append(shard if stored_rows(vector, strategy, spec, rank) is not None else rows * columns + shard)
+    return max(sizes)
+
+
 @dataclass(frozen=True)
 class ModelSizes:
     """Sizes of one model under any strategy.
@@ -111,6 +126,7 @@ class ModelSizes:
         gradients: The dtypes in which gradients accumulate and travel.
         adapter: What is trained instead of the model, which is frozen; a vector knows by itself.
         measured: What stages are cut by where seconds were measured, see `ParameterVector`; a vector knows by itself.
+        four_bits: The layers of a frozen model that are in 4 bits; a vector knows by itself.
     """
 
     shape: ModelShape
@@ -120,6 +136,7 @@ class ModelSizes:
     gradients: GradientDtypes = IN_FP32
     adapter: Adapter | None = None
     measured: StageCosts | None = None
+    four_bits: FourBits | None = None
 
     @cached_property
     def stage_costs(self) -> StageCosts:
@@ -134,11 +151,25 @@ class ModelSizes:
     def num_parameters(self) -> int:
         """All parameters, tied ones once."""
         if self.vector is not None:
-            return self.vector.numel
+            return sum(spec.packed.weights if spec.packed else spec.numel for spec in self.vector.specs)
         shape = self.shape
         vocabulary = shape.vocab_size * shape.hidden_size
         base = shape.num_layers * shape.layer_parameters + vocabulary * (1 if self.tied else 2) + shape.hidden_size
         return base + (self.num_trained if self.adapter is not None else 0)
+
+    @cached_property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights as strategies hold them, tied ones once."""
+        if self.vector is not None:
+            return sum(segment.numel * dtype_bytes(segment.dtype) for segment in self.vector.segments)
+        width = dtype_bytes(self.compute_dtype)
+        packed = self.shape.num_layers * self.four_bits.weights if self.four_bits is not None else 0
+        return self.num_parameters * width - packed * (width - WEIGHT_BYTES)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the weights of one decoder layer, adapter included, by arithmetic on the shape."""
+        return self._layer_bytes(1) + self.adapter_parameters(1) * dtype_bytes(self.compute_dtype)
 
     @property
     def num_trained(self) -> int:
@@ -209,6 +240,7 @@ class ModelSizes:
         layer, adapter = self._layer(tp, strategy.ep), self.adapter_parameters(tp)
         vocabulary = -(-shape.vocab_size // tp) * shape.hidden_size
         weight_bytes = dtype_bytes(self.compute_dtype)
+        saved = layer * weight_bytes - self._layer_bytes(tp, strategy.ep)
         gradient_bytes = dtype_bytes(self.gradients.accumulated(self.compute_dtype))
         stages = []
         for stage, layers in enumerate(self.stage_costs.ranks(strategy.pp, strategy.v)):
@@ -219,13 +251,17 @@ class ModelSizes:
             units = [vocabulary - kept] * first + [layer + adapter] * len(layers) + [vocabulary - kept + norm] * last
             added = [0] * first + [adapter] * len(layers) + [0] * last
             whole = len(layers) * (layer + adapter) + ends * vocabulary + norm
-            weights = kept + max(_of_neighbours(units)) if strategy.z == 3 else whole
+            weights = whole * weight_bytes - len(layers) * saved
+            if strategy.z == 3:
+                less = [0] * first + [saved] * len(layers) + [0] * last
+                held = [unit * weight_bytes - packed for unit, packed in zip(units, less, strict=True)]
+                weights = kept * weight_bytes + max(_of_neighbours(held))
             if self.adapter is not None:
                 gradients = max(_of_neighbours(added)) if strategy.z else len(layers) * adapter
             else:
                 gradients = kept + max(_of_neighbours(units)) if strategy.z else whole
             trained = (whole if self.adapter is None else len(layers) * adapter) * weight_bytes
-            stages.append(StageSizes(len(layers), weights * weight_bytes, gradients * gradient_bytes, trained))
+            stages.append(StageSizes(len(layers), weights, gradients * gradient_bytes, trained))
         return tuple(stages)
 
     def _head_shares(self, tp: int) -> tuple[float, float]:
@@ -239,13 +275,44 @@ class ModelSizes:
         """Parameters of the adapter of one layer on the fullest of tp coordinates."""
         if self.adapter is None:
             return 0
+        return math.ceil(self.adapter.held(self._cut(tp)) - 1e-3)
+
+    def _cut(self, tp: int) -> dict[str | None, float]:
+        """The share of the cut dim of linear layers that the fullest of tp coordinates has, by `Linear.of_heads`."""
         shape, (queries, keys) = self.shape, self._head_shares(tp)
-        cut = {
+        return {
             "query": queries + (1 - queries) * shape.whole_attention,
             "key": keys + (1 - keys) * shape.whole_attention,
             None: 1 / tp + (1 - 1 / tp) * shape.whole_mlp,
         }
-        return math.ceil(self.adapter.held(cut) - 1e-3)
+
+    def _layer_bytes(self, tp: int, ep: int = 1) -> int:
+        """Bytes of the weights of one layer on the fullest of tp coordinates, without an adapter."""
+        num_bytes = self._layer(tp, ep) * dtype_bytes(self.compute_dtype)
+        if self.four_bits is None:
+            return num_bytes
+        cut = self._cut(tp)
+        packed = self.four_bits.cut(cut) * dtype_bytes(self.compute_dtype)
+        return math.ceil(num_bytes - packed + self.four_bits.held(cut) * WEIGHT_BYTES - 1e-3)
+
+    def dequantized(self, tp: int) -> float:
+        """The most weights that a rank has dequantized at a time, in elements."""
+        if tp not in self._dequantized:
+            cut = self._cut(tp)
+            whole = self.four_bits.most_at_a_time(cut) if self.four_bits is not None else 0.0
+            if self.vector is not None:
+                packed = (spec for spec in self.vector.specs if spec.packed is not None and spec.packed.weights)
+                whole = max((_dequantized(self.vector, Strategy(tp=tp), spec) for spec in packed), default=0)
+            self._dequantized[tp] = whole
+        return self._dequantized[tp]
+
+    @cached_property
+    def _dequantized(self) -> dict[int, float]:
+        return {}
+
+    def made_of_codes(self, tp: int) -> float:
+        """Weights of one layer that the fullest of tp coordinates dequantizes for a product of each, by arithmetic."""
+        return self.four_bits.held(self._cut(tp)) if self.four_bits is not None else 0.0
 
     def _layer(self, tp: int, ep: int = 1) -> int:
         """Parameters of one layer on the fullest of tp coordinates, by arithmetic; of ep, experts are cut alike."""
@@ -265,23 +332,33 @@ class ModelSizes:
         """The largest share of the master store, with what the optimizer keeps for it."""
         if self.vector is None:
             frozen = self.num_parameters - self.num_trained
-            return self._shared_out(self.num_trained, frozen, world_size, optimizer)
+            return self._shared_out(self.num_trained, frozen, world_size, optimizer, self.shape.num_layers)
         return self._fullest(master_layout(self.vector, world_size), range(world_size), optimizer)
 
     def master_of_stage(self, strategy: Strategy, stage: int, optimizer: OptimizerState = ADAM) -> MasterSizes:
         """The largest share of a rank of a stage, where each stage has the master store of its own weights."""
         size = strategy.stage_size
         if self.vector is None:
-            alone = self.stages(Strategy(pp=strategy.pp))[stage]
+            plain = self if self.four_bits is None else replace(self, four_bits=None)
+            alone = plain.stages(Strategy(pp=strategy.pp))[stage]
             trained, whole = (b // dtype_bytes(self.compute_dtype) for b in (alone.trained_bytes, alone.weight_bytes))
-            return self._shared_out(trained, whole - trained, size, optimizer, has_embedding=stage == 0)
+            return self._shared_out(trained, whole - trained, size, optimizer, alone.num_layers, stage == 0)
         layout = master_layout(self.vector, strategy.world_size, strategy)
         return self._fullest(layout, range(stage * size, (stage + 1) * size), optimizer)
 
     def _shared_out(
-        self, trained: int, frozen: int, num_ranks: int, optimizer: OptimizerState, has_embedding: bool = True
+        self,
+        trained: int,
+        frozen: int,
+        num_ranks: int,
+        optimizer: OptimizerState,
+        num_layers: int,
+        has_embedding: bool = True,
     ) -> MasterSizes:
         share, rest = -(-trained // num_ranks), -(-frozen // num_ranks) * dtype_bytes(self.compute_dtype)
+        if self.four_bits is not None:  # what is not in 4 bits is in fp32, see `four_bits`
+            packed = min(frozen, num_layers * self.four_bits.weights)
+            rest = math.ceil(((frozen - packed) * _MASTER_BYTES + packed * WEIGHT_BYTES) / num_ranks)
         vocabulary = self.shape.vocab_size * self.shape.hidden_size
         embedded = vocabulary if has_embedding and self.adapter is None else 0
         # what is too small to be quantized is next to nothing of a model

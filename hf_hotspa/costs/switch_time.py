@@ -53,9 +53,8 @@ def estimate(
     """
     if not 0 < efficiency <= 1:
         raise HotspaConfigError(f"an efficiency of {efficiency} is impossible", fix="use a share between 0 and 1")
-    weight_bytes = dtype_bytes(sizes.compute_dtype)
     gradient_bytes = dtype_bytes(sizes.gradients.moved(sizes.compute_dtype))
-    loaded, returned = sizes.num_parameters * weight_bytes, sizes.num_trained * gradient_bytes
+    loaded, returned = sizes.weight_bytes, sizes.num_trained * gradient_bytes
     moved = {0: loaded + returned, 2: loaded, 3: 0}
     return {s: port_seconds(s, moved[s.z], cluster) / efficiency + fixed_s for s in strategies}
 
@@ -108,8 +107,8 @@ class Streams:
 
     def load_s(self, strategy: Strategy) -> float:
         """Loading all units of all stages once."""
-        num_bytes = self.sizes.num_parameters * dtype_bytes(self.sizes.compute_dtype)
-        return strategy.pp * _MORE * port_seconds(strategy, num_bytes, self.cluster) / self.efficiency
+        seconds = port_seconds(strategy, self.sizes.weight_bytes, self.cluster)
+        return strategy.pp * _MORE * seconds / self.efficiency
 
     def return_s(self, strategy: Strategy) -> float:
         """Returning the gradients of all units of all stages once."""

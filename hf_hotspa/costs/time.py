@@ -104,7 +104,10 @@ class TimeModel:
         """
         shape = sizes.shape
         degrees = range(1, shape.num_attention_heads + 1)
-        adapters = {tp: sizes.adapter_parameters(tp) if sizes.adapter is not None else None for tp in degrees}
+        adapters = {
+            tp: (sizes.adapter_parameters(tp) if sizes.adapter is not None else None, sizes.made_of_codes(tp))
+            for tp in degrees
+        }
         layers, heads, embeddings = analytic.costs(shape, hardware, dtype, adapters)
         intra, inter = analytic.hops(shape, hardware, dtype)
         return cls(

@@ -36,6 +36,7 @@ from hf_hotspa.engine.low_bit import adopt_before_steps
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.measures import Observer, PhaseFacts, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.engine.non_finite import raise_non_finite
+from hf_hotspa.engine.packed_loading import load_below_adapter
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.engine.pipedream import PipeDreamRunner, stage_updates
 from hf_hotspa.engine.recut import changed, take_cut, with_paces
@@ -71,6 +72,7 @@ class HotSPaEngine:
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
         failures: What ended a phase; knows of a lack of memory on this rank.
         model_digest: `weights_digest` of the model, where it was read when the engine was made.
+        base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
         updates: The optimizer steps of this rank's stage, where stages update by themselves (`EngineOptions.pipedream`): set its
             `step`. None where the loop around the engine steps, once a mini-batch.
         stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
@@ -111,7 +113,10 @@ class HotSPaEngine:
         self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device, by_stage)
         self.model_digest: str | None = None
         self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model with our frozen weights, and which
-        if weights is not None:
+        self.base_digest: str | None = None
+        if weights is not None and self.description.adapters is not None:
+            self.base_digest = load_below_adapter(weights, model, self.master, self.agreement)
+        elif weights is not None:
             load_weights(weights, model, self.master, self.agreement)
         else:
             self.model_digest, same = fill_from_model(model, self.master, self.agreement, self._groups.switch)

@@ -105,18 +105,19 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
         ModelError: a layer was not quantized, or its weights were packed anew by a forward in evaluation.
     """
     narrow = compute_dtype in (torch.bfloat16, torch.float16)
-    found = {}
+    packed = {}
     for name, module in model.named_modules():
         if not is_four_bit(module):
             continue
         module.support_avx512bf16_for_cpu = False
-        state = _state(module, name)
         weight = module.weight
-        found[name] = FourBit(
-            shape=(int(state.shape[0]), int(state.shape[1])),
+        # what is read by slices (`engine.packed_loading`) is quantized later
+        state = _state(module, name) if not weight.is_meta else weight
+        packed[name] = FourBit(
+            shape=(module.out_features, module.in_features),
             block=state.blocksize,
             quant_type=state.quant_type,
-            dtype=state.dtype,
+            dtype=_dtype_of(model) if weight.is_meta else state.dtype,
             compute_dtype=compute_dtype if narrow else module.compute_dtype,
             options={
                 "bias": module.bias is not None,
@@ -126,7 +127,14 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
                 "quant_storage": weight.quant_storage,
             },
         )
-    return found
+    return packed
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    config: Any = model.config
+    dtype: torch.dtype | str = config.dtype
+    known: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return known
 
 
 def _state(module: Any, name: str) -> Any:
@@ -153,12 +161,16 @@ def stored_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[
     packed = {f"{name}.weight": module for name, module in model.named_modules() if is_four_bit(module)}
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
         module = packed.get(name)
-        if module is None or parameter.is_meta:
+        prefix = name.removesuffix("weight")
+        if module is None or hasattr(module, SCALES):
             yield name, parameter.detach()
+        elif parameter.is_meta:
+            numel = module.out_features * module.in_features
+            yield name, torch.empty(-(-numel // 2), dtype=torch.uint8, device="meta")
+            yield f"{prefix}{SCALES}", torch.empty(-(-numel // module.weight.blocksize), device="meta")
         else:
-            prefix = name.removesuffix("weight")
             yield name, plain_codes(parameter)
-            yield f"{prefix}{SCALES}", _scales(_state(module, prefix.rstrip(".")))
+            yield f"{prefix}{SCALES}", scales_of(_state(module, prefix.rstrip(".")))
 
 
 def plain_codes(parameter: Tensor) -> Tensor:
@@ -167,7 +179,8 @@ def plain_codes(parameter: Tensor) -> Tensor:
         return parameter.detach().as_subclass(Tensor).reshape(-1).view(torch.uint8)
 
 
-def _scales(state: Any) -> Tensor:
+def scales_of(state: Any) -> Tensor:
+    """The scales of a weight as fp32, 1-D, multiplied out where they are quantized themselves."""
     if not state.nested:
         return state.absmax.reshape(-1).float()
     from bitsandbytes.functional import dequantize_blockwise

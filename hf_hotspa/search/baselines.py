@@ -180,16 +180,16 @@ class DataParallel:
         return Strategy(self.memory.world_size, rc=int(recompute))
 
     @property
-    def _parameters(self) -> tuple[int, int]:
-        """Those that are trained, and those that are not."""
+    def _parameters(self) -> tuple[int, float]:
+        """Those that are trained, and those that are not; codes and scales as elements of as many bytes."""
         sizes = self.memory.sizes
-        return sizes.num_trained, sizes.num_parameters - sizes.num_trained
+        return sizes.num_trained, sizes.weight_bytes / dtype_bytes(self.dtype) - sizes.num_trained
 
     def _units(self) -> tuple[float, float]:
-        """Parameters of a layer, and of embedding and head."""
+        """Parameters of a layer, and of embedding and head; codes and scales likewise."""
         sizes = self.memory.sizes
-        layer = sizes.shape.layer_parameters + (sizes.adapter.parameters if sizes.adapter is not None else 0)
-        return layer, sizes.num_parameters - sizes.shape.num_layers * layer
+        layer = sizes.layer_bytes / dtype_bytes(self.dtype)
+        return layer, sum(self._parameters) - sizes.shape.num_layers * layer
 
     def _together(self, alone: Sequence[float]) -> float:
         """Seconds until all replicas are done that started together; they may share cores."""

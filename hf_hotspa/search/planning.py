@@ -15,6 +15,7 @@ from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.four_bits import FourBits, FrozenBase
 from hf_hotspa.costs.hardware import Hardware, parse_bytes, parse_nodes
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
@@ -62,6 +63,7 @@ class Setup:
         pipedream: How stages update by themselves; None for the synchronous update.
         optim: The optimizer, by the name of `--optim`.
         task: What is trained, one of `scoring.TASKS`.
+        four_bits: The layers of a frozen model that are in 4 bits.
     """
 
     model: ModelConfig
@@ -80,6 +82,7 @@ class Setup:
     pipedream: PipeDream | None = None
     optim: str = "adamw_torch"
     task: str = "sft"
+    four_bits: FourBits | None = None
 
     @classmethod
     def read(
@@ -91,6 +94,7 @@ class Setup:
         calibration: str | None = None,
         dtype: str | None = None,
         lora: str | None = None,
+        quantization: str | None = None,
         **options: Any,
     ) -> "Setup":
         """From the words of a command line.
@@ -103,6 +107,7 @@ class Setup:
             calibration: A file of `hf-hotspa calibrate`.
             dtype: The dtype of computation; that of the calibration, else bfloat16, when None.
             lora: See `Adapter.read`.
+            quantization: One of `four_bits.KINDS`, with an adapter; None where the frozen model is in the dtype of computation.
             options: Other fields.
 
         Raises:
@@ -111,16 +116,17 @@ class Setup:
         shape = load_model(model)
         count, devices = parse_nodes(nodes)
         if count * devices > _MOST_DEVICES:
-            raise HotspaConfigError(
-                f"{nodes} are {count * devices} devices", fix=f"plan for at most {_MOST_DEVICES} devices"
-            )
+            fix = f"plan for at most {_MOST_DEVICES} devices"
+            raise HotspaConfigError(f"{nodes} are {count * devices} devices", fix=fix)
+        adapter, four_bits = _of_adapter(shape, lora, quantization)
         machine = load_hardware(hardware) if hardware is not None else None
         measured = Calibration.load(calibration) if calibration is not None else None
         if measured is not None:
             dtype = dtype or measured.key.dtype
             check_calibration(
-                measured, str(calibration), shape.shape, dtype=dtype, nodes=count, devices_per_node=devices
-            )
+                measured, str(calibration), shape.shape, dtype=dtype, nodes=count, devices_per_node=devices,
+                base=FrozenBase.of(four_bits, adapter),
+            )  # fmt: skip
             machine = measured.hardware()
         memory = machine.device.memory_bytes if machine is not None else None
         given = None if memory_limit is None else parse_bytes(memory_limit, "the memory limit")
@@ -135,8 +141,7 @@ class Setup:
             raise HotspaConfigError(f"{shape.name} cannot run +sp", why=why, fix="leave --sequence-parallel out")
         if machine is not None:
             machine = replace(machine, devices_per_node=devices)
-        adapter = Adapter.read(lora, shape.linears) if lora is not None else None
-        options |= {"calibration": measured, "adapter": adapter}
+        options |= {"calibration": measured, "adapter": adapter, "four_bits": four_bits}
         setup = cls(shape, count, devices, machine, limit, source, dtype or DTYPE, **options)
         dtype_bytes(setup.dtype)
         return setup
@@ -150,8 +155,9 @@ class Setup:
     def sizes(self) -> ModelSizes:
         """Sizes of model states."""
         sizes = ModelSizes(
-            self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, adapter=self.adapter
-        )
+            self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, adapter=self.adapter,
+            four_bits=self.four_bits,
+        )  # fmt: skip
         if self.calibration is None:
             return sizes
         return replace(sizes, measured=self.calibration.stage_costs(sizes.stage_costs.layers))
@@ -221,8 +227,24 @@ class Setup:
             "pipeline_schedule": self.schedule,
             "pipeline_mode": SYNCHRONOUS if self.pipedream is None else PIPEDREAM,
             "lora": {"r": self.adapter.rank, "targets": list(self.adapter.linears)} if self.adapter else None,
+            "quantization": self.four_bits.kind if self.four_bits else None,
             "trained_parameters": self.sizes.num_trained,
         }
+
+
+def _of_adapter(
+    model: ModelConfig, lora: str | None, quantization: str | None
+) -> tuple[Adapter | None, FourBits | None]:
+    adapter = Adapter.read(lora, model.linears) if lora is not None else None
+    if quantization is None:
+        return adapter, None
+    if adapter is None:
+        raise HotspaConfigError(
+            f"--quantization {quantization} goes without an adapter",
+            why="weights in 4 bits are frozen, and nothing would be trained",
+            fix="add --lora 16",
+        )
+    return adapter, FourBits(quantization, model.linears)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.four_bits import WEIGHT_BYTES
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.page import picture
 from hf_hotspa.reporting.panels import lengths_figure
@@ -25,6 +26,8 @@ def _heading(setup: Setup) -> str:
     adapter = (
         f"\n{setup.adapter}: {setup.sizes.num_trained / 1e6:,.1f}M parameters are trained" if setup.adapter else ""
     )
+    if setup.four_bits is not None:
+        adapter += f"\nits linear layers are frozen in {setup.four_bits.kind}, {WEIGHT_BYTES * 8:.1f} bits a weight"
     return (
         f"{setup.model.name}: {setup.model.shape.family}, {setup.sizes.num_parameters / 1e9:,.2f}B parameters, "
         f"{setup.dtype}{adapter}\n{setup.nodes} x {setup.devices_per_node} devices{machine}\n"
@@ -35,7 +38,8 @@ def _heading(setup: Setup) -> str:
 def _source(setup: Setup) -> str:
     if setup.calibration is None:
         return "Times are from data sheets, not measured: within about a third."
-    whole = ", with all weights trained: with an adapter it is faster" if setup.adapter is not None else ""
+    plain = setup.adapter is not None and not setup.calibration.key.base
+    whole = ", with all weights trained: with an adapter it is faster" if plain else ""
     return f"Times are from a calibration of {setup.calibration.measured_at}{whole}."
 
 

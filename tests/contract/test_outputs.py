@@ -40,6 +40,16 @@ def test_the_tables_of_plans_have_these_lines_and_no_others() -> None:
     assert TABLES["rewritten_tables"](LINES) == TABLES["PAGE"].read_text(), "run: python docs/plan_tables.py"
 
 
+QLORA = runpy.run_path(str(ROOT / "docs" / "qlora_table.py"))
+
+
+@pytest.mark.parametrize("case", [(model, 2) for model in QLORA["MODELS"]], ids=str)
+def test_the_table_of_qlora_is_current(case: tuple[str, int]) -> None:
+    lines = QLORA["lines_of"](QLORA["PAGE"].read_text())
+    assert len(lines) == len(QLORA["ROWS"])
+    assert QLORA["row"](*case) == lines[QLORA["ROWS"].index(case)], "run: python docs/qlora_table.py"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_output_without_a_command(page: Path) -> None:
     text = page.read_text()

@@ -76,6 +76,19 @@ def test_a_script_of_trl_with_one_import_changed(script, better, tmp_path):
     assert phases == {"dp2+rc", "tp2+rc"}
 
 
+@pytest.mark.slow
+def test_an_adapter_on_a_base_in_4_bits(tmp_path):
+    assert len(text_of("qlora.py").splitlines()) < 60
+    processes, words = command_of("qlora.py")
+    log = tmp_path / "log.txt"
+    run_ranks(processes, run_script, "qlora.py", [*words, "--output_dir", str(tmp_path)], str(log))
+    first, last = map(float, re.search(r"([-\d.]+) -> ([-\d.]+); the adapter is in", log.read_text()).groups())
+    assert last < first - 0.5
+    assert (tmp_path / "adapter_model.safetensors").exists()
+    phases = {phase.strategy for record in read_run_log(tmp_path).steps for phase in record.report.phases}
+    assert phases == {"dp2", "tp2"}
+
+
 def test_the_plugin_of_axolotl_gives_its_trainer_over_a_switched_model(monkeypatch):
     base, trainers = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.core.trainers")
     base.BasePlugin, trainers.AxolotlTrainer = object, type("AxolotlTrainer", (Trainer,), {})

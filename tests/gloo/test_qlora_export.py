@@ -1,0 +1,68 @@
+"""`hf-hotspa export --merge`: the plain model of a QLoRA checkpoint, bit for bit PEFT's merge into the dequantized base."""
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hf_hotspa.cli import main
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.qlora import WIDE, quantized
+from tests.training_runs import make_trainer, train
+
+pytestmark = pytest.mark.gloo
+
+FAMILY = "qwen3_qk_norm_tied"
+
+
+def one_step(rank, world_size, folder):
+    return train(make_trainer(folder, world_size, family=FAMILY, qlora={}, model=WIDE, max_steps=1))
+
+
+def test_merged_weights_are_those_of_peft(tmp_path, capsys):
+    run_ranks(1, one_step, str(tmp_path / "run"))
+    checkpoint = str(tmp_path / "run" / "checkpoint-1")
+    tiny_model(FAMILY, **WIDE).save_pretrained(tmp_path / "plain")
+    packed = quantized(FAMILY, model=WIDE)
+    packed.save_pretrained(tmp_path / "packed")
+    assert main(["export", checkpoint, str(tmp_path / "adapter")]) == 0
+    adapted = PeftModel.from_pretrained(packed.dequantize(torch.float32), tmp_path / "adapter")
+    factors = {name: p.detach() for name, p in adapted.named_parameters() if "lora_" in name}
+    assert any(p.any() for name, p in factors.items() if "lora_B" in name)
+    expected = adapted.merge_and_unload().state_dict()
+
+    nf4 = ["--quantization", "nf4", "--double-quantization"]
+    merged = {}
+    for name, options in {"plain": nf4, "packed": []}.items():
+        given = [
+            "export",
+            checkpoint,
+            str(tmp_path / f"of {name}"),
+            "--merge",
+            "--base",
+            str(tmp_path / name),
+            *options,
+        ]
+        assert main(given) == 0
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / f"of {name}")
+        assert getattr(model.config, "quantization_config", None) is None
+        merged[name] = model.state_dict()
+        assert merged[name].keys() == expected.keys()
+        assert all(torch.equal(weight, expected[key]) for key, weight in merged[name].items()), name
+    own = "model.layers.0.mlp.up_proj.weight"
+    b, a = (factors[f"base_model.model.model.layers.0.mlp.up_proj.lora_{side}.default.weight"] for side in "BA")
+    base = quantized(FAMILY, model=WIDE).dequantize(torch.float32).state_dict()[own]
+    assert torch.equal(merged["plain"][own], base + (b @ a) * (5 / 3))
+
+    capsys.readouterr()
+    wrong = {
+        "is quantized already": ["--merge", "--base", str(tmp_path / "packed"), *nf4],
+        "names no base": ["--merge"],
+        "cannot be loaded": ["--merge", "--base", str(tmp_path / "nowhere")],
+        "go with --merge": nf4,
+    }
+    for says, options in wrong.items():
+        assert main(["export", checkpoint, str(tmp_path / "other"), *options]) == 2
+        assert says in capsys.readouterr().err
+        assert not (tmp_path / "other").exists()

@@ -1,0 +1,103 @@
+"""QLoRA in a plan: what is counted from a config is what the engine counts of bitsandbytes' model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_hotspa.cli import main
+from hf_hotspa.costs.adapter import Adapter
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.four_bits import WEIGHT_BYTES, FourBits, FrozenBase
+from hf_hotspa.costs.memory import MemoryModel
+from hf_hotspa.costs.model import check_calibration
+from hf_hotspa.costs.model_config import load_model
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.switch_time import estimate
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.strategy import Strategy
+from tests.calibrations import made_calibration
+from tests.families import tiny_config, tiny_model
+from tests.qlora import WIDE, tiny_qlora
+
+BIASES = 0.05
+"""What a tiny model has of biases and norms of queries and keys, which are not counted."""
+LLAMA = load_model("llama2-7b")
+LORA, NF4 = Adapter.read("16", LLAMA.linears), FourBits("nf4", LLAMA.linears)
+
+
+@pytest.mark.parametrize(
+    ("family", "wide"), [("llama_gqa_bias", WIDE), ("qwen3_qk_norm_tied", WIDE), ("llama_gqa_bias", {})]
+)
+def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_path: Path) -> None:
+    config = tiny_config(family)
+    config.update(wide)
+    config.save_pretrained(tmp_path)
+    described = describe_model(tiny_qlora(family, torch.bfloat16, model=wide), torch.bfloat16)
+    model = load_model(tmp_path)
+    adapter, four_bits = Adapter.read("3", model.linears), FourBits("nf4", model.linears)
+    found = ModelSizes(model.shape, tied=model.tied, adapter=adapter, four_bits=four_bits)
+    exact = ModelSizes(described.shape, vector=described.vector)
+    assert found.num_trained == exact.num_trained
+    assert found.weight_bytes == pytest.approx(exact.weight_bytes, rel=BIASES)
+    for strategy in (Strategy(4), Strategy(4, z=3), Strategy(2, 2), Strategy(1, 2, 2), Strategy(1, 4)):
+        assert found.dequantized(strategy.tp) == exact.dequantized(strategy.tp), strategy
+        for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
+            assert mine.gradient_bytes == real.gradient_bytes, strategy
+            assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
+    kept, counted = found.master(1), exact.master(1)
+    assert kept.weight_bytes == pytest.approx(counted.weight_bytes, rel=BIASES)
+
+
+def test_whole_weights_where_no_shard_ends_with_blocks() -> None:
+    shares = {"query": 0.5, "key": 0.5, None: 0.5}
+    by_rows, by_columns = FourBits("nf4", LLAMA.linears), LLAMA.linears["down_proj"]
+    assert by_rows.held(shares) == by_rows.cut(shares) == by_rows.weights / 2
+    # 11008 / 2 is a multiple of 64, 11008 / 8 is not
+    assert FourBits("nf4", {"down_proj": by_columns}).held({None: 1 / 8}) == 4096 * 11008
+    assert FourBits("nf4", {"down_proj": by_columns}).most_at_a_time({None: 1 / 8}) == 4096 * 11008 * 9 / 8
+
+
+def test_seconds_and_bytes_beside_lora_in_bf16() -> None:
+    hardware = load_hardware("a800-80g")
+    plain, packed = (ModelSizes(LLAMA.shape, adapter=LORA, four_bits=layers) for layers in (None, NF4))
+    assert packed.num_parameters == plain.num_parameters
+    assert packed.weight_bytes == plain.weight_bytes - 32 * NF4.weights * (2 - WEIGHT_BYTES)
+    times = [TimeModel.analytic(sizes, hardware) for sizes in (plain, packed)]
+    for tokens in (64, 8192):  # it is paid once a pack, and layer
+        more = times[1].phase_seconds(Strategy(8), [[[tokens]]]) - times[0].phase_seconds(Strategy(8), [[[tokens]]])
+        assert more == pytest.approx(32 * 2 * NF4.weights * (2 + WEIGHT_BYTES) / 2.039e12, rel=0.01)
+    moved = [estimate([Strategy(8)], sizes, hardware.cluster(8))[Strategy(8)] for sizes in (plain, packed)]
+    assert moved[1] < 0.4 * moved[0]
+    totals = [MemoryModel(sizes, 1).breakdown(Strategy(rc=1), 1) for sizes in (plain, packed)]
+    assert totals[1].weights < 0.35 * totals[0].weights
+    most = 4096 * 11008 * 2  # of one matrix in bf16, where there are no logits
+    assert totals[1].activations - totals[0].activations == pytest.approx(most - totals[0].logits)
+
+
+def test_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "llama2-7b", "--nodes", "1x1", "--hardware", "4090", "--lora", "16", "--quantization", "nf4"]
+    assert main(["estimate", *args, "--strategy", "dp1+rc", "--pack-tokens", "4096"]) == 0
+    assert "frozen in nf4, 4.5 bits a weight" in capsys.readouterr().out
+    assert main(["plan", *args, "--lengths", "chat", "--longest", "4096", "--mini-batch", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["quantization"], found["lora"]["r"]) == ("nf4", 16)
+    alone = [word for word in args if word not in ("--lora", "16")]
+    assert main(["estimate", *alone, "--strategy", "dp1", "--pack-tokens", "64"]) == 2
+    assert "add --lora 16" in capsys.readouterr().err
+    assert main(["calibrate", "--model", "llama2-7b", "--lora", "16"]) == 2
+    assert "add --quantization nf4" in capsys.readouterr().err
+
+
+def test_a_calibration_of_other_weights_is_refused() -> None:
+    model = tiny_model("llama_gqa_bias")
+    calibration, shape = made_calibration(model, 1, {1: Cost(b=1e-6)}), describe_model(model).shape
+    known: Any = {"dtype": "float32", "nodes": 1, "devices_per_node": 1}
+    check_calibration(calibration, "here", shape, **known)
+    with pytest.raises(HotspaConfigError, match="frozen weights none in 4 bits instead of nf4"):
+        check_calibration(calibration, "here", shape, **known, base=FrozenBase("nf4", 8))
