@@ -4,10 +4,12 @@
 models have a tensor-parallel and a pipeline plan, and how their configs name things, from the config classes; and what
 the engine makes of a model of each planned family's default config, built without weights: why it is refused, or
 cannot run `+sp`, `+ck` or pp, and which shares of its layers tp does not divide. Of the other families of the sweep, the
-reasons only, from a model as the sweep has it (a decoder, where its default is an encoder). Some minutes.
+reasons only, from a model as the sweep has it (a decoder, where its default is an encoder). Some minutes; with names of families,
+those only.
 """
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_hotspa.costs.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, model_from
 from hf_hotspa.errors import HotspaError, ModelError
 from hf_hotspa.model.specs import ModelDescription, describe_model
+from hf_hotspa.model.tensor_plan import has_tensor_plan
 from hf_hotspa.model_shape import ModelShape
 from tests.tiny_families import UNPLANNED, swept_families, tiny_config_of, without_dropout
 
@@ -70,7 +73,7 @@ ONLY_TINY = (
 
 def _family(config: Any) -> dict[str, object]:
     plan = config.base_model_tp_plan or {}
-    found: dict[str, object] = {"tp": bool(plan), "pp": bool(config.base_model_pp_plan)}
+    found: dict[str, object] = {"tp": has_tensor_plan(config), "pp": bool(config.base_model_pp_plan)}
     if leaves := {name.rpartition(".")[2] for name in plan if ".mlp" in name}:
         found["gated"] = bool(leaves & {"gate_proj", "gate_up_proj"})
     names = dict(config.attribute_map)
@@ -174,8 +177,9 @@ def render(table: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    found = {}
-    for name in swept_families():
+    known = json.loads(Path(FAMILIES_FILE).read_text())
+    found = facts_of(known) if known["transformers"] == __version__ and sys.argv[1:] else {}
+    for name in sys.argv[1:] or swept_families():
         found[name] = family_facts(name)
         print(f"{name:22} {found[name]}", flush=True)
     Path(FAMILIES_FILE).write_text(render(family_table(found)))

@@ -295,10 +295,10 @@ MUTATIONS = [
     ),
     Mutation(
         "the mask of a slice begins at its first key",
-        "hf_hotspa/parallel/attention.py",
-        "position[key_length - length :, None]",
-        "position[:length, None]",
-        UNIT + "test_prefix_attention.py",
+        "hf_hotspa/parallel/fused_attention.py",
+        "places[keys - queries :, None]",
+        "places[:queries, None]",
+        UNIT + "test_fused_attention.py",
     ),
     Mutation(
         "keys and values of a chunk have no gradients of later chunks",

@@ -12,6 +12,8 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_hotspa.model.tensor_plan import has_tensor_plan
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 163,  # odd: uneven shards of the vocabulary
     "hidden_size": 64,
@@ -286,7 +288,7 @@ def planned_families() -> dict[str, tuple[bool, bool]]:
     found = {}
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         config = CONFIG_MAPPING[name]
-        tp, pp = bool(config.base_model_tp_plan), bool(config.base_model_pp_plan)
+        tp, pp = has_tensor_plan(config), bool(config.base_model_pp_plan)
         if tp or pp:
             found[name] = tp, pp
     return found

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+import torch.distributed as dist
 from datasets import Dataset, load_dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
+from hf_hotspa.checkpoint.format.manifest import WEIGHT
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.parallel.dropout import EmbeddingNoise
 from hf_hotspa.trl import ONLINE
@@ -28,6 +29,7 @@ from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double
 from tests.oracle import exact_in_double, relative_error
 from tests.qlora import WIDE, quantized
+from tests.training_runs import newest, same_bits, whole_state
 
 DENSE = "llama_gqa_bias"
 CHAT = (
@@ -88,10 +90,21 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
+@contextmanager
+def rank_0_first() -> Iterator[None]:
+    """As accelerate's `main_process_first`, which before the first config takes each rank for a world of its own."""
+    several = dist.is_initialized()
+    if several and dist.get_rank():
+        dist.barrier()
+    yield
+    if several and not dist.get_rank():
+        dist.barrier()
+
+
 def rows(kind: str, folder: str, number: int = 40, first: int = 0) -> Dataset:
     """A data set of a kind of rows, with files of its own, as TRL's cache of reference log-probabilities needs."""
     path = Path(folder) / f"{kind}_{first}.jsonl"
-    with PartialState().main_process_first():
+    with rank_0_first():
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("".join(json.dumps(ROWS[kind](i)) + "\n" for i in range(first, first + number)))
@@ -252,8 +265,8 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
 
 def saved(model: Any, folder: str) -> str:
     """The folder of a model that rank 0 has saved."""
-    with PartialState().main_process_first():
-        if PartialState().is_main_process:
+    with rank_0_first():
+        if not (dist.is_initialized() and dist.get_rank()):
             model.save_pretrained(folder)
     return folder
 
@@ -367,3 +380,37 @@ def wrong_ones(found_of_ranks: Sequence[Any], cases: Mapping[str, Case]) -> list
                     f"{name}, rank {rank}: {case.kind} {case.fields}: TRL {failed!r}, ours {refused!r}, {too_far}"
                 )
     return wrong
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+def run_and_resume(cases: Mapping[str, Case], pool: str, other: str, folder: str) -> None:
+    """A whole run; one that resumes in the middle; one that does in another layout, and saves at once; and goes on."""
+    for name, case in cases.items():
+
+        def trained(
+            run: str, pool: str, steps: int, resume: str | None, folder: str = f"{folder}/{name}", case: Case = case
+        ) -> Any:
+            trainer = made(case, f"{folder}/{run}", pool, save_strategy="steps", save_steps=2, max_steps=steps)
+            trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
+            return trainer
+
+        trained("whole", pool, 4, None).close_engine()
+        trained("again", pool, 4, "whole/checkpoint-2").close_engine()
+        at_once = trained("other", other, 2, "whole/checkpoint-2")
+        at_once._save_checkpoint(None, None)
+        at_once._hotspa_checkpoints.close()
+        at_once.close_engine()
+        trained("on", other, 4, "whole/checkpoint-2").close_engine()
+
+
+def check_resumed(folder: Path, cases: Mapping[str, Case]) -> None:
+    """What `run_and_resume` has left: the same bits in the layout of before, and at the start in another one."""
+    for name in cases:
+        at = {run: whole_state(newest(folder / name / run)) for run in ("whole", "again", "other", "on")}
+        assert same_bits(at["again"], at["whole"]), name
+        assert same_bits(at["other"], whole_state(folder / name / "whole" / "checkpoint-2")), name
+        weights = [key for key in at["whole"] if key.startswith(WEIGHT)]
+        ends = [torch.cat([at[run][key].flatten() for key in weights]) for run in ("on", "whole")]
+        assert 0 < relative_error(*ends) <= SINGLE, name

@@ -41,6 +41,8 @@ from hf_hotspa.engine.low_bit import (
 from hf_hotspa.engine.master import MasterShare
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.text_half import other_half
+from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
 from hf_hotspa.versions import version_of
 
@@ -286,9 +288,12 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         UnsupportedError: it cannot be honoured; the optimizer is unchanged.
     """
     bare, shares = bare_optimizer(optimizer), engine.master.parameters
-    own, names, given = {id(share) for share in shares.values()}, _names(engine, model), list(_parameters(bare))
-    if all(id(parameter) in own for parameter in given) and given:
-        return False
+    own = {id(share) for share in shares.values()}
+    if own.issuperset(every := [id(p) for p in _parameters(bare)]) and every:
+        return False  # in every step
+    names = _names(engine, model)
+    idle = {id(p) for p in other_half(bare_model(model)[0]).values()}  # these have no gradient, so no step moves them
+    given = [p for p in _parameters(bare) if id(p) not in idle]
     kind = type(bare).__name__
     foreign = [tuple(p.shape) for p in given if id(p) not in own and id(p) not in names]
     if foreign:
@@ -299,13 +304,9 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
             fix=_FIX,
         )
     moved = {id(p): shares[names[id(p)]] for p in given if id(p) in names}
-    thawed = [names[id(p)] for p in given if id(p) in moved and p.requires_grad and not moved[id(p)].requires_grad]
-    if thawed:
-        raise UnsupportedError(
-            f"the parameter {thawed[0]!r} was frozen when training started and is to be trained now",
-            why="which parameters have gradients is laid out at the start",
-            fix="unfreeze it before train(), with a learning rate of 0 until it is to be trained",
-        )
+    _refuse_thawed(
+        [names[id(p)] for p in given if id(p) in moved and p.requires_grad and not moved[id(p)].requires_grad]
+    )
     after = [moved.get(id(p), p) for p in given]
     if not any(share.requires_grad for share in after):
         raise UnsupportedError(
@@ -318,7 +319,7 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     shares, overrides = engine.master.shares, overrides_of(bare)
     cut = {id(p): _cut(bare, value, shares[names[id(p)]]) for p, value in bare.state.items() if id(p) in moved}
     for group in bare.param_groups:
-        group["params"][:] = [moved.get(id(p), p) for p in group["params"]]
+        group["params"][:] = [moved.get(id(p), p) for p in group["params"] if id(p) not in idle]
     for parameter in [p for p in bare.state if id(p) in moved]:
         del bare.state[parameter]
         bare.state[moved[id(parameter)]] = cut[id(parameter)]
@@ -332,6 +333,15 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         release(bare, engine, model)
         raise
     return True
+
+
+def _refuse_thawed(names: list[str]) -> None:
+    if names:
+        raise UnsupportedError(
+            f"the parameter {names[0]!r} was frozen when training started and is to be trained now",
+            why="which parameters have gradients is laid out at the start",
+            fix="unfreeze it before train(), with a learning rate of 0 until it is to be trained",
+        )
 
 
 def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:

@@ -42,7 +42,7 @@ def kinds_of_layers(model: nn.Module, description: ModelDescription) -> tuple[tu
     shape = description.shape
     if shape.num_layers < 2 or Strategy(pp=shape.num_layers).unsupported_reason(shape) is not None:
         return ()
-    layers = getattr(model, description.base).get_submodule(description.layers[0])
+    layers = model.get_submodule(description.base).get_submodule(description.layers[0])
     kinds: dict[Hashable, list[int]] = {}
     for index, layer in enumerate(layers):
         kinds.setdefault((description.layer_kinds[index], _signature(layer)), []).append(index)

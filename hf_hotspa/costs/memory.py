@@ -488,9 +488,9 @@ class Rising:
             half = width // 2 if width <= _WIDE else math.isqrt(width)  # the end of a flat line is not far
             middle = low + (half if halve else int((limit - of_low) / slope))
             middle = min(max(middle, low + 1), at[index] - 1)
-            line, found = of_low + (middle - low) * slope, self._look(index, middle)
-            index += found <= limit
-            if found <= limit < found + slope and abs(found - line) < _STRAIGHT * found:
+            line, at_middle = of_low + (middle - low) * slope, self._look(index, middle)
+            index += at_middle <= limit
+            if at_middle <= limit < at_middle + slope and abs(at_middle - line) < _STRAIGHT * at_middle:
                 return middle  # all three are on a line, so the next one is not within the limit
             if at[index - 1] == middle and at[index] - middle > 1 and not halve:
                 index += self._look(index, middle + 1) <= limit

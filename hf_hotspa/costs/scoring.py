@@ -28,7 +28,7 @@ TASKS = {
     "sft": Scoring(),
     "dpo": Scoring(2, reference=True),
     "dpo-precomputed": Scoring(1),
-    "grpo": Scoring(1),
+    "grpo": Scoring(),
     "grpo-kl": Scoring(2, reference=True),
     "rloo": Scoring(3, reference=True),
 }

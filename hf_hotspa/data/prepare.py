@@ -1,7 +1,7 @@
 """From whatever users have to a dataset of token rows: `input_ids`, and `labels` where part of a row does not count.
 
 Owns the one way in which rows are read, whoever asks: the Trainer, examples and commands. `formats.py` says which columns are
-understood, `chat.py` and `chat_text.py` how conversations become tokens. Rows of `input_ids` are kept as they are (`rows.py`). Text (and a
+understood, `chat_text.py` how conversations become tokens. Rows of `input_ids` are kept as they are (`features.py`). Text (and a
 string completion) ends with the EOS token where the tokenizer has one and it is not there yet; a chat template ends conversations
 itself. What a text has of the special tokens of its tokenizer already, as a chat template has written them, it gets once. Nothing is ever truncated: over-long rows are the business of `bucketing.py`. Which tokens carry labels
 is either known exactly or refused.

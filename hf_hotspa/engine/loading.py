@@ -34,6 +34,7 @@ from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.text_half import other_half
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.four_bit import SCALES, is_four_bit, put_back, stored_tensors
@@ -129,6 +130,13 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
         # buffers are computed, and small
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        if idle := other_half(model):
+            raise UnsupportedError(
+                f"{type(model).__name__} has {len(idle)} parameters beside those of its language model, the first {next(iter(idle))!r}",
+                where=str(folder),
+                why="reading by slices knows models of text alone",
+                fix="load the model in every process (from_pretrained), and pass it to the trainer",
+            )
         generation = folder / "generation_config.json"
         if model.can_generate() and generation.is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

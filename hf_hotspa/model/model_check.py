@@ -19,6 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
+from hf_hotspa.model.text_half import TextForward, of_text
 from hf_hotspa.parallel.adapters import INTEGERS, bare_model, bit_sum
 from hf_hotspa.parallel.dropout import attention_dropouts
 from hf_hotspa.parallel.four_bit import stored_tensors
@@ -66,7 +67,10 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
     expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
     expected = {name: shape for name, shape in expected.items() if name not in packed}
     named = model.named_parameters(remove_duplicate=False)
-    shapes = {name: tuple(p.shape) for name, p in named if name not in packed}
+    bare, is_of_text = bare_model(model)[0], of_text(bare_model(model)[0])
+    shapes = {
+        name: tuple(p.shape) for name, p in named if name not in packed and is_of_text(description.local_name(name))
+    }
     if shapes != expected:
         names = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         first = names[0]
@@ -76,7 +80,6 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
             fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
         )
     _check_scalings(fresh, description)
-    bare = bare_model(model)[0]
     facts, expected_facts = module_facts(bare), module_facts(fresh)
     if attention_dropouts(bare.config) != attention_dropouts(description.config):  # turned off for this run
         facts, expected_facts = ({k: v for k, v in of.items() if "drop" not in k[1]} for of in (facts, expected_facts))
@@ -92,16 +95,21 @@ Facts = dict[tuple[str, str], Any]
 """What of a model's modules decides what they compute beside weights, buffers and config, by module and attribute."""
 
 
-def module_facts(model: nn.Module) -> Facts:
+def module_facts(model: PreTrainedModel) -> Facts:
     """The class of each module, and its attributes that are numbers, strings, functions, plain tensors, or tuples of such.
 
     What is no such thing is left out, and so is what anything but a forward changes and reads.
     """
     facts: Facts = {}
+    is_of_text = of_text(model)
     for name, module in model.named_modules():
+        if not is_of_text(name):
+            continue
         facts[name, _CLASS] = type(module)
         for key, value in vars(module).items():
             of_class = getattr(type(module), key, None)
+            if isinstance(value, TextForward):  # of a replica, in the place of the class's own
+                continue
             if inspect.isfunction(of_class) and name:  # a method that was replaced on the object
                 facts[name, key] = value
             elif key.startswith("_") or key in _OF_NO_FORWARD or hasattr(PreTrainedModel, key):
@@ -111,7 +119,7 @@ def module_facts(model: nn.Module) -> Facts:
     return facts
 
 
-def changed_facts(facts: Facts, expected: Facts, like: nn.Module) -> list[str]:
+def changed_facts(facts: Facts, expected: Facts, like: PreTrainedModel) -> list[str]:
     """Where facts are not the expected ones, as texts that name module, attribute and both values.
 
     Attributes that neither the expected facts nor the classes of the modules have are passed over: no forward knows them.
@@ -119,7 +127,8 @@ def changed_facts(facts: Facts, expected: Facts, like: nn.Module) -> list[str]:
     Args:
         like: What the expected facts are of.
     """
-    names, modules = {name for name, _ in facts}, dict(like.named_modules())
+    names, is_of_text = {name for name, _ in facts}, of_text(like)
+    modules = {name: module for name, module in like.named_modules() if is_of_text(name)}
     texts = [
         f"module {name!r} is missing, and a {modules[name].__class__.__name__}" for name in modules if name not in names
     ]

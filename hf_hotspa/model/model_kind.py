@@ -7,9 +7,13 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
+from hf_hotspa.model.text_half import of_text, text_base
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.attention import calls_attention
 
@@ -45,6 +49,8 @@ def _other_kind(model: PreTrainedModel) -> str | None:
     if getattr(model.config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
     names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if text_base(model) is not None:
+        names |= set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
     own = type(model).__module__.startswith("transformers.")
     if own and not any(kind.__name__ in names for kind in type(model).__mro__):
         return "AutoModelForCausalLM knows no class of that name"
@@ -54,7 +60,9 @@ def _other_kind(model: PreTrainedModel) -> str | None:
         return "it does not say which module embeds its tokens (get_input_embeddings)"
     if ends[0] is None or ends[1] is None:
         return f"it has no {'input embedding' if ends[0] is None else 'output embedding (language-model head)'}"
-    looks_ahead = next((m for m in model.modules() if calls_attention(m) and not getattr(m, "is_causal", True)), None)
+    is_of_text = of_text(model)
+    modules = [m for name, m in model.named_modules() if is_of_text(name)]
+    looks_ahead = next((m for m in modules if calls_attention(m) and not getattr(m, "is_causal", True)), None)
     if looks_ahead is not None:
         return f"the attention of {type(looks_ahead).__name__} sees the tokens after a token, too"
     return None
@@ -66,9 +74,11 @@ def refuse_own_attention(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedError: naming the module.
     """
-    if any(calls_attention(module) for module in model.modules()):
+    is_of_text = of_text(model)
+    modules = [module for name, module in model.named_modules() if is_of_text(name)]
+    if any(calls_attention(module) for module in modules):
         return
-    own = next((type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()), None)
+    own = next((type(m).__name__ for m in modules if "attention" in type(m).__name__.lower()), None)
     if own is not None:
         raise UnsupportedError(
             f"{own} of {model.config.get_text_config().model_type} does not use the attention interface of transformers",

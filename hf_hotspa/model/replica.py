@@ -227,7 +227,7 @@ class Replica:
         kinds = [description.layer_kinds[index] for index in self._mine]
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
         self.model = self._build(description)
-        self._base = getattr(self.model, description.base)
+        self._base = self.model.get_submodule(description.base)
         self._rope = RopeByRow(self._base)
         self.layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
         self.parameters = self._own_parameters(description)
@@ -285,7 +285,7 @@ class Replica:
         if self.experts is not None:
             self.experts.divide(self.model, description.experts)
         self._after_forward = self._shard(description) if mesh.tensor is not None else _nothing
-        self._tail = Tail(self.model, description.base) if self.is_last else None
+        self._tail = Tail(self.model, description.base, description.head) if self.is_last else None
         if self.capacity is not None and self.experts is None:
             modules = dict(self.model.named_modules())  # without those of other stages
             self.capacity.limit(base_layer(modules[name]) for name in description.experts if name in modules)
@@ -314,7 +314,7 @@ class Replica:
         if not fits_grouped_kernels(self.compute_dtype, [slot.shape for slot in self.slots]):
             model.config._experts_implementation = "eager"
         model.train()
-        base = getattr(model, description.base)
+        base = model.get_submodule(description.base)
         places = [
             (layers, i) for n in description.layers for layers in [base.get_submodule(n)] for i in range(len(layers))
         ]
@@ -325,10 +325,11 @@ class Replica:
                 take_packs(layers[index], description.layer_kinds[unit])
         if not self.is_first:
             take_hidden_state(base, description.embeddings)
+        top = description.base.partition(".")[0]
         if not self.is_last:
             for name in description.norms:
                 setattr(base, name, PassThrough())
-            for name in {description.head, *(name for name, _ in model.named_children() if name != description.base)}:
+            for name in {description.head, *(name for name, _ in model.named_children() if name != top)}:
                 model.set_submodule(name, PassThrough())
         return model
 

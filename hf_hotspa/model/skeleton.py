@@ -7,6 +7,7 @@ from accelerate import init_empty_weights
 from transformers.initialization import no_init_weights
 
 from hf_hotspa.model.specs import ModelDescription
+from hf_hotspa.model.text_half import keep_text
 from hf_hotspa.parallel.adapters import inject
 from hf_hotspa.parallel.attention import ATTENTION
 from hf_hotspa.parallel.four_bit import put_four_bit
@@ -23,6 +24,7 @@ def build_skeleton(description: ModelDescription) -> Any:
             model = description.model_class._from_config(
                 copy.deepcopy(description.config), attn_implementation=ATTENTION, dtype=description.compute_dtype
             )
+        keep_text(model)
         model.tie_weights()
         put_four_bit(model, description.four_bit)
         if description.adapters is not None:

@@ -25,10 +25,11 @@ from hf_hotspa.model.sequence_cuts import (
     sp_unsupported_reason,
 )
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
+from hf_hotspa.model.text_half import of_text, refuse_idle_adapters, text_base
 from hf_hotspa.model.unit_order import order_unsupported_reason
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel import experts
-from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
+from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, bare_model, plain_parameters, unwrap
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
 from hf_hotspa.parallel.four_bit import FourBit, packed_specs, read_four_bit
@@ -147,6 +148,8 @@ def base_name(model: PreTrainedModel) -> str:
     Raises:
         ModelError: there is none.
     """
+    if (inner := text_base(model)) is not None:
+        return inner
     embedding = model.get_input_embeddings()
     for name in (model.base_model_prefix, *(name for name, _ in model.named_children())):
         child = getattr(model, name, None) if name else None
@@ -160,7 +163,7 @@ def base_name(model: PreTrainedModel) -> str:
 
 def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
     """Names, inside the base model, of its lists of decoder layers: one, or those of stacks that run in cycles."""
-    base, count = getattr(model, base_name(model)), model.config.get_text_config().num_hidden_layers
+    base, count = model.get_submodule(base_name(model)), model.config.get_text_config().num_hidden_layers
     lists = {name: child for name, child in base.named_modules() if isinstance(child, nn.ModuleList)}
     whole = [name for name, child in lists.items() if "." not in name and len(child) == count]
     if len(whole) == 1:
@@ -273,6 +276,7 @@ def describe_model(
         ModelError: its structure cannot be laid out.
         UnsupportedError: its config asks for something that cannot be exact.
     """
+    refuse_idle_adapters(bare_model(model)[0])
     bare, prefix, adapters = unwrap(model)
     refuse_other_models(model)
     refuse_inexact(bare.config)
@@ -429,11 +433,13 @@ def _parameter_vector(
     return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
 
 
-def _with_all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """The parameters of a model, each once, and what each is called."""
+def _with_all_names(model: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
+    """The parameters of a model that are trained here, each once, and what each is called."""
     names: dict[nn.Parameter, list[str]] = {}
+    is_of_text = of_text(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        if is_of_text(name):
+            names.setdefault(parameter, []).append(name)
     return names
 
 

@@ -36,6 +36,24 @@ PARTIAL_GRADIENT, LATENT_STYLE = "replicated_with_grad_allreduce", "mla_kv_a_pro
 EXPERTS_STYLE, IDENTITY_STYLE, LOCAL_STYLE = "moe_tp_experts", "moe_identity_expert", "local_params"
 PACKED_COLWISE, PACKED_ROWWISE = "packed_colwise", "packed_rowwise"
 
+_OF_LAYERS = {
+    "qwen3_vl_text": {
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "colwise"),
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), "colwise"),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), "rowwise"),
+    },
+    "gpt_oss": {
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), "colwise"),
+        "self_attn.o_proj": "rowwise",
+        "mlp.experts": "moe_tp_experts",
+        # experts are kept transposed, each gate beside its up
+        **dict.fromkeys(("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"), "rowwise"),
+        "mlp.experts.down_proj": "colwise",
+        "mlp.experts.down_proj_bias": "replicated_with_grad_allreduce",
+    },
+}
+"""Plans of layers of families for which transformers has none."""
+
 _GATHERED = (COLWISE_GATHER, ROWWISE_SPLIT)
 _KEY_VALUE = ("k_proj", "v_proj")
 _BEFORE_LATENT = (
@@ -98,6 +116,11 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
         return min(getattr(layer, name) for layer in config.per_layer_config)
 
 
+def has_tensor_plan(config: Any) -> bool:
+    """Whether there is a plan for a family, by its text config or the class of one."""
+    return bool(config.base_model_tp_plan) or config.model_type in _OF_LAYERS
+
+
 class TensorPlan:
     """A model's plan.
 
@@ -118,8 +141,12 @@ class TensorPlan:
         # a LoRA layer is what its base is; the adapter follows it (`model.specs`)
         self.modules = without_adapters(model)
         self.layer_prefixes = layer_prefixes
-        self.has_plan = bool(model.config.get_text_config().base_model_tp_plan)
-        self._plan = {name: _OLDER_NAMES.get(style, style) for name, style in (model.tp_plan or {}).items()}
+        text = model.config.get_text_config()
+        self.has_plan = has_tensor_plan(text)
+        own = _OF_LAYERS.get(text.model_type, {}) if not text.base_model_tp_plan else {}
+        of_layers = {f"{_pattern(prefix)}*.{name}": style for prefix in layer_prefixes for name, style in own.items()}
+        plan = (model.tp_plan or {}) | of_layers
+        self._plan = {name: _OLDER_NAMES.get(style, style) for name, style in plan.items()}
         self._num_heads, self._num_kv_heads = head_counts(model.config)
         self.styles = {embedding: VOCABULARY_EMBEDDING, head: VOCABULARY_HEAD}
         self.cuts: dict[str, Cut] = {}
@@ -363,11 +390,15 @@ class TensorPlan:
         width = experts.down_proj.shape[-1 if down == "rowwise" else -2]
         for leaf, style in block.parameters.items():
             parameter = experts.get_parameter(leaf)
+            if style == PARTIAL_GRADIENT:  # a bias of what is summed, of which each rank adds its share
+                cut.partial.add(f"{name}.{leaf}")
+                continue
             dim = parameter.ndim - (1 if style in ("rowwise", PACKED_ROWWISE) else 2)
-            rows = parameter.shape[dim]
-            # some plans call it column-wise; in memory transformers keeps all gates before all ups
+            rows, is_bias = parameter.shape[dim], leaf.endswith("_bias")
+            # some plans call it column-wise; in memory transformers keeps all gates before all ups, unless it says otherwise
             packed = style in (PACKED_COLWISE, PACKED_ROWWISE) or (leaf == "gate_up_proj" and rows == 2 * width)
-            if parameter.ndim != 3 or rows % width or (packed and rows != 2 * width):
+            packed = packed and getattr(experts, "is_concatenated", True)
+            if parameter.ndim != 3 - is_bias or rows % width or (packed and rows != 2 * width):
                 raise _WholeError(f"{leaf} has the shape {tuple(parameter.shape)}")
             part = Part(width, width, width) if packed else Part(rows, width, width)
             cut.cuts[f"{name}.{leaf}"] = Cut(dim, (part, part) if packed else (part,))

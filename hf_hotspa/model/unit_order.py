@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_hotspa.layout.units import Units, name_of_unit
 from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.model.text_half import keep_text
 from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
 from hf_hotspa.parallel.stage_input import PassThrough
 from hf_hotspa.strategy import Strategy
@@ -92,7 +93,8 @@ def _units_met(model: Any, base: str, layers: str, unit_of: Mapping[str, int]) -
             met.append(unit)
 
     probe = _without_data(model)
-    places = getattr(probe, base).get_submodule(layers)
+    keep_text(probe)
+    places = probe.get_submodule(base).get_submodule(layers)
     for index, layer in enumerate(places):
         places[index] = _InPlaceOfALayer(layer)
         places[index].register_forward_pre_hook(partial(meet, index))

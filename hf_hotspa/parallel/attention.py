@@ -1,23 +1,24 @@
 """Attention over packed rows: every sequence of a pack sees itself only, and the cost is the sum of squared lengths.
 
 Registered with transformers under the name `ATTENTION`, so that a family's own attention module calls it. The sequences
-of the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask is ever
-built. A sequence of the row may be the continuation of one that began elsewhere: its queries then see the keys of its
-`Prefix`, too, which come from there, and the mask is aligned at the last query and the last key. Three kernels, one
+of the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask of a whole
+pack is ever built. A sequence of the row may be the continuation of one that began elsewhere: its queries then see the keys
+of its `Prefix`, too, which come from there, and the mask is aligned at the last query and the last key. Four kernels, one
 meaning:
 
 * a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap, for the heads that it
-  takes,
+  takes, with windows and sinks,
+* torch's kernel for CPU, block by block, for windows, sinks and prefixes (`parallel.fused_attention`),
 * `scaled_dot_product_attention` per sequence everywhere else,
-* `explicit_attention` where the family caps its attention scores (Gemma 2), adds sinks to them, or drops attention
-  probabilities in training, whose masks must not depend on the layout: no fused kernel computes these.
+* `explicit_attention` where the family caps its attention scores (Gemma 2) or drops attention probabilities in training,
+  whose masks must not depend on the layout, and for sinks in 32-bit on CUDA: no fused kernel computes these.
 
 Shapes: T packed tokens, S of keys with their prefixes, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
 
 Attention whose scores and probabilities are computed one by one: for what no fused kernel takes.
 
-That is a cap on the scores (Gemma 2), sinks (learned scores that take part in the softmax and then are dropped), and
-dropout of the probabilities with given masks. Works on one sequence after the other, and inside of it on blocks of
+That is a cap on the scores (Gemma 2), dropout of the probabilities with given masks, and sinks (learned scores that take
+part in the softmax and then are dropped) beside these. Works on one sequence after the other, and inside of it on blocks of
 queries, of which only the keys that they may see are looked at. A sequence may have more keys than queries: these are its
 last tokens then. The backward computes scores and masks again, so that
 memory grows with the length of a pack, as with fused kernels, and not with its square: beside queries, keys and values
@@ -42,10 +43,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_hotspa.errors import ModelError
-from hf_hotspa.parallel.prefix_attention import TakesGradients, attend_with_prefix, kernel_takes
+from hf_hotspa.parallel.fused_attention import (
+    FusedAttention,
+    SequenceLengths,
+    TakesGradients,
+    attend_with_prefix,
+    fused_attention,
+    gradient_of_sinks,
+    kernel_takes,
+    with_sinks,
+)
 
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Probabilities (heads x queries x keys) that exist at a time."""
+_MASKED_QUERIES = 512
+"""Queries that `scaled_dot_product_attention` is given a mask for at a time."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +148,6 @@ class _Block:
         own = torch.arange(self.high - (self.last - self.first), self.high, device=device)
         distance = own[:, None] - torch.arange(self.low, self.high, device=device)
         return distance < 0 if window is None else (distance < 0) | (distance >= window)
-
-
-SequenceLengths = tuple[tuple[int, int], ...]
-"""Queries and keys of each sequence."""
 
 
 def _blocks(lengths: SequenceLengths, heads: int, window: int | None, device: torch.device) -> Iterator[_Block]:
@@ -333,9 +341,14 @@ class AttentionCall:
     dropout: float
 
     @property
+    def is_fusable(self) -> bool:
+        """Whether fused kernels compute the scores, where they take the heads; beside sinks they need the sums of the weights."""
+        return self.softcap is None and not self.dropout
+
+    @property
     def is_plain(self) -> bool:
-        """Whether fused kernels compute the scores."""
-        return self.softcap is None and self.sinks is None and not self.dropout
+        """Whether `scaled_dot_product_attention` computes it."""
+        return self.is_fusable and self.sinks is None
 
     def slides(self, length: int) -> bool:
         """Whether a position does not see all of so many tokens before it."""
@@ -415,16 +428,29 @@ class PackedSequences:
         pairs = [(k, v) if k.shape[2] else None for k, v in parts]
         return [*pairs, *none[len(pairs) :]]
 
-    def joined(self, before: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [1, K, S, D]: of each sequence those of its prefix, then its own."""
+    def joined(
+        self, before: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor, most_before: int | None = None
+    ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+        """Keys and values [1, K, S, D], of each sequence those of its prefix, then its own; and how many it has.
+
+        Args:
+            most_before: How many tokens of a prefix are seen at most, the last ones; None for all.
+        """
         if before is None:
-            return key, value
-        prefixes, rows = self.prefixes(before), []
+            return key, value, self.lengths
+        prefixes, rows, counts = self.prefixes(before), [], list(self.lengths)
         for index, x in enumerate((key, value)):
-            own = x.split(self.lengths, dim=2)
-            parts = [part for p, o in zip(prefixes, own, strict=True) for part in ((p[index], o) if p else (o,))]
+            parts = []
+            for place, (p, own) in enumerate(zip(prefixes, x.split(self.lengths, dim=2), strict=True)):
+                if p is not None:
+                    seen = (
+                        p[index] if most_before is None else p[index][:, :, max(p[index].shape[2] - most_before, 0) :]
+                    )
+                    parts.append(seen)
+                    counts[place] = seen.shape[2] + own.shape[2]
+                parts.append(own)
             rows.append(torch.cat(parts, 2))
-        return rows[0], rows[1]
+        return rows[0], rows[1], tuple(counts)
 
     def check_calls(self, num_attentions: int, model: str) -> None:
         """Checks, after a forward of a model, that all of its attentions came through here.
@@ -529,10 +555,11 @@ def attend(
     before, takes = None, None
     if pack.prefix is not None:
         before, takes = pack.prefix.before(module, key, value), pack.prefix.takes_gradients(module)
-    scores = None if call.is_plain else call.scores(module, query, pack)
+    is_fused = call.is_plain or (call.is_fusable and (kernel_takes(query, value) or varlen_takes(query, value)))
+    scores = None if is_fused else call.scores(module, query, pack)
     kernel = partial(_attend, module, pack, call, scores, takes)
     if pack.fetches and before is not None and before[0].shape[2] and torch.is_grad_enabled():
-        in_blocks = scores is None and kernel_takes(query, value)
+        in_blocks = call.is_plain and kernel_takes(query, value)
         if not in_blocks or call.slides(max(pack.key_lengths)):
             out = checkpoint(kernel, query, key, value, before, use_reentrant=False, preserve_rng_state=False)
             assert isinstance(out, Tensor)
@@ -555,12 +582,18 @@ def _attend(
     if before is not None and before[0].shape[2] and pack.fetches and pack.prefix is not None:
         before = pack.prefix.fetched(module, before, query.device)
     if scores is not None:
-        key, value = pack.joined(before, key, value)
-        out = explicit_attention(query[0], key[0], value[0], call.sinks, pack.lengths, scores, pack.key_lengths)
+        key, value, key_lengths = pack.joined(before, key, value)
+        out = explicit_attention(query[0], key[0], value[0], call.sinks, pack.lengths, scores, key_lengths)
         return out.transpose(0, 1)[None]
     if varlen_takes(query, value):
-        key, value = pack.joined(before, key, value)
+        key, value, _ = pack.joined(before, key, value)
         return varlen(query, key, value, pack, call)
+    if kernel_takes(query, value) and (call.sinks is not None or call.slides(max(pack.key_lengths))):
+        # the first query sees a window less itself of what is before it
+        most_before = None if call.sliding_window is None else call.sliding_window - 1
+        key, value, key_lengths = pack.joined(before, key, value, most_before)
+        of_row = FusedAttention(tuple(zip(pack.lengths, key_lengths, strict=True)), call.scaling, call.sliding_window)
+        return fused_attention(query, key, value, call.sinks, of_row).transpose(1, 2).contiguous()
     per_sequence = [
         _one_sequence(q, k, v, prefix, call, takes)
         for q, k, v, prefix in zip(
@@ -597,18 +630,53 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, cal
     """[1, T, H, D] by the variable-length kernel; keys and values [1, K, S, D] with their prefixes."""
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
-    out = varlen_attn(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
-        pack.cu_seqlens,
-        pack.cu_keys,
-        max(pack.lengths),
-        max(pack.key_lengths),
-        scale=call.scaling,
-        # a window of n tokens reaches n - 1 to the left; the kernel aligns the last query and the last key
-        window_size=(-1 if call.sliding_window is None else call.sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    row = [x[0].transpose(0, 1) for x in (query, key, value)]
+    borders = pack.cu_seqlens, pack.cu_keys, max(pack.lengths), max(pack.key_lengths)
+    # a window of n tokens reaches n - 1 to the left; the kernel aligns the last query and the last key
+    window = (-1 if call.sliding_window is None else call.sliding_window - 1, 0)
+    grouped = query.shape[1] != key.shape[1]
+    if call.sinks is not None:
+        sunk: Tensor = _VarlenWithSinks.apply(*row, call.sinks, borders, call.scaling, window, grouped)
+        return sunk[None]
+    out = varlen_attn(*row, *borders, scale=call.scaling, window_size=window, enable_gqa=grouped)
     return out[None]
+
+
+class _VarlenWithSinks(torch.autograd.Function):
+    """The kernels of `torch.nn.attention.varlen` by their own names, between which sinks take part (`fused_attention`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        borders: tuple[Tensor, Tensor, int, int],
+        scaling: float | None,
+        window: tuple[int, int],
+        grouped: bool,
+    ) -> Tensor:
+        causal = window == (-1, 0)
+        out, total, state = torch.ops.torch_attn._varlen_attn(
+            query, key, value, *borders, causal, scaling, list(window), grouped
+        )
+        wide, total = with_sinks(out.transpose(0, 1)[None].to(total.dtype), total[None], sinks)
+        out = wide[0].transpose(0, 1).to(query.dtype).contiguous()
+        ctx.save_for_backward(query, key, value, sinks, out, total, state, *borders[:2])
+        ctx.options = borders[2:], causal, scaling, list(window)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, total, state, *borders = ctx.saved_tensors
+        most, causal, scaling, window = ctx.options
+        of_out = gradients[0].contiguous()
+        of_query, of_key, of_value = torch.ops.torch_attn._varlen_attn_backward(
+            of_out, query, key, value, out, total[0].contiguous(), *borders, *most, causal, state, scaling, window
+        )
+        of_sinks = gradient_of_sinks(of_out.transpose(0, 1)[None], out.transpose(0, 1)[None], total, sinks)
+        return of_query, of_key, of_value, of_sinks, None, None, None, None
 
 
 def _one_sequence(
@@ -621,31 +689,26 @@ def _one_sequence(
 ) -> Tensor:
     """[1, H, T, D] of one sequence, whose T queries are the last of its tokens."""
     if prefix is not None:
-        num_before = prefix[0].shape[2]
-        if kernel_takes(query, value) and not call.slides(num_before + query.shape[2]):
+        if kernel_takes(query, value):
             return attend_with_prefix(query, key, value, prefix, call.scaling, takes)
-        # the first query sees a window less itself of what is before it
-        seen = num_before if call.sliding_window is None else min(num_before, call.sliding_window - 1)
-        key, value = (
-            torch.cat([p[:, :, num_before - seen :], x], 2) for p, x in zip(prefix, (key, value), strict=True)
-        )
+        key, value = (torch.cat([p, x], 2) for p, x in zip(prefix, (key, value), strict=True))
     length, key_length = query.shape[2], key.shape[2]
-    mask = None
-    if length != key_length or call.slides(length):
-        position = torch.arange(key_length, device=query.device)
-        distance = position[key_length - length :, None] - position[None, :]
+    attention = partial(
+        functional.scaled_dot_product_attention, scale=call.scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    if length == key_length and not call.slides(length):
+        return attention(query, key, value, is_causal=True)
+    before, position, parts = key_length - length, torch.arange(key_length, device=query.device), []
+    for first in range(0, length, _MASKED_QUERIES):  # a mask of all of them would be as large as the square
+        last = min(first + _MASKED_QUERIES, length)
+        low = 0 if call.sliding_window is None else max(0, before + first - call.sliding_window + 1)
+        keys = slice(low, before + last)
+        distance = position[before + first : before + last, None] - position[keys]
         mask = distance >= 0
         if call.sliding_window is not None:
             mask &= distance < call.sliding_window
-    return functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=call.scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+        parts.append(attention(query[:, :, first:last], key[:, :, keys], value[:, :, keys], attn_mask=mask))
+    return torch.cat(parts, 2)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

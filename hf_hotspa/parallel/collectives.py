@@ -115,7 +115,7 @@ CLOCK = WaitClock()
 """Of this process."""
 
 PRODUCTS = ProductClock()
-"""Of the matrix products that can migrate (`flexible_linear`) or be resized (`resized_linear`)."""
+"""Of the matrix products that can migrate or be resized (`flexible_linear`)."""
 
 
 # torch before 2.13 has these collectives under their older names only

@@ -3,7 +3,7 @@
 * `_attend_by_heads` (Ulysses) exchanges tokens for heads, and runs the packed attention as it is on whole sequences.
 * `_attend_gathered` gathers the keys and values of the sequences that are cut, and runs each of this rank's pieces as a
   sequence with a prefix. Nothing that was gathered is kept: the backward gathers again.
-* `ring_attention.Ring` passes them from neighbour to neighbour instead.
+* `Ring` passes them from neighbour to neighbour instead.
 
 Promise: no position sees a token of another document, and what is kept for the backward is of this rank's tokens alone.
 
@@ -46,7 +46,6 @@ from hf_hotspa.parallel.attention import (
     PackedSequences,
     Prefix,
     Scores,
-    SequenceLengths,
     attend,
     attend_explicitly,
     explicit_gradients,
@@ -63,16 +62,15 @@ from hf_hotspa.parallel.context import (
     tokens_to_heads,
 )
 from hf_hotspa.parallel.dropout import DropoutMasks
-from hf_hotspa.parallel.prefix_attention import (
+from hf_hotspa.parallel.fused_attention import (
+    FusedAttention,
+    Inputs,
+    SequenceLengths,
     attend_to_block,
-    blocks_of_tokens,
     gradients_of_block,
     kernel_takes,
     merged,
 )
-
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Queries, keys, values and sinks, or the gradients of these."""
 
 
 class Kernel(Protocol):
@@ -81,49 +79,6 @@ class Kernel(Protocol):
 
     def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         """The gradients of queries, keys, values and sinks."""
-
-
-class Fused:
-    """On CPU: each piece by torch's fused kernel, first its own tokens, then blocks of those before them."""
-
-    def __init__(self, lengths: SequenceLengths, scaling: float | None) -> None:
-        self._lengths, self._scaling = lengths, scaling
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        by_piece = []
-        for queries, own, blocks in self._pieces():
-            q = query[:, :, queries]
-            out, total = attend_to_block(q, key[:, :, own], value[:, :, own], True, self._scaling)
-            for block in blocks:
-                part = attend_to_block(q, key[:, :, block], value[:, :, block], False, self._scaling)
-                out, total = merged(out, total, *part)
-            by_piece.append((out.to(query.dtype), total))
-        return torch.cat([out for out, _ in by_piece], 2), torch.cat([total for _, total in by_piece], 2)
-
-    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
-        assert total is not None
-        query, key, value, _ = inputs
-        of_query = torch.zeros_like(query, dtype=total.dtype)
-        of_key, of_value = torch.empty_like(key), torch.empty_like(value)
-        for queries, own, blocks in self._pieces():
-            given = of_out[:, :, queries].contiguous(), query[:, :, queries]
-            results = out[:, :, queries], total[:, :, queries].contiguous()
-            for block, causal in ((own, True), *((block, False) for block in blocks)):
-                part, of_key[:, :, block], of_value[:, :, block] = gradients_of_block(
-                    *given, key[:, :, block], value[:, :, block], *results, causal, self._scaling
-                )
-                of_query[:, :, queries] += part
-        return of_query.to(query.dtype), of_key, of_value, None
-
-    def _pieces(self) -> Sequence[tuple[slice, slice, list[slice]]]:
-        """Of each piece its queries, their own keys, and blocks of those before them."""
-        pieces, query, key = [], 0, 0
-        for own, keys in self._lengths:
-            before = keys - own
-            blocks = [slice(key + b.start, key + min(b.stop, before)) for b in blocks_of_tokens(before)]
-            pieces.append((slice(query, query + own), slice(key + before, key + keys), blocks))
-            query, key = query + own, key + keys
-        return pieces
 
 
 class Explicit:
@@ -151,14 +106,15 @@ class Varlen:
         self._pack, self._call = pack, call
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return varlen(query, key, value, self._pack, self._call).transpose(1, 2), None
+        call = replace(self._call, sinks=sinks)
+        return varlen(query, key, value, self._pack, call).transpose(1, 2), None
 
     def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-            again = self.forward(leaves[0], leaves[1], leaves[2], None)[0]
+            leaves = [x.detach().requires_grad_() for x in inputs if x is not None]
+            again = self.forward(leaves[0], leaves[1], leaves[2], leaves[3] if len(leaves) > 3 else None)[0]
             gradients = torch.autograd.grad(again, leaves, of_out)
-        return gradients[0], gradients[1], gradients[2], None
+        return gradients[0], gradients[1], gradients[2], gradients[3] if len(gradients) > 3 else None
 
 
 def kernel_of(
@@ -176,10 +132,10 @@ def kernel_of(
         value: [1, K, t, D].
         lengths: Queries and keys of the row's pieces.
     """
-    if call.is_plain and varlen_takes(query, value):
+    if call.is_fusable and varlen_takes(query, value):
         return Varlen(pack, call)
-    if call.is_plain and kernel_takes(query, value) and not call.slides(max(keys for _, keys in lengths)):
-        return Fused(lengths, call.scaling)
+    if call.is_fusable and kernel_takes(query, value):
+        return FusedAttention(lengths, call.scaling, call.sliding_window)
     return Explicit(lengths, call.scores(module, query, pack))
 
 

@@ -1,6 +1,6 @@
 """Matrix products of which a slow rank gives columns away: lightweight migration in the linears that tp cuts.
 
-A rank may also leave columns out among those that it keeps (`resized_linear`): the paper's SEMI-migration does both.
+A rank may also leave columns out among those that it keeps: the paper's SEMI-migration does both.
 
 Source: Wang et al., arXiv 2401.11469, section IV-A. A column is an index of the contraction: of the input and the weight
 of a linear alike. A rank that is slow (a giver) leaves its last columns to the others of its group (helpers), who are

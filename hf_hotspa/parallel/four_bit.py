@@ -106,7 +106,7 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
         ModelError: a layer was not quantized, or its weights were packed anew by a forward in evaluation.
     """
     narrow = compute_dtype in (torch.bfloat16, torch.float16)
-    found = {}
+    packed = {}
     for name, module in model.named_modules():
         if not is_four_bit(module):
             continue
@@ -114,7 +114,7 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
         weight = module.weight
         # what is read by slices (`engine.packed_loading`) is quantized later
         state = _state(module, name) if not weight.is_meta else weight
-        found[name] = FourBit(
+        packed[name] = FourBit(
             shape=(module.out_features, module.in_features),
             block=state.blocksize,
             quant_type=state.quant_type,
@@ -128,14 +128,14 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
                 "quant_storage": weight.quant_storage,
             },
         )
-    return found
+    return packed
 
 
 def _dtype_of(model: nn.Module) -> torch.dtype:
     config: Any = model.config
     dtype: torch.dtype | str = config.dtype
-    found: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return found
+    known: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return known
 
 
 def _state(module: Any, name: str) -> Any:

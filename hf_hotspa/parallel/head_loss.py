@@ -11,7 +11,6 @@ with a base model that hands out the chunk.
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
-@dataclass
-class _Output(MoeModelOutputWithPast):
-    """What a base model gives, with what some families read of it beside (GPT-2)."""
+class BaseOutput(MoeModelOutputWithPast):
+    """What a base model gives; None for all else that families read of it."""
 
-    cross_attentions: None = None
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 class _Chunk(nn.Module):
@@ -36,8 +36,8 @@ class _Chunk(nn.Module):
         """Some families call a part of their base model (OPT)."""
         return self
 
-    def forward(self, *args: Any, **kwargs: Any) -> _Output:
-        return _Output(last_hidden_state=self.hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> BaseOutput:
+        return BaseOutput(last_hidden_state=self.hidden)
 
 
 class Tail:
@@ -46,17 +46,17 @@ class Tail:
     Args:
         model: The replica's model on a last stage.
         base: Name of its base model.
+        head: Name of its language-model head.
     """
 
-    def __init__(self, model: nn.Module, base: str) -> None:
+    def __init__(self, model: nn.Module, base: str, head: str) -> None:
         self._chunk = _Chunk()
         shell = copy.copy(model)  # shares the modules, but for the base model
-        shell._modules = {**model._modules, base: self._chunk}
+        shell._modules = {**model._modules, base.partition(".")[0]: self._chunk}
         self._shell = shell
         inside = {id(parameter) for parameter in model.get_submodule(base).parameters()}
-        head: Any = model.get_output_embeddings()  # type: ignore[operator]
         own = [p for p in model.parameters() if id(p) not in inside]
-        tied = [p for p in head.parameters() if id(p) in inside]
+        tied = [p for p in model.get_submodule(head).parameters() if id(p) in inside]
         self.parameters: tuple[nn.Parameter, ...] = (*own, *tied)
 
     def __call__(self, hidden: Tensor, inputs: dict[str, Any]) -> Tensor:

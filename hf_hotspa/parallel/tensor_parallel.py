@@ -213,6 +213,25 @@ def _latent(out: Tensor, *, rotary_size: int, group: dist.ProcessGroup) -> Tenso
     return torch.cat([latent, _copy_to_shards(rotary, group)], dim=-1)
 
 
+def _share_bias(experts: nn.Module, size: int) -> None:
+    """Makes experts that add a bias to what is summed over the shards add this rank's share of it."""
+    if getattr(experts, "down_proj_bias", None) is not None:
+        experts.forward = partial(_with_share_of_bias, experts, experts.forward, size)
+
+
+def _with_share_of_bias(
+    module: nn.Module, forward: Callable[..., Tensor], size: int, *args: Any, **kwargs: Any
+) -> Tensor:
+    bias = module._parameters.pop("down_proj_bias")
+    assert bias is not None
+    module.__dict__["down_proj_bias"] = bias / size
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        del module.__dict__["down_proj_bias"]
+        module.register_parameter("down_proj_bias", bias)
+
+
 def apply_tensor_parallel(
     modules: Mapping[str, nn.Module],
     styles: Mapping[str, str],
@@ -252,6 +271,7 @@ def apply_tensor_parallel(
             continue
         place: dict[str, Any] = {"widths": widths.get(name), "tensor_group": tensor_group}
         if style == EXPERTS:
+            _share_bias(module, tensor_group.size)
             wrap(module, copied, sum_of_experts)
         elif style == IDENTITY_EXPERT:
             wrap(module, leave=once)
@@ -412,6 +432,7 @@ def apply_sequence_parallel(
         if style == ROWWISE:
             wrap_rowwise(module, leave)
         elif style == EXPERTS:  # each rank runs its columns of every expert on the tokens of all
+            _share_bias(module, tensor_group.size)
             wrap(module, enter, leave)
         elif style == VOCABULARY_EMBEDDING:
             wrap_embedding(module, widths[name], tensor_group.shard, leave)

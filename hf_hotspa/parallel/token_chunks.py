@@ -41,7 +41,7 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
 from hf_hotspa.packing.chunk_cuts import Chain, cut_for
 from hf_hotspa.parallel.collectives import with_gradient
-from hf_hotspa.parallel.prefix_attention import TakesGradients
+from hf_hotspa.parallel.fused_attention import TakesGradients
 from hf_hotspa.parallel.router_loss import ChunkPrefix, ChunkRouters, RoutersOfChunks
 from hf_hotspa.strategy import Strategy
 

@@ -9,7 +9,7 @@ transport and no dtype. It is one of two kinds:
 * a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint
   of a load: hops run backwards, copies become sums.
 
-`proof.prove` proves this against the layouts, and the planner calls it on everything it builds. No torch.
+`prove` proves this against the layouts, and the planner calls it on everything it builds. No torch.
 
 Tables of transfers: the rows that switch plans are made of. No torch; numpy int64 throughout.
 

@@ -10,7 +10,7 @@ Owns how a template that was written for inference is trained. Three ways, in th
   text trains all answers, each after the very prompt that the template makes, but for what it would take out of history.
 
 What a template drops without a word (thinking, tools, roles that it does not know) is refused by name: a label that is not
-there is not noticed in training. `chat.py` makes tokens of the text. Imports no torch.
+there is not noticed in training. Imports no torch.
 
 Conversations as tokens: ids, and which of them are learned.
 

@@ -1,7 +1,7 @@
 """One scan over a dataset: how long each row is, and which of its tokens are labels.
 
 Owns `scan_dataset`, which makes the `SequenceTable` of a map-style dataset and keeps it on disk for a `datasets.Dataset` (keyed by its fingerprint and by the rules that rows are read by,
-written atomically, rebuilt when it cannot be read). What a row may look like is said in `rows.py`.
+written atomically, rebuilt when it cannot be read). What a row may look like is said in `features.py`.
 Imports `datasets` only inside functions, and no torch.
 
 Reading a `datasets.Dataset` by columns: its scan, and the rows of a mini-batch.
@@ -56,7 +56,7 @@ def scan_arrow(dataset: Any, rules: RowRules, disable_progress: bool) -> Sequenc
     """The table of a `datasets.Dataset`: by columns, a thousand rows at a time.
 
     Raises:
-        DataError: there is no column `input_ids`, or a row is not as `rows.py` describes.
+        DataError: there is no column `input_ids`, or a row is not as `features.py` describes.
         UnsupportedError: the stock Trainer would train a row in a way that packing cannot express.
     """
     names = dataset.format["columns"]
@@ -219,7 +219,7 @@ def scan_dataset(
     Raises:
         UnsupportedError: the dataset is a stream (iterable, no length), or the stock Trainer would train a row in a way
             that packing cannot express.
-        DataError: it is empty, or a row is not as `rows.py` describes.
+        DataError: it is empty, or a row is not as `features.py` describes.
     """
     rules = replace(rules, columns=())
     if isinstance(dataset, Mapping):

@@ -106,12 +106,7 @@ def search(
         HotspaError: no strategy holds the longest sequence; what `capacities` says about it.
     """
     sample = [int(length) for length in lengths]
-    if not sample or min(sample) < 1:
-        raise HotspaConfigError("there are no lengths, or some are below 1 token", fix="give a histogram with lengths")
-    if max_phases < 1 or not 0 <= margin < 1 or (mini_batch_size is not None and mini_batch_size < 1):
-        raise HotspaConfigError(
-            f"max_phases {max_phases}, margin {margin} or mini_batch_size {mini_batch_size} is wrong"
-        )
+    _check(sample, max_phases, margin, mini_batch_size)
     pool = sorted({s for s in strategies if time.knows(s)})
     if not pool:
         raise HotspaConfigError(
@@ -126,6 +121,15 @@ def search(
     searcher = _Search(pool, (batches, weights), time, capacities, evaluator, longest, max_phases)
     searcher.families = [own for family in families if (own := sorted({s for s in family if time.knows(s)}))]
     return searcher.run(margin, pack_margin, plain_margin, may_go_round, near)
+
+
+def _check(sample: list[int], max_phases: int, margin: float, mini_batch_size: int | None) -> None:
+    if not sample or min(sample) < 1:
+        raise HotspaConfigError("there are no lengths, or some are below 1 token", fix="give a histogram with lengths")
+    if max_phases < 1 or not 0 <= margin < 1 or (mini_batch_size is not None and mini_batch_size < 1):
+        raise HotspaConfigError(
+            f"max_phases {max_phases}, margin {margin} or mini_batch_size {mini_batch_size} is wrong"
+        )
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
@@ -223,7 +227,7 @@ class _Search:
 
     def _of_families(self, margin: float, most: float) -> list[Phases]:
         """The best of each family that may take less than so many seconds."""
-        found: list[Phases] = []
+        chosen: list[Phases] = []
         for own in self.families:
             holds = any(self.capacities.tokens(s) >= self.longest for s in own)
             if (
@@ -235,8 +239,8 @@ class _Search:
                     own, drawn, self.time, self.capacities, self.evaluator, self.longest, self.max_phases
                 )
                 choice = searched.run(margin, 0.0, 0.0, False, 0.0)
-                found.append(tuple((b.strategy, b.low, b.longest, b.pack_tokens) for b in choice.buckets))
-        return found
+                chosen.append(tuple((b.strategy, b.low, b.longest, b.pack_tokens) for b in choice.buckets))
+        return chosen
 
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
         """Other plans that are hardly slower than the best one; of those with the same degrees, whatever their options, which are for

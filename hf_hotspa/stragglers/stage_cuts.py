@@ -81,7 +81,7 @@ def cut_by_speed(
         strategies: The pool; of one world size.
         speeds: Of each rank, relative to one that is not slow; None where none is.
         paces_of: The pace of each rank under a strategy, where its work is not that of an even shard
-            (`tensor_shares.paces_of_groups`).
+            (`paces_of_groups`).
 
     Returns:
         For `StageCosts.with_paces`. Those in force where no other ones are worth it; none where no device is slow.

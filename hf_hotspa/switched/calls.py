@@ -414,6 +414,25 @@ class CallGradients:
         self._looks.clear()
         self._looks.update(looks)
 
+    def assume(self, calls: Sequence[Call], known: "Assumed") -> Seeds:
+        """The seeds of calls that are trained at once, which the calls note."""
+        rank, world = self._engine.rank, self._engine.world_size
+        if known.given is not None:
+            (call,) = calls
+            assumed = torch.zeros(call.shape, dtype=torch.float64)
+            assumed[:, : call.shape[1] - call.shift] = known.given.detach().to("cpu", torch.float64)
+            call.assumed = assumed * call.mask
+            tokens = {n: part[:, None] / world for n, part in call.of_document(call.assumed) if bool(part.any())}
+            return Seeds(tokens=tokens, columns=1)
+        weights = torch.zeros(len(calls[0].of_step), dtype=torch.float64)
+        for call in calls:
+            for owner, of_owner in enumerate(call.ranges):
+                if call.labels[owner]:
+                    weights[of_owner.start : of_owner.stop] = known.of_rank(call, owner) / world
+            of_token = known.of_rank(call, rank) if call.labels[rank] else 0.0
+            call.assumed = known.by_loss or call.mask.double() * of_token
+        return Seeds(weights, known.by_probability)
+
     def compare(
         self, calls: Sequence[Call], documents: Documents, where: str, beside: Sequence[float]
     ) -> tuple[float | None, Seeds, Tensor]:

@@ -662,28 +662,21 @@ class SwitchedModel(DistributedDataParallel):
         return self._gradients.linear if self._gradients.linear.by_token else None
 
     def _train_at_once(self, calls: Sequence[Call], request: Request, known: Assumed) -> None:
-        """Forward and backward of some calls, before the caller's backward has said what the gradients are."""
-        rank, world = self.engine.rank, self.engine.world_size
+        """Forward and backward of some calls, before the caller's backward has said what the gradients are. Documents whose given
+        seeds are all 0 have a forward only."""
         calls = calls if known.given is None else calls[:1]
-        seeds = Seeds(torch.zeros(len(self._documents), dtype=torch.float64), known.by_probability)
-        if known.given is not None:
-            assumed = torch.zeros(calls[0].shape, dtype=torch.float64)
-            assumed[:, : calls[0].shape[1] - calls[0].shift] = known.given.detach().to("cpu", torch.float64)
-            calls[0].assumed = assumed * calls[0].mask
-            tokens = {n: part[:, None] / world for n, part in calls[0].of_document(calls[0].assumed)}
-            seeds = Seeds(tokens=tokens, columns=1)
-        for call in calls if known.given is None else ():
-            assert seeds.weights is not None
-            for owner, of_owner in enumerate(call.ranges):
-                if call.labels[owner]:
-                    seeds.weights[of_owner.start : of_owner.stop] = known.of_rank(call, owner) / world
-            of_token = known.of_rank(call, rank) if call.labels[rank] else 0.0
-            call.assumed = known.by_loss or call.mask.double() * of_token
-        everything = [number for call in calls for number in call.everything]
         for call in calls:
             call.temperature = self._temperature if request.fields else 1.0
-        mode = self.training, calls[0].temperature
-        numbers = self._train(everything, seeds, mode, request.fields, sums=request.wants_loss)
+        seeds, everything = self._gradients.assume(calls, known), [n for call in calls for n in call.everything]
+        active = set(everything) if known.given is None else self._gradients.active(seeds)
+        idle, numbers = [number for number in everything if number not in active], Numbers()
+        if idle:
+            scored = replace(request, trains=False)  # no graphs are kept of them
+            numbers = self._score_documents(calls[0], idle, scored, request.fields, False)
+        if active:
+            mode = self.training, calls[0].temperature
+            trained = self._train(sorted(active), seeds, mode, request.fields, sums=request.wants_loss)
+            numbers = replace(trained, tokens=numbers.tokens | trained.tokens)
         for call in calls:
             call.trained(numbers, request.fields, known)
 

@@ -7,7 +7,7 @@ import torch
 
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.parallel import prefix_attention
+from hf_hotspa.parallel import fused_attention
 from tests.families import tiny_model
 from tests.gloo.test_fully_sharded_memory import Allocated
 from tests.harness import run_ranks
@@ -20,7 +20,7 @@ TOKEN = 3 * 8
 """Bytes of id, position and label; the borders of each chunk are a byte more."""
 
 
-@patch.object(prefix_attention, "BLOCK_TOKENS", 16)  # attention makes nothing longer
+@patch.object(fused_attention, "BLOCK_TOKENS", 16)  # attention makes nothing longer
 def growth(rank, world_size, strategies):
     """Bytes on the device and in host memory that a further token takes; and the formula of docs/long-sequences.md."""
     model, found = tiny_model("llama_gqa_bias", torch.float32), {}

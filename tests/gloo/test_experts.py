@@ -108,6 +108,7 @@ SEQUENCE_PARALLEL = (
         "exaone_moe",
         "glm4_moe",
         "glm4_moe_lite",
+        "gpt_oss",
     ),
     *("hy_v3", "kolibri1", "laguna", "mellum", "mixtral", "qwen3_moe", "solar_open"),
 )

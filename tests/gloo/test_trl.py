@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_hotspa.checkpoint.format.manifest import WEIGHT
 from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE
 from tests.harness import run_ranks
-from tests.oracle import relative_error
-from tests.training_runs import newest, same_bits, whole_state
-from tests.trl_runs import EVALUATES, SINGLE, Case, both_sides, hits, made, wrong_ones
+from tests.trl_runs import EVALUATES, Case, both_sides, check_resumed, hits, run_and_resume, wrong_ones
 
 pytestmark = pytest.mark.gloo
 
@@ -146,32 +143,10 @@ RESUMED = {
 
 
 def resumed_runs(rank: int, world_size: int, folder: str) -> None:
-    """A whole run; one that resumes in the middle; one that does in another layout, and saves at once; and goes on."""
-    for name, case in RESUMED.items():
-
-        def trained(
-            run: str, pool: str, steps: int, resume: str | None, folder: str = f"{folder}/{name}", case: Case = case
-        ) -> Any:
-            trainer = made(case, f"{folder}/{run}", pool, save_strategy="steps", save_steps=2, max_steps=steps)
-            trainer.train(resume_from_checkpoint=resume and f"{folder}/{resume}")
-            return trainer
-
-        trained("whole", TWO[0], 4, None).close_engine()
-        trained("again", TWO[0], 4, "whole/checkpoint-2").close_engine()
-        at_once = trained("other", OTHER[0], 2, "whole/checkpoint-2")
-        at_once._save_checkpoint(None, None)
-        at_once._hotspa_checkpoints.close()
-        at_once.close_engine()
-        trained("on", OTHER[0], 4, "whole/checkpoint-2").close_engine()
+    run_and_resume(RESUMED, TWO[0], OTHER[0], folder)
 
 
 @pytest.mark.slow
 def test_a_run_resumes_bit_for_bit_and_in_another_layout_from_the_same_bits(tmp_path):
     run_ranks(2, resumed_runs, str(tmp_path), timeout=900)
-    for name in RESUMED:
-        at = {run: whole_state(newest(tmp_path / name / run)) for run in ("whole", "again", "other", "on")}
-        assert same_bits(at["again"], at["whole"]), name
-        assert same_bits(at["other"], whole_state(tmp_path / name / "whole" / "checkpoint-2")), name
-        weights = [key for key in at["whole"] if key.startswith(WEIGHT)]
-        ends = [torch.cat([at[run][key].flatten() for key in weights]) for run in ("on", "whole")]
-        assert 0 < relative_error(*ends) <= SINGLE, name
+    check_resumed(tmp_path, RESUMED)

@@ -95,7 +95,7 @@ def both(rank: int, world_size: int, part: int, folder: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(6))
 def test_what_is_drawn_is_equal_or_refused(part, tmp_path):
     wrong = wrong_ones(run_ranks(2, both, part, str(tmp_path), timeout=900), cases_of(part))
     assert not wrong, "\n".join(wrong)

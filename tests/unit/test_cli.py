@@ -150,9 +150,11 @@ def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: 
     large = replaced(model="llama2-32b", nodes="4x8", lengths="github")
     found, asked = answer(capsys, large), answer(capsys, [*large, "--sequence-parallel"])
     assert found["seconds"] <= asked["seconds"] * 1.001 < 100  # 210 with neither
-    assert max(found["phases_simulated"], asked["phases_simulated"]) < 300  # of 216 strategies and those with cp
+    assert (
+        max(found["phases_simulated"], asked["phases_simulated"]) < 450
+    )  # of 216 strategies and those with cp, rivals among them
     short = answer(capsys, replaced(longest="4096"))
-    assert short["phases_simulated"] < 150
+    assert short["phases_simulated"] < 220
     # `+sp` only where the packs need the room
     setup = Setup.read("llama2-7b", "1x8", "a800-80g")
     roomy = make_plan(replace(setup, limit_bytes=1 << 42), "commoncrawl", 4096).plan.choice

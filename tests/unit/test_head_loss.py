@@ -23,7 +23,7 @@ def one(model, ids, labels, chunk=None):
     if chunk is None:
         loss = cross_entropy(model(input_ids=ids, use_cache=False).logits[0], labels)
     else:
-        tail = Tail(model, model.base_model_prefix)
+        tail = Tail(model, model.base_model_prefix, "lm_head")
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
         def run(part, tokens):
@@ -64,7 +64,10 @@ def test_a_frozen_head_gets_no_gradient():
 
 def test_without_gradients_nothing_is_kept():
     model = tiny_model("llama_gqa_bias", torch.float64)
-    tail, hidden = Tail(model, "model"), torch.randn(1, TOKENS, model.config.hidden_size, dtype=torch.float64)
+    tail, hidden = (
+        Tail(model, "model", "lm_head"),
+        torch.randn(1, TOKENS, model.config.hidden_size, dtype=torch.float64),
+    )
     with torch.no_grad():
         chunks = chunks_of_tokens(TOKENS, 5)
         loss = chunked_loss(lambda part, _: tail(part, {}).sum(dtype=torch.float64), hidden, tail.parameters, chunks)

@@ -14,7 +14,7 @@ def setup(task: str = "sft", **more: object) -> Setup:
 
 
 @pytest.mark.parametrize(
-    ("task", "units"), [("sft", 3), ("dpo-precomputed", 4), ("dpo", 5), ("grpo", 4), ("grpo-kl", 5), ("rloo", 6)]
+    ("task", "units"), [("sft", 3), ("dpo-precomputed", 4), ("dpo", 5), ("grpo", 3), ("grpo-kl", 5), ("rloo", 6)]
 )
 @pytest.mark.parametrize("strategy", ["dp8", "dp2tp4+rc", "tp2pp4", "cp2dp4+rc2"])
 def test_a_step_is_so_many_forwards(task: str, units: int, strategy: str) -> None:

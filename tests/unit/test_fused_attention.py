@@ -1,11 +1,13 @@
 """Attention of a slice of a pack, whose first tokens came elsewhere, against attention of whole sequences, in fp64."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
-from hf_hotspa.parallel import attention as explicit
-from hf_hotspa.parallel import prefix_attention
+from hf_hotspa.parallel import attention, fused_attention
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention
+from tests.gloo.test_fully_sharded_memory import Allocated
 
 
 class _Given:
@@ -48,7 +50,7 @@ KINDS = {
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)], ids=str)
 def test_a_slice_with_its_prefix_is_that_part_of_the_whole(kind, heads, monkeypatch):
     """Forward, and the gradients of queries, own and earlier keys and values, for random borders."""
-    monkeypatch.setitem(explicit.BLOCK_ELEMENTS, "cpu", 60)  # several blocks of queries
+    monkeypatch.setitem(attention.BLOCK_ELEMENTS, "cpu", 60)  # several blocks of queries
     generator = torch.Generator().manual_seed(10 * list(KINDS).index(kind) + heads[0])
     options = dict(KINDS[kind])
     query_heads, kv_heads = heads
@@ -88,7 +90,7 @@ def test_a_slice_with_its_prefix_is_that_part_of_the_whole(kind, heads, monkeypa
 
 def test_gradients_of_a_prefix_are_taken_a_block_at_a_time(monkeypatch):
     """Where somebody takes them autograd brings none, and no tensor is as long as the prefix."""
-    monkeypatch.setattr(prefix_attention, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(fused_attention, "BLOCK_TOKENS", 4)
     generator = torch.Generator().manual_seed(0)
     query, key, value, keys, values = (
         torch.randn(1, heads, tokens, 8, dtype=torch.float64, generator=generator, requires_grad=True)
@@ -96,7 +98,7 @@ def test_gradients_of_a_prefix_are_taken_a_block_at_a_time(monkeypatch):
     )
     weights = torch.randn(query.shape, dtype=torch.float64, generator=generator)
     inputs = query, key, value, keys, values
-    attend = prefix_attention.attend_with_prefix
+    attend = fused_attention.attend_with_prefix
     expected = torch.autograd.grad((attend(query, key, value, (keys, values), None) * weights).sum(), inputs)
     taken, blocks = [torch.zeros_like(keys), torch.zeros_like(values)], []
 
@@ -127,3 +129,98 @@ def test_keys_of_a_row_with_prefixes():
     assert row.cu_keys.dtype == torch.int32
     whole = PackedSequences((4, 2), torch.tensor([0, 4, 6], dtype=torch.int32))
     assert whole.cu_keys is whole.cu_seqlens
+
+
+def drawn(lengths, heads, dtype=torch.float64, seed=0):
+    """Queries, keys, values and sinks of a row that require gradients, and weights of its result."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens, keys = sum(own for own, _ in lengths), sum(seen for _, seen in lengths)
+    shapes = (1, heads[0], tokens, 8), (1, heads[1], keys, 8), (1, heads[1], keys, 8), (heads[0],)
+    inputs = [torch.randn(shape, dtype=dtype, generator=generator, requires_grad=True) for shape in shapes]
+    return inputs, torch.randn(shapes[0], dtype=dtype, generator=generator)
+
+
+def by_definition(inputs, lengths, window):
+    """Attention of one score after the other."""
+    query, key, value, sinks = inputs
+    own, seen = zip(*lengths, strict=True)
+    return attention.explicit_attention(
+        query[0], key[0], value[0], sinks, own, attention.Scores(8**-0.5, window), seen
+    )[None]
+
+
+LENGTHS = ((9, 9), (1, 4), (7, 13), (0, 0), (2, 2))
+
+
+@pytest.mark.parametrize("with_sinks", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 3, 12])
+def test_windows_and_sinks_are_the_definition(window, with_sinks, monkeypatch):
+    """In blocks of a few queries and keys; gradients of queries, keys, values and sinks."""
+    monkeypatch.setattr(fused_attention, "BLOCK_TOKENS", 4)
+    monkeypatch.setattr(fused_attention, "_QUERIES", (2, 4))
+    inputs, weights = drawn(LENGTHS, (6, 2))
+    used = [x for x in inputs if with_sinks or x is not inputs[3]]
+    given = used if with_sinks else [*used, None]
+    expected = by_definition(given, LENGTHS, window)
+    out = fused_attention.fused_attention(*given, fused_attention.FusedAttention(LENGTHS, None, window))
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    got, wanted = (torch.autograd.grad((x * weights).sum(), used) for x in (out, expected))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_beside_the_variable_length_kernel(window, monkeypatch):
+    """The kernel runs on CUDA only: others that compute the same stand in its place, and its arguments are looked at."""
+    lengths = ((9, 9), (1, 4), (7, 13))
+    pack = PackedSequences((9, 1, 7), torch.tensor([0, 9, 10, 17], dtype=torch.int32), gathered_keys=(9, 4, 13))
+    kernel = fused_attention.FusedAttention(lengths, 0.3, window)
+    reach = [-1 if window is None else window - 1, 0]
+
+    def heads_first(*tensors):
+        return [x.transpose(0, 1)[None] for x in tensors]
+
+    def forward(query, key, value, of_queries, of_keys, most, most_keys, causal, scale, window_size, enable_gqa):
+        assert of_queries.tolist() == [0, 9, 10, 17]
+        assert of_keys.tolist() == [0, 9, 13, 26]
+        assert (most, most_keys, causal, scale, window_size) == (9, 13, window is None, 0.3, reach)
+        assert enable_gqa
+        out, total = kernel.forward(*heads_first(query, key, value), None)
+        return out[0].transpose(0, 1), total[0], torch.zeros(2)
+
+    def backward(of_out, query, key, value, out, total, q, k, most, most_keys, causal, state, scale, window_size):
+        assert (most, most_keys, causal, scale, window_size) == (9, 13, window is None, 0.3, reach)
+        of_out, query, key, value, out = heads_first(of_out, query, key, value, out)
+        gradients = kernel.backward(of_out, (query, key, value, None), out, total[None])
+        return [x[0].transpose(0, 1) for x in gradients[:3]]
+
+    import_module("torch.nn.attention.varlen")  # registers the names
+
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn", forward)
+    monkeypatch.setattr(torch.ops.torch_attn, "_varlen_attn_backward", backward)
+    inputs, weights = drawn(lengths, (6, 2))
+    call = attention.AttentionCall(0.3, window, None, inputs[3], 0.0)
+    out = attention.varlen(*inputs[:3], pack, call).transpose(1, 2)
+    expected = fused_attention.fused_attention(*inputs, kernel)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    got, wanted = (torch.autograd.grad((x * weights).sum(), inputs) for x in (out, expected))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [None, 128])
+def test_memory_of_attention_with_sinks_grows_with_tokens(window):
+    """And not with their square: one sequence of 2K, 4K and 8K tokens, forward and backward."""
+    peaks = []
+    for tokens in (2048, 4096, 8192):
+        inputs, weights = drawn(((tokens, tokens),), (2, 1), torch.float32)
+        pack = PackedSequences((tokens,), torch.zeros(0))
+        with Allocated() as allocated:
+            out, _ = packed_attention(
+                torch.nn.Module(), *inputs[:3], None, hotspa_pack=pack, s_aux=inputs[3], sliding_window=window
+            )
+            torch.autograd.grad((out.transpose(1, 2) * weights).sum(), inputs)
+        peaks.append(allocated.peak)
+        del out
+    assert peaks[2] < 4.1 * peaks[0]
+    assert peaks[2] < 8192 * 8192

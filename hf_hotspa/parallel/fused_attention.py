@@ -1,0 +1,318 @@
+"""Attention on CPU by torch's fused kernel, where one call of it is not enough: prefixes, sliding windows, and sinks.
+
+Queries attend to blocks of keys one after the other, and partial results are merged by the logarithms of their sums
+(Milakov and Gimelshein, 2018; Liu et al., 2023, "Ring Attention"). The backward takes each block's gradients from the
+merged result and its sums. So beside what is given only the result is kept for it, and neither scores nor a mask are as
+large as the square of a sequence.
+
+* A prefix (`attend_with_prefix`): blocks of it, then the row's own tokens; its gradients are handed on a block at a time.
+* A sliding window: blocks of queries, each with the keys of its windows and one mask of these.
+* Sinks s, learned scores that take part in the softmax and add no value: with the sums `lse` of a head without them,
+  `lse' = logaddexp(lse, s)` and `out' = out * exp(lse - lse')`. The kernel's backward computes with the sums that it is given,
+  so `out'` and `lse'` give exact gradients of queries, keys and values, and `ds = -sum(exp(s - lse') * (d_out . out'))`.
+
+Shapes: T queries, S of keys, P tokens of the prefix, H query heads, K key/value heads, D head dim.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK_TOKENS = 4096
+"""Tokens of the prefix whose keys and values are repeated for all query heads at a time."""
+
+_QUERIES = 64, 512
+"""Queries of a block with a sliding window: as many as the window is long, at least and at most so many."""
+
+TakesGradients = Callable[[slice, Tensor, Tensor], None]
+"""Takes the gradients of keys and values [1, K, s, D] of some tokens of a prefix: `(tokens, of keys, of values)`."""
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def kernel_takes(query: Tensor, value: Tensor) -> bool:
+    """Whether the kernel computes these heads."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def attend_with_prefix(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    before: tuple[Tensor, Tensor],
+    scaling: float | None,
+    takes: TakesGradients | None = None,
+) -> Tensor:
+    """Causal attention of the last tokens of a sequence.
+
+    Args:
+        query: [1, H, T, D].
+        key: [1, K, T, D]; H is a multiple of K.
+        value: [1, K, T, D].
+        before: Keys and values of the prefix, [1, K, P, D] each.
+        scaling: Factor on the scores; 1 / sqrt(D) when None.
+        takes: Takes the gradients of the prefix a block at a time, in the backward, where both of it require gradients;
+            autograd then brings none. None where autograd brings them.
+
+    Returns:
+        [1, H, T, D].
+    """
+    out: Tensor = _WithPrefix.apply(query, key, value, *before, scaling, takes)
+    return out
+
+
+def blocks_of_tokens(num_tokens: int) -> Iterator[slice]:
+    """Blocks of at most `BLOCK_TOKENS` tokens; the last one may reach beyond the end."""
+    for begin in range(0, num_tokens, BLOCK_TOKENS):
+        yield slice(begin, begin + BLOCK_TOKENS)
+
+
+def attend_to_block(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float | None, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention to some keys alone: the result [1, H, T, D], and the logarithms of the sums of its weights [1, H, T].
+
+    Both are of the dtype of the sums, at least fp32.
+
+    Args:
+        query: [1, H, T, D].
+        key: [1, K, S, D]; H is a multiple of K.
+        value: [1, K, S, D].
+        causal: Whether the keys are those of the queries' own tokens; else all queries see all keys.
+        mask: [T, S] that is added to the scores, of the dtype of the queries; each query sees a key.
+    """
+    groups = query.shape[1] // key.shape[1]
+    repeated = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    part, sums = _forward(query, *repeated, 0.0, causal, attn_mask=mask, scale=scaling)
+    return part.to(sums.dtype), sums
+
+
+def merged(out: Tensor, total: Tensor, part: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two sets of keys, from what `attend_to_block` gives of each."""
+    both = torch.logaddexp(total, sums)
+    return out * (total - both).exp()[..., None] + part * (sums - both).exp()[..., None], both
+
+
+def gradients_of_block(
+    of_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    causal: bool,
+    scaling: float | None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a block adds to the gradients of queries, and the gradients of its keys and values, [1, K, S, D].
+
+    Arguments as for `attend_to_block`, and
+
+    Args:
+        of_out: [1, H, T, D], the gradient of `out`.
+        out: Attention to all blocks, in the dtype of the queries.
+        total: Its sums.
+    """
+    groups = query.shape[1] // key.shape[1]
+    repeated = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    of_query, *of_pair = _backward(of_out, query, *repeated, out, total, 0.0, causal, attn_mask=mask, scale=scaling)
+    of_key, of_value = (x.unflatten(1, (-1, groups)).sum(2) for x in of_pair)
+    return of_query, of_key, of_value
+
+
+class _WithPrefix(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float | None,
+        takes: TakesGradients | None,
+    ) -> Tensor:
+        out, total = attend_to_block(query, key, value, True, scaling)
+        for place in blocks_of_tokens(keys.shape[2]):
+            block = attend_to_block(query, keys[:, :, place], values[:, :, place], False, scaling)
+            out, total = merged(out, total, *block)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, keys, values, out, total)
+        ctx.scaling = scaling
+        ctx.takes = takes if all(ctx.needs_input_grad[3:5]) else None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (of_out,) = gradients
+        query, key, value, keys, values, out, total = ctx.saved_tensors
+
+        def of_block(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            return gradients_of_block(of_out, query, k, v, out, total, causal, ctx.scaling)
+
+        of_query, of_key, of_value = of_block(key, value, True)
+        of_query = of_query.to(total.dtype)  # a sum over blocks
+        takes: TakesGradients | None = ctx.takes
+        of_keys = of_values = None
+        if takes is None:
+            of_keys, of_values = torch.empty_like(keys), torch.empty_like(values)
+        for place in blocks_of_tokens(keys.shape[2]):
+            part, of_k, of_v = of_block(keys[:, :, place], values[:, :, place], False)
+            of_query += part
+            if of_keys is None or of_values is None:
+                assert takes is not None
+                takes(place, of_k, of_v)
+            else:
+                of_keys[:, :, place], of_values[:, :, place] = of_k, of_v
+        return of_query.to(query.dtype), of_key, of_value, of_keys, of_values, None, None
+
+
+# -- windows and sinks --------------------------------------------------------------------------------------------------
+
+SequenceLengths = tuple[tuple[int, int], ...]
+"""Queries and keys of each sequence, whose queries are its last tokens."""
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Queries, keys, values and sinks, or the gradients of these."""
+
+
+class _Block(NamedTuple):
+    """Keys that some queries meet in one call of the kernel; arguments as for `attend_to_block`."""
+
+    keys: slice
+    causal: bool
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FusedAttention:
+    """Causal attention of sequences of a row, forward and backward apart.
+
+    Args:
+        lengths: Queries and keys of each sequence.
+        scaling: Factor on the scores; 1 / sqrt(D) when None.
+        window: Tokens that a position sees, itself included; None for all before it.
+    """
+
+    lengths: SequenceLengths
+    scaling: float | None
+    window: int | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """[1, H, T, D], and the sums [1, H, T], of queries [1, H, T, D], keys and values [1, K, S, D] and sinks [H]."""
+        wide = torch.promote_types(query.dtype, torch.float32)
+        out, total = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
+        for queries, blocks in self._rows(query):
+            q = query[:, :, queries]
+            parts = (
+                attend_to_block(q, key[:, :, keys], value[:, :, keys], causal, self.scaling, mask)
+                for keys, causal, mask in blocks
+            )
+            result, sums = next(parts)
+            for part in parts:
+                result, sums = merged(result, sums, *part)
+            if sinks is not None:
+                result, sums = with_sinks(result, sums, sinks)
+            out[:, :, queries], total[:, :, queries] = result.to(query.dtype), sums
+        return out, total
+
+    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
+        """The gradients of queries, keys, values and sinks, of the dtype of each."""
+        assert total is not None
+        query, key, value, sinks = inputs
+        of_query = torch.zeros_like(query, dtype=total.dtype)
+        # windows overlap: their sums are wide
+        wide = None if self.window is None else total.dtype
+        of_key, of_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        for queries, blocks in self._rows(query):
+            results = out[:, :, queries], total[:, :, queries].contiguous()
+            given = of_out[:, :, queries].contiguous(), query[:, :, queries]
+            for keys, causal, mask in blocks:
+                pair = key[:, :, keys], value[:, :, keys]
+                own = gradients_of_block(*given, *pair, *results, causal, self.scaling, mask)
+                of_query[:, :, queries] += own[0]
+                of_key[:, :, keys] += own[1]
+                of_value[:, :, keys] += own[2]
+        of_sinks = None if sinks is None else gradient_of_sinks(of_out, out, total, sinks)
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
+
+    def _rows(self, query: Tensor) -> Iterator[tuple[slice, list[_Block]]]:
+        """Queries, and the blocks of keys that they meet."""
+        begin = key_begin = 0
+        for length, keys in self.lengths:
+            before = keys - length
+            if self.window is not None and self.window < keys:
+                yield from self._windows(begin, key_begin, length, before, self.window, query)
+            elif length:  # own tokens, then blocks of those before them
+                own = _Block(slice(key_begin + before, key_begin + keys), True)
+                blocks = (slice(key_begin + b.start, key_begin + min(b.stop, before)) for b in blocks_of_tokens(before))
+                yield slice(begin, begin + length), [own, *(_Block(block, False) for block in blocks)]
+            begin, key_begin = begin + length, key_begin + keys
+
+    def _windows(
+        self, begin: int, key_begin: int, length: int, before: int, window: int, query: Tensor
+    ) -> Iterator[tuple[slice, list[_Block]]]:
+        """Blocks of the queries of one sequence, with the keys of their windows."""
+        least, most = _QUERIES
+        rows, mask = min(max(window, least), most), None
+        for first in range(0, length, rows):
+            last = min(first + rows, length)
+            low = max(0, before + first - window + 1)
+            shape = last - first, before + last - low
+            if mask is None or mask.shape != shape:
+                mask = _mask_of_windows(*shape, window, query)
+            keys = slice(key_begin + low, key_begin + before + last)
+            yield slice(begin + first, begin + last), [_Block(keys, False, mask)]
+
+
+def _mask_of_windows(queries: int, keys: int, window: int, like: Tensor) -> Tensor:
+    """[queries, keys], of queries that are the last of the keys: 0 where a key is seen, else -inf."""
+    places = torch.arange(keys, device=like.device)
+    distance = places[keys - queries :, None] - places
+    hidden = (distance < 0) | (distance >= window)
+    return like.new_zeros(queries, keys).masked_fill_(hidden, -torch.inf)
+
+
+def with_sinks(out: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention and its sums, once sinks take part in the softmax.
+
+    Args:
+        out: [1, H, T, D].
+        total: [1, H, T].
+        sinks: [H].
+    """
+    both = torch.logaddexp(total, sinks.to(total.dtype)[:, None])
+    return out * (total - both).exp()[..., None], both
+
+
+def gradient_of_sinks(of_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
+    """[H], from the result with them and its sums; arguments as for `with_sinks`, and `of_out` [1, H, T, D]."""
+    shares = (sinks.to(total.dtype)[:, None] - total).exp()
+    products = (of_out.to(total.dtype) * out.to(total.dtype)).sum(-1)
+    return -(shares * products).sum((0, 2)).to(sinks.dtype)
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FusedAttention) -> Tensor:
+    """[1, H, T, D] of `FusedAttention`, with a graph."""
+    out: Tensor = _Fused.apply(query, key, value, sinks, kernel)
+    return out
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FusedAttention
+    ) -> Tensor:
+        out, total = kernel.forward(query, key, value, sinks)
+        ctx.save_for_backward(query, key, value, sinks, out, total)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, out, total = ctx.saved_tensors
+        return *ctx.kernel.backward(gradients[0], tuple(inputs), out, total), None
