@@ -1,6 +1,6 @@
 """The experiments of HotSPa (SOSP'24) priced by our models: every figure of docs/paper.md.
 
-    python benchmarks/paper.py [table3] [fig7] [fig8] [sweeps] [order] [by-hand] [--quick] [--write]
+    python benchmarks/paper.py [table3] [fig7] [fig8] [sweeps] [order] [by-hand] [memory] [--quick] [--write]
 
 * `table3`: the static strategy and C1, C2, C3 on both corpora, in totals and in ratios, beside the published ones.
 * `fig7`: three models, 8 to 32 GPUs, 4K to 32K tokens, both corpora.
@@ -8,6 +8,7 @@
 * `sweeps`: longer sequences, larger mini-batches, more GPUs.
 * `order`: what a switch sends in every order of phases.
 * `by-hand`: the strategies that the paper's scripts name, beside the planner's.
+* `memory`: our memory model beside torch's own tracker (`witnesses.py`).
 
 Prints Markdown tables. `--quick` makes a few of their lines, which tests compare with the page; `--write` writes the tables of the page.
 No GPU, no network, no clock: seconds are those of the time model for A800 (80 GB), eight a node, from data sheets, and, where it
@@ -310,7 +311,8 @@ def unpacked(pricing: Pricing, strategies: Iterable[Strategy]) -> float | None:
     batches, shares = mini_batches(pricing.lengths, pricing.mini_batch_size, max(pricing.lengths))
     found = []
     for strategy in strategies:
-        if pricing.capacities.tokens(strategy) >= pricing.longest:
+        # the longest come first, so a pipeline is full of them
+        if pricing.capacities.model.largest_pack(strategy, pricing.capacities.limit_bytes) >= pricing.longest:
             each = [one_sequence_each(pricing.cost.time, strategy, batch) for batch in batches]
             computed = sum(weight * seconds for weight, seconds in zip(shares, each, strict=True))
             found.append(computed + static_switch(pricing.cost, strategy))
@@ -530,10 +532,18 @@ def _by_hand(of: Setup, corpus: str, degrees: Sequence[Sequence[int]], edges: Se
     return [f"`{written}`", *map(seconds_text, (known, best, plan)), ratio_text(known, plan)]
 
 
+def memory(quick: bool) -> Lines:
+    """The table of `witnesses.py`."""
+    from witnesses import HEAD, memory  # brings in torch
+
+    return table(HEAD, memory(quick))
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 COMMANDS: dict[str, Callable[[bool], Lines]] = {
     "table3": table3, "fig7": fig7, "fig8": fig8, "sweeps": sweeps, "order": order, "by-hand": by_hand,
+    "memory": memory,
 }  # fmt: skip
 
 

@@ -1,0 +1,361 @@
+"""Our memory model beside a witness that is not ours: what torch's own tracker counts (`torch.distributed._tools.mem_tracker`).
+
+    python benchmarks/paper.py memory [--quick]
+
+A stage of one rank is made of the layers that Transformers has, in plain torch: heads, MLP and vocabulary divided by tp, tokens
+by cp, layers by pp; what other ranks send is an empty tensor of the right size. It runs forward and backward as the schedule has it, with
+gradients that accumulate in fp32, beside a share of the master store and torch's AdamW. Tensors are fake: they have sizes and no data, so
+that 70B needs no memory. `MemTracker` counts. The fullest of the first and of the last stage is what a rank needs.
+
+No GPU, no network, no clock.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from hf_hotspa.costs.adapter import Adapter
+from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.model_config import load_model, read_config
+from hf_hotspa.costs.sizes import ModelSizes, loss_chunk_tokens
+from hf_hotspa.strategy import Strategy
+
+DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
+GIB = 1 << 30
+Rows = list[list[object]]
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank whose memory is asked for.
+
+    Args:
+        model: Of `load_model`.
+        tokens: Of a pack.
+        rank: Of a LoRA adapter on all seven products; 0 where the model is trained.
+    """
+
+    model: str
+    strategy: str
+    tokens: int
+    rank: int = 0
+
+    @property
+    def of(self) -> Strategy:
+        """The strategy."""
+        return Strategy.parse(self.strategy)
+
+
+CASES = (
+    Case("llama2-7b", "tp8pp8", 4096),
+    Case("llama2-7b", "dp8", 8192),
+    Case("llama2-7b", "dp4tp2", 8192),
+    Case("llama2-7b", "dp2cp4", 32768),
+    Case("llama2-7b", "dp8", 8192, 16),
+    Case("llama2-13b", "dp2tp2pp2", 4096),
+    Case("llama2-13b", "dp8+z3", 4096),
+    Case("llama2-13b", "dp4tp2+rc", 16384),
+    Case("llama2-32b", "dp2tp8pp2+sp", 8192),
+    Case("llama2-32b", "dp2tp8cp2", 16384),
+    Case("llama2-70b", "dp2tp8pp4+sp", 8192),
+    Case("llama2-70b", "dp4tp8+sp+rc", 8192),
+)
+"""The first ones are small enough for every run of the tests."""
+QUICK = 2
+HEAD = ("model", "strategy", "tokens", "torch, GiB", "ours, GiB", "error", "ours with stock layers, GiB", "error")
+FILES = {"llama2-70b": DATA / "llama2_70b.json"}
+
+
+class _Sent(torch.autograd.Function):
+    """What a collective makes of a tensor, in size alone: `there` forward, `back` backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: tuple[int, ...]) -> Tensor:
+        ctx.back = x.shape
+        return x.new_empty(there)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.new_empty(ctx.back), None
+
+
+def sent(x: Tensor, *there: int) -> Tensor:
+    """See `_Sent`."""
+    return _Sent.apply(x, there)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class LoRA(nn.Module):
+    """A frozen product with an adapter, as peft has it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Linear(base.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x)) * 2.0
+
+
+class Tracker(MemTracker):
+    """Counts bytes, and does not say which module has them: it would refuse one that runs for several packs."""
+
+    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None: ...
+    def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None: ...
+    def _pre_bw_hook(self, module: nn.Module, args: Any) -> None: ...
+    def _post_bw_hook(self, module: nn.Module, args: Any) -> None: ...
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cp: int) -> Tensor:
+    """Causal attention, by Ulysses where tokens are divided: all tokens of a part of the heads."""
+    if cp > 1:
+        q, k, v = (sent(x, 1, x.shape[1] // cp, x.shape[2] * cp, x.shape[3]) for x in (q, k, v))
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return sent(out, 1, out.shape[1] * cp, out.shape[2] // cp, out.shape[3]) if cp > 1 else out
+
+
+class Stage:
+    """One rank of a pipeline stage.
+
+    Args:
+        last: Whether it is the last stage; else the first.
+    """
+
+    def __init__(self, case: Case, sizes: ModelSizes, config: LlamaConfig, last: bool) -> None:
+        strategy = case.of
+        self.case, self.strategy, self.config, self.last = case, strategy, config, last
+        own = LlamaConfig(**config.to_dict())
+        own.num_attention_heads //= strategy.tp
+        own.num_key_value_heads = max(1, config.num_key_value_heads // strategy.tp)
+        own.head_dim, own.intermediate_size = (
+            config.hidden_size // config.num_attention_heads,
+            config.intermediate_size // strategy.tp,
+        )
+        own._attn_implementation = "witness"
+        self.tokens = case.tokens // strategy.cp
+        self.hidden_tokens = self.tokens // (strategy.tp if strategy.sp else 1)
+        count = len(sizes.layers_of_stages(strategy.pp)[strategy.pp - 1 if last else 0])
+        self.layers = nn.ModuleList(LlamaDecoderLayer(own, i) for i in range(count))
+        self.rotary = LlamaRotaryEmbedding(config)
+        rows = config.vocab_size // strategy.tp
+        first, self.ends = not last or strategy.pp == 1, nn.ModuleDict()
+        if first:
+            self.ends["embedding"] = nn.Embedding(rows, config.hidden_size)
+        if last:
+            self.ends["norm"] = LlamaRMSNorm(config.hidden_size)
+            self.ends["head"] = nn.Linear(config.hidden_size, rows, bias=False)
+        self.modules = nn.ModuleList([self.layers, self.ends])
+        self._prepare()
+
+    def _prepare(self) -> None:
+        if self.case.rank:
+            self.modules.requires_grad_(False)
+            for layer in self.layers:
+                for block in (layer.self_attn, layer.mlp):
+                    for name, linear in list(block.named_children()):
+                        if isinstance(linear, nn.Linear):
+                            setattr(block, name, LoRA(linear, self.case.rank))
+        for parameter in self.modules.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+        if self.strategy.z != 3:
+            self._make_gradients(self.modules)
+        else:
+            self._make_gradients(self.ends)
+            for i, layer in enumerate(self.layers):
+                self._stream(i, layer)
+        for layer in self.layers if self.strategy.sp else ():
+            for block in (layer.self_attn, layer.mlp):
+                block.register_forward_pre_hook(self._gather, with_kwargs=True)
+                block.register_forward_hook(self._scatter)
+
+    def _make_gradients(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros(parameter.shape, dtype=torch.float32)
+
+    def _gather(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        shape = 1, self.tokens, self.config.hidden_size
+        if args:
+            return (sent(args[0], *shape), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": sent(kwargs["hidden_states"], *shape)}
+
+    def _scatter(self, block: nn.Module, args: Any, out: Any) -> Any:
+        shape = 1, self.hidden_tokens, self.config.hidden_size
+        return (sent(out[0], *shape), *out[1:]) if isinstance(out, tuple) else sent(out, *shape)
+
+    def _stream(self, index: int, layer: nn.Module) -> None:
+        """Weights are there for the layer that runs and for the next one; gradients leave when a layer is through."""
+        sizes = [(p, p.numel() * 2) for p in layer.parameters()]
+
+        def there(held: bool) -> None:
+            for parameter, size in sizes:
+                parameter.untyped_storage().resize_(size if held else 0)
+
+        layer.there = there  # type: ignore[assignment]
+        there(False)
+
+        def come(step: int, at: int) -> None:
+            for i in (at, at + step):
+                if 0 <= i < len(self.layers):
+                    self.layers[i].there(True)
+
+        def forward_begins(*_: object) -> None:
+            come(1, index)
+
+        def backward_begins(*_: object) -> None:
+            come(-1, index)
+            self._make_gradients(layer)
+
+        def over(*_: object) -> None:
+            there(False)
+
+        def backward_over(*_: object) -> None:
+            there(False)
+            for parameter, _size in sizes:
+                parameter.grad = None
+
+        layer.register_forward_pre_hook(forward_begins)
+        layer.register_forward_hook(over)
+        layer.register_full_backward_pre_hook(backward_begins)
+        layer.register_full_backward_hook(backward_over)
+
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """What it sends, or the loss of a last stage; and its input."""
+        entered, shape = None, (1, self.hidden_tokens, self.config.hidden_size)
+        if "embedding" in self.ends:
+            hidden = self.ends["embedding"](torch.zeros(1, self.tokens, dtype=torch.long))
+            hidden = sent(hidden, *shape) if self.strategy.sp else hidden
+            if self.case.rank:
+                hidden.requires_grad_()
+        else:
+            hidden = entered = torch.empty(shape).requires_grad_()
+        positions = self.rotary(hidden, torch.arange(self.tokens)[None])
+        for layer in self.layers:
+            run = partial(layer, attention_mask=None, position_embeddings=positions)
+            hidden = checkpoint(run, hidden, use_reentrant=False) if self.strategy.rc else run(hidden)
+            hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        return (self._loss(hidden) if self.last else hidden), entered
+
+    def _loss(self, hidden: Tensor) -> Tensor:
+        """The gradient of the hidden states, chunk by chunk: logits of all tokens are never there."""
+        hidden = self.ends["norm"](hidden)
+        hidden = sent(hidden, 1, self.tokens, hidden.shape[2]) if self.strategy.sp else hidden
+        whole = hidden.detach()
+        gradient, head = torch.empty_like(whole), self.ends["head"]
+        for begin in range(0, self.tokens, size := loss_chunk_tokens(head.weight.shape[0])):
+            part = whole[:, begin : begin + size].detach().requires_grad_()
+            logits = head(part)[0].float()
+            functional.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long), reduction="sum").backward()
+            gradient[:, begin : begin + size] = part.grad
+            del logits, part
+        self.gradient = gradient
+        return hidden
+
+    def run(self, in_flight: int) -> None:
+        """So many forwards, and a backward."""
+        kept = [self.forward() for _ in range(in_flight)]
+        out, _ = kept.pop(0)
+        out.backward(self.gradient if self.last else torch.empty_like(out))
+
+
+def sizes_of(case: Case) -> tuple[ModelSizes, LlamaConfig]:
+    """The model, for us and for Transformers."""
+    where = FILES.get(case.model, case.model)
+    found, config = load_model(where), LlamaConfig(**read_config(where), use_cache=False)
+    adapter = Adapter.read(str(case.rank), found.linears) if case.rank else None
+    return ModelSizes(found.shape, tied=found.tied, adapter=adapter), config
+
+
+def modelled_bytes(case: Case) -> MemoryBreakdown:
+    """What our memory model says, without the buffers of switches."""
+    sizes, _ = sizes_of(case)
+    options = MemoryOptions(context_parallel="ulysses", switch_bytes=0)
+    return MemoryModel(sizes, case.of.world_size, options).breakdown(case.of, case.tokens)
+
+
+@contextlib.contextmanager
+def _in_bf16() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def tracked_bytes(case: Case) -> int:
+    """The peak that torch's tracker finds, of the first and of the last stage."""
+    sizes, config = sizes_of(case)
+    strategy, found = case.of, []
+
+    def attention(block: Any, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, None]:
+        return attend(q, k, v, strategy.cp).transpose(1, 2), None
+
+    for last in (False, True) if strategy.pp > 1 else (True,):
+        with (
+            _in_bf16(),
+            FakeTensorMode(),
+            patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {"witness": attention}),
+            Tracker() as tracker,
+        ):
+            master = torch.zeros(sizes.num_trained // strategy.world_size, dtype=torch.float32)
+            master.grad = torch.zeros_like(master)
+            optimizer = torch.optim.AdamW([master], foreach=False)  # is kept: it has the moments
+            optimizer.step()
+            stage = Stage(case, sizes, config, last)
+            stage.run(1 if last else strategy.pp)
+            (peak,) = (of["Total"] for of in tracker.get_tracker_snapshot("peak").values())
+            found.append(peak)
+            del stage, master, optimizer
+    return max(found)
+
+
+def stock_norm_bytes(case: Case) -> float:
+    """What the layers of Transformers keep beyond the formula of fused ones, of all tokens that the fullest rank holds.
+
+    A norm computes in fp32: it keeps its input so (4 bytes an element) and its result before the weight (2), twice a layer, where the
+    formula has 6 for both norms and the sum between. An MLP keeps the activated gate, too: 2 bytes for each of its width. With recomputation
+    one layer does, and no more than one pack. With sequence parallelism both blocks keep their gathered input, which the formula divides, too.
+    """
+    sizes, config = sizes_of(case)
+    strategy, found = case.of, modelled_bytes(case)
+    layers = 1 if strategy.rc else len(sizes.layers_of_stages(strategy.pp)[found.stage])
+    sharers = strategy.tp if strategy.sp else 1
+    of_token = 6 * config.hidden_size / sharers + 2 * config.intermediate_size / strategy.tp
+    if strategy.sp and not strategy.rc:
+        of_token += 2 * 2 * config.hidden_size * (1 - 1 / strategy.tp)
+    tokens = case.tokens // strategy.cp if strategy.rc else found.held_tokens
+    return layers * of_token * tokens
+
+
+def memory(quick: bool) -> Rows:
+    """A line a case."""
+    rows: Rows = []
+    for case in CASES[:QUICK] if quick else CASES:
+        ours, theirs, more = modelled_bytes(case).total, tracked_bytes(case), stock_norm_bytes(case)
+        rows.append(
+            [
+                case.model, f"`{case.strategy}`" + (f", LoRA {case.rank}" if case.rank else ""), f"{case.tokens:,}",
+                f"{theirs / GIB:.2f}", f"{ours / GIB:.2f}", f"{ours / theirs - 1:+.0%}",
+                f"{(ours + more) / GIB:.2f}", f"{(ours + more) / theirs - 1:+.0%}",
+            ]
+        )  # fmt: skip
+    return rows
