@@ -18,7 +18,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedConfig, set_seed
 
 from hf_hotspa.callbacks.report import ReportCallback
-from hf_hotspa.data.batches import SKIP
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -183,11 +182,12 @@ def read(
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def look(script: Any) -> None:
+def look(script: Any, skips_empty: bool) -> None:
     """Opens what the command line names, and one row of it, so that what is wrong is said once and early.
 
     Args:
-        script: Has the fields of `ScriptArguments`, and `hotspa_empty_rows`.
+        script: Has the fields of `ScriptArguments`.
+        skips_empty: Whether rows without a token are left out (`hotspa_empty_rows`).
 
     Raises:
         HotspaError: there is no such model, tokenizer, file or split, or its rows have no column that is known.
@@ -208,7 +208,7 @@ def look(script: Any) -> None:
     _open_config(_folder(script.model) or script.model if script.model is not None else script.config)
     for dataset in (_rows(script), _evaluated_rows(script)):
         if dataset is not None and "input_ids" not in dataset.column_names:
-            tokenize_rows([dataset[0]] if len(dataset) else [{}], _tokenizer(script), script.hotspa_empty_rows == SKIP)
+            tokenize_rows([dataset[0]] if len(dataset) else [{}], _tokenizer(script), skips_empty)
 
 
 def _check_dtype(name: str) -> None:
