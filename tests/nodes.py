@@ -2,7 +2,7 @@
 
 Where the machine allows it, a node is a set of namespaces: its own network (one cable joins the two), its own host name and
 `/etc/hosts`. Else it is an address of the loopback interface, with the host name of the machine; then no cable can be cut.
-`python -m tests.nodes` loses nodes again and again, and prints the table of docs/launching.md.
+`tests/node_trials.py` takes nodes away from jobs.
 """
 
 import contextlib
@@ -257,10 +257,9 @@ def _start_slurm(running: Job, folder: Path, words: Sequence[str], alive: Sequen
     names = [NAMES[node] if nodes.real else nodes.addresses[node] for node in alive]
     enter = ["env " + " ".join(f"{k}={v}" for k, v in nodes.environment(node).items()) for node in alive]
     enter = [" ".join(nodes.on(node, words.split())) for node, words in zip(alive, enter, strict=True)]
-    for name, body in {"scontrol": f"#!/bin/sh\nprintf '{chr(92)}n'.join(names)\n", "srun": _SRUN}.items():
-        stub = stubs / name
-        stub.write_text(body if name == "srun" else "#!/bin/sh\n" + "".join(f"echo {n}\n" for n in names))
-        stub.chmod(0o755)
+    for name, body in {"scontrol": "#!/bin/sh\n" + "".join(f"echo {n}\n" for n in names), "srun": _SRUN}.items():
+        (stubs / name).write_text(body)
+        (stubs / name).chmod(0o755)
     environment = {
         **os.environ, "PATH": f"{stubs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_JOB_NUM_NODES": str(len(alive)),
@@ -274,17 +273,17 @@ def _start_slurm(running: Job, folder: Path, words: Sequence[str], alive: Sequen
     while len(running.launchers) < len(alive):
         assert running.step.poll() is None, running.said()
         assert time.monotonic() < deadline
-        found = [p for p in parent.children(recursive=True) if "accelerate" in " ".join(_line(p))]
-        order = sorted(found, key=lambda p: p.pid)
-        if len([p for p in order if "launch" in _line(p)]) >= len(alive):
-            tops = [p for p in order if "launch" in _line(p) and p.parent() and "launch" not in _line(p.parent())]
-            by_rank = {_line(p)[_line(p).index("--machine_rank") + 1]: p for p in tops}
-            running.launchers = [by_rank[str(rank)] for rank in range(len(alive))]
+        found = {_machine_rank(p): p for p in reversed(parent.children(recursive=True))}  # parents last
+        found.pop(None, None)
+        if len(found) == len(alive):
+            running.launchers = [found[rank] for rank in map(str, range(len(alive)))]
         time.sleep(0.1)
 
 
-def _line(process: psutil.Process | None) -> list[str]:
+def _machine_rank(process: psutil.Process) -> str | None:
+    """Which node's `accelerate launch` a process is; None for others."""
     with contextlib.suppress(psutil.Error):
-        if process is not None:
-            return process.cmdline()
-    return []
+        line = process.cmdline()
+        if line[1:2] and line[1].endswith("/accelerate") and "--machine_rank" in line:
+            return line[line.index("--machine_rank") + 1]
+    return None

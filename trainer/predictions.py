@@ -153,7 +153,7 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
         if any(map(is_four_bit, model.modules())):
             base = frozen_base(describe_model(model, dtype, args.hotspa_attention_dropout is None))
         calibration = cached_calibration(
-            calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(args), base)
+            calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(), base)
         )
     except HotspaError as error:
         logger.warning("no predictions: %s", error)
