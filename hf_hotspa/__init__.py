@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.engine.engine import HotSPaEngine
+    from hf_hotspa.engine.packed_loading import open_qlora
     from hf_hotspa.errors import HotspaError
     from hf_hotspa.model.options import EngineOptions
     from hf_hotspa.strategy import Strategy, parse_buckets
@@ -59,6 +60,7 @@ __all__ = [
     "SwitchOverheadCallback",
     "SwitchedModel",
     "__version__",
+    "open_qlora",
     "parse_buckets",
 ]
 
@@ -72,6 +74,7 @@ _HOMES = {
     "Strategy": "hf_hotspa.strategy",
     "SwitchedModel": "hf_hotspa.switched.model",
     "SwitchOverheadCallback": "hf_hotspa.callbacks.switch_overhead",
+    "open_qlora": "hf_hotspa.engine.packed_loading",
     "parse_buckets": "hf_hotspa.strategy",
 }
 

@@ -35,7 +35,7 @@ def make_trainer(
 ) -> Any:
     """A trainer with saves after every step, unless the options say something else.
 
-    `lora` makes it a `PeftModel`, `qlora` one of weights in 4 bits; `cls` makes a subclass of the trainer.
+    `lora` makes it a `PeftModel`, `qlora` one of weights in 4 bits; `given` is one that is there; `cls` makes a subclass of the trainer.
     """
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
@@ -49,8 +49,10 @@ def make_trainer(
         "save_steps": 1, "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "seed": 7,
         "hotspa_mini_batch_size": MINI_BATCH, "hotspa_strategies": STRATEGIES[world], "hotspa_report": False,
     }  # fmt: skip
-    lora, qlora = options.pop("lora", None), options.pop("qlora", None)
-    if qlora is not None:
+    lora, qlora, model = options.pop("lora", None), options.pop("qlora", None), options.pop("given", None)
+    if model is not None:
+        pass
+    elif qlora is not None:
         from tests.qlora import tiny_qlora
 
         model = tiny_qlora(family, seed=seed, model=changes, **qlora)

@@ -25,7 +25,7 @@ from hf_hotspa.checkpoint.model_files import ModelWeights
 from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
-from hf_hotspa.errors import CheckpointError, HotspaConfigError, ModelError
+from hf_hotspa.errors import CheckpointError, HotspaConfigError, ModelError, UnsupportedError
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.adapters import is_adapted, save_config
@@ -48,14 +48,19 @@ class ModelSource:
         self._args = args
         self.folder: Path | None = None
         self._only_in_engine = False  # whether trained weights are neither in the model nor in that folder
+        self._is_saved = False
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def opened(self, model: Any, has_model_init: bool, agreement: Agreement) -> Any:
         """What the Trainer takes for its model: that of a folder, without weights, or what was given. Collective."""
-        if self._args.hotspa_model_path is None and not isinstance(model, str | Path | PreTrainedConfig):
+        path = self._args.hotspa_model_path
+        if path is None and not isinstance(model, str | Path | PreTrainedConfig):
             if model is not None:
                 refuse_other_models(model)
+            return model
+        if path is not None and is_adapted(model) and not has_weights(model):  # of `open_qlora`
+            self.folder = Path(path).expanduser()
             return model
 
         def opened() -> PreTrainedModel:
@@ -79,7 +84,7 @@ class ModelSource:
             given = "model_init" if has_model_init else repr(model) if isinstance(model, str) else type(model).__name__
             raise HotspaConfigError(
                 f"hotspa_model_path is {path!r}, and another model is given: {given}",
-                fix="give the one or the other; beside hotspa_model_path, a config may be given",
+                fix="give the one or the other; beside hotspa_model_path, a config may be given, or a model of open_qlora",
             )
         return Path(str(model if path is None else path)).expanduser(), config
 
@@ -103,10 +108,19 @@ class ModelSource:
 
     def trained(self) -> None:
         """The weights of a model without any are about to change: they will be in the engine alone."""
-        self._only_in_engine = True
+        self._only_in_engine, self._is_saved = True, False
 
     def materialize(self, model: PreTrainedModel, switched: SwitchedModel) -> None:
-        """Gives a model of a folder memory for its weights, on the CPU of every rank, and the weights. Collective."""
+        """Gives a model of a folder memory for its weights, on the CPU of every rank, and the weights. Collective.
+
+        Raises:
+            UnsupportedError: it is below an adapter.
+        """
+        if is_adapted(model):
+            raise UnsupportedError(
+                "the base in 4 bits was read by slices, and no process can hold it",
+                fix="save_model() writes the adapter; load it with PeftModel.from_pretrained on a base of your own",
+            )
         release(model)
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
@@ -118,7 +132,7 @@ class ModelSource:
 
     def warn_of_unsaved_weights(self) -> None:
         """When the engine is closed."""
-        if self._only_in_engine and self._args.process_index == 0:
+        if self._only_in_engine and not self._is_saved and self._args.process_index == 0:
             logger.warning("the engine is closed, and the weights that it trained were not saved by save_model()")
 
     # -- out ----------------------------------------------------------------------------------------------------------
@@ -129,7 +143,8 @@ class ModelSource:
         Raises:
             CheckpointError: on every rank: it cannot be written.
         """
-        weights = engine.weights()
+        adapted = is_adapted(model)
+        weights = engine.weights(frozen=not adapted)
 
         def write() -> None:
             try:
@@ -143,7 +158,9 @@ class ModelSource:
                 deque(weights, maxlen=0)  # also what is left after a failure: the other ranks are waiting for it
 
         engine.agreement.run("save_model", write)
-        self.folder, self._only_in_engine = target.absolute(), False
+        self._is_saved = True
+        if not adapted:  # an adapter is not what a new engine is made of
+            self.folder, self._only_in_engine = target.absolute(), False
 
     def _write(
         self, model: PreTrainedModel, engine: HotSPaEngine, target: Path, weights: Iterator[tuple[str, Tensor]]
@@ -154,12 +171,14 @@ class ModelSource:
         disk.make_directory(beside)
         try:
             with structure_only():
-                files = ModelWeights(model, engine.description.vector.specs, adapted=False)
+                adapted = is_adapted(model)
+                specs = [spec for spec in engine.description.vector.specs if spec.trainable or not adapted]
+                files = ModelWeights(model, specs, adapted)
             files.write(disk, beside, weights)
             new = sorted(path.name for path in beside.iterdir())
             for name in new:
                 os.replace(beside / name, target / name)
-            for path in target.iterdir():
+            for path in () if adapted else target.iterdir():
                 if MODEL_WEIGHTS.fullmatch(path.name) and path.name not in new:
                     path.unlink()  # of an earlier model: it could be loaded instead
         finally:

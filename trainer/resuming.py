@@ -217,7 +217,7 @@ class BaseDigest:
         """That of a model whose adapter the engine trains."""
         now = weakref.ref(engine), engine.master.frozen_version
         if self._known is None or self._known[0] != now:
-            self._known = now, frozen_digest(model)
+            self._known = now, engine.base_digest or frozen_digest(model)
         return self._known[1]
 
 

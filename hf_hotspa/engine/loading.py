@@ -122,8 +122,8 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
                 "the weights are quantized",
                 where=str(folder),
                 why="reading by slices knows plain weights alone",
-                fix="give the original weights; or load the model in every process: from_pretrained with "
-                "BitsAndBytesConfig(load_in_4bit=True) and a LoRA adapter, or (mxfp4, fp8) with dequantize=True",
+                fix="give the original weights (below a LoRA adapter in 4 bits: hf_hotspa.open_qlora); or load the model in "
+                "every process: from_pretrained, with dequantize=True for mxfp4 and fp8",
             )
         if config.dtype is None:
             config.dtype = _first_dtype(files)

@@ -55,7 +55,7 @@ def open_qlora(folder: str | Path, adapter: Any, quantization: BitsAndBytesConfi
     model = open_model(Path(folder).expanduser())
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=None)
-    model.is_loaded_in_4bit = True  # PEFT asks
+    model.is_loaded_in_4bit, model.hf_quantizer = True, quantizer  # PEFT asks, and the Trainer
     model.config.quantization_config = quantization
     with _staying_on_cpu():
         return get_peft_model(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False), adapter)

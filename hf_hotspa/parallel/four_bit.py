@@ -68,6 +68,7 @@ def refuse_quantized(model: nn.Module, adapted: bool) -> None:
 
     method = str(getattr(value("quant_method"), "value", value("quant_method")) or "an unknown method")
     in_4_bits = method == "bitsandbytes" and value("load_in_4bit")
+    method += ", 8 bits" if method == "bitsandbytes" and value("load_in_8bit") else ""
     if in_4_bits and adapted:
         return
     if value("dequantize") and not any(p.dtype.itemsize == 1 for p in model.parameters()):

@@ -5,14 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_hotspa.engine.packed_loading import open_qlora
+from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.parallel.adapters import frozen_digest
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
 from tests.qlora import WIDE
+from tests.training_runs import contents, make_trainer
 from tests.worlds import make_engine, make_mini_batch
 
 pytestmark = pytest.mark.gloo
@@ -70,3 +73,56 @@ def test_slices_are_those_of_the_whole(tmp_path):
         model.save_pretrained(tmp_path / name)
     for wrong in run_ranks(2, engines, str(tmp_path)):
         assert not wrong
+
+
+NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+def runs(rank, world_size, folder, kind):
+    """Losses of a run of four steps, and of one that goes on from its second; the base in memory, or read by slices."""
+    config, base = BitsAndBytesConfig(load_in_4bit=True, **NF4), f"{folder}/base"
+    found = []
+    for run, resume in enumerate((None, f"{folder}/{kind}0/checkpoint-2")):
+        torch.manual_seed(3)
+        output, options = f"{folder}/{kind}{run}", {"max_steps": 4}
+        if kind == "slices":
+            model = open_qlora(base, LoraConfig(**LORA), config)
+            options["hotspa_model_path"] = base
+        else:
+            model = AutoModelForCausalLM.from_pretrained(base, quantization_config=config)
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+            model = get_peft_model(model, LoraConfig(**LORA))
+        trainer = make_trainer(output, world_size, given=model, **options)
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.evaluate(trainer.train_dataset[:8])
+        trainer.save_model(f"{output}/adapter")
+        if kind == "slices":
+            with pytest.raises(UnsupportedError, match="read by slices"):
+                trainer.materialize()
+        trainer.close_engine()
+        logs = trainer.state.log_history
+        found.append([log[key] for log in logs for key in ("loss", "eval_loss") if key in log])
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_on_slices_is_that_on_a_model_in_memory(tmp_path):
+    """Losses, evaluations, checkpoints and adapters, bit for bit."""
+    tiny_model("qwen3_qk_norm_tied", **WIDE).save_pretrained(tmp_path / "base")
+    for kind in ("memory", "slices"):
+        (tmp_path / f"{kind}0").mkdir()
+    [(kept, again), _] = run_ranks(2, runs, str(tmp_path), "memory")
+    [(read, goes_on), _] = run_ranks(2, runs, str(tmp_path), "slices")
+    assert len(kept) == 5
+    assert kept == read
+    assert again == goes_on
+    for run in (0, 1):
+        ours, theirs = (
+            load_file(tmp_path / f"{k}{run}/adapter/adapter_model.safetensors") for k in ("slices", "memory")
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    ours, theirs = (contents(tmp_path / f"{kind}0/checkpoint-4") for kind in ("slices", "memory"))
+    assert ours.keys() == theirs.keys()
+    # transformers counts codes otherwise than weights in `total_flos`
+    assert {name for name in ours if ours[name] != theirs[name]} <= {"trainer_state"}

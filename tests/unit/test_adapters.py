@@ -81,7 +81,7 @@ def test_adapters_that_would_not_be_trained_are_refused():
 @pytest.mark.parametrize(
     ("config", "method", "fix"),
     [
-        (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes", "bfloat16"),
+        (BitsAndBytesConfig(load_in_8bit=True), "bitsandbytes, 8 bits", "load_in_4bit=True"),
         (BitsAndBytesConfig(load_in_4bit=True), "bitsandbytes, 4 bits", "get_peft_model"),
         ({"quant_method": "gptq", "bits": 4}, "gptq", "bfloat16"),
         ({"quant_method": "mxfp4"}, "mxfp4", r"Mxfp4Config(dequantize=True)"),

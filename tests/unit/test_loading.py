@@ -248,9 +248,11 @@ def test_a_tensor_in_two_files(tmp_path):
     [
         ({"model_type": "nothing-like-this"}, ModelError, "no causal language model can be made"),
         ({"model_type": "vit", "architectures": ["ViTModel"]}, ModelError, "no causal language model can be made"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, UnsupportedError, "quantized"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, UnsupportedError, "quantized.*open_qlora"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, UnsupportedError, "quantized.*dequantize=True"),
+        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedError, "quantized.*dequantize=True"),
     ],
-    ids=["unknown", "no language model", "quantized"],
+    ids=["unknown", "no language model", "quantized", "mxfp4", "fp8"],
 )
 def test_configs_that_are_refused(change, error, text, tmp_path):
     folder = saved(tmp_path)
