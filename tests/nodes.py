@@ -17,8 +17,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("node-a", "node-b")
@@ -73,7 +74,9 @@ class Nodes:
             # the second one lives in the user namespace of the first, whose root may join their networks
             enter = [*_ENTER[:2], *_ENTER[5:], str(self._holders[0].pid)] if self._holders else []
             user = [] if self._holders else ["-r"]
-            ready = f"hostname {name} && mount --bind {hosts} /etc/hosts && ip link set lo up && echo && exec sleep 100000"
+            ready = (
+                f"hostname {name} && mount --bind {hosts} /etc/hosts && ip link set lo up && echo && exec sleep 100000"
+            )
             holder = subprocess.Popen(
                 [*enter, "unshare", *user, "-n", "-u", "-m", "sh", "-c", ready],
                 stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -134,9 +137,11 @@ def accelerate(nodes: Nodes, port: int, script: Sequence[str], alive: Sequence[i
     return [[*line, "--machine_rank", str(rank), *script] for rank in range(count)]
 
 
-def torchrun(nodes: Nodes, port: int, script: Sequence[str], alive: Sequence[int]) -> list[list[str]]:
+def torchrun(
+    nodes: Nodes, port: int, script: Sequence[str], alive: Sequence[int], nnodes: str | None = None
+) -> list[list[str]]:
     """`torchrun` on each node, which meet at a port of the first one."""
-    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(alive)), "--nproc_per_node",
+    line = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nnodes or str(len(alive)), "--nproc_per_node",
             str(PROCESSES), "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{nodes.addresses[alive[0]]}:{port}",
             "--rdzv_id", str(port)]  # fmt: skip
     return [[*line, "--local_addr", nodes.addresses[node], *script] for node in alive]
@@ -144,12 +149,12 @@ def torchrun(nodes: Nodes, port: int, script: Sequence[str], alive: Sequence[int
 
 def restarting(nodes: Nodes, port: int, script: Sequence[str], alive: Sequence[int]) -> list[list[str]]:
     """`torchrun` that goes on with one node where the other is gone."""
-    lines = torchrun(nodes, port, script, alive)
+    lines = torchrun(nodes, port, script, alive, "1:2")
     more = ["--max-restarts", "2", "--rdzv_conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    return [[*line[:3], *more, *(word.replace("NNODES", "1:2") for word in line[3:])] for line in lines]
+    return [[*line[:3], *more, *line[3:]] for line in lines]
 
 
-WAYS = {"accelerate": accelerate, "torchrun": torchrun}
+WAYS = {"accelerate": accelerate, "torchrun": torchrun, "restarting": restarting}
 
 _SRUN = """#!/usr/bin/env bash
 # Stands in for srun: runs the step on every node at once; one that fails ends all (--kill-on-bad-exit).
@@ -251,7 +256,7 @@ def job(nodes: Nodes, way: str, folder: Path, script: Sequence[str], alive: Sequ
         running.end()
 
 
-def _start_slurm(running: Job, folder: Path, words: Sequence[str], alive: Sequence[int], out: object) -> None:
+def _start_slurm(running: Job, folder: Path, words: Sequence[str], alive: Sequence[int], out: BinaryIO) -> None:
     nodes, stubs = running.nodes, folder / "stubs"
     stubs.mkdir(exist_ok=True)
     names = [NAMES[node] if nodes.real else nodes.addresses[node] for node in alive]
@@ -267,7 +272,7 @@ def _start_slurm(running: Job, folder: Path, words: Sequence[str], alive: Sequen
         "OUTPUT_DIR": str(folder / "out"), "HF_HOTSPA_CACHE": str(folder / "cache"),
     }  # fmt: skip
     running.step = subprocess.Popen(
-        ["bash", "examples/slurm.sh", *words], cwd=ROOT, env=environment, stdout=out, stderr=out  # type: ignore[arg-type]
+        ["bash", "examples/slurm.sh", *words], cwd=ROOT, env=environment, stdout=out, stderr=out
     )
     parent, deadline = psutil.Process(running.step.pid), time.monotonic() + 60
     while len(running.launchers) < len(alive):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Nodes:
         return self.names.count(self.names[rank])
 
     def shown(self, ranks: Sequence[int]) -> str:
-        """`; node node-b (ranks 2 and 3)`, for all nodes of these ranks; empty in a run on one node."""
+        """` (2, 3: all ranks of node node-b)`, for all nodes of these ranks; empty in a run on one node."""
         if self.count == 1:
             return ""
         parts = []
@@ -70,10 +70,10 @@ class Nodes:
 
     def behind(self, text: str) -> str:
         """` (node node-b, ranks 2, 3)` for the peer that an error names by its address; empty where no node is known by it."""
-        found = _PEER.search(text)
-        if found is None or self.count == 1:
+        peer = _PEER.search(text)
+        if peer is None or self.count == 1:
             return ""
-        names = {name for name, own in zip(self.names, self.addresses, strict=True) if found[1] in own}
+        names = {name for name, own in zip(self.names, self.addresses, strict=True) if peer[1] in own}
         if len(names) != 1:
             return ""
         [name] = names
