@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import read_manifest, verify
 from tests.node_job import STRATEGIES
@@ -28,7 +30,7 @@ STEPS, SAVES, AT = 24, 2, 4
 TIMEOUT_S = 10
 """`ddp_timeout` of the jobs: how long a rank waits for one that is silent."""
 LIMIT_S = 120.0
-WAYS = ("accelerate", "torchrun", "restarting", "slurm")
+WAYS = ("accelerate", "restarting", "slurm")
 KINDS = ("killed", "frozen", "cut off")
 
 
@@ -51,7 +53,11 @@ def flags(inputs: str, output: Path, world: int, **changes: object) -> list[str]
                 "output_dir": output, **changes}  # fmt: skip
     if world:
         settings["hotspa_strategies"] = STRATEGIES[world]
-    return [*inputs.split(), "--use_cpu", *(word for key, value in settings.items() for word in (f"--{key}", str(value)))]
+    return [
+        *inputs.split(),
+        "--use_cpu",
+        *(word for key, value in settings.items() for word in (f"--{key}", str(value))),
+    ]
 
 
 def script(way: str, words: Sequence[str]) -> list[str]:
@@ -67,8 +73,7 @@ class Trial:
     """What became of a job.
 
     Args:
-        end_s: Seconds from the loss to the end of the last rank of the other node; until it trains again where its launcher
-            restarts it.
+        end_s: Seconds from the loss to the end of the last rank of the other node.
         error: The first error of ours that was shown.
         names_node: Whether that names the node that is gone.
         checkpoint: The newest after the loss.
@@ -138,10 +143,12 @@ class Trials:
         words = flags(self._inputs, output, 0 if way == "restarting" else 4)
         with job(self._nodes, way, folder, script(way, words)) as running:
             acknowledged = self._await(output, running)
+            ranks = running.processes(1 - node)[1:]
             begin = time.monotonic()
             take_away(running, kind, node)
-            ended = self._end_of(running, node, output, restarts)
+            ended = not psutil.wait_procs(ranks, LIMIT_S)[1]
             end_s = time.monotonic() - begin
+            ended = ended and self._end_of(running, node, output, restarts)
             if kind == "cut off":
                 self._nodes.mend(node)
             said = running.said()
@@ -223,6 +230,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="node-trials-"))
+    folder.mkdir(parents=True, exist_ok=True)
     with Nodes() as nodes:
         trials, plan = Trials(nodes, folder), planned(given.trials, nodes.real)
         if given.only:

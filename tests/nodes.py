@@ -59,6 +59,11 @@ class Nodes:
                 if namespaces:
                     raise
 
+    @property
+    def holders(self) -> list[int]:
+        """A process in the namespaces of each node; none without namespaces."""
+        return [holder.pid for holder in self._holders]
+
     def __enter__(self) -> "Nodes":
         return self
 
