@@ -29,7 +29,7 @@ STEPS, SAVES, AT = 24, 2, 4
 """Mini-batches of a job, how often it saves, and the checkpoint after which a node is taken away."""
 TIMEOUT_S = 10
 """`ddp_timeout` of the jobs: how long a rank waits for one that is silent."""
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 WAYS = ("accelerate", "restarting", "slurm")
 KINDS = ("killed", "frozen", "cut off")
 
@@ -148,11 +148,14 @@ class Trials:
             take_away(running, kind, node)
             ended = not psutil.wait_procs(ranks, LIMIT_S)[1]
             end_s = time.monotonic() - begin
+            if not ended:  # their stacks go to the log: PYTHONFAULTHANDLER
+                running.send(1 - node, signal.SIGABRT)
+                psutil.wait_procs(ranks, 10)
             ended = ended and self._end_of(running, node, output, restarts)
             if kind == "cut off":
                 self._nodes.mend(node)
             said = running.said()
-        assert ended, f"{way}, {NAMES[node]} {kind}: the other node has not ended\n{said[-3000:]}"
+        assert ended, f"{way}, {NAMES[node]} {kind}: the other node has not ended\n{said[-12000:]}"
         newest = self._check(output, acknowledged, restarts)
         if not restarts:
             self._resume(way, folder, output, 1 - node)

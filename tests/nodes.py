@@ -116,7 +116,7 @@ class Nodes:
         interface = f"eth-{'ab'[node]}" if self.real else "lo"
         return {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",
-                "HF_HUB_OFFLINE": "1", "HOTSPA_TEST_NODE": str(node)}  # fmt: skip
+                "HF_HUB_OFFLINE": "1", "PYTHONFAULTHANDLER": "1", "HOTSPA_TEST_NODE": str(node)}  # fmt: skip
 
     def cut(self, node: int) -> None:
         """Pulls the cable out of a node."""

@@ -111,7 +111,11 @@ def _with_node(error: HotspaError, else_why: str = "") -> HotspaError:
     """The error, with the node of the peer whose connection broke, or else another remark."""
     nodes = known_nodes()
     remark = (nodes.behind(error.what) if nodes is not None else "") or else_why
-    return HotspaError.from_dict({**error.to_dict(), "what": error.what + remark}) if remark else error
+    if not remark:
+        return error
+    named = HotspaError.from_dict({**error.to_dict(), "what": error.what + remark})
+    named.is_echo = False  # perhaps nobody is left who could say more
+    return named
 
 
 def _without_store(error: HotspaError, rank: int) -> HotspaError:
