@@ -8,6 +8,7 @@ the `--cpus` of each process.
 """
 
 import argparse
+from contextlib import nullcontext
 from typing import Any
 
 import ray.data
@@ -38,7 +39,8 @@ def train(given: dict[str, Any]) -> None:
     model, tokenizer = (kind.from_pretrained(given["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
     trainer = HotSPaTrainer(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=[ReportToRay()])
     saved = ray.train.get_checkpoint()
-    trainer.train(resume_from_checkpoint=saved.to_directory() if saved is not None else None)
+    with saved.as_directory() if saved is not None else nullcontext() as folder:
+        trainer.train(resume_from_checkpoint=folder)
 
 
 if __name__ == "__main__":

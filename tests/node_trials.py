@@ -23,6 +23,7 @@ from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import read_manifest, verify
 from tests.node_job import STRATEGIES
 from tests.nodes import NAMES, Job, Nodes, job
+from tests.ray_nodes import ray_job, workers
 from tests.training_runs import contents, contents_of_shares
 
 STEPS, SAVES, AT = 24, 2, 4
@@ -30,6 +31,8 @@ STEPS, SAVES, AT = 24, 2, 4
 TIMEOUT_S = 10
 """`ddp_timeout` of the jobs: how long a rank waits for one that is silent."""
 LIMIT_S = 60.0
+AS_THE_SCRIPT = ["--lr_scheduler_type", "cosine", "--warmup_steps", "0.03"]
+"""What `examples/finetune.py` says where nothing is given."""
 WAYS = ("accelerate", "restarting", "slurm")
 KINDS = ("killed", "frozen", "cut off")
 
@@ -66,6 +69,14 @@ def script(way: str, words: Sequence[str]) -> list[str]:
         return [*words, "--bf16", "False"]
     name = "tests/node_job.py" if way == "restarting" else "examples/finetune.py"
     return [name, *words]
+
+
+def ray_words(words: Sequence[str], storage: Path, least: int) -> list[str]:
+    """The arguments of `examples/ray_train.py`, for four processes or at least so many."""
+    at = words.index("--output_dir")  # it makes one of the storage
+    strategies = [f"{world}={text}" for world, text in STRATEGIES.items()]
+    return [*words[:at], *words[at + 2 :], *AS_THE_SCRIPT, "--storage", str(storage), "--workers", "4", "--min_workers",
+            str(least), "--strategies", *strategies]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -133,11 +144,45 @@ class Trials:
             self._resumes[step] = contents(output / f"checkpoint-{STEPS}")
         return self._resumes[step]
 
-    def trial(self, way: str, kind: str, node: int) -> Trial:
-        """Makes one."""
+    def ray(self, kind: str) -> Trial:
+        """Makes one with Ray, whose head is on the first node: the second one goes, and Ray starts two processes again."""
+        folder = self._next_folder()
+        output = folder / "trainer"
+        words = ray_words(flags(self._inputs, output, 0), folder, 2)
+        with ray_job(self._nodes, folder, words) as running:
+            acknowledged = self._await(output, running)
+            ranks = workers(running, 0)
+            begin = time.monotonic()
+            take_away(running, kind, 1)
+            ended = not psutil.wait_procs(ranks, LIMIT_S)[1]
+            end_s = time.monotonic() - begin
+            assert running.step is not None
+            code = running.step.wait(4 * LIMIT_S) if ended else None
+            if kind == "cut off":
+                self._nodes.mend(1)
+            said = running.said()
+        assert code == 0, f"ray, {kind}: {'it ended with ' + str(code) if ended else 'not ended'}\n{said[-12000:]}"
+        steps = []
+        for copy in (folder / "hotspa").glob("checkpoint_*"):
+            verify(copy)
+            manifest = read_manifest(copy)
+            if manifest.world_size == 4:
+                steps.append(manifest.step)
+                assert contents_of_shares(copy) == contents_of_shares(self._whole / f"checkpoint-{manifest.step}")
+        resumed = contents(output / f"checkpoint-{STEPS}") == self.resumed_from(max(steps))
+        return Trial("ray", kind, 1, end_s, *first_error(said, NAMES[1]), max(steps), acknowledged, resumed)
+
+    def _next_folder(self) -> Path:
         self._number += 1
         folder = self._folder / f"trial-{self._number}"
         folder.mkdir()
+        return folder
+
+    def trial(self, way: str, kind: str, node: int) -> Trial:
+        """Makes one."""
+        if way == "ray":
+            return self.ray(kind)
+        folder = self._next_folder()
         output = folder / "out"
         restarts = way == "restarting" and node == 1  # the launchers of the other node have met at a port of node 0
         words = flags(self._inputs, output, 0 if way == "restarting" else 4)
@@ -222,13 +267,14 @@ def planned(count: int, can_cut: bool) -> list[tuple[str, str, int]]:
     """So many trials, spread over ways, kinds and nodes."""
     kinds = [kind for kind in KINDS if can_cut or kind != "cut off"]
     every = [(way, kind, node) for node in (1, 0) for kind in kinds for way in WAYS]
+    every += [("ray", kind, 1) for kind in kinds]
     return [every[number % len(every)] for number in range(count)]
 
 
 def main() -> None:
     """Makes the trials."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--trials", type=int, default=21)
     parser.add_argument("--only", help="WAY,KIND,NODE: one trial")
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()

@@ -220,6 +220,7 @@ class Job:
         return next((code for code in codes if code), 0)
 
     def said(self) -> str:
+        """What all of them have printed."""
         return self.log.read_text(errors="replace")
 
     def end(self) -> None:

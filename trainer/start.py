@@ -69,6 +69,7 @@ class Ranks:
             return Agreement(None, 0)
         if self._channel is None:
             timeout = timedelta(seconds=float(self._args.ddp_timeout))
+            backends.bound_default_group(timeout)
             self._channel = backends.world_for_host_tensors(timeout), Mailbox(rank, world_size)
             nodes_of(Agreement(self._channel[0], rank))  # from here on errors can name them
         group, mailbox = self._channel
