@@ -196,7 +196,8 @@ class Trials:
             if not ended:  # their stacks go to the log: PYTHONFAULTHANDLER
                 running.send(1 - node, signal.SIGABRT)
                 psutil.wait_procs(ranks, 10)
-            ended = ended and self._end_of(running, node, output, restarts)
+            # torchrun itself waits on for the node with its rendezvous, where that is silent
+            ended = ended and ((way == "restarting" and node == 0) or self._end_of(running, node, output, restarts))
             if kind == "cut off":
                 self._nodes.mend(node)
             said = running.said()
@@ -275,7 +276,7 @@ def main() -> None:
     """Makes the trials."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trials", type=int, default=21)
-    parser.add_argument("--only", help="WAY,KIND,NODE: one trial")
+    parser.add_argument("--only", nargs="+", help="WAY,KIND,NODE ...: these trials")
     parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp(prefix="node-trials-"))
@@ -283,8 +284,7 @@ def main() -> None:
     with Nodes() as nodes:
         trials, plan = Trials(nodes, folder), planned(given.trials, nodes.real)
         if given.only:
-            way, kind, node = given.only.split(",")
-            plan = [(way, kind, int(node))]
+            plan = [(way, kind, int(node)) for way, kind, node in (each.split(",") for each in given.only)]
         print(HEAD, flush=True)
         for each in plan:
             try:

@@ -23,6 +23,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.gain import measure_gain
 from hf_hotspa.trainer.given_arguments import unknown_flag
+from hf_hotspa.trainer.start import Ranks
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 
 MORE = "All flags of transformers' TrainingArguments work, too: --learning_rate, --num_train_epochs, --save_steps, ..."
@@ -211,6 +212,18 @@ def look(script: Any, skips_empty: bool) -> None:
             tokenize_rows([dataset[0]] if len(dataset) else [{}], _tokenizer(script), skips_empty)
 
 
+def look_together(settings: Settings) -> None:
+    """`look`, where processes run: what one of them does not find, on a node without the file or a cache of the hub, all of them
+    say. Collective.
+
+    Raises:
+        HotspaError: on every process.
+    """
+    script, args = settings.script, settings.args
+    agreement = Ranks(args).agreement()
+    agreement.run("what the command line names", lambda: look(script, args.hotspa_skips_empty))
+
+
 def _check_dtype(name: str) -> None:
     if name != "auto" and not isinstance(getattr(torch, name, None), torch.dtype):
         raise HotspaConfigError(f"--dtype is {name!r}", fix="use float32, bfloat16 or auto")
@@ -284,20 +297,29 @@ def _tokenizer(script: Any) -> Any:
 def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any]:
     """The tokenizer, the rows that are trained, and those that are evaluated (None without).
 
-    The main process makes the caches, the others read them.
+    The main process of each node makes the caches, the others read them. Collective; an error of one process is raised by all.
     """
-    with args.main_process_first(desc="tokenising"):
-        tokenizer = _tokenizer(script)
-        evaluated, skips = _evaluated_rows(script), args.hotspa_skips_empty
-        return (
-            tokenizer,
-            prepare_dataset(_rows(script), tokenizer, skips_empty=skips),
-            prepare_dataset(evaluated, tokenizer, skips_empty=skips) if evaluated is not None else None,
-        )
+
+    def load() -> tuple[Any, Any, Any]:
+        with args.main_process_first(desc="tokenising"):
+            tokenizer = _tokenizer(script)
+            evaluated, skips = _evaluated_rows(script), args.hotspa_skips_empty
+            return (
+                tokenizer,
+                prepare_dataset(_rows(script), tokenizer, skips_empty=skips),
+                prepare_dataset(evaluated, tokenizer, skips_empty=skips) if evaluated is not None else None,
+            )
+
+    return Ranks(args).agreement().run("reading the data", load)
 
 
 def make_model(script: Any, args: HotSPaTrainingArguments) -> Any:
-    """The model: a config where each process reads its share of the weights, and else one with weights, equal on all."""
+    """The model: a config where each process reads its share of the weights, and else one with weights, equal on all. Collective;
+    an error of one process is raised by all."""
+    return Ranks(args).agreement().run("making the model", lambda: _model(script, args))
+
+
+def _model(script: Any, args: HotSPaTrainingArguments) -> Any:
     set_seed(args.seed)
     frozen = bool(script.lora_r)
     dtype: Any = getattr(torch, _FP32 if script.dtype == "auto" else script.dtype)
@@ -342,6 +364,7 @@ def run(settings: Settings) -> None:
         HotspaError: on every process.
     """
     script, args = settings.script, settings.args
+    look_together(settings)
     tokenizer, rows, evaluated = load_data(script, args)
     trainer = HotSPaTrainer(
         model=make_model(script, args),

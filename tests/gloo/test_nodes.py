@@ -57,7 +57,7 @@ def one(tmp_path_factory):
 def one_launcher(inputs, output, *more):
     line = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes",
             "4", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
-    words = flags(inputs, output, 4, max_steps=STEPS, save_steps=SAVED)
+    words = flags(inputs, output, 4, max_steps=STEPS, save_steps=SAVED, ddp_timeout=120)
     done = subprocess.run(
         [*line, *script("accelerate", words), *more],
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
@@ -68,7 +68,7 @@ def one_launcher(inputs, output, *more):
 
 def two_nodes(way, inputs, folder, *more):
     """The same on two nodes, into `folder / "out"`."""
-    words = [*flags(inputs, folder / "out", 4, max_steps=STEPS, save_steps=SAVED), *more]
+    words = [*flags(inputs, folder / "out", 4, max_steps=STEPS, save_steps=SAVED, ddp_timeout=120), *more]
     with Nodes() as nodes:
         if way == "ray":
             running = ray_job(nodes, folder, ray_words(words, folder, 4))
