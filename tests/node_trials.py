@@ -22,7 +22,7 @@ import psutil  # type: ignore[import-untyped]
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import read_manifest, verify
 from tests.node_job import STRATEGIES
-from tests.nodes import NAMES, Job, Nodes, job
+from tests.nodes import NAMES, Job, Nodes, all_end, job
 from tests.ray_nodes import ray_job, workers
 from tests.training_runs import contents, contents_of_shares
 
@@ -154,7 +154,7 @@ class Trials:
             ranks = workers(running, 0)
             begin = time.monotonic()
             take_away(running, kind, 1)
-            ended = not psutil.wait_procs(ranks, LIMIT_S)[1]
+            ended = all_end(ranks, LIMIT_S)
             end_s = time.monotonic() - begin
             assert running.step is not None
             code = running.step.wait(4 * LIMIT_S) if ended else None
@@ -191,7 +191,7 @@ class Trials:
             ranks = running.processes(1 - node)[1:]
             begin = time.monotonic()
             take_away(running, kind, node)
-            ended = not psutil.wait_procs(ranks, LIMIT_S)[1]
+            ended = all_end(ranks, LIMIT_S)
             end_s = time.monotonic() - begin
             if not ended:  # their stacks go to the log: PYTHONFAULTHANDLER
                 running.send(1 - node, signal.SIGABRT)
@@ -211,7 +211,7 @@ class Trials:
 
     def _await(self, output: Path, running: Job) -> int:
         """Waits for the checkpoint after which the node goes; returns the newest."""
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + 4 * LIMIT_S
         while (newest := newest_step(output)) < AT:
             assert time.monotonic() < deadline, running.said()[-3000:]
             assert all(p.is_running() for p in running.launchers), running.said()[-3000:]

@@ -127,6 +127,22 @@ class Nodes:
         self._ip(node, f"link set eth-{'ab'[node]} up")
 
 
+def all_end(processes: Sequence[psutil.Process], seconds: float) -> bool:
+    """Whether all end in time. One that has ended counts, too, where its launcher hangs and does not ask for its exit code."""
+    deadline = time.monotonic() + seconds
+    while any(map(_runs, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 # -- ways of starting a job -------------------------------------------------------------------------------------------
 
 PROCESSES = 2

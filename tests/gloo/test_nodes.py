@@ -8,11 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.trainer.start import Ranks
 from tests.harness import run_ranks
 from tests.node_steps import launch, steps
 from tests.node_trials import flags, make_inputs, ray_words, script
@@ -43,6 +48,16 @@ def test_two_launchers_train_what_one_does():
         assert rank["between"] == rank["parameters"]
     assert one[0]["a_node"] == 4
     assert one[0]["between"] == 2 * one[0]["parameters"]
+
+
+def timeout_of_default_group(rank, world):
+    Ranks(SimpleNamespace(ddp_timeout=7, process_index=rank, world_size=world)).agreement()
+    return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+
+
+def test_collectives_of_the_stock_trainer_end_after_ddp_timeout():
+    """Transformers makes the default group without it, on CPU."""
+    assert run_ranks(2, timeout_of_default_group) == [timedelta(seconds=7)] * 2
 
 
 @pytest.fixture(scope="module")
