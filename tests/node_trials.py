@@ -163,7 +163,7 @@ class Trials:
             said = running.said()
         assert code == 0, f"ray, {kind}: {'it ended with ' + str(code) if ended else 'not ended'}\n{said[-12000:]}"
         steps = []
-        for copy in (folder / "hotspa").glob("checkpoint_*"):
+        for copy in [manifest.parent for manifest in (folder / "hotspa").glob("*/MANIFEST.json")]:
             verify(copy)
             manifest = read_manifest(copy)
             if manifest.world_size == 4:
