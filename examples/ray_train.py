@@ -2,9 +2,8 @@
 
     python examples/ray_train.py --workers 4 --model path/to/model --dataset my.jsonl --storage /data/runs --max_steps 100
 
-All nodes must see the model, the data and `--storage`. All flags of TrainingArguments work. After a failure Ray starts as many
-processes again as there is room for, at least `--min_workers`; they resume from the newest checkpoint. `ray.data` needs cores beside
-the `--cpus` of each process.
+All flags of TrainingArguments work. After a failure Ray starts as many processes again as there is room for, `--min_workers` at
+least; they resume from the newest checkpoint. What it needs: docs/several-machines.md.
 """
 
 import argparse
@@ -35,7 +34,7 @@ def train(given: dict[str, Any]) -> None:
     strategies = dict(word.split("=", 1) for word in given["strategies"]).get(str(world), "auto")
     words = ["--output_dir", f"{given['storage']}/trainer", "--hotspa_strategies", strategies, *given["rest"]]
     [args] = HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(words)
-    rows = Dataset.from_list(list(ray.train.get_dataset_shard("train").iter_rows()))  # all of them: see below
+    rows = Dataset.from_list(list(ray.train.get_dataset_shard("train").iter_rows()))
     model, tokenizer = (kind.from_pretrained(given["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
     trainer = HotSPaTrainer(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=[ReportToRay()])
     saved = ray.train.get_checkpoint()
@@ -49,23 +48,17 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", required=True)
     for name, value in {"workers": 8, "min_workers": 1, "cpus": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument(
-        "--strategies", nargs="*", default=[], help="by the number of processes: 4=dp4:4096,tp4:16384 ..."
-    )
+    parser.add_argument("--strategies", nargs="*", default=[], help="by the number of processes: 4=dp4:4096,tp4:16384")
     given, rest = parser.parse_known_args()
     ray.data.DataContext.get_current().execution_options.preserve_order = True  # each process sees the same rows
+    failures = ray.train.FailureConfig(max_failures=3)
+    devices = {"resources_per_worker": {"CPU": given.cpus}, "use_gpu": "--use_cpu" not in rest}
     trainer = TorchTrainer(
         train,
         train_loop_config={**vars(given), "rest": rest},
         datasets={"train": ray.data.read_json(given.dataset)},
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # our Trainer deals rows out, by their lengths
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=(given.min_workers, given.workers),
-            resources_per_worker={"CPU": given.cpus},
-            use_gpu="--use_cpu" not in rest,
-        ),
-        run_config=ray.train.RunConfig(
-            name="hotspa", storage_path=given.storage, failure_config=ray.train.FailureConfig(max_failures=3)
-        ),
+        scaling_config=ray.train.ScalingConfig(num_workers=(given.min_workers, given.workers), **devices),
+        run_config=ray.train.RunConfig(name="hotspa", storage_path=given.storage, failure_config=failures),
     )
     print(trainer.fit().metrics)
