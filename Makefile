@@ -77,7 +77,7 @@ test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones r
 
 # Two nodes on this machine: in network namespaces where it allows them. With Ray: pip install 'ray[train]==2.60.0' into .venv.
 .PHONY: test-nodes
-test-nodes: $(INSTALLED)  ## The ways of starting on two nodes, and 21 jobs that lose one (an hour). NODE_TRIALS=3 for fewer
+test-nodes: $(INSTALLED)  ## The ways of starting on two nodes, and jobs that lose one (an hour). NODE_TRIALS=3 for fewer
 	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest tests/gloo/test_nodes.py tests/gloo/test_node_files.py $(PYTEST_ARGS)
 	$(ONE_THREAD) $(PY) -m tests.node_trials --trials $(NODE_TRIALS)
 
