@@ -337,7 +337,7 @@ class _Search:
         arenas: list[int] = []
         for arena in sorted({self.capacities.arena(s) for s in self.pool}, reverse=True):
             # one of nearly that size tells the same strategies apart; the pools are packed with what they need themselves
-            if not arenas or arena < arenas[-1] * 0.6:
+            if not arenas or arena < arenas[-1] * 0.9:
                 arenas.append(arena)
         candidates: dict[tuple[Strategy, ...], _Estimated] = {}
         self.exact = True
