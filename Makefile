@@ -27,6 +27,7 @@ PYTEST_ARGS ?=
 # Worlds of processes that are tested at a time. Ranks wait for each other a good deal: three fill two cores.
 TEST_WORLDS ?= 3
 OLDEST_ARGS ?=
+NODE_TRIALS ?= 21
 BENCH_SCRIPTS ?= benchmarks/step.py benchmarks/switch.py benchmarks/slow_link.py benchmarks/planner.py
 BENCH_ARGS ?=
 DOCS_ARGS ?=
@@ -73,6 +74,12 @@ test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones r
 	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest -m "not slow and not gpu" -n $(TEST_WORLDS) --dist worksteal \
 		--durations 10 tests/gloo $(PYTEST_ARGS) || failed=1; \
 	exit $$failed
+
+# Two nodes on this machine: in network namespaces where it allows them. With Ray: pip install 'ray[train]==2.60.0' into .venv.
+.PHONY: test-nodes
+test-nodes: $(INSTALLED)  ## The ways of starting on two nodes, and jobs that lose one (an hour). NODE_TRIALS=3 for fewer
+	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest tests/gloo/test_nodes.py tests/gloo/test_node_files.py $(PYTEST_ARGS)
+	$(ONE_THREAD) $(PY) -m tests.node_trials --trials $(NODE_TRIALS)
 
 .PHONY: test-slow
 test-slow: $(INSTALLED)  ## The slow tests, and the tests with the oldest releases; both run, whatever the first says

@@ -43,6 +43,8 @@ def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
     else:
         threads = machine["threads_a_rank"]
         where = f"{machine['device'].upper()}, {threads} thread{'s' * (threads > 1)} each"
+    if (nodes := machine.get("nodes", 1)) > 1:
+        where += f", on {nodes} nodes"
     rows = [
         ("model", f"{model['name']}, {model['parameters'] / 1e6:,.1f}M parameters, computed in {model['compute_dtype']}"),
         ("machine", f"{facts.world_size} process{'es' * (facts.world_size > 1)} on {where}"),

@@ -16,7 +16,7 @@ from hf_hotspa.trainer import script
 def main() -> None:
     """Trains, saves, and measures what switching gained where `--measure_gain` asks for it."""
     settings = script.parse(script.parser_of(), sys.argv[1:])
-    script.look(settings.script)
+    script.look_together(settings)
     tokenizer, rows, evaluated = script.load_data(settings.script, settings.args)
     trainer = HotSPaTrainer(
         model=script.make_model(settings.script, settings.args),

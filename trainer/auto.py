@@ -8,7 +8,6 @@ An error of one rank is raised by all.
 
 import json
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +43,7 @@ from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.dropout import without_attention_dropout
 from hf_hotspa.parallel.loss import TokenLoss
+from hf_hotspa.parallel.nodes import known_nodes
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
@@ -486,7 +486,7 @@ def agreed_calibration(
 
     def read() -> Calibration:
         calibration = Calibration.load(str(args.hotspa_calibration))
-        local = processes_of_a_node(args)
+        local = processes_of_a_node()
         check_calibration(
             calibration,
             str(args.hotspa_calibration),
@@ -582,9 +582,10 @@ def check_given(
     memory.check_pool(buckets, limit * _MIB, f"hotspa_memory_limit_mb={limit}")
 
 
-def processes_of_a_node(args: HotSPaTrainingArguments) -> int:
-    """Processes of this run on each node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
+def processes_of_a_node() -> int:
+    """Processes of this run on each node, once its ranks have agreed on anything."""
+    nodes = known_nodes()
+    return nodes.devices_per_node if nodes is not None else 1
 
 
 def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[int | None, str]:
@@ -595,7 +596,7 @@ def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[i
     if (on_device := device_limit(args.device)) is not None:
         free, source = float(on_device), "of what is free on the device"
     else:
-        local = processes_of_a_node(args)
+        local = nodes.local(args.process_index) if (nodes := known_nodes()) is not None else 1
         free, source = _free_host_memory() / local, f"of the free memory of the machine, for each of {local} processes"
     return planned_limit(None, float(agreement.gather([free]).min()), source, "hotspa_memory_limit_mb")
 

@@ -5,6 +5,7 @@ later. A save that the disk refuses is a warning; only several in a row end trai
 first step (`try_files`).
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -70,6 +72,7 @@ from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.adapters import is_adapted
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.nodes import nodes_of
 from hf_hotspa.switched.stale_weights import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.model_source import argument_files, side_files, write_each
@@ -373,12 +376,14 @@ def _texts(trainer: Any, share: Share) -> dict[str, str]:
 
 def try_files(trainer: Any) -> None:
     """Writes once, into a folder that does not stay, what a save writes beside tensors: what makes every save fail is found
-    before the first step.
+    before the first step. Collective.
 
     Raises:
         UnsavableError: something cannot be written, whatever the disk; it is named.
+        HotspaError: nodes do not share the output directory.
     """
     args, engine = trainer.args, trainer.switched.engine
+    check_shared(Path(args.output_dir), engine.agreement)
     if args.process_index:
         return
     optimizer = None if args.save_only_model else trainer.optimizer
@@ -392,6 +397,36 @@ def try_files(trainer: Any) -> None:
         raise
     except Exception as failure:  # of a disk that is not that of checkpoints
         logger.info("files beside weights were not tried: %s", failure)
+
+
+def check_shared(output: Path, agreement: Agreement) -> None:
+    """Whether all nodes see one output directory, into which each rank writes its share of a checkpoint. Collective.
+
+    Raises:
+        CheckpointError: on every rank; some do not.
+    """
+    nodes = nodes_of(agreement)
+    if nodes.count == 1:
+        return
+    # nobody has asked for the name before, so no cache of a network file system says that it is not there
+    mark = output / agreement.texts(f".hotspa-{uuid4().hex}")[0]
+    with contextlib.suppress(OSError):  # a save says why
+        if agreement.rank == 0:
+            mark.touch()
+    agreement.texts("it is there")
+    seen = agreement.texts("yes" if mark.exists() else "no")
+    agreement.texts("looked")
+    if agreement.rank == 0:
+        mark.unlink(missing_ok=True)
+    blind = [rank for rank, sees in enumerate(seen) if sees == "no"]
+    if seen[0] == "yes" and blind:
+        names = ", ".join(map(str, blind))
+        raise CheckpointError(
+            f"output_dir is not one folder for all ranks: what rank 0 writes there is not seen by rank {names}{nodes.shown(blind)}",
+            where=str(output),
+            why="each rank writes its share of a checkpoint there, so that none could be saved",
+            fix="name a folder of a file system that all nodes share, or give save_strategy=no",
+        )
 
 
 _WORK = ".hub"

@@ -26,6 +26,7 @@ from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.four_bit import is_four_bit
+from hf_hotspa.parallel.nodes import known_nodes
 from hf_hotspa.report import RunFacts, StepReport
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.rows.table import SequenceTable
@@ -153,7 +154,7 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
         if any(map(is_four_bit, model.modules())):
             base = frozen_base(describe_model(model, dtype, args.hotspa_attention_dropout is None))
         calibration = cached_calibration(
-            calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(args), base)
+            calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(), base)
         )
     except HotspaError as error:
         logger.warning("no predictions: %s", error)
@@ -193,6 +194,7 @@ def run_facts(
             "device_name": torch.cuda.get_device_name(engine.device)
             if engine.device.type == "cuda"
             else platform.machine(),
+            "nodes": nodes.count if (nodes := known_nodes()) is not None else 1,
             "cpu_cores": os.cpu_count(),
             "threads_a_rank": torch.get_num_threads(),
             "system": platform.system(),

@@ -18,12 +18,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedConfig, set_seed
 
 from hf_hotspa.callbacks.report import ReportCallback
-from hf_hotspa.data.batches import SKIP
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.gain import measure_gain
 from hf_hotspa.trainer.given_arguments import unknown_flag
+from hf_hotspa.trainer.start import Ranks
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 
 MORE = "All flags of transformers' TrainingArguments work, too: --learning_rate, --num_train_epochs, --save_steps, ..."
@@ -183,11 +183,12 @@ def read(
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def look(script: Any) -> None:
+def look(script: Any, skips_empty: bool) -> None:
     """Opens what the command line names, and one row of it, so that what is wrong is said once and early.
 
     Args:
-        script: Has the fields of `ScriptArguments`, and `hotspa_empty_rows`.
+        script: Has the fields of `ScriptArguments`.
+        skips_empty: Whether rows without a token are left out (`hotspa_empty_rows`).
 
     Raises:
         HotspaError: there is no such model, tokenizer, file or split, or its rows have no column that is known.
@@ -208,7 +209,19 @@ def look(script: Any) -> None:
     _open_config(_folder(script.model) or script.model if script.model is not None else script.config)
     for dataset in (_rows(script), _evaluated_rows(script)):
         if dataset is not None and "input_ids" not in dataset.column_names:
-            tokenize_rows([dataset[0]] if len(dataset) else [{}], _tokenizer(script), script.hotspa_empty_rows == SKIP)
+            tokenize_rows([dataset[0]] if len(dataset) else [{}], _tokenizer(script), skips_empty)
+
+
+def look_together(settings: Settings) -> None:
+    """`look`, where processes run: what one of them does not find, on a node without the file or a cache of the hub, all of them
+    say. Collective.
+
+    Raises:
+        HotspaError: on every process.
+    """
+    script, args = settings.script, settings.args
+    agreement = Ranks(args).agreement()
+    agreement.run("what the command line names", lambda: look(script, args.hotspa_skips_empty))
 
 
 def _check_dtype(name: str) -> None:
@@ -284,20 +297,29 @@ def _tokenizer(script: Any) -> Any:
 def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any]:
     """The tokenizer, the rows that are trained, and those that are evaluated (None without).
 
-    The main process makes the caches, the others read them.
+    The main process of each node makes the caches, the others read them. Collective; an error of one process is raised by all.
     """
-    with args.main_process_first(desc="tokenising"):
-        tokenizer = _tokenizer(script)
-        evaluated, skips = _evaluated_rows(script), args.hotspa_skips_empty
-        return (
-            tokenizer,
-            prepare_dataset(_rows(script), tokenizer, skips_empty=skips),
-            prepare_dataset(evaluated, tokenizer, skips_empty=skips) if evaluated is not None else None,
-        )
+
+    def load() -> tuple[Any, Any, Any]:
+        with args.main_process_first(desc="tokenising"):
+            tokenizer = _tokenizer(script)
+            evaluated, skips = _evaluated_rows(script), args.hotspa_skips_empty
+            return (
+                tokenizer,
+                prepare_dataset(_rows(script), tokenizer, skips_empty=skips),
+                prepare_dataset(evaluated, tokenizer, skips_empty=skips) if evaluated is not None else None,
+            )
+
+    return Ranks(args).agreement().run("reading the data", load)
 
 
 def make_model(script: Any, args: HotSPaTrainingArguments) -> Any:
-    """The model: a config where each process reads its share of the weights, and else one with weights, equal on all."""
+    """The model: a config where each process reads its share of the weights, and else one with weights, equal on all. Collective;
+    an error of one process is raised by all."""
+    return Ranks(args).agreement().run("making the model", lambda: _model(script, args))
+
+
+def _model(script: Any, args: HotSPaTrainingArguments) -> Any:
     set_seed(args.seed)
     frozen = bool(script.lora_r)
     dtype: Any = getattr(torch, _FP32 if script.dtype == "auto" else script.dtype)
@@ -342,6 +364,7 @@ def run(settings: Settings) -> None:
         HotspaError: on every process.
     """
     script, args = settings.script, settings.args
+    look_together(settings)
     tokenizer, rows, evaluated = load_data(script, args)
     trainer = HotSPaTrainer(
         model=make_model(script, args),

@@ -30,6 +30,7 @@ from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.parallel.four_bit import refuse_quantized
 from hf_hotspa.parallel.loss import TokenLoss
+from hf_hotspa.parallel.nodes import nodes_of
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel
@@ -68,7 +69,9 @@ class Ranks:
             return Agreement(None, 0)
         if self._channel is None:
             timeout = timedelta(seconds=float(self._args.ddp_timeout))
+            backends.bound_default_group(timeout)
             self._channel = backends.world_for_host_tensors(timeout), Mailbox(rank, world_size)
+            nodes_of(Agreement(self._channel[0], rank))  # from here on errors can name them
         group, mailbox = self._channel
         return Agreement(group, rank, mailbox)
 

@@ -50,6 +50,7 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, as_hotspa_error, hotspa_cause
 from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.parallel.nodes import nodes_of
 from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.versions import version_of
 
@@ -93,7 +94,7 @@ def calibrate(
         cache: The folder of calibrations; the user's (`costs.calibration.cache_folder`) when None.
         force: Whether to measure even if the cache holds what is asked for.
         progress: Told, on rank 0, what is being done.
-        devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
+        devices_per_node: Ranks on one node; as the ranks find them when None.
         rounds: How often everything is measured.
         pack_tokens: Tokens of the longest pack; found by trial when None.
         longest: Packs need be no longer than so many tokens; None for no such limit.
@@ -109,8 +110,8 @@ def calibrate(
     started = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     groups = ProcessGroups(rank, world_size, device or default_device(), _TIMEOUT)
-    local = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     try:
+        local = devices_per_node or nodes_of(Agreement(groups.agreement, rank)).devices_per_node
         said = progress if rank == 0 else None
         session = _Session(
             config, compute_dtype, local, groups, said, rounds, pack_tokens, longest, seconds, base

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from hf_hotspa.commands.inputs import whole
+from hf_hotspa.data.batches import SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, LaunchError
 from hf_hotspa.parallel import backends
 from hf_hotspa.strategy import parse_buckets
@@ -62,7 +63,7 @@ def main(words: Sequence[str]) -> int:
         given = read(parser, rest)
         check_values(given)
         evaluation_strategy(given.hotspa_eval_strategy)
-        look(given)
+        look(given, given.hotspa_empty_rows == SKIP)
         count = number_of_processes(ours.processes, given, torch.cuda.device_count())
         if count > 1:
             _launch(count, rest)

@@ -14,7 +14,7 @@ from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.costs.switch_time import EFFICIENCY, Streams, estimate
+from hf_hotspa.costs.switch_time import EFFICIENCY, Streams, estimate, moved_bytes, seconds_of_links
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
@@ -104,6 +104,11 @@ class CostModel:
     def switch_seconds(self, strategies: Iterable[Strategy]) -> dict[Strategy, float]:
         """Load and return seconds of each strategy."""
         return estimate(strategies, self.sizes, self.cluster, efficiency=self.efficiency, fixed_s=self.switch_s)
+
+    def seconds_of_links(self, strategy: Strategy) -> tuple[float, float]:
+        """Of these, what links inside nodes take for the bytes, and those between nodes, which work at the same time."""
+        inside, between = seconds_of_links(strategy, moved_bytes(self.sizes)[strategy.z], self.cluster)
+        return inside / self.efficiency, between / self.efficiency
 
 
 def check_calibration(

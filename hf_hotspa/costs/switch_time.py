@@ -53,27 +53,38 @@ def estimate(
     """
     if not 0 < efficiency <= 1:
         raise HotspaConfigError(f"an efficiency of {efficiency} is impossible", fix="use a share between 0 and 1")
-    gradient_bytes = dtype_bytes(sizes.gradients.moved(sizes.compute_dtype))
-    loaded, returned = sizes.weight_bytes, sizes.num_trained * gradient_bytes
-    moved = {0: loaded + returned, 2: loaded, 3: 0}
+    moved = moved_bytes(sizes)
     return {s: port_seconds(s, moved[s.z], cluster) / efficiency + fixed_s for s in strategies}
 
 
+def moved_bytes(sizes: ModelSizes) -> dict[int, float]:
+    """Bytes of the whole model that a load and a return of a strategy move, by its `z`."""
+    gradient_bytes = dtype_bytes(sizes.gradients.moved(sizes.compute_dtype))
+    loaded, returned = sizes.weight_bytes, sizes.num_trained * gradient_bytes
+    return {0: loaded + returned, 2: loaded, 3: 0}
+
+
 def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> float:
-    """Seconds of a switch at full speed of the links, as `estimate` counts them.
+    """Seconds of a switch at full speed of the links, as `estimate` counts them: those inside nodes and those between them
+    work at the same time.
 
     Args:
         num_bytes: Weights and gradients of the whole model on the wire.
     """
+    return max(seconds_of_links(strategy, num_bytes, cluster))
+
+
+def seconds_of_links(strategy: Strategy, num_bytes: float, cluster: Cluster) -> tuple[float, float]:
+    """Seconds that the links inside nodes take at full speed, and those between nodes. Args: as for `port_seconds`."""
     own = 1 / cluster.world_size
-    seconds = num_bytes / (strategy.tp * strategy.pp) * (1 - own) / cluster.intra_bandwidth
-    if cluster.num_nodes > 1:
-        per_node = cluster.devices_per_node
-        shards = min(1.0, per_node / strategy.tp) / strategy.pp
-        stages = max(1.0, per_node / (strategy.dp * strategy.cp * strategy.tp))
-        missed = num_bytes * min(1.0, shards * stages) * (1 - per_node * own)
-        seconds = max(seconds, missed / per_node / nic_bandwidth(cluster))
-    return seconds
+    inside = num_bytes / (strategy.tp * strategy.pp) * (1 - own) / cluster.intra_bandwidth
+    if cluster.num_nodes == 1:
+        return inside, 0.0
+    per_node = cluster.devices_per_node
+    shards = min(1.0, per_node / strategy.tp) / strategy.pp
+    stages = max(1.0, per_node / (strategy.dp * strategy.cp * strategy.tp))
+    missed = num_bytes * min(1.0, shards * stages) * (1 - per_node * own)
+    return inside, missed / per_node / nic_bandwidth(cluster)
 
 
 @dataclass(frozen=True)

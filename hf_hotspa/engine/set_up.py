@@ -4,7 +4,6 @@ Promises: what does not fit is refused on every rank by one error, before anythi
 plans differ are told apart by name.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.parallel.nodes import nodes_of
 from hf_hotspa.parallel.router_loss import recordable_routers
 from hf_hotspa.strategy import Bucket, check_buckets
 from hf_hotspa.versions import library_facts
@@ -91,7 +91,7 @@ def plan_switches(
         HotspaError: on every rank: plans differ, or a device cannot hold them.
     """
     world_size = groups.world_size
-    per_node = options.devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    per_node = options.devices_per_node or nodes_of(agreement).devices_per_node
     strategies = [bucket.strategy for bucket in buckets]
     switching = Switching(vector, strategies, Cluster(world_size, per_node), groups, options, failures.explain)
     digests = {f"plan {plan.name!r}": plan.digest() for plan, _ in switching.switches()}

@@ -59,7 +59,7 @@ class EngineOptions:
             (`costs.context`).
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
-        devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
+        devices_per_node: Ranks on one node; as the ranks find them when None.
         overlap_load: Whether a phase computes as soon as its first modules have weights. None: on accelerators.
         overlap_return: Whether gradients leave while earlier layers still run backward. None: on accelerators.
         switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` holds instead:

@@ -14,7 +14,9 @@ import functools
 import hashlib
 import json
 import operator
+import queue
 import re
+import threading
 import time
 import weakref
 from collections import Counter
@@ -22,14 +24,17 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from hf_hotspa.data.collator import MicroBatch, MiniBatch
 from hf_hotspa.errors import DataError, HotspaError, PeerError, PlanMismatchError, SilentPeerError, TransferError
+from hf_hotspa.parallel.nodes import known_nodes
 from hf_hotspa.strategy import Strategy
+
+T = TypeVar("T")
 
 # -- the barrier ------------------------------------------------------------------------------------------------------
 
@@ -46,6 +51,9 @@ from hf_hotspa.strategy import Strategy
 
 ANSWER_S = 3.0
 """How long an answer is waited for, after the timeout of the collective."""
+
+_STORE_S = 10.0
+"""How long the store may take for all of that. Where its machine is frozen or cut off, a call would never return."""
 
 _GRACE_S = 0.5  # between a connection that another rank closes because it gave up, and its call
 _POLL_S = 0.05
@@ -77,7 +85,7 @@ class MonitoredBarrier:
                 # perhaps its peer has only just given up, and will say why
                 if self._wait(_GRACE_S, lambda: self._store.check([_CALLED])):
                     self._wait(ANSWER_S + _GRACE_S, lambda: False)
-                return error
+                return _with_node(error)
             self._store.set(_CALLED, "called")
             self._wait(ANSWER_S, lambda: not self._silent())
             silent = self._silent()
@@ -99,13 +107,60 @@ class MonitoredBarrier:
         return so
 
 
+def _with_node(error: HotspaError, else_why: str = "") -> HotspaError:
+    """The error, with the node of the peer whose connection broke, or else another remark."""
+    nodes = known_nodes()
+    remark = (nodes.behind(error.what) if nodes is not None else "") or else_why
+    if not remark:
+        return error
+    named = HotspaError.from_dict({**error.to_dict(), "what": error.what + remark})
+    named.is_echo = False  # perhaps nobody is left who could say more
+    return named
+
+
+def _without_store(error: HotspaError, rank: int) -> HotspaError:
+    """What to say of a lost peer where the store does not answer: it is with the first rank."""
+    nodes = known_nodes()
+    if nodes is None or nodes.names[0] == nodes.names[rank]:
+        return _with_node(error)
+    gone = f"; nor does the store that all ranks share answer, which is on the node of rank 0, {nodes.names[0]}"
+    return _with_node(error, gone)
+
+
+def _in_time(function: Callable[[], T], seconds: float) -> T:
+    """Calls a function of a store in a thread of its own, as nothing else can end its wait.
+
+    Raises:
+        TimeoutError: it has not come back; its thread is left behind.
+        Exception: what it raises.
+    """
+    came: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def call() -> None:
+        try:
+            came.put((function(), None))
+        except Exception as failure:
+            came.put((None, failure))
+
+    threading.Thread(target=call, name="hotspa-store", daemon=True).start()
+    try:
+        value, failure = came.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError(f"the store has not answered for {seconds:.0f} s") from None
+    if failure is not None:
+        raise failure
+    return cast(T, value)
+
+
 def _silent_error(error: HotspaError, silent: list[int]) -> SilentPeerError:
     names = ", ".join(map(str, silent))
     who = (
         f"rank {names} is silent" if len(silent) == 1 else f"of the ranks {names}, which are silent, at least one hangs"
     )
+    nodes = known_nodes()
+    where = nodes.shown(silent) if nodes is not None else ""
     return SilentPeerError(
-        f"{who}: the others have waited in vain and found each other, but not it. {error.what}",
+        f"{who}{where}: the others have waited in vain and found each other, but not it. {error.what}",
         where=error.where,
         why="it hangs, is stopped, or does something that takes longer than the others wait; the master weights of the "
         "ranks are unchanged",
@@ -117,7 +172,6 @@ def _silent_error(error: HotspaError, silent: list[int]) -> SilentPeerError:
 # -- agreement --------------------------------------------------------------------------------------------------------
 
 
-T = TypeVar("T")
 _MAILBOX_KEY = "hotspa_first_error"
 _MAX_LISTED, _MAX_RANKS, _MAX_SHOWN = 5, 8, 120
 _HALF, _FLAGS = 1 << 63, 48
@@ -494,14 +548,18 @@ class Mailbox:
         if self._store is None or error is self._mine:
             return error
         store = dist.PrefixStore(f"hotspa_era_{self._era.number}", self._store)
-        if isinstance(error, PeerError | TransferError) and _LOST.search(str(error)):
-            error = MonitoredBarrier(store, self.rank, self._world_size, _MAILBOX_KEY).named(error)
-        mine = json.dumps(_located(as_hotspa_error(error, where), self.rank).to_dict())
+        lost = error if isinstance(error, PeerError | TransferError) and _LOST.search(str(error)) else None
+
+        def exchange() -> tuple[Exception, str, str]:
+            barrier = MonitoredBarrier(store, self.rank, self._world_size, _MAILBOX_KEY)
+            told = barrier.named(lost) if lost is not None else error
+            mine = json.dumps(_located(as_hotspa_error(told, where), self.rank).to_dict())
+            return told, mine, store.compare_set(_MAILBOX_KEY, "", mine).decode()  # only the first one in stays
+
         try:
-            # only the first one in stays
-            first = store.compare_set(_MAILBOX_KEY, "", mine).decode()
+            error, mine, first = _in_time(exchange, _STORE_S)
         except Exception:
-            return error
+            return _without_store(lost, self.rank) if lost is not None else error
         self._era.known = True
         if first != mine:
             return HotspaError.from_dict(json.loads(first))

@@ -83,6 +83,13 @@ def host_group(ranks: Iterable[int] | None = None, timeout: timedelta | None = N
     return made
 
 
+def bound_default_group(timeout: timedelta) -> None:
+    """Gives the default group a timeout, whoever made it: transformers leaves out `ddp_timeout` on CPU, and the stock Trainer's
+    own collectives go through it. Not collective."""
+    # private in torch, which has no other way once the group is there
+    dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
+
+
 def world_for_host_tensors(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """All ranks, for tensors in host memory: the default group where it takes them, else a new one. Collective."""
     world = dist.group.WORLD

@@ -17,6 +17,7 @@ _GIB, _MIB = 1 << 30, 1 << 20
 _SAME = 0.02
 """Seconds that differ by less are the same."""
 _COLUMNS = ["bucket", "strategy", "pack tokens", "sequences", "tokens", "packs", "compute s", "switch s"]
+_LINKS, _LINK_KEYS = ("in nodes s", "between s"), ("switch_seconds_in_nodes", "switch_seconds_between_nodes")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Plan:
         raced: The pools of other plans, which fit beside this one: the first mini-batches try them, too.
         ready: Pools for other lengths, where these may move.
         rivals: What people run beside data parallelism, and `written`, what a user wants to know the price of.
+        links: Of the switch of each row of the choice, seconds of the links inside nodes and of those between them; empty on one
+            node.
     """
 
     choice: Choice
@@ -47,6 +50,7 @@ class Plan:
     ready: tuple[tuple[Bucket, ...], ...] = ()
     rivals: tuple[Rival, ...] = ()
     written: tuple[Rival, ...] = ()
+    links: tuple[tuple[float, float], ...] = ()
 
     @property
     def answer(self) -> str:
@@ -96,11 +100,13 @@ class Plan:
 
     def __str__(self) -> str:
         """The buckets, seconds beside those of others, and memory."""
-        rows = [_COLUMNS]
-        for row in self.choice.rows:
+        rows = [[*_COLUMNS, *(_LINKS if self.links else ())]]
+        for index, row in enumerate(self.choice.rows):
             bucket = row.bucket
             counts = [f"{row.num_sequences:,.1f}", f"{row.num_tokens:,.0f}", f"{row.num_packs:,.1f}"]
-            seconds = [self._seconds(row.compute_s), self._seconds(row.switch_s)]
+            seconds = [
+                self._seconds(each) for each in (row.compute_s, row.switch_s, *(self.links and self.links[index]))
+            ]
             place = [f"{bucket.low + 1} - {bucket.longest}", str(bucket.strategy), str(bucket.pack_tokens)]
             rows.append([*place, *counts, *seconds])
         chosen = {row.bucket.strategy for row in self.choice.rows}
@@ -154,9 +160,10 @@ class Plan:
                 "packs": row.num_packs,
                 "compute_seconds": row.compute_s,
                 "switch_seconds": row.switch_s,
+                **dict(zip(_LINK_KEYS, links, strict=False)),
                 "memory": memory_dict(held[row.bucket.strategy]),
             }
-            for row in choice.rows
+            for row, links in zip(choice.rows, self.links or [()] * len(choice.rows), strict=True)
         ]
         return {
             "mini_batch_size": self.mini_batch_size,

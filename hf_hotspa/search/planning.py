@@ -327,7 +327,9 @@ def make_plan(
     rivals = tuple(others.best(stage, *batches, top, setup.limit_bytes) for stage in stages)
     of_people = people_run(pricing, strategies, setup.devices_per_node)
     limit = setup.limit_bytes, setup.limit_source
-    plan = Plan(choice, choice.buckets, memory, mini_batch_size, *limit, rivals, rivals=of_people, written=prices)
+    links = tuple(cost.seconds_of_links(row.bucket.strategy) for row in choice.rows) if setup.nodes > 1 else ()
+    pool = choice, choice.buckets, memory
+    plan = Plan(*pool, mini_batch_size, *limit, rivals, rivals=of_people, written=prices, links=links)
     return PlannedSetup(setup, tuple(drawn), str(lengths), plan)
 
 
