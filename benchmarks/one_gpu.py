@@ -5,6 +5,7 @@ against the stock Trainer: padded rows, and flattened rows with the kernel that 
 
     python benchmarks/one_gpu.py
     python benchmarks/one_gpu.py --lengths github --longest 16384 --rows 16 --profile
+    python benchmarks/one_gpu.py --qlora    # LoRA on an nf4 base of Llama 3.1's 8B shape, beside TRL and PEFT
 
 Every side trains the same rows from the same weights; all take turns, and a step ends with a synchronised device. MFU is
 the share of the card's peak (its data sheet's, in bf16) that the products of the model's forward and backward would take,
@@ -109,19 +110,52 @@ def varlen_of_stock(
     return out[None], None
 
 
-def make_model(options: argparse.Namespace, attention: str = "sdpa") -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def config_of(options: argparse.Namespace, attention: str = "sdpa") -> LlamaConfig:
+    head, groups, wide = (128, 4, options.hidden * 7 // 2) if options.qlora else (64, 2, options.hidden * 11 // 4)
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=options.hidden,
-        intermediate_size=options.hidden * 11 // 4,
+        intermediate_size=wide,
         num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=options.hidden // 128,
+        num_attention_heads=options.hidden // head,
+        num_key_value_heads=options.hidden // head // groups,
         max_position_embeddings=options.longest,
         attn_implementation=attention,
     )
-    return LlamaForCausalLM(config)
+
+
+def make_model(options: argparse.Namespace, attention: str = "sdpa") -> Any:
+    torch.manual_seed(0)
+    if options.qlora:
+        model = make_qlora(options, attention)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # the weights in 16 bits were there once, for all sides
+        return model
+    return LlamaForCausalLM(config_of(options, attention))
+
+
+def make_qlora(options: argparse.Namespace, attention: str) -> Any:
+    """Random weights in the shape of Llama 3.1 8B (or `--hidden`, `--layers`), quantized to nf4, with LoRA of rank 16."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import BitsAndBytesConfig
+
+    config = config_of(options, attention)
+    with torch.device("cuda"):
+        whole = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    base = LlamaForCausalLM.from_pretrained(
+        None, config=config, state_dict=whole.state_dict(), dtype=torch.bfloat16, quantization_config=four_bits,
+        device_map={"": 0}, attn_implementation=attention,
+    )  # fmt: skip
+    del whole
+    base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(base, lora)
 
 
 def rows_with_labels(options: argparse.Namespace) -> list[dict[str, list[int]]]:
@@ -149,6 +183,21 @@ def arguments(options: argparse.Namespace, folder: str, kind: type = TrainingArg
     return kind(**(given | more))
 
 
+def of_trl(options: argparse.Namespace, folder: str, rows: Any, clock: Clock, micro: int) -> None:
+    """TRL's `SFTTrainer` as its config is: padded rows and recomputed layers."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    more = {"max_length": None, "per_device_train_batch_size": micro}
+    args = arguments(options, folder, SFTConfig, **more, gradient_accumulation_steps=options.rows // micro)
+    trainer = SFTTrainer(
+        make_model(options), args, train_dataset=Dataset.from_list(rows), callbacks=[clock],
+        processing_class=tokenizer(VOCABULARY),
+    )  # fmt: skip
+    trainer.data_collator = counted(trainer.data_collator, clock.found)
+    trainer.train()
+
+
 def stock(options: argparse.Namespace, folder: str, rows: Any, clock: Clock, micro: int, padded: bool) -> None:
     """Padded rows with `sdpa`, or flattened ones with the kernel for variable lengths."""
     collator = (
@@ -159,7 +208,11 @@ def stock(options: argparse.Namespace, folder: str, rows: Any, clock: Clock, mic
     trainer = Trainer(
         model=make_model(options, "sdpa" if padded else STOCK_KERNEL),
         args=arguments(
-            options, folder, per_device_train_batch_size=micro, gradient_accumulation_steps=options.rows // micro
+            options,
+            folder,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=options.rows // micro,
+            gradient_checkpointing=options.qlora,
         ),
         train_dataset=rows,
         data_collator=counted(collator, clock.found),
@@ -195,10 +248,12 @@ def refused_options() -> dict[str, str]:
 def flops_of(options: argparse.Namespace, lengths: Sequence[int]) -> float:
     """Floating-point operations of forward and backward over these sequences: 6 for each weight of a product and token, and
     of causal attention 6 * length * width for each layer and token (Chowdhery et al., 2022, appendix B, half of it)."""
-    hidden, kv = options.hidden, options.hidden // 2
-    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * (hidden * 11 // 4)
+    config, hidden = config_of(options), options.hidden
+    kv = config.num_key_value_heads * config.head_dim
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * config.intermediate_size
     weights = options.layers * layer + hidden * VOCABULARY
-    return float(sum(6 * weights * n + 6 * options.layers * hidden * n * n for n in lengths))
+    each = 4 if options.qlora else 6  # a frozen weight has no gradient; the adapters' own are left out
+    return float(sum(each * weights * n + 6 * options.layers * hidden * n * n for n in lengths))
 
 
 def peak_flops(gpu: str) -> float | None:
@@ -217,6 +272,12 @@ def sides_of(options: argparse.Namespace) -> dict[str, Callable[..., None]]:
         "ours, auto": lambda *given: ours(*given, "auto"),
         f"ours, dp1 in packs of {packs}": lambda *given: ours(*given, f"dp1:{options.longest}@{packs}"),
     }
+    if options.qlora:
+        found |= {
+            f"TRL's SFTTrainer, padded, micro-batches of {micro}": lambda *given, micro=micro: of_trl(*given, micro)
+            for micro in options.padded_rows
+        }
+        options.padded_rows = []
     for padded, sizes in ((False, options.flattened_rows), (True, options.padded_rows)):
         for micro in sizes:
             name = f"Trainer, {'padded' if padded else 'flattened'}, micro-batches of {micro}"
@@ -307,8 +368,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="mini-batches of a round")
     parser.add_argument("--warmup", type=int, default=2, help="mini-batches of a round that do not count")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=1024, help="width of the Llama; heads of 64")
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--qlora", action="store_true", help="LoRA on a base in 4 bits, and TRL with PEFT as a side")
+    parser.add_argument("--hidden", type=int, help="width of the Llama; heads of 64 (1024; 4096 and 128 with --qlora)")
+    parser.add_argument("--layers", type=int, help="16; 32 with --qlora")
     parser.add_argument(
         "--flattened-rows", type=int, nargs="*", default=[4, 16], help="of the stock Trainer's micro-batch"
     )
@@ -318,8 +380,11 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    options.hidden = options.hidden or (4096 if options.qlora else 1024)
+    options.layers = options.layers or (32 if options.qlora else 16)
     if options.quick:
-        options.hidden, options.layers, options.longest, options.pack_tokens = 256, 2, 1024, 2048
+        options.hidden = 512 if options.qlora else 256
+        options.layers, options.longest, options.pack_tokens = 2, 1024, 2048
         options.rows, options.steps, options.warmup, options.rounds = 8, 3, 1, 1
         options.flattened_rows, options.padded_rows = [4], [1]
     return options
@@ -334,7 +399,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = rows_with_labels(options)
     tokens = sum(len(row["input_ids"]) for row in rows)
     with torch.device("meta"):
-        parameters = make_model(options).num_parameters()
+        parameters = LlamaForCausalLM(config_of(options)).num_parameters()
     head = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__,
         "parameters": parameters, "lengths": options.lengths,
