@@ -102,11 +102,13 @@ def varlen_of_stock(
     cu_seq_lens_q: Any = None, max_length_q: int | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """FlashAttention-2 of torch for the stock Trainer: what `flash_attention_2` is, where flash-attn is not installed."""
-    heads = (x[0].transpose(0, 1).to(torch.bfloat16) for x in (query, key, value))
+    heads = [x[0].transpose(0, 1).to(torch.bfloat16) for x in (query, key, value)]
+    heads[1:] = (
+        x.repeat_interleave(heads[0].shape[1] // x.shape[1], 1) for x in heads[1:]
+    )  # torch 2.11 groups nothing
     out = varlen.varlen_attn(
-        *heads, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, 0),
-        enable_gqa=True,
-    )  # fmt: skip
+        *heads, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, 0)
+    )
     return out[None], None
 
 

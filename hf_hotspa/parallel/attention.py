@@ -31,7 +31,7 @@ import dis
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, zip_longest
 from types import CodeType
 from typing import Any, Protocol
@@ -618,12 +618,26 @@ def varlen_takes(query: Tensor, value: Tensor) -> bool:
     width = query.shape[-1]
     return (
         query.is_cuda
+        and "window_size" in _varlen_options()
         and query.dtype in (torch.float16, torch.bfloat16)
         and width == value.shape[-1]  # families that compress keys and values have narrower values
         and width % 8 == 0
         and width <= 256
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
+
+
+@cache
+def _varlen_options() -> frozenset[str]:
+    """Names of what the variable-length kernel of the installed torch takes; none where torch has no such kernel.
+
+    torch 2.11 has windows and no grouped queries (`enable_gqa`).
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, call: AttentionCall) -> Tensor:
@@ -634,11 +648,16 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, cal
     borders = pack.cu_seqlens, pack.cu_keys, max(pack.lengths), max(pack.key_lengths)
     # a window of n tokens reaches n - 1 to the left; the kernel aligns the last query and the last key
     window = (-1 if call.sliding_window is None else call.sliding_window - 1, 0)
-    grouped = query.shape[1] != key.shape[1]
+    queries_each = query.shape[1] // key.shape[1]
+    grouped: dict[str, bool] = {}
+    if queries_each > 1 and "enable_gqa" in _varlen_options():
+        grouped = {"enable_gqa": True}
+    elif queries_each > 1:
+        row[1:] = (x.repeat_interleave(queries_each, 1) for x in row[1:])
     if call.sinks is not None:
         sunk: Tensor = _VarlenWithSinks.apply(*row, call.sinks, borders, call.scaling, window, grouped)
         return sunk[None]
-    out = varlen_attn(*row, *borders, scale=call.scaling, window_size=window, enable_gqa=grouped)
+    out = varlen_attn(*row, *borders, scale=call.scaling, window_size=window, **grouped)
     return out[None]
 
 
@@ -655,11 +674,11 @@ class _VarlenWithSinks(torch.autograd.Function):
         borders: tuple[Tensor, Tensor, int, int],
         scaling: float | None,
         window: tuple[int, int],
-        grouped: bool,
+        grouped: dict[str, bool],
     ) -> Tensor:
         causal = window == (-1, 0)
         out, total, state = torch.ops.torch_attn._varlen_attn(
-            query, key, value, *borders, causal, scaling, list(window), grouped
+            query, key, value, *borders, causal, scaling, list(window), **grouped
         )
         wide, total = with_sinks(out.transpose(0, 1)[None].to(total.dtype), total[None], sinks)
         out = wide[0].transpose(0, 1).to(query.dtype).contiguous()
