@@ -183,6 +183,7 @@ def warm_up() -> None:
     """Starts the server process in the background, so that its imports run while other tests do."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    wanted["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # libraries look for GPUs when imported: no CUDA before the fork
     missing = {key: value for key, value in wanted.items() if key not in os.environ}
     os.environ.update(missing)
     try:

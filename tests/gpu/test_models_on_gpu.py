@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact).norm() / exact.norm())
+    return float((found.detach().double() - exact.detach()).norm() / exact.detach().norm())
 
 
 @pytest.mark.parametrize("window", [None, 1, 100])
