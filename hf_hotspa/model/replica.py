@@ -484,7 +484,8 @@ class Replica:
         else:
             if self._num_shares > 1:
                 micro_batch = self._divisible(micro_batch)
-            pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, self.mesh.strategy.kh)
+            kh = self.mesh.strategy.kh
+            pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, kh, carried=prefix)
         self._begin(micro_batch, whole, pack, with_loss)
         inputs: dict[str, Any] = {
             "position_ids": micro_batch.position_ids

@@ -270,7 +270,9 @@ class RunFolder:
 
 def may_pass(error: BaseException, folder: Path) -> bool:
     """Whether another save may succeed: a disk has refused this one, or memory ran out; not a file elsewhere, or a serialiser."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's; torch is not imported here
+    if (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    ):  # torch's; torch is not imported here
         return True
     if not isinstance(error, OSError) or error.errno is None:
         return bool(_OF_SYSTEM.search(str(error)))
