@@ -82,24 +82,32 @@ def mix_packed(module: nn.Module) -> None:
     module.forward = partial(forward, module)
 
 
-def set_local_heads(module: Any, shard_heads: int) -> None:
+def projections(module: nn.Module) -> tuple[list[str], str, str]:
+    """The names of a gated delta net's projections into it, of that out of it, and of its norm."""
+    names = [name for name, child in module.named_children() if list(child.parameters())]
+    out, norm = (
+        next(name for name in names if name in known) for known in (("out_proj", "o_proj"), ("norm", "o_norm"))
+    )
+    return [name for name in names if name not in (out, norm, "conv1d")], out, norm
+
+
+def set_heads_of_shard(module: Any, num_heads: int) -> None:
     """Tells a gated delta net how many heads of queries and keys this rank of tp has, 0 included."""
     values_each, key, value = module.num_v_heads // module.num_k_heads, module.head_k_dim, module.head_v_dim
-    module.num_k_heads, module.num_v_heads = shard_heads, shard_heads * values_each
-    module.key_dim, module.value_dim = shard_heads * key, shard_heads * values_each * value
+    module.num_k_heads, module.num_v_heads = num_heads, num_heads * values_each
+    module.key_dim, module.value_dim = num_heads * key, num_heads * values_each * value
     module.conv_dim = 2 * module.key_dim + module.value_dim
-    if not shard_heads:  # families divide by their number
+    if not num_heads:  # families divide by their number
         module.forward = partial(_without_heads, module)
 
 
-def _without_heads(module: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+def _without_heads(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     """The forward of a rank without heads, which takes part in the collectives of the projections."""
-    into = [child for name, child in module.named_children() if name.startswith("in_proj") or name.endswith("_proj")]
-    out = into.pop(next(i for i, child in enumerate(into) if child in (getattr(module, n, None) for n in _OUT)))
-    return out(torch.cat([child(hidden_states) for child in into], -1))
-
-
-_OUT = ("out_proj", "o_proj")
+    into, out, _ = projections(module)
+    given: Tensor = module.get_submodule(out)(
+        torch.cat([module.get_submodule(name)(hidden_states) for name in into], -1)
+    )
+    return given
 
 
 class _Mixer:
