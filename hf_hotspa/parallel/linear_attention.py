@@ -110,6 +110,11 @@ def _without_heads(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> T
     return given
 
 
+def has_kernel(x: Tensor) -> bool:
+    """Whether the family's own function runs the recurrence of packed sequences on the device of a tensor."""
+    return x.is_cuda and find_spec("fla") is not None
+
+
 class _Mixer:
     """The two functions of one gated delta net.
 
@@ -173,7 +178,7 @@ class _Mixer:
         takes_gradient = any(x.requires_grad for x in inputs)
         state = None if pack.carried is None else pack.carried.state(named, takes_gradient)
         continues = pack.carried is not None and pack.carried.continues
-        run = self._by_kernel if value.is_cuda and find_spec("fla") else delta_rule
+        run = self._by_kernel if has_kernel(value) else delta_rule
         out, last = run(query, key, value, g[..., 0], beta[..., 0], lengths, state, continues, use_qk_l2norm_in_kernel)
         if continues and pack.carried is not None:
             pack.carried.leave_state(named, last)
