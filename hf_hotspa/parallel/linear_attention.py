@@ -44,6 +44,8 @@ CONVOLUTION, RECURRENCE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 """The names under which the forwards of families call the two functions that mix tokens."""
 _CHUNKS = (16, 32, 64)
 """Tokens of a chunk of `delta_rule`, of which the cheapest is taken."""
+_STEP = 1e6
+"""What a step of the scan costs beside its products, in multiplications of one head."""
 
 
 class StatePrefix(Protocol):
@@ -137,23 +139,25 @@ class _Mixer:
         **kwargs: Any,
     ) -> Tensor:
         """[1, C, t] of the convolution with [C, w], within each sequence."""
-        width, pack, rows = weight.shape[-1], hotspa_pack, x[0].transpose(0, 1)
-        key = self._module, CONVOLUTION
-        places = pack.plans.get(width)
+        pack, rows, key = hotspa_pack, x[0].transpose(0, 1), (self._module, CONVOLUTION)
+        places = pack.plans.get(weight.shape[-1])
         if places is None:
-            places = pack.plans[width] = _Places(pack, width, x.device)
-        sources, before = [rows, rows.new_zeros(width, rows.shape[1])], None
+            places = pack.plans[weight.shape[-1]] = _Places(pack, weight.shape[-1], x.device)
+        spread = rows.new_zeros(places.num_rows, rows.shape[1]).index_copy_(0, places.own, rows)
+        others = []
         if pack.carried is not None:
             before = pack.carried.state(key, x.requires_grad)
-            sources.append(rows.new_zeros(width - 1, rows.shape[1]) if before is None else before)
+            others.append(rows.new_zeros(weight.shape[-1] - 1, rows.shape[1]) if before is None else before)
         if pack.division is not None and places.most:
-            sources.append(_tails(rows, places.mine, places.most, pack.division.context))
-        source = torch.cat(sources)
-        if pack.carried is not None and pack.carried.continues:
-            pack.carried.leave_state(key, source.index_select(0, places.left))
-        spread = source.index_select(0, places.spread).transpose(0, 1)[None]
-        out = self._convolution(spread, weight, bias, activation=activation)
-        return out.index_select(2, places.back)
+            others.append(_tails(rows, places.mine, places.most, pack.division.context))
+        if others:
+            source = torch.cat(others)
+            spread = spread.index_copy(0, places.into, source.index_select(0, places.of))
+            if pack.carried is not None and pack.carried.continues:
+                last = spread if pack.division is None else source
+                pack.carried.leave_state(key, last.index_select(0, places.left))
+        out = self._convolution(spread.transpose(0, 1)[None], weight, bias, activation=activation)
+        return out.index_select(2, places.own)
 
     def recur(
         self,
@@ -214,50 +218,54 @@ class _Mixer:
 
 
 class _Places:
-    """Where the rows that a convolution reads are, among the row's own, zeros, those carried and those gathered.
+    """Where rows are that a convolution reads: before each piece of a sequence stand the w - 1 tokens before it, or zeros.
 
     Attributes:
-        spread: int64 [n], for each row that the convolution is given its source: before each piece of a sequence stand the
-            w - 1 tokens before it.
-        back: int64 [t], where the row's own tokens are among these.
-        left: int64 [w - 1], the sources of the last tokens of the first sequence, for the chunk behind.
+        num_rows: Of all that the convolution is given.
+        own: int64 [t], where the row's own tokens are among these.
+        into, of: int64 [n] each, where rows of others are among these, and which of those carried and gathered they are.
+        left: int64 [w - 1], the last tokens of the first sequence, for the chunk behind: among the rows, or with cp as `of`.
         mine: int64 [m], the row's tokens that other ranks may read.
         most: The most that a rank has of these.
     """
 
     def __init__(self, pack: PackedSequences, width: int, device: torch.device) -> None:
-        division, back_by = pack.division, width - 1
-        lengths, own = pack.lengths, [(i, 0, n) for i, n in enumerate(pack.lengths)]
-        num_tokens = sum(lengths)
-        zero, carried = num_tokens, num_tokens + width
-        others, mine, self.most = dict[tuple[int, int], int](), list[int](), 0
+        division, back_by, is_carried = pack.division, width - 1, pack.carried is not None
+        pieces, ends, mine, self.most = (
+            [(i, 0, n) for i, n in enumerate(pack.lengths)],
+            dict[Any, int](),
+            list[int](),
+            0,
+        )
         if division is not None:
-            own, lengths = list(division.shares.pieces[division.context.index]), division.shares.lengths
-            first = carried + (back_by if pack.carried is not None else 0)
-            others, mine, self.most = _ends(division, back_by, first)
-            pad = num_tokens - sum(stop - start for _, start, stop in own)
-            own += [(len(lengths), 0, pad)] if pad else []
-        at, spread, back = 0, list[int](), list[int]()
+            ends, mine, self.most = _ends(division, back_by, back_by if is_carried else 0)
+            pieces = list(division.shares.pieces[division.context.index])
+            pad = sum(pack.lengths) - sum(stop - start for _, start, stop in pieces)
+            pieces += [(len(division.shares.lengths), 0, pad)] if pad else []
 
-        def source(sequence: int, token: int, whole: int | None = None) -> int:
+        def source(sequence: int, token: int) -> int | None:
             if token < 0:
-                return carried + back_by + token if sequence == 0 and pack.carried is not None else zero
-            return others[sequence, token] if whole is None else whole + token
+                return back_by + token if sequence == 0 and is_carried else None
+            return ends[sequence, token]
 
-        for sequence, start, stop in own:
-            spread += (source(sequence, token) for token in range(start - back_by, start))
-            back += range(len(spread), len(spread) + stop - start)
-            spread += range(at, at + stop - start)
+        at, own, into, of = 0, list[int](), list[int](), list[int]()
+        for sequence, start, stop in pieces:
+            for place, token in enumerate(range(start - back_by, start)):
+                if (row := source(sequence, token)) is not None:
+                    into.append(at + place)
+                    of.append(row)
+            at += back_by
+            own += range(at, at + stop - start)
             at += stop - start
-        spread += [zero] * width  # a convolution of no rows is an error
-        left = []
-        if lengths:
-            of_own = 0 if division is None else None
-            left = (
-                [source(0, token, of_own) for token in range(lengths[0] - back_by, lengths[0])] if pack.carried else []
-            )
-        self.spread, self.back, self.left, self.mine = (
-            torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (spread, back, left, mine)
+        left = list[int]()
+        if is_carried and division is None:
+            left += range(pack.lengths[0], pack.lengths[0] + back_by)
+        elif is_carried:
+            length = division.shares.lengths[0]
+            left += (source(0, token) or 0 for token in range(length - back_by, length))
+        self.num_rows = at + width  # a convolution of no rows is an error
+        self.own, self.into, self.of, self.left, self.mine = (
+            torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (own, into, of, left, mine)
         )
 
 
@@ -331,12 +339,12 @@ class _Chunks:
     last: int
 
 
-def _cheapest_size(lengths: Sequence[int]) -> int:
-    """Tokens of a chunk: short ones waste less on short sequences, long ones need fewer steps."""
+def _cheapest_size(lengths: Sequence[int], key: int, value: int) -> int:
+    """Tokens of a chunk, by the widths of heads: short ones waste less on short sequences, long ones need fewer steps."""
 
     def cost(size: int) -> float:
         padded = sum(-(-n // size) * size for n in lengths)
-        return padded * (size + 96) + 20000 * max(lengths, default=0) / size
+        return padded * (2 * (key + value) * size + 3 * key * value) + _STEP * max(lengths, default=0) / size
 
     return min(_CHUNKS, key=cost)
 
@@ -384,52 +392,47 @@ def delta_rule(
     Returns:
         [1, T, H, V] in the dtype of the queries, and the state [H, K, V] or None.
     """
-    dtype, wide = query.dtype, torch.promote_types(query.dtype, torch.float32)
+    dtype, wide, (groups, many) = (
+        query.dtype,
+        torch.promote_types(query.dtype, torch.float32),
+        (key.shape[2], value.shape[2]),
+    )
     query, key, value, decay, beta = (x[0].to(wide) for x in (query, key, value, decay, beta))
     if normalizes:
         query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-    query = query * query.shape[-1] ** -0.5
-    if (repeats := value.shape[1] // max(key.shape[1], 1)) > 1:
-        query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
-    size = _cheapest_size(lengths)
+    size = _cheapest_size(lengths, key.shape[-1], value.shape[-1])
     chunks = _chunks_of(lengths, size, value.device)
 
-    def chunked(x: Tensor) -> Tensor:
-        """[T, H, ...] as [chunks, H, tokens, ...], zeros where a sequence has ended."""
-        rows = x.new_zeros(sum(chunks.counts) * size, *x.shape[1:]).index_copy(0, chunks.places, x)
-        return rows.view(-1, size, *x.shape[1:]).transpose(1, 2)
+    def chunked(x: Tensor, heads: tuple[int, ...]) -> Tensor:
+        """[T, h, ...] as [chunks, *heads, tokens, ...], zeros where a sequence has ended."""
+        rows = x.new_zeros(sum(chunks.counts) * size, *x.shape[1:]).index_copy_(0, chunks.places, x)
+        whole = rows.view(-1, size, *x.shape[1:]).transpose(1, 2).contiguous()
+        return whole.view(-1, *heads, size, *x.shape[2:])
 
-    scaled = beta[..., None]
-    q, k, v_beta, k_beta = (chunked(x) for x in (query, key, value * scaled, key * scaled))
-    total = chunked(decay).cumsum(-1)
+    each = (groups, many // max(groups, 1))  # a head of keys, and those of values that it has
+    q, k = (chunked(x, (groups, 1)) for x in (query * query.shape[-1] ** -0.5, key))
+    v, b, total = chunked(value, each), chunked(beta, each)[..., None], chunked(decay, each).cumsum(-1)[..., None]
     later = torch.ones(size, size, dtype=torch.bool, device=value.device).triu(1)
-    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
-    within = (q @ k.mT) * between
-    grown = total.exp()[..., None]
-    right = torch.cat([v_beta, k_beta * grown], -1)
-    solved = torch.linalg.solve_triangular((k_beta @ k.mT) * between, right, upper=False, unitriangular=True)
-    new, seen = solved.split([value.shape[-1], key.shape[-1]], -1)
-    left = k * (total[..., -1:] - total).exp()[..., None]
-    scan = (
-        x.split(chunks.counts) for x in (q * grown, left.mT, new, seen, within, total[..., -1].exp()[..., None, None])
+    between = (total - total.mT).masked_fill(later, -torch.inf).exp()
+    within, system, grown = (q @ k.mT) * between, (k @ k.mT) * between * b, total.exp()
+    new, seen = (
+        torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        for right in (v * b, k * (b * grown))
     )
-    out, last = _scan(
-        zip(*scan, strict=True), value.new_zeros(len(lengths), *left.shape[1:2], *_widths(key, value)), chunks, state
-    )
+    end = total[..., -1:, :]
+    terms = q * grown, (k * (end - total).exp()).mT, new, seen, within, end.exp()
+    steps = zip(*(x.flatten(1, 2).split(chunks.counts) for x in terms), strict=True)
+    states = v.new_zeros(len(lengths), many, key.shape[-1], value.shape[-1])
+    out, last = _scan(steps, states, chunks, state)
     rows = out.transpose(1, 2).reshape(-1, *value.shape[1:]).index_select(0, chunks.places)
     return rows.to(dtype)[None], last if continues else None
-
-
-def _widths(key: Tensor, value: Tensor) -> tuple[int, int]:
-    return key.shape[-1], value.shape[-1]
 
 
 def _scan(steps: Any, states: Tensor, chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The chunks of each step after those of the step before: what they give, and the first sequence's state at its end."""
     if state is not None:
         states = states.index_copy(0, torch.tensor([chunks.first], device=states.device), state.to(states)[None])
-    outs, last = [states.new_zeros(0, *states.shape[1:2], 0, states.shape[-1])], None
-    outs.clear()
+    outs, last = list[Tensor](), None
     for step, (query, key, new, seen, within, decay) in enumerate(steps):
         states = states[: len(query)]
         added = new - seen @ states
