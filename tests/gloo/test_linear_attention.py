@@ -6,10 +6,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import Trainer, TrainingArguments
 
 from tests.harness import run_ranks
-from tests.oracle import random_rows
+from tests.oracle import exact_in_double, random_rows, relative_error
 from tests.tiny_families import tiny_model_of
+from tests.training_runs import make_trainer, train
 from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
@@ -104,3 +106,55 @@ def adapted(rank, world_size):
 @pytest.mark.slow
 def test_adapters():
     assert run_ranks(2, adapted)[0] <= 1e-11
+
+
+# ---- the Trainer
+
+
+def twenty_steps(rank, world_size, folder, resume, options):
+    """Losses and weights of 20 steps in fp64."""
+    model = tiny_model_of("qwen3_5_text")
+    rows = random_rows(24, 163, longest=40, seed=5)
+    with exact_in_double(torch.float64):
+        trainer = make_trainer(
+            folder, world_size, given=model, rows=rows, max_steps=20, save_steps=10, optim="sgd", learning_rate=0.05,
+            train_sampling_strategy="sequential", max_grad_norm=1.0, **options,
+        )  # fmt: skip
+        losses = train(trainer, resume)
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def of_stock(folder):
+    """The same by the stock Trainer, one row at a time."""
+    model = tiny_model_of("qwen3_5_text")
+    args = TrainingArguments(
+        folder, use_cpu=True, report_to="none", disable_tqdm=True, max_steps=20, per_device_train_batch_size=1,
+        gradient_accumulation_steps=4, optim="sgd", learning_rate=0.05, weight_decay=0.1, warmup_steps=2, seed=7,
+        logging_steps=1, save_strategy="no", train_sampling_strategy="sequential", max_grad_norm=1.0,
+    )  # fmt: skip
+    rows = [{k: torch.tensor(v) for k, v in row.items()} for row in random_rows(24, 163, longest=40, seed=5)]
+    trainer = Trainer(model=model, args=args, train_dataset=rows)
+    with exact_in_double(torch.float64):
+        trainer.train()
+    losses = {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_the_trainer_is_the_stock_trainer_one_row_at_a_time(tmp_path):
+    options = {"hotspa_strategies": "dp2+ck3:8@16,tp2+sp:20@32,cp2+ck9:40@48"}
+    losses, weights = run_ranks(2, twenty_steps, str(tmp_path / "ours"), None, options, timeout=600)[0]
+    expected, expected_weights = of_stock(str(tmp_path / "stock"))
+    assert len(losses) == len(expected) == 20
+    assert max(abs(losses[step] - expected[step]) / expected[step] for step in expected) <= 1e-4  # logs are rounded
+    assert max(relative_error(weights[name], expected_weights[name]) for name in expected_weights) <= 1e-11
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    options = {"hotspa_strategies": "dp2+ck3:8@16,tp2+sp:20@32,cp2+ck9:40@48"}
+    _, whole = run_ranks(2, twenty_steps, str(tmp_path / "run"), None, options, timeout=600)[0]
+    path = str(tmp_path / "run" / "checkpoint-10")
+    losses, resumed = run_ranks(2, twenty_steps, str(tmp_path / "again"), path, options, timeout=600)[0]
+    assert sorted(losses) == list(range(11, 21))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
