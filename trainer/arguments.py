@@ -38,6 +38,7 @@ from hf_hotspa.trainer.launcher import check_processes, recompute_argument, refu
 from hf_hotspa.trainer.mode_arguments import PipelineModeArguments, StragglerArguments
 from hf_hotspa.trainer.optimizers import check_optimizer_name, text_of
 from hf_hotspa.uncaught import show_errors_once
+from hf_hotspa.versions import warn_of_untried_versions
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +282,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
 
     def __post_init__(self) -> None:
         show_errors_once()
+        warn_of_untried_versions()
         warn_of_misspelt([f.name for f in fields(self)])
         self._check_types()
         check_values(self)  # before transformers compares them, and meets other processes
