@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoints, formulas, inputs, reports
+from hf_hotspa.commands.train_help import HELP, OVERVIEW
 from hf_hotspa.costs.four_bits import KINDS, FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
@@ -331,7 +332,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 2 when the input is wrong or does not fit; 1 when `verify` finds a damaged checkpoint.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if not words:
+        print(OVERVIEW, end="")
+        return 0
     if words[:1] == [TRAIN]:
+        if {"-h", "--help"} & set(words):
+            print(HELP, end="")
+            return 0
         try:
             from hf_hotspa.commands import train  # imports torch
         except ModuleNotFoundError as error:
