@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_hotspa.callbacks.progress import is_watched
 from hf_hotspa.costs.context import WAYS
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.batches import EMPTY_POLICIES, ERROR, SKIP
@@ -260,7 +261,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_phase_table: bool = field(
         default=False, metadata={"help": "Print a table of the phases at every logging step, on the main process."}
     )
-    hotspa_log_all: bool = field(default=False, metadata={"help": "Print all hotspa/ numbers in log lines, not a few."})
+    hotspa_log_all: bool = field(default=False, metadata={"help": "Print all hotspa/ numbers of a log, not one line."})
     hotspa_report: bool = field(
         default=True,
         metadata={
@@ -283,6 +284,8 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     def __post_init__(self) -> None:
         show_errors_once()
         warn_of_untried_versions()
+        if self.disable_tqdm is None and not is_watched():
+            self.disable_tqdm = True  # bars fill log files; lines stay
         warn_of_misspelt([f.name for f in fields(self)])
         self._check_types()
         check_values(self)  # before transformers compares them, and meets other processes
