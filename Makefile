@@ -54,7 +54,7 @@ $(PY):
 $(INSTALLED): setup.cfg constraints.txt | $(PY)
 	@echo "installing hf_hotspa and the versions of constraints.txt into $(VENV) (minutes the first time) ..."
 	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt setuptools
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test,lint,docs]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[train,test,lint,docs]'
 	@touch $@
 	@echo "installed: $$($(PY) -c 'import hf_hotspa; print("hf_hotspa", hf_hotspa.__version__)')"
 

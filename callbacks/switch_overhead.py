@@ -1,7 +1,7 @@
 """`SwitchOverheadCallback`: what switching costs, in the log and as a table.
 
 Sees step reports only. Its numbers reach every `report_to` and `state.log_history` through `HotSPaTrainer.log`, as means
-over the steps since the last log. A printed line has the few of them that `SHORT_KEYS` names. Switching is told apart
+over the steps since the last log. A printed line has the few of them that `log_line` names. Switching is told apart
 from the load and the return that a run under one strategy has, too (`StepReport.longest_phase`).
 """
 
@@ -20,20 +20,6 @@ _HEADER = (
     "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "load+return s", "hidden s", "MB moved", "share",
 )  # fmt: skip
 _MUCH_SWITCHING, _STEPS_TO_WARN = 0.4, 10
-
-SHORT_KEYS = tuple(
-    f"hotspa/{name}"
-    for name in (
-        "tokens_per_s",
-        "switch_share",
-        "truncated",
-        "split",
-        "dropped",
-        "empty",
-        "skipped_mini_batches",
-    )
-)
-"""What printed log lines have of our numbers without `hotspa_log_all`: speed, the cost of switching, and lost rows."""
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,9 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import Any, cast
 
+from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoints, formulas, inputs, reports
+from hf_hotspa.commands.train_help import HELP, OVERVIEW
 from hf_hotspa.costs.four_bits import KINDS, FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
@@ -31,11 +33,13 @@ from hf_hotspa.search.planning import Setup, make_estimate, make_plan
 from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.search.tables import calibration_text, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.versions import LIBRARIES, version_of
+from hf_hotspa.versions import LIBRARIES, TRAIN_LIBRARIES, version_of
 
 USAGE_ERROR = 2
 TRAIN = "train"
 _MACHINES = "such as h100-80g, l40s or 4090 (`hf-hotspa hardware` lists them), or a YAML or JSON file"
+
+_GPUS = "8xh100-80g or, of four nodes, 4x8xh100-80g: --nodes and --hardware in one"
 
 
 class _Version(argparse.Action):
@@ -88,7 +92,7 @@ def _model_arguments() -> argparse.ArgumentParser:
 def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """The arguments of commands that predict a run: what `_setup` reads, but for the hardware."""
     parser = argparse.ArgumentParser(add_help=False, parents=[model])
-    parser.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
+    parser.add_argument("--nodes", metavar="NODESxDEVICES", help="the cluster, such as 4x8")
     parser.add_argument(
         "--memory-limit",
         metavar="SIZE",
@@ -154,6 +158,7 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
     parser = commands.add_parser("plan", parents=[setup], help="choose strategies, buckets and packs")
     parser.set_defaults(answer=_plan)
     source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--gpus", metavar="GPUS", help=_GPUS)
     source.add_argument("--hardware", help=_MACHINES)
     source.add_argument("--calibration", metavar="FILE", help="what `hf-hotspa calibrate` measured, instead")
     rows = parser.add_mutually_exclusive_group(required=True)
@@ -202,7 +207,9 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
 def _add_estimate(commands: Any, setup: argparse.ArgumentParser) -> None:
     parser = commands.add_parser("estimate", parents=[setup], help="memory of one strategy")
     parser.set_defaults(answer=_estimate)
-    parser.add_argument("--hardware", help=f"{_MACHINES}; gives the limit")
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument("--gpus", metavar="GPUS", help=_GPUS)
+    machine.add_argument("--hardware", help=f"{_MACHINES}; gives the limit")
     parser.add_argument("--strategy", required=True, help="such as dp4tp2pp4")
     parser.add_argument(
         "--pack-tokens",
@@ -246,8 +253,7 @@ def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
 def _setup(args: argparse.Namespace) -> Setup:
     return Setup.read(
         args.model,
-        args.nodes,
-        args.hardware,
+        *inputs.machines(args),
         args.memory_limit,
         getattr(args, "calibration", None),
         dtype=args.dtype,
@@ -308,6 +314,14 @@ def _calibrate(args: argparse.Namespace) -> None:
     _print(calibration, args, calibration_text)
 
 
+def _missing(command: str, error: ModuleNotFoundError) -> int:
+    """Says that a command needs more than the light installation; the exit code."""
+    if error.name not in TRAIN_LIBRARIES:
+        raise error
+    print(f"hf-hotspa: {needs_training_libraries(command, error)}", file=sys.stderr)
+    return USAGE_ERROR
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
@@ -318,9 +332,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0; 2 when the input is wrong or does not fit; 1 when `verify` finds a damaged checkpoint.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if not words:
+        print(OVERVIEW, end="")
+        return 0
     if words[:1] == [TRAIN]:
-        from hf_hotspa.commands import train  # imports torch
-
+        if {"-h", "--help"} & set(words):
+            print(HELP, end="")
+            return 0
+        try:
+            from hf_hotspa.commands import train  # imports torch
+        except ModuleNotFoundError as error:
+            return _missing("hf-hotspa train", error)
         return train.main(words[1:])
     args = _parser().parse_args(words)
     try:
@@ -334,6 +356,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (HotspaError, OSError) as error:
         print(f"hf-hotspa: {printable(str(error))}", file=sys.stderr)
         return USAGE_ERROR
+    except ModuleNotFoundError as error:
+        return _missing(f"hf-hotspa {args.command}", error)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,11 @@ TESTS = (
 
 
 def oldest() -> list[str]:
-    """`name==version`, the lower end of every range of setup.cfg that a user of the package installs, and of PEFT's."""
+    """`name==version`, the lower end of every range of setup.cfg that a user who trains installs, and of PEFT's."""
     parser = configparser.ConfigParser()
     parser.read(ROOT / "setup.cfg")
-    lines = parser["options"]["install_requires"] + parser["options.extras_require"]["peft"]
+    extras = parser["options.extras_require"]
+    lines = extras["train"] + parser["options"]["install_requires"] + extras["peft"]
     found = []
     for line in filter(None, map(str.strip, lines.splitlines())):
         requirement = Requirement(line)

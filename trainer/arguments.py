@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_hotspa.callbacks.progress import is_watched
 from hf_hotspa.costs.context import WAYS
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.batches import EMPTY_POLICIES, ERROR, SKIP
@@ -38,6 +39,7 @@ from hf_hotspa.trainer.launcher import check_processes, recompute_argument, refu
 from hf_hotspa.trainer.mode_arguments import PipelineModeArguments, StragglerArguments
 from hf_hotspa.trainer.optimizers import check_optimizer_name, text_of
 from hf_hotspa.uncaught import show_errors_once
+from hf_hotspa.versions import warn_of_untried_versions
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +261,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_phase_table: bool = field(
         default=False, metadata={"help": "Print a table of the phases at every logging step, on the main process."}
     )
-    hotspa_log_all: bool = field(default=False, metadata={"help": "Print all hotspa/ numbers in log lines, not a few."})
+    hotspa_log_all: bool = field(default=False, metadata={"help": "Print all hotspa/ numbers of a log, not one line."})
     hotspa_report: bool = field(
         default=True,
         metadata={
@@ -281,6 +283,9 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
 
     def __post_init__(self) -> None:
         show_errors_once()
+        warn_of_untried_versions()
+        if self.disable_tqdm is None and not is_watched():
+            self.disable_tqdm = True  # bars fill log files; lines stay
         warn_of_misspelt([f.name for f in fields(self)])
         self._check_types()
         check_values(self)  # before transformers compares them, and meets other processes

@@ -18,7 +18,8 @@ They return nothing. `state.global_step` counts the optimizer steps before. Prom
 * The seconds inside callbacks are known by class.
 * The callbacks that the Trainer adds of itself (`add_own`) come after those of the user, and are not in `callbacks`, which
   users and their tests read; `pop_callback` and `remove_callback` find them all the same.
-* What transformers prints of a log has a few of our numbers, unless `hotspa_log_all`; every other reader has all of them.
+* A log of training is printed as one line (`LogLine`), unless `hotspa_log_all`; trackers (`report_to`) get what is beside the
+  six numbers that matter below `hotspa_debug/`; every other reader has the logs as they are.
 """
 
 import logging
@@ -28,10 +29,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
-from hf_hotspa.callbacks.switch_overhead import SHORT_KEYS
+from hf_hotspa.callbacks.log_line import LogLine, for_trackers, memory_share
 from hf_hotspa.engine.measures import Observer, PhaseMeasure, phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
@@ -45,14 +47,12 @@ COLLECTIVE_EVENTS = ("on_train_begin", "on_epoch_begin", "on_epoch_end")
 _OF_TRANSFORMERS = frozenset(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 _PRINTERS = (ProgressCallback, PrinterCallback)
-"""The callbacks of transformers that print whatever is logged. Others, `report_to` and `state.log_history` have it all."""
+"""The callbacks of transformers that print whatever is logged."""
 
 
-def _short(logs: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """What a printed line has of the logs."""
-    if logs is None:
-        return None
-    return {name: value for name, value in logs.items() if not name.startswith("hotspa/") or name in SHORT_KEYS}
+def _short(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """What is printed of other logs than those of training."""
+    return {name: value for name, value in logs.items() if not name.startswith("hotspa/")}
 
 
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"
@@ -98,6 +98,7 @@ class CallbackEvents(CallbackHandler):
         self.seconds: dict[str, float] = defaultdict(float)
         self._logged_s, self._steps_since_log = 0.0, 0
         self._defers = self._alone = False
+        self._line = LogLine()
         self._error: HotspaError | None = None
         self._cause: Exception | None = None
 
@@ -202,14 +203,24 @@ class CallbackEvents(CallbackHandler):
             "eval_dataloader": self.eval_dataloader,
         }
         for callback in self.every:
-            if event == "on_log" and type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
-                given = {**kwargs, "logs": _short(kwargs.get("logs"))}
-            else:
-                given = kwargs
+            given = kwargs
+            if event == "on_log" and (logs := kwargs.get("logs")) is not None:
+                if type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
+                    if "loss" in logs:
+                        self._print_line(logs, state)
+                        continue
+                    given = {**kwargs, "logs": _short(logs)}
+                elif type(callback).__module__.startswith("transformers.integrations"):
+                    given = {**kwargs, "logs": for_trackers(logs)}
             result = self._call(callback, event, state.global_step, args, state, control, **shared, **given)
             if result is not None:
                 control = result
         return control
+
+    def _print_line(self, logs: Mapping[str, Any], state: TrainerState) -> None:
+        """Prints a log of training, once a world."""
+        if state.is_world_process_zero:
+            tqdm.write(self._line.text(logs, state))
 
     def is_looked_at(self, occasion: str, trainer: Any) -> bool:
         """Whether code of the user's may look at the model on an occasion: an event, or log, evaluation and save."""
@@ -240,6 +251,8 @@ class CallbackEvents(CallbackHandler):
         total_s = sum(self.seconds.values())
         if self._steps_since_log:
             metrics["hotspa/callback_s"] = round((total_s - self._logged_s) / self._steps_since_log, 6)
+        if (share := memory_share()) is not None:
+            metrics["hotspa/memory_share"] = round(share, 6)
         self._logged_s, self._steps_since_log = total_s, 0
         return metrics
 

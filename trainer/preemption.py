@@ -122,7 +122,9 @@ def stop_where_told(trainer: Any, preemption: Preemption) -> None:
             "SIGTERM on rank %s: training stops after step %d; %s%s",
             ", ".join(map(str, engine.stop_ranks)),
             trainer.state.global_step,
-            "train(resume_from_checkpoint=True) resumes from its checkpoint" if saves else "nothing is saved",
+            "train(resume_from_checkpoint=True) resumes from its checkpoint, and trainer.preempted is true for the script to test"
+            if saves
+            else "nothing is saved, and trainer.preempted is true for the script to test",
             _where_the_report_is(trainer),
         )
 

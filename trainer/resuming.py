@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
+from tqdm import tqdm
+from transformers import PreTrainedModel, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
 from hf_hotspa.checkpoint.format.disk import read_object
@@ -65,7 +67,7 @@ class Resumption:
 def find_checkpoint(
     asked: Any, folder: Path, args: HotSPaTrainingArguments, agreement: Agreement, model: PreTrainedModel
 ) -> Resumption | StockCheckpoint:
-    """The checkpoint to go on from, the same on all ranks. Collective.
+    """The checkpoint to resume from, the same on all ranks; the main process says which. Collective.
 
     Args:
         asked: True for the one of the highest step in the folder that verifies, as transformers takes it, or the path of one.
@@ -75,8 +77,20 @@ def find_checkpoint(
         ResumeError: on every rank: there is none.
         DamagedCheckpointError: on every rank: the one that was named does not verify.
     """
-    if asked is not True:
-        return agreement.run("resume", lambda: _verified(Path(asked), agreement, args.world_size, model))
+    if asked is True:
+        chosen = _newest(folder, args, agreement, model)
+    else:
+        chosen = agreement.run("resume", lambda: _verified(Path(asked), agreement, args.world_size, model))
+    if args.process_index == 0:
+        state = TrainerState.load_from_json(str(chosen.path / TRAINER_STATE_NAME))
+        tqdm.write(f"Resuming from {chosen.path}: after step {state.global_step} of {state.max_steps}")
+    return chosen
+
+
+def _newest(
+    folder: Path, args: HotSPaTrainingArguments, agreement: Agreement, model: PreTrainedModel
+) -> Resumption | StockCheckpoint:
+    """The checkpoint of the highest step that verifies."""
     names = json.loads(agreement.texts(json.dumps([path.name for path in checkpoints(folder)]))[0])
     for path in (folder / name for name in names):
         resumption, reason = None, ""
@@ -86,12 +100,8 @@ def find_checkpoint(
             reason = str(error)
         reasons = [text for text in agreement.texts(reason) if text]
         if resumption is not None and not reasons:
-            if args.process_index == 0:
-                logger.info("resuming from %s", path)
-                if (latest := latest_first(checkpoints(folder))[0]) != path:
-                    logger.warning(
-                        "%s has the highest step and is resumed from; %s was written later", path, latest.name
-                    )
+            if args.process_index == 0 and (latest := latest_first(checkpoints(folder))[0]) != path:
+                logger.warning("%s has the highest step and is resumed from; %s was written later", path, latest.name)
             return resumption
         if args.process_index == 0:
             logger.warning("%s is skipped: %s", path, reasons[0])

@@ -32,12 +32,12 @@ MORE = "All flags of transformers' TrainingArguments work, too: --learning_rate,
 class FlagParser(HfArgumentParser):
     """Reads data classes. A flag that none of them has ends the program, with the name that was meant."""
 
-    def __init__(self, dataclass_types: Iterable[Any], **options: Any) -> None:
+    def __init__(self, dataclass_types: Iterable[Any], everything: bool = False, **options: Any) -> None:
         kinds = list(dataclass_types)
         super().__init__(kinds, **{"epilog": MORE, **options})
         inherited = {name for name in HotSPaTrainingArguments.__dataclass_fields__ if not name.startswith("hotspa_")}
         for action in self._actions:  # hundreds: the help is about what is ours
-            if action.dest in inherited - {"output_dir"}:
+            if not everything and action.dest in inherited - {"output_dir"}:
                 action.help = argparse.SUPPRESS
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -134,9 +134,13 @@ class Settings:
     args: HotSPaTrainingArguments
 
 
-def parser_of(kind: type[ScriptArguments] = ScriptArguments, **options: Any) -> FlagParser:
-    """The parser of `kind` and `HotSPaTrainingArguments`; options as for an `ArgumentParser`."""
-    return FlagParser((kind, HotSPaTrainingArguments), **options)
+def parser_of(kind: type[ScriptArguments] = ScriptArguments, everything: bool = False, **options: Any) -> FlagParser:
+    """The parser of `kind` and `HotSPaTrainingArguments`; options as for an `ArgumentParser`.
+
+    Args:
+        everything: Whether its help lists the flags of `TrainingArguments`, too.
+    """
+    return FlagParser((kind, HotSPaTrainingArguments), everything, **options)
 
 
 def fine_tuning_defaults(given: Namespace) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What `hf-hotspa plan` is asked about: `hf-hotspa lengths`, those of a data set; `hf-hotspa hardware`, machines with names.
 
 A data set is read as the Trainer reads it, by the same code and with the same tokenizer: the lengths are those that
-training will see. That alone imports `datasets` and `transformers`; a histogram, once saved, is read without.
+training will see. That alone imports `datasets`, and `transformers` where it is installed (else `rows/light_tokenizer.py` counts); a
+histogram, once saved, is read without.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from hf_hotspa.costs.hub import hub_file
 from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.terminal import text_table
+from hf_hotspa.rows.light_tokenizer import LightTokenizer
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.tables import histogram
 
@@ -57,6 +60,25 @@ def file_to_write(flag: str, path: str | None) -> None:
         raise HotspaConfigError(
             f"{flag} {path} cannot be written: {reason}", fix="name a file in a folder of yours"
         ) from None
+
+
+def machines(args: argparse.Namespace) -> tuple[str, str | None]:
+    """`--nodes` and `--hardware`, given as such or by `--gpus`.
+
+    Raises:
+        HotspaConfigError: neither says how many devices there are, or both do.
+    """
+    example = "give --gpus 8xh100-80g, or --nodes 1x8 and --hardware h100-80g"
+    if args.gpus is None:
+        if args.nodes is None:
+            raise HotspaConfigError("nothing says how many GPUs there are", fix=example)
+        return args.nodes, args.hardware
+    match = re.fullmatch(r"(?:([0-9]+)x)?([0-9]+)x(.+)", args.gpus)
+    if match is None:
+        raise HotspaConfigError(f"--gpus {args.gpus!r} names no number of GPUs of a kind", fix=example)
+    if args.nodes is not None:
+        raise HotspaConfigError("--gpus and --nodes both say how many GPUs there are", fix="leave --nodes out")
+    return f"{match[1] or 1}x{match[2]}", match[3]
 
 
 def add_parsers(commands: Any) -> None:
@@ -146,17 +168,19 @@ def _of_model(model: str | None) -> str:
 
 
 def _tokenizer(name: str) -> Any:
-    from transformers import AutoTokenizer
-
+    """Of transformers where it is installed, as in training; else the files of the tokenizer alone."""
     try:
         folder = Path(name).expanduser()
+        auto = _auto_tokenizer()
+        if auto is None:
+            return LightTokenizer(folder if folder.is_dir() else _tokenizer_files(name))
         if folder.is_dir():
-            return AutoTokenizer.from_pretrained(folder)
+            return auto.from_pretrained(folder)
         try:
-            return AutoTokenizer.from_pretrained(name, local_files_only=True)
+            return auto.from_pretrained(name, local_files_only=True)
         except Exception:  # not all of it is in the cache
             hub_file(name, "tokenizer_config.json")
-            return AutoTokenizer.from_pretrained(name)
+            return auto.from_pretrained(name)
     except HotspaConfigError as error:
         raise HotspaConfigError(
             f"there is no tokenizer {name!r}: {error.what}", where=error.where, fix=error.fix
@@ -168,6 +192,23 @@ def _tokenizer(name: str) -> Any:
             fix="give --tokenizer a folder with tokenizer.json (tokenizer.save_pretrained makes one), or a name that the "
             "hub or its cache has",
         ) from None
+
+
+def _auto_tokenizer() -> Any:
+    """The class of transformers; None in a light installation."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return None
+    return AutoTokenizer
+
+
+def _tokenizer_files(name: str) -> Path:
+    """The folder of the hub's cache with the files of a tokenizer; a template of its own is not everywhere."""
+    with suppress(HotspaConfigError):
+        hub_file(name, "chat_template.jinja")
+    hub_file(name, "tokenizer_config.json")
+    return hub_file(name, "tokenizer.json").parent
 
 
 def _lengths(args: argparse.Namespace) -> None:

@@ -19,12 +19,11 @@ from hf_hotspa.parallel import backends
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.trainer.arguments import AUTO, evaluation_strategy
 from hf_hotspa.trainer.given_arguments import check_values
-from hf_hotspa.trainer.script import MORE, look, parse, parser_of, read, run
+from hf_hotspa.trainer.script import look, parse, parser_of, read, run
 
 _MOST_CPU_PROCESSES = 4
 """Without --processes: more of them, each with its own copy of what is read, want to be asked for."""
-_PROCESSES = "--processes"
-_EXAMPLE = "\n\n  hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl\n\n"
+_PROCESSES, _ALL = "--processes", "--help-all"
 
 
 def main(words: Sequence[str]) -> int:
@@ -42,15 +41,10 @@ def main(words: Sequence[str]) -> int:
     own = argparse.ArgumentParser(prog="hf-hotspa train", add_help=False, allow_abbrev=False)
     own.add_argument(_PROCESSES, type=whole(), default=None)
     ours, rest = own.parse_known_args(list(words))
-    parser = parser_of(
-        prog="hf-hotspa train",
-        usage=f"hf-hotspa train --model MODEL --dataset DATASET [{_PROCESSES} N] [flags]",
-        description=f"Fine-tunes a model:{_EXAMPLE}on all GPUs of this machine, or, with --use_cpu, on CPU processes. "
-        "Under accelerate launch or torchrun it runs on the processes that are there.",
-        epilog=f"{_PROCESSES} N: how many processes are started (default: what --hotspa_strategies need, else the GPUs; "
-        f"with --use_cpu the cores, at most {_MOST_CPU_PROCESSES}). {MORE}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(prog="hf-hotspa train")
+    if _ALL in rest:
+        parser_of(everything=True, prog="hf-hotspa train").print_help()
+        return 0
     launched = int(os.environ.get("WORLD_SIZE", "0"))
     if launched:
         if ours.processes not in (None, launched):

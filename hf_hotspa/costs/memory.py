@@ -472,8 +472,8 @@ def planned_limit(given: float | None, available: float | None, whose: str, flag
     if given is not None:
         return int(given), "as given"
     if available is None:
-        return None, f"no limit; {flag} sets one"
-    return int(PLANNED_SHARE * available) // _MIB * _MIB, f"{PLANNED_SHARE:.0%} {whose}; {flag} for another"
+        return None, f"no limit ({flag} sets one)"
+    return int(PLANNED_SHARE * available) // _MIB * _MIB, f"{PLANNED_SHARE:.0%} {whose} ({flag})"
 
 
 def most_within(total: Callable[[int], float], limit: float, high: int) -> int:

@@ -29,7 +29,12 @@ from hf_hotspa.search.estimate import pack_choices, packed
 from hf_hotspa.strategy import Strategy
 
 STAGES = (1, 2, 3)
-NAMES = {1: "DP with ZeRO-1", 2: "DP with ZeRO-2", 3: "DP with ZeRO-3 (FSDP)"}
+NAMES = {1: "DDP + ZeRO-1", 2: "DDP + ZeRO-2", 3: "FSDP"}
+_ARGUMENTS = {
+    1: 'deepspeed={"zero_optimization": {"stage": 1}}',
+    2: 'deepspeed={"zero_optimization": {"stage": 2}}',
+    3: 'fsdp="full_shard"',
+}
 _MASTER_BYTES = 4
 
 _Packs = Sequence[Sequence[Sequence[int]]]
@@ -56,7 +61,12 @@ class Baseline:
     @property
     def name(self) -> str:
         """What people call it."""
-        return NAMES[self.stage] + (", gradient checkpointing" if self.recompute else "")
+        return NAMES[self.stage] + (" with checkpointing" if self.recompute else "")
+
+    @property
+    def arguments(self) -> str:
+        """What it is in `TrainingArguments`."""
+        return _ARGUMENTS[self.stage] + (", gradient_checkpointing=True" if self.recompute else "")
 
     def to_dict(self) -> dict[str, object]:
         """Plain data; bytes and seconds."""

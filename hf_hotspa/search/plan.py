@@ -3,6 +3,7 @@
 `hf-hotspa plan` prints it, the Trainer logs it, and the record of a run keeps it for the report; all say the same.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +17,13 @@ from hf_hotspa.strategy import Bucket, Strategy
 _GIB, _MIB = 1 << 30, 1 << 20
 _SAME = 0.02
 """Seconds that differ by less are the same."""
-_COLUMNS = ["bucket", "strategy", "pack tokens", "sequences", "tokens", "packs", "compute s", "switch s"]
-_LINKS, _LINK_KEYS = ("in nodes s", "between s"), ("switch_seconds_in_nodes", "switch_seconds_between_nodes")
+_COLUMNS = ["up to", "strategy", "pack", "rows", "packs", "compute s", "switch s"]
+_LINKS = ["seconds of switches", "links in nodes", "links between nodes"]
+_LINK_KEYS = ("switch_seconds_in_nodes", "switch_seconds_between_nodes")
+WIDTH = 80
+"""Columns of a terminal that what is printed keeps to."""
+_LABEL = 54
+"""Of these the first column of the table of seconds."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +59,66 @@ class Plan:
     links: tuple[tuple[float, float], ...] = ()
 
     @property
+    def _others(self) -> list[Baseline | Rival]:
+        """What people run that holds the longest sequence, the fastest first."""
+        everything: list[Baseline | Rival] = [*self.baselines, *self.rivals]
+        fitting = [other for other in everything if other.seconds is not None]
+        return sorted(fitting, key=lambda other: other.seconds or 0.0)
+
+    @property
+    def pays(self) -> bool:
+        """Whether the plan is predicted to be faster than all that people run."""
+        best = self._others[:1]
+        return not best or (best[0].seconds or 0.0) >= self.choice.seconds * (1 + _SAME)
+
+    @property
     def answer(self) -> str:
         """Whether the plan is worth it, in one line: against what a user would run instead."""
-        others = [(b.name, b.seconds) for b in self.baselines if b.seconds is not None]
-        others += [(rival.name, rival.seconds) for rival in self.rivals if rival.seconds is not None]
-        if not others:
+        if not (others := self._others):
             return f"Yes: nothing that people run holds a sequence of {self.longest} tokens here"
-        name, seconds = min(others, key=lambda each: each[1])
-        gain = seconds / self.choice.seconds
-        if gain < 1 + _SAME:
-            return f"No: use {name}, {f'{1 / gain:.2f}x as fast as this plan' if gain < 1 - _SAME else 'within 2 %'}"
-        fsdp = next((s for n, s in others if "FSDP" in n and n != name), None)
-        beside = f", and {fsdp / self.choice.seconds:.2f}x over FSDP" if fsdp is not None else ""
-        return f"Yes: {gain:.2f}x over {name}{beside}"
+        gains = {other.name: (other.seconds or 0.0) / self.choice.seconds for other in others}
+        best = others[0].name
+        if not self.pays:
+            slower = f"{1 / gains[best]:.2f}x as fast as this plan"
+            return f"No: use {best}, {slower if gains[best] < 1 - _SAME else 'within 2 % of this plan'}, predicted"
+        usual = next((other.name for other in others if isinstance(other, Baseline)), best)
+        return f"Yes: {gains[usual]:.2f}x over {usual}, predicted"
+
+    @property
+    def why(self) -> str:
+        """The reason of the answer, in a sentence or two."""
+        choice, step = self.choice, self._seconds(self.choice.seconds)
+        if not self.pays:
+            best = self._others[0]
+            held = f"{best.name} holds the longest sequence ({self.longest} tokens)"
+            return f"{held} and takes {self._seconds(best.seconds or 0.0)} s a step; the best plan takes {step} s."
+        first, last = choice.rows[0], choice.rows[-1]
+        if first is last:
+            alone = f"{first.bucket.strategy} alone trains all rows in {step} s a step; switching would not gain more."
+            return alone + self._beside
+        share = min(first.num_sequences / self.mini_batch_size, 0.999)
+        return (
+            f"{share:.1%} of the rows have at most {first.bucket.longest} tokens and run under {first.bucket.strategy}; the "
+            f"longest ({self.longest} tokens) need {last.bucket.strategy}. A step takes {step} s, of these "
+            f"{self._seconds(choice.switch_seconds)} s for switches.{self._beside}"
+        )
+
+    @property
+    def _beside(self) -> str:
+        """What comes nearest to the plan beside what the stock Trainer runs, in a sentence."""
+        best = self._others[0] if self._others else None
+        if best is None or isinstance(best, Baseline):
+            return ""
+        return f" The nearest alternative is {best.name}: {self._seconds(best.seconds or 0.0)} s."
+
+    @property
+    def to_copy(self) -> str:
+        """The line that a script takes over."""
+        best = self._others[0] if not self.pays else None
+        if isinstance(best, Baseline):
+            return f"the stock Trainer: {best.arguments}"
+        buckets = str(self.choice) if best is None else ",".join(map(str, best.buckets))
+        return f'hotspa_strategies="{buckets}"'
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -100,25 +153,27 @@ class Plan:
 
     def __str__(self) -> str:
         """The buckets, seconds beside those of others, and memory."""
-        rows = [[*_COLUMNS, *(_LINKS if self.links else ())]]
-        for index, row in enumerate(self.choice.rows):
+        rows = [_COLUMNS]
+        for row in self.choice.rows:
             bucket = row.bucket
-            counts = [f"{row.num_sequences:,.1f}", f"{row.num_tokens:,.0f}", f"{row.num_packs:,.1f}"]
-            seconds = [
-                self._seconds(each) for each in (row.compute_s, row.switch_s, *(self.links and self.links[index]))
-            ]
-            place = [f"{bucket.low + 1} - {bucket.longest}", str(bucket.strategy), str(bucket.pack_tokens)]
-            rows.append([*place, *counts, *seconds])
+            place = [str(bucket.longest), str(bucket.strategy), str(bucket.pack_tokens)]
+            counts = [f"{row.num_sequences:,.1f}", f"{row.num_packs:,.1f}"]
+            rows.append([*place, *counts, self._seconds(row.compute_s), self._seconds(row.switch_s)])
         chosen = {row.bucket.strategy for row in self.choice.rows}
         spare = [bucket for bucket in self.pool if bucket.strategy not in chosen]
         kept = (
             [f"kept ready for mini-batches that are better off with it: {', '.join(map(str, spare))}"] if spare else []
         )
+        links = [_LINKS] + [
+            [str(row.bucket.strategy), *map(self._seconds, seconds)]
+            for row, seconds in zip(self.choice.rows, self.links, strict=False)
+        ]
         for pool in self.raced:
             kept.append(f"tried on the first mini-batches, too: {' + '.join(str(bucket.strategy) for bucket in pool)}")
         names = [str(bucket.strategy) for bucket in self.buckets]
-        return "\n".join(
-            [text_table("", rows, 2), "", self._comparison(), self.verdict, "", memory_table(names, self.memory), *kept]
+        tables = [text_table("", rows, 2), *([text_table("", links)] if self.links else []), self._comparison()]
+        return "\n\n".join(
+            [*tables[:-1], f"{tables[-1]}\n{self.verdict}", "\n".join([memory_table(names, self.memory), *kept])]
         )
 
     def _seconds(self, value: float) -> str:
@@ -126,25 +181,25 @@ class Plan:
 
     def _comparison(self) -> str:
         choice = self.choice
-        rows = [
-            ["predicted", "seconds a step", "of these switches"],
-            ["this plan", self._seconds(choice.seconds), self._seconds(choice.switch_seconds)],
-            [f"best static, {choice.static}", self._seconds(choice.static_seconds), ""],
+        labels: list[tuple[str, float | None, str]] = [
+            ("this plan", choice.seconds, self._seconds(choice.switch_seconds)),
+            (f"best static, {choice.static}", choice.static_seconds, ""),
         ]
         for other in self.baselines:
+            packs = f", packs of {other.pack_tokens}"
             if other.seconds is None:
-                longest = (
-                    f"holds sequences of up to {other.pack_tokens} tokens" if other.pack_tokens else "does not fit"
-                )
-                rows.append([f"{other.name}: {longest}", "-", ""])
-            else:
-                rows.append([f"{other.name}, packs of {other.pack_tokens}", self._seconds(other.seconds), ""])
+                packs = f": sequences of up to {other.pack_tokens} tokens" if other.pack_tokens else ": does not fit"
+            labels.append((other.name + packs, other.seconds, ""))
         for rival in (*self.rivals, *self.written):
             how = ",".join(map(str, rival.buckets))
             name = rival.name if not how or how == rival.name else f"{rival.name}: {how}"
-            took = f"{rival.name}: {rival.why}" if rival.seconds is None else name
-            rows.append([took, "-" if rival.seconds is None else self._seconds(rival.seconds), ""])
-        rows += [[f"near: {near}", self._seconds(near.seconds), ""] for near in choice.near]
+            labels.append((f"{rival.name}: {rival.why}" if rival.seconds is None else name, rival.seconds, ""))
+        labels += [(f"near: {near}", near.seconds, "") for near in choice.near]
+        rows = [["predicted", "s a step", "of switches"]]
+        for label, seconds, switches in labels:
+            *lines, last = wrapped(label, _LABEL)
+            rows += [[line, "", ""] for line in lines]
+            rows.append([last, "-" if seconds is None else self._seconds(seconds), switches])
         return text_table("", rows)
 
     def to_dict(self) -> dict[str, object]:
@@ -210,8 +265,20 @@ def all_buckets(pools: Sequence[Sequence[Bucket]]) -> tuple[Bucket, ...]:
 
 def limit_text(limit_bytes: float | None, source: str) -> str:
     """What may be filled of a device, and where that number is from."""
-    at_most = "" if limit_bytes is None else f"at most {size(limit_bytes)}, "
-    return f"memory that a plan may fill of a device: {at_most}{source}"
+    at_most = "" if limit_bytes is None else f"{size(limit_bytes)}, "
+    return f"memory limit of a device: {at_most}{source}"
+
+
+def wrapped(text: str, width: int = WIDTH) -> list[str]:
+    """A text in lines of at most a width, broken at blanks and behind commas; lines but the first are indented."""
+    lines = [""]
+    for piece in re.findall(r"[^\s,]*,|[^\s,]+|\s+", text):
+        if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1].strip():
+            lines[-1] = lines[-1].rstrip()
+            lines.append("  " + piece.lstrip())
+        else:
+            lines[-1] += piece
+    return [line.rstrip() for line in lines]
 
 
 def memory_table(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str:

@@ -24,13 +24,13 @@ from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
 from hf_hotspa.packing.pipeline_order import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.search.baselines import STAGES, DataParallel
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.histogram import Counts, read_lengths
-from hf_hotspa.search.long_sequences import longest_by_strategy
+from hf_hotspa.search.long_sequences import longest_by_strategy, with_chunks
 from hf_hotspa.search.offers import choose, divided
 from hf_hotspa.search.plan import Plan, memory_dict
 from hf_hotspa.search.rivals import Pricing, people_run
@@ -309,17 +309,13 @@ def make_plan(
     strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]
     pricing = Pricing(cost, Capacities(cost.memory, setup.limit_bytes), drawn, mini_batch_size, top)
     prices = tuple(pricing.written(text, setup.world_size, setup.schedule) for text in written)
-    choice = choose(
-        drawn,
-        strategies,
-        cost,
-        pricing.capacities,
-        mini_batch_size=mini_batch_size,
-        longest=top,
-        max_phases=max_phases,
-        near=NEAR,
-        evaluator=pricing.evaluator,
-    )
+    try:
+        choice = choose(
+            drawn, strategies, cost, pricing.capacities, mini_batch_size=mini_batch_size, longest=top, max_phases=max_phases,
+            near=NEAR, evaluator=pricing.evaluator,
+        )  # fmt: skip
+    except DeviceMemoryError as error:
+        raise DeviceMemoryError(error.what, where=error.where, why=error.why, fix=_what_would_fit(setup, top)) from None
     memory = cost.rank_bytes(choice.buckets)
     others = DataParallel(cost.memory, time, setup.hardware)
     batches = mini_batches(drawn, mini_batch_size, top)
@@ -331,6 +327,48 @@ def make_plan(
     pool = choice, choice.buckets, memory
     plan = Plan(*pool, mini_batch_size, *limit, rivals, rivals=of_people, written=prices, links=links)
     return PlannedSetup(setup, tuple(drawn), str(lengths), plan)
+
+
+def _longest_held(setup: Setup, wanted: int, offload: bool = False) -> int:
+    """The longest sequence that any strategy of a setup holds, up to the wanted one.
+
+    Args:
+        offload: Whether the master store is in the memory of the host (`hotspa_offload="master"`).
+    """
+    memory = setup.cost.memory
+    tokens = Capacities(
+        replace(memory, options=replace(memory.options, offload_master=offload)), setup.limit_bytes
+    ).tokens
+    strategies = setup.strategies()
+    strategies = with_chunks(strategies, wanted, tokens, setup.model.shape, schedule=setup.schedule)
+    return min(wanted, max(map(tokens, strategies), default=0))
+
+
+def _what_would_fit(setup: Setup, longest: int) -> str:
+    """What a person can change so that the longest sequence fits: each of it was tried on the memory model."""
+    ways = []
+    if setup.calibration is None:
+        if setup.adapter is None:
+            lora = replace(setup, adapter=Adapter.read("16", setup.model.linears))
+            ways += [("--lora 16", lora)]
+        else:
+            lora = setup
+        if setup.four_bits is None:
+            add = "--quantization nf4" if setup.adapter is not None else "--lora 16 --quantization nf4"
+            ways.append((add, replace(lora, four_bits=FourBits("nf4", setup.model.linears))))
+        if setup.adapter is None and setup.optim == "adamw_torch":
+            ways.append(("--optim adamw_8bit", replace(setup, optim="adamw_8bit")))
+    fitting = [text for text, changed in ways if _longest_held(changed, longest) >= longest]
+    if _longest_held(setup, longest, offload=True) >= longest:
+        fitting.append('hotspa_offload="master" in training (optimizer state in host memory)')
+    for factor in (2, 4, 8):
+        larger = replace(setup, nodes=setup.nodes * factor)
+        if larger.world_size <= _MOST_DEVICES and _longest_held(larger, longest) >= longest:
+            fitting.append(f"{larger.world_size} devices")
+            break
+    if held := _longest_held(setup, longest):
+        fitting.append(f"--longest {held} --overlong truncate (or split, drop)")
+    return "; or ".join(fitting) if fitting else "a smaller model, or devices with more memory"
 
 
 @dataclass(frozen=True)

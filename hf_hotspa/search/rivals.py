@@ -20,7 +20,7 @@ from hf_hotspa.search.offers import make_evaluator, sharing_layouts
 from hf_hotspa.search.search import mini_batches, search
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, parse_buckets
 
-MEGATRON, IN_NODE, DYNAMIC = "Megatron-like dp x tp x pp", "tp in a node + dp", "dynamic context parallel"
+MEGATRON, IN_NODE, DYNAMIC = "Megatron-like dp x tp x pp", "tp in a node + dp", "dynamic context parallelism"
 
 
 @dataclass(frozen=True)

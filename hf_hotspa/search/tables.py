@@ -13,7 +13,7 @@ from hf_hotspa.reporting.page import picture
 from hf_hotspa.reporting.panels import lengths_figure
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.reporting.terminal import text_table
-from hf_hotspa.search.plan import limit_text, memory_table
+from hf_hotspa.search.plan import limit_text, memory_table, wrapped
 from hf_hotspa.search.planning import Estimate, PlannedSetup, Setup
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.whole_file import write_whole
@@ -23,16 +23,20 @@ _BAR = 40
 
 def _heading(setup: Setup) -> str:
     machine = f" of {setup.hardware.name}" if setup.hardware is not None else ""
-    adapter = (
-        f"\n{setup.adapter}: {setup.sizes.num_trained / 1e6:,.1f}M parameters are trained" if setup.adapter else ""
-    )
+    lines = [
+        f"{setup.model.name}: {setup.model.shape.family}, {setup.sizes.num_parameters / 1e9:,.2f}B parameters, {setup.dtype}"
+    ]
+    if setup.adapter is not None:
+        lines.append(f"{setup.adapter}: {setup.sizes.num_trained / 1e6:,.1f}M parameters are trained")
     if setup.four_bits is not None:
-        adapter += f"\nits linear layers are frozen in {setup.four_bits.kind}, {WEIGHT_BYTES * 8:.1f} bits a weight"
-    return (
-        f"{setup.model.name}: {setup.model.shape.family}, {setup.sizes.num_parameters / 1e9:,.2f}B parameters, "
-        f"{setup.dtype}{adapter}\n{setup.nodes} x {setup.devices_per_node} devices{machine}\n"
-        f"{limit_text(setup.limit_bytes, setup.limit_source)}"
-    )
+        lines.append(f"its linear layers are frozen in {setup.four_bits.kind}, {WEIGHT_BYTES * 8:.1f} bits a weight")
+    lines.append(f"{setup.nodes} x {setup.devices_per_node} devices{machine}")
+    lines.append(limit_text(setup.limit_bytes, setup.limit_source))
+    return _in_width(lines)
+
+
+def _in_width(lines: Sequence[str]) -> str:
+    return "\n".join(part for line in lines for part in wrapped(line))
 
 
 def _source(setup: Setup) -> str:
@@ -44,7 +48,7 @@ def _source(setup: Setup) -> str:
 
 
 def _notes(notes: Sequence[str]) -> list[str]:
-    return [f"Note: {note}" for note in notes]
+    return [part for note in notes for part in wrapped(f"Note: {note}")]
 
 
 def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
@@ -169,16 +173,18 @@ def plan_text(planned: PlannedSetup) -> str:
     plan, setup = planned.plan, planned.setup
     return "\n".join(
         [
-            plan.answer,
+            *wrapped(plan.answer),
+            *wrapped(f"Why: {plan.why}"),
+            "Copy:",
+            plan.to_copy,
             "",
             _heading(setup),
-            f"{plan.mini_batch_size} sequences a step, lengths {planned.source}, longest {plan.longest}",
+            _in_width([f"{plan.mini_batch_size} sequences a step, lengths {planned.source}, longest {plan.longest}"]),
             "",
             str(plan),
             "",
             histogram(planned.lengths, plan.choice.buckets),
             "",
-            f'hotspa_strategies="{plan.choice}"',
             *_notes([*planned.notes(), _source(setup)]),
         ]
     )

@@ -54,7 +54,7 @@ def test_the_table_of_qlora_is_current(case: tuple[str, int]) -> None:
 def test_no_output_without_a_command(page: Path) -> None:
     text = page.read_text()
     assert len(SHOWN.findall(text)) == len(re.findall(r"^```output", text, re.MULTILINE))
-    ours = re.compile(r"^(GiB a device|predicted +seconds|bucket +strategy|machine +GiB)", re.MULTILINE)
+    ours = re.compile(r"^(GiB a device|predicted +seconds|up to +strategy|machine +GiB)", re.MULTILINE)
     for language, lines in blocks(text):
         assert language == "output" or not ours.search("\n".join(lines)), f"{page.name}: fence it as `output`; {HOW}"
 

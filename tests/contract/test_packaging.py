@@ -13,8 +13,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from hf_hotspa.versions import TRAIN_LIBRARIES, TRIED
 from tests.contract.layers import PACKAGE_FOLDERS, ROOT, module_of, source_files
 from tests.oldest import TESTS, oldest, tools
 
@@ -71,6 +73,17 @@ def test_pins_satisfy_the_ranges() -> None:
     assert sys.version_info >= tuple(map(int, config["options"]["python_requires"].removeprefix(">=").split(".")))
 
 
+def test_the_light_installation_brings_nothing_that_trains() -> None:
+    config = _setup_cfg()
+    base = {Requirement(line).name for line in _lines(config["options"]["install_requires"])}
+    train = [Requirement(line) for line in _lines(config["options.extras_require"]["train"])]
+    assert base.isdisjoint({*TRAIN_LIBRARIES, "peft", "trl"})
+    assert [requirement.name for requirement in train] == list(TRAIN_LIBRARIES)
+    # an upper end would put an older release in the place of the user's without a word
+    assert all({s.operator for s in requirement.specifier} == {">="} for requirement in train)
+    assert "-e '.[train," in (ROOT / "Makefile").read_text()
+
+
 def test_tests_run_with_the_pinned_versions() -> None:
     pins = dict(re.findall(r"^(torch|transformers|accelerate|datasets)==(\S+)$", _constraints(), re.MULTILINE))
     assert {name: version(name).partition("+")[0] for name in pins} == pins
@@ -81,14 +94,16 @@ def test_the_oldest_releases_are_those_of_the_ranges_and_of_the_page() -> None:
     """What `make test-oldest` installs is the lower end of every range, and docs/releasing.md names the same."""
     page = (ROOT / "docs" / "releasing.md").read_text()
     config = _setup_cfg()
-    wanted = _lines(config["options"]["install_requires"]) + _lines(config["options.extras_require"]["peft"])
+    extras = config["options.extras_require"]
+    wanted = _lines(extras["train"]) + _lines(config["options"]["install_requires"]) + _lines(extras["peft"])
     assert len(oldest()) == len(wanted)
     for line, pin in zip(wanted, oldest(), strict=True):
         requirement, lowest = Requirement(line), Version(pin.partition("==")[2])
         assert pin.startswith(f"{requirement.name}==")
         assert lowest in requirement.specifier
         if requirement.name in ("torch", "transformers", "accelerate", "datasets", "peft"):
-            (above,) = (s.version for s in requirement.specifier if s.operator == "<")
+            (above,) = (s.version for s in SpecifierSet(TRIED[requirement.name]) if s.operator == "<")
+            assert f">={lowest}" in TRIED[requirement.name]
             assert re.search(rf"\| {requirement.name} \| {lowest}[^|]*\| [^|]+\| {re.escape(above)} \|", page), (
                 requirement.name
             )

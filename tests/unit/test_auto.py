@@ -70,7 +70,7 @@ def test_under_a_limit_long_sequences_bring_a_strategy_of_their_own() -> None:
     text = str(found)
     assert all(str(bucket.strategy) in text for bucket in found.choice.buckets)
     assert "x the best static strategy" in text
-    assert f"of a device: at most {limit}.0 MiB, as given" in limit_text(found.limit_bytes, found.limit_source)
+    assert f"of a device: {limit}.0 MiB, as given" in limit_text(found.limit_bytes, found.limit_source)
     assert found == plan(limit_mb=limit)
 
 

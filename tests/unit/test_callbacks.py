@@ -21,6 +21,7 @@ from hf_hotspa.callbacks import (
     trace,
 )
 from hf_hotspa.callbacks import progress as progress_module
+from hf_hotspa.callbacks.log_line import LogLine
 from hf_hotspa.errors import CallbackError, HotspaConfigError, HotspaError
 from hf_hotspa.process_lock import LOCK_NAME
 from hf_hotspa.report import PhaseEvent
@@ -517,10 +518,47 @@ def test_a_printed_line_has_a_few_numbers_and_every_other_reader_all(events, cap
     handler.on_log(args, state, TrainerControl(), logs)
     assert reader.logs == logs
     assert len(logs) > 14
-    printed = ast.literal_eval(capsys.readouterr().out)
-    few = {"loss", "hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/skipped_mini_batches"}
-    assert printed.keys() == (logs.keys() if everything else few)
-    assert printed["loss"] == "2.5"
+    printed = capsys.readouterr().out
+    if everything:
+        assert ast.literal_eval(printed).keys() == logs.keys()
+        return
+    numbers = dict(part.rsplit(" ", 1) for part in printed.strip().split("  "))
+    assert numbers.keys() == {"step", "loss", "tokens/s", "switching", "skipped_mini_batches"}
+    assert numbers["loss"] == "2.5000"
+    handler.on_log(args, state, TrainerControl(), {"eval_loss": 1.5, "hotspa/wait_s": 2.0})
+    assert ast.literal_eval(capsys.readouterr().out) == {"eval_loss": "1.5"}
+
+
+def test_a_line_says_what_a_person_asks_for(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("hf_hotspa.callbacks.log_line.time.perf_counter", lambda: now[0])
+    lines, state = LogLine(), TrainerState(max_steps=1000)
+    logs = {"loss": 3.25, "grad_norm": 1.234, "learning_rate": 2e-5, "hotspa/tokens_per_s": 12345.6}
+    logs |= {"hotspa/memory_share": 0.81, "hotspa/switch_share": 0.0123, "hotspa/truncated": 3.0, "epoch": 0.1}
+    state.global_step = 10
+    first = "step 10/1000  loss 3.2500  grad_norm 1.23  lr 2.00e-05  tokens/s 12,346  memory 81%  switching 1.2%  truncated 3"
+    assert lines.text(logs, state) == first
+    state.global_step, now[0] = 20, 150.0  # 5 s a step
+    assert lines.text(logs, state) == first.replace("step 10/", "step 20/") + "  left 1:21:40"
+
+
+class TrackerCallback(Reading):
+    __module__ = "transformers.integrations.integration_utils"
+
+
+def test_trackers_get_six_numbers_and_the_rest_apart(events):
+    handler, args, state = events
+    tracker = TrackerCallback()
+    handler.callbacks = [tracker]
+    ours = {
+        f"hotspa/{name}": 1.0 for name in ("tokens_per_s", "switch_share", "memory_share", "wait_s", "dp2/compute_s")
+    }
+    logs = {"loss": 2.5, "grad_norm": 1.0, "learning_rate": 1e-5, **ours, "hotspa/split": 2.0}
+    handler.on_log(args, state, TrainerControl(), logs)
+    apart = {name for name in tracker.logs if name.startswith("hotspa_debug/")}
+    assert apart == {"hotspa_debug/wait_s", "hotspa_debug/dp2/compute_s"}
+    six = ["loss", "grad_norm", "learning_rate", "hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/memory_share"]
+    assert sorted(tracker.logs.keys() - apart) == sorted([*six, "hotspa/split"])
 
 
 def test_ctrl_c_leaves_a_page_and_a_record_without_an_end(tmp_path):

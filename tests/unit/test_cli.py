@@ -173,7 +173,7 @@ def test_the_text_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert "x the best static strategy" in text
     shares = [float(share) for share in re.findall(r"^ *\d+ - +\d+ +([\d.]+)% ", text, re.MULTILINE)]
     assert sum(shares) == pytest.approx(100, abs=1)
-    assert max(map(len, text.splitlines())) <= 120
+    assert max(len(line) for line in text.splitlines() if not line.startswith("hotspa_strategies")) <= 80
 
 
 def test_plans_leave_a_tenth_of_a_device_free_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,14 +185,14 @@ def test_plans_leave_a_tenth_of_a_device_free_and_say_so(capsys: pytest.CaptureF
     held += [each["memory_bytes"] for each in found["baselines"] if each["fits"]]
     assert 0.8 * memory < max(held) <= found["limit_bytes"]
     assert main(PLAN_7B) == 0
-    said = "memory that a plan may fill of a device: at most 71.41 GiB, 90% of 79.35 GiB; --memory-limit for another\n"
+    said = "memory limit of a device: 71.41 GiB, 90% of 79.35 GiB (--memory-limit)\n"
     assert said in capsys.readouterr().out
     estimate = ["estimate", *PLAN_7B[1:7], "--strategy", "dp4tp2", "--pack-tokens", "8192"]
     assert main(estimate) == 0
     assert said in capsys.readouterr().out
     largest = answer(capsys, estimate)["largest_pack_tokens"]
     assert main([*estimate, "--memory-limit", "79GiB"]) == 0
-    assert "of a device: at most 79.00 GiB, as given\n" in capsys.readouterr().out
+    assert "of a device: 79.00 GiB, as given\n" in capsys.readouterr().out
     assert answer(capsys, [*estimate, "--memory-limit", "79GiB"])["largest_pack_tokens"] > largest
     given = answer(capsys, replaced(memory_limit="79GiB"))
     assert found["limit_bytes"] < max(bucket["memory"]["total"] for bucket in given["buckets"]) <= 79 << 30
@@ -301,8 +301,8 @@ def test_an_estimate_lists_the_longest_sequence_of_each_way(capsys: pytest.Captu
         ({"nodes": "1000x1000"}, "at most 32768 devices"),
         ({"memory_limit": "lots"}, "70GiB"),
         ({"memory_limit": "500GiB"}, "more than the 79.35 GiB of a device"),
-        ({"memory_limit": "10GiB"}, "no strategy holds.*a limit of"),
-        ({"longest": "10000000"}, "no strategy holds a sequence of 10000000.*at most [0-9]+ tokens"),
+        ({"memory_limit": "10GiB"}, "no strategy holds.*Fix: --lora 16"),
+        ({"longest": "10000000"}, "no strategy holds a sequence of 10000000.*--longest [0-9]+ --overlong truncate"),
         ({"dtype": "int4"}, "no size is known for dtype 'int4'"),
         ({"dtype": "float64"}, "no peak speed for 'float64'"),
     ],

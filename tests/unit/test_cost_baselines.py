@@ -150,4 +150,4 @@ def test_the_table_of_a_plan_has_them(capsys: pytest.CaptureFixture[str]) -> Non
     # on small devices what does not fit is said, with the longest that does
     args[args.index("a800-80g")] = "l40s"
     assert main([*args, "--memory-limit", "39GiB", "--max-buckets", "1"]) == 0
-    assert "DP with ZeRO-1, gradient checkpointing: holds sequences of up to " in capsys.readouterr().out
+    assert "DDP + ZeRO-1 with checkpointing: sequences of up" in capsys.readouterr().out

@@ -105,8 +105,8 @@ def test_the_first_line_is_the_answer(capsys: pytest.CaptureFixture[str]) -> Non
         assert data["answer"].startswith(begin), data["answer"]
         assert [each["name"] for each in data["written"]] == ["tp8"]
         known = [each["seconds"] for each in (*data["baselines"], *data["rivals"]) if each["seconds"] is not None]
-        gain = min(known) / data["seconds"]
-        assert (gain >= 1.02) == (begin == "Yes: ")
+        assert (min(known) / data["seconds"] >= 1.02) == (begin == "Yes: ")
+        gain = min(each["seconds"] for each in data["baselines"] if each["seconds"] is not None) / data["seconds"]
         if begin == "Yes: ":
             assert f"{gain:.2f}x over" in data["answer"]
         # replicas alone may be twice as far behind

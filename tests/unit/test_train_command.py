@@ -3,7 +3,9 @@
 import importlib
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +21,10 @@ from hf_hotspa.commands import own_launcher
 from hf_hotspa.commands import train as train_command
 from hf_hotspa.commands.train import number_of_processes
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.trainer import given_arguments
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.script import ScriptArguments, parse, parser_of, read
+from hf_hotspa.trainer.script import ScriptArguments, fine_tuning_defaults, parse, parser_of, read
 from tests.families import tiny_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -261,14 +264,41 @@ def test_a_signal_ends_the_launcher_without_a_traceback(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_help_is_about_what_is_ours(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
+def test_help_is_short_and_names_what_exists(capsys):
+    assert main(["train", "--help"]) == 0
     said = capsys.readouterr().out
-    for name in [*ScriptArguments.__dataclass_fields__, "processes", "output_dir", "hotspa_strategies"]:
+    lines = said.splitlines()
+    assert len(lines) < 60
+    assert max(map(len, lines)) <= 80
+    known = {action.dest for action in parser_of()._actions} | {"processes", "help-all"}
+    assert set(re.findall(r"--([\w-]+)", said)) <= known
+    for name in ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "model", "dataset", "lora_r"):
         assert f"--{name}" in said
-    assert "--adafactor" not in said
-    assert "TrainingArguments" in said
+    # the defaults that it names
+    given = parser_of().parse_args(["--model", "some/model"])
+    defaults = fine_tuning_defaults(given)
+    assert defaults["learning_rate"] == 2e-5
+    assert defaults["logging_steps"] == 10
+    assert defaults["output_dir"] == "out/model"
+    assert (given.num_train_epochs, given.per_device_train_batch_size) == (3.0, 8)
+    for policy in ("error", "truncate", "split", "drop"):
+        assert policy in OVERLONG_POLICIES
+
+
+def test_all_flags_are_listed_on_demand(capsys):
+    assert main(["train", "--help-all"]) == 0
+    said = capsys.readouterr().out
+    for name in (*ScriptArguments.__dataclass_fields__, "adam_beta1", "hotspa_strategies"):
+        assert f"--{name}" in said
+
+
+def test_help_imports_no_torch():
+    code = "import sys; from hf_hotspa.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    for words in ([], ["train", "--help"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert "hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl" in done.stdout
+        assert len(done.stdout.splitlines()) < 60
 
 
 def test_the_version_is_that_of_what_is_installed(capsys):

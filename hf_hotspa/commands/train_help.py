@@ -1,0 +1,70 @@
+"""What `hf-hotspa train --help` prints, the flags that most runs need in groups, and what `hf-hotspa` alone prints.
+
+Plain text, so that help needs no import of torch and transformers. `train --help-all` lists every flag there is.
+"""
+
+OVERVIEW = """\
+hf-hotspa: fine-tuning where short rows run data parallel, and long rows tensor,
+context or pipeline parallel, inside the same optimizer step.
+
+will it help me? Seconds, no GPU:
+  hf-hotspa plan --model Qwen/Qwen3-8B --dataset my.jsonl --gpus 8xh100-80g
+train:
+  hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl
+what a run did, as a page:
+  hf-hotspa report out
+
+hf-hotspa --help lists all commands.
+"""
+
+HELP = """\
+usage: hf-hotspa train --model MODEL --dataset DATASET [flags]
+
+Fine-tunes a model on all GPUs of this machine, or, with --use_cpu, on CPU
+processes. Under accelerate launch or torchrun: on the processes that are there.
+
+  hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl --output_dir out
+
+model and data
+  --model NAME          a folder or a name on the hub; --config: a new one
+  --dataset DATA        a json, jsonl, csv, parquet or txt file, a folder, or a
+                        name on the hub: text, messages, or prompt + completion
+  --dataset_split PART  such as train[:90%] (default: train)
+  --eval_dataset DATA   evaluated after each epoch; or --eval_split PART
+  --tokenizer NAME      where it is not that of the model
+  --output_dir FOLDER   checkpoints, model and report (default: out/MODEL)
+
+training
+  --num_train_epochs N  passes over the data (default: 3); or --max_steps N
+  --learning_rate X     default: 2e-5; of an adapter 2e-4, of a new model 3e-4
+  --hotspa_mini_batch_size N
+                        rows of one optimizer step, over all processes; or
+                        --per_device_train_batch_size N (default: 8)
+  --lr_scheduler_type, --warmup_steps, --weight_decay, --max_grad_norm, --optim
+  --bf16                computation in bfloat16 (default on GPUs that have it)
+  --seed N              of shuffling and dropout
+
+adapters
+  --lora_r N            trains a LoRA adapter of this rank, such as 16, with
+                        --lora_alpha and --lora_targets
+
+long rows and memory
+  --hotspa_strategies auto
+                        chosen by measured speed and memory (default), or
+                        written: dp8:4096@16384,tp8:32768 (docs/strategies.md)
+  --hotspa_overlong error|truncate|split|drop
+                        what becomes of rows longer than the longest bucket
+  --hotspa_offload master
+                        optimizer state in the memory of the host
+
+saving and logs
+  --save_steps N, --save_total_limit N, --resume_from_checkpoint FOLDER
+  --logging_steps N     default: 10; --report_to tensorboard or wandb
+  --measure_gain N      then time N mini-batches with and without switching
+
+processes
+  --processes N         default: the GPUs; with --use_cpu the cores, at most 4
+  --use_cpu             CPU processes
+
+--help-all lists all flags: those of TrainingArguments and of hf_hotspa.
+"""
