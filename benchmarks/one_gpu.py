@@ -42,7 +42,7 @@ from transformers import (
 )
 
 from hf_hotspa.costs.cards import load_hardware
-from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.errors import PhaseMemoryError, UnsupportedError
 from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
 
 VOCABULARY = 32000
@@ -270,11 +270,10 @@ def peak_flops(gpu: str) -> float | None:
 
 def sides_of(options: argparse.Namespace) -> dict[str, Callable[..., None]]:
     packs = options.pack_tokens
-    found: dict[str, Callable[..., None]] = {
-        "ours, auto": lambda *given: ours(*given, "auto"),
-        f"ours, dp1 in packs of {packs}": lambda *given: ours(*given, f"dp1:{options.longest}@{packs}"),
-    }
-    if options.qlora:
+    found: dict[str, Callable[..., None]] = {"ours, auto": lambda *given: ours(*given, "auto")}
+    if not options.qlora:  # an 8B model's activations of such a pack are 140 GiB
+        found[f"ours, dp1 in packs of {packs}"] = lambda *given: ours(*given, f"dp1:{options.longest}@{packs}")
+    else:
         found |= {
             f"TRL's SFTTrainer, padded, micro-batches of {micro}": lambda *given, micro=micro: of_trl(*given, micro)
             for micro in options.padded_rows
@@ -295,7 +294,7 @@ def train(name: str, run: Callable[..., None], options: argparse.Namespace, rows
     with tempfile.TemporaryDirectory() as folder:
         try:
             run(options, folder, rows, clock)
-        except torch.cuda.OutOfMemoryError as error:
+        except (torch.cuda.OutOfMemoryError, PhaseMemoryError) as error:
             found.failed = str(error).split(".")[0]
     if found.failed:
         return found

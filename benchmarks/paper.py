@@ -8,7 +8,7 @@
 * `sweeps`: longer sequences, larger mini-batches, more GPUs.
 * `order`: what a switch sends in every order of phases.
 * `by-hand`: the strategies that the paper's scripts name, beside the planner's.
-* `memory`: our memory model beside torch's own tracker (`witnesses.py`).
+* `memory`: our memory model beside torch's own tracker, and beside what autograd keeps (`witnesses.py`).
 
 Prints Markdown tables. `--quick` makes a few of their lines, which tests compare with the page; `--write` writes the tables of the page.
 No GPU, no network, no clock: seconds are those of the time model for A800 (80 GB), eight a node, from data sheets, and, where it
@@ -533,10 +533,10 @@ def _by_hand(of: Setup, corpus: str, degrees: Sequence[Sequence[int]], edges: Se
 
 
 def memory(quick: bool) -> Lines:
-    """The table of `witnesses.py`."""
-    from witnesses import HEAD, memory  # brings in torch
+    """The tables of `witnesses.py`."""
+    import witnesses  # brings in torch
 
-    return table(HEAD, memory(quick))
+    return [*table(witnesses.HEAD, witnesses.memory(quick)), "", *table(witnesses.KEPT_HEAD, witnesses.kept(quick))]
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

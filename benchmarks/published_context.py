@@ -1,10 +1,10 @@
 """Seconds of a step and memory of published training runs with context parallelism, predicted from data sheets alone.
 
-    python benchmarks/published_context.py             # prints, and compares with the predictions that are committed
-    python benchmarks/published_context.py --write     # writes them anew
+    python benchmarks/published_context.py
 
 The rows (`tests/data/published_context_rows.json`) are configurations without their results, so that nothing is fitted to
-them: the predictions (`tests/data/predicted_context_rows.json`) are what the cost models say. Sequences are full and
+them: the predictions (`tests/data/predicted_context_rows.json`) are what the cost models said before anything was compared; they stay as
+they are, also where a formula has changed since. Sequences are full and
 causal, packs are of `micro_batch` sequences, recomputation as the row has it (selective counts as none: attention keeps no
 scores here either). Gradients of dp are summed after the last micro-batch, at the speed that switches are predicted with.
 """
@@ -80,14 +80,9 @@ def predict(row: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the predictions")
-    found = [predict(row) for row in json.loads(ROWS.read_text())]
-    if parser.parse_args().write:
-        PREDICTED.write_text(json.dumps(found, indent=1) + "\n")
-    for row in found:
-        print(row)
-    if found != json.loads(PREDICTED.read_text()):
-        raise SystemExit("these are not the predictions that are committed")
+    parser.parse_args()
+    for row, predicted in zip(json.loads(ROWS.read_text()), json.loads(PREDICTED.read_text()), strict=True):
+        print(f"predicted {predicted}\nnow       {predict(row)}")
 
 
 if __name__ == "__main__":

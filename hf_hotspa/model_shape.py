@@ -28,6 +28,8 @@ class ModelShape:
         whole_attention: The share of its layers' attention, or what stands in its place, that tensor parallelism does not
             divide: every rank holds and computes it.
         whole_mlp: The same of its MLPs, experts and routers.
+        gated: Whether its MLPs, or experts, have a gate beside the two matrices.
+        head_norms: Whether queries and keys are normed.
     """
 
     family: str
@@ -55,6 +57,8 @@ class ModelShape:
     ep_unsupported_reason: str | None = None
     whole_attention: float = 0.0
     whole_mlp: float = 0.0
+    gated: bool = True
+    head_norms: bool = False
 
     @property
     def attention_parameters(self) -> int:

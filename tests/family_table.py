@@ -76,6 +76,8 @@ def _family(config: Any) -> dict[str, object]:
     found: dict[str, object] = {"tp": has_tensor_plan(config), "pp": bool(config.base_model_pp_plan)}
     if leaves := {name.rpartition(".")[2] for name in plan if ".mlp" in name}:
         found["gated"] = bool(leaves & {"gate_proj", "gate_up_proj"})
+    if any(name.endswith(".q_norm") for name in plan):
+        found["head_norms"] = True
     names = dict(config.attribute_map)
     if aliases := {name: names[name] for name in FIELDS if name in names}:
         found["aliases"] = aliases

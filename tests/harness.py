@@ -46,8 +46,7 @@ PRELOAD = [
     "transformers",
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",
-    "transformers.trainer",
-    "tests.preload",  # the last one: it imports ours
+    "tests.preload",  # the last one: it imports ours, and the Trainer
 ]
 BACKEND_VARIABLE = "HOTSPA_TEST_BACKEND"
 """In a rank, the name of the backend that fits its devices, for functions that make the process group themselves."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.checkpoint.format.disk import Disk
-from hf_hotspa.checkpoint.format.folder import is_of_disk, unsavable
+from hf_hotspa.checkpoint.format.folder import may_pass, unsavable
 from hf_hotspa.checkpoint.format.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
 from hf_hotspa.checkpoint.model_files import ModelWeights
 from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
@@ -232,7 +232,7 @@ def _unwritable(files: SideFiles, target: Path) -> Iterator[tuple[str, Exception
         try:
             write(target)
         except Exception as failure:
-            if is_of_disk(failure, target):
+            if may_pass(failure, target):
                 raise
             yield name, failure
 
@@ -259,7 +259,7 @@ def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] 
     try:
         model.save_pretrained(target, state_dict=state_dict)
     except Exception as failure:
-        if is_of_disk(failure, target):
+        if may_pass(failure, target):
             raise
         with _without_configs(model):
             model.save_pretrained(target, state_dict=state_dict)

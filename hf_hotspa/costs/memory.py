@@ -39,6 +39,8 @@ PLANNED_SHARE = 0.9
 """The share of a device's memory that plans fill, whoever makes them, where no limit is given."""
 
 _MIB = 1 << 20
+_NORM_INPUT_BYTES = 4
+"""Norms compute in fp32."""
 _STRAIGHT = 1e-9
 """How far from a line a total may be by rounding, as a share: bytes of a token are a larger one."""
 _WIDE = 1 << 18
@@ -51,24 +53,38 @@ def activation_bytes(
     sequence_parallel: bool = False,
     element_bytes: int = 2,
     ep: int = 1,
+    frozen: bool = False,
 ) -> float:
     """Activations that one decoder layer keeps for one token until its backward pass, in bytes.
 
-    In elements, for hidden size h, attention width a and MLP width f: norms keep their inputs (2h) and the projections
-    what they read (2h, and 1h for the residual sum), which every tp coordinate holds alike without sequence
-    parallelism; queries, keys, values and the attention's output (4a) and three MLP intermediates (3f) are divided by
-    tp, but for the shares of blocks that every coordinate holds whole. For a LLaMA in 16 bit with sequence parallelism
-    these are the `(18h + 6f) / t` bytes that are customary; Korthikanti et al. (2022) derive the same way. With
-    recomputation only the layer's input (1h) stays. f is what the parameters of the MLP that compute a token leave for three
-    matrices: of experts the k that are chosen for it. These keep what goes into and comes out of each (2kh), which tp coordinates
-    hold alike where they cut experts, and share where ep divides them; loads are taken as equal.
+    What the layers of Transformers keep, in elements, for hidden size h, attention width a and MLP width f: both blocks what their
+    projections read (2h), which every tp coordinate holds alike, also with sequence parallelism, where it is gathered; queries, keys,
+    values and the attention's output (4a) and what the MLP computes (gate, up, the activated gate and their product, 4f; 2f without a
+    gate), which are divided by tp, but for the shares of blocks that every coordinate holds whole. Two norms keep their input in fp32
+    (4 bytes an element) and, where their weight is trained, their result before it (1h each); sequence parallelism divides that. So do norms of
+    queries and keys. Layer norms, which layers without a gate have, are counted with their inputs and the residual sum (3h). Fused kernels keep less: with them a LLaMA in 16 bit
+    has the customary `(18h + 6f) / t` bytes (Korthikanti et al., 2022, derive the same way). With recomputation only the layer's input
+    (1h) stays. f is what the parameters of the MLP that compute a token leave for its matrices: of experts the k that are chosen for it.
+    These keep what goes into and comes out of each (2kh), which tp coordinates hold alike where they cut experts, and share where ep
+    divides them; loads are taken as equal.
+
+    Args:
+        frozen: Whether norms are not trained.
     """
     heads = shape.attention_parameters / shape.hidden_size  # queries, keys, values and the output: 2a + 2kv
-    mlp = shape.active_mlp_parameters / shape.hidden_size
+    mlp = _kept_by_mlp(shape)
     of_experts = 2 * shape.experts_per_token * shape.hidden_size / (tp if ep > 1 else 1)
-    whole = 5 * shape.hidden_size / (tp if sequence_parallel else 1)
+    of_norm = _NORM_INPUT_BYTES + element_bytes * (not frozen)
+    norms = 2 * of_norm if shape.gated else 3 * element_bytes
+    normed = of_norm * heads / 2 * shape.head_norms  # queries and keys: a + kv
     cut = (heads * (1 - shape.whole_attention) + mlp * (1 - shape.whole_mlp)) / tp
-    return element_bytes * (whole + of_experts + cut + heads * shape.whole_attention + mlp * shape.whole_mlp)
+    in_compute_dtype = 2 * shape.hidden_size + of_experts + cut + heads * shape.whole_attention + mlp * shape.whole_mlp
+    return norms * shape.hidden_size / (tp if sequence_parallel else 1) + normed / tp + element_bytes * in_compute_dtype
+
+
+def _kept_by_mlp(shape: ModelShape) -> float:
+    """What an MLP keeps of a token, in elements: with a gate four tensors for three matrices, else two for two."""
+    return shape.active_mlp_parameters / shape.hidden_size * (4 / 3 if shape.gated else 1)
 
 
 @dataclass(frozen=True)
@@ -306,7 +322,7 @@ class MemoryModel:
             return per_token * num_layers * held_tokens + backward * pack_tokens
         shape, element_bytes = self.sizes.shape, dtype_bytes(self.options.compute_dtype)
         hidden = self._hidden_bytes()
-        inner = shape.active_mlp_parameters / (3 * shape.hidden_size) * element_bytes
+        inner = shape.active_mlp_parameters / ((3 if shape.gated else 2) * shape.hidden_size) * element_bytes
         inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
         if self.sizes.dequantized(strategy.tp):  # that of the adapter's product, and that of the frozen one
             inner *= 2
@@ -333,14 +349,17 @@ class MemoryModel:
         element_bytes, measured = dtype_bytes(options.compute_dtype), options.activation_bytes
         repeated = repeated_bytes(strategy, shape, options.context_parallel, element_bytes)
         more = (self.sizes.mlp_share(strategy) - 1 / tp) * (1 - shape.whole_mlp)  # than with even shares
-        repeated += element_bytes * more * shape.active_mlp_parameters / shape.hidden_size
+        repeated += element_bytes * more * _kept_by_mlp(shape)
         if not strategy.sp and tp in measured:
             return measured[tp] + repeated
         if strategy.sp and 1 in measured:
             # all is divided, but for what the two blocks gather
             gathered = 2 * self._hidden_bytes()
             return (measured[1] - gathered) / tp + gathered + repeated
-        own = activation_bytes(shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes, ep=strategy.ep)
+        own = activation_bytes(
+            shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes, ep=strategy.ep,
+            frozen=not self.sizes.trains_norms,
+        )  # fmt: skip
         return own + repeated
 
     def largest_pack(

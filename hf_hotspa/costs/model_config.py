@@ -221,6 +221,8 @@ def _shape(config: _Config, facts: Mapping[str, Any]) -> ModelShape:
         num_experts=num_experts,
         experts_per_token=(config.get("num_experts_per_tok") or 1) if num_experts else 0,
         expert_parameters=round(of_experts * facts.get("layer_factor", 1)),
+        gated=config.gated,
+        head_norms=config.table.get("head_norms", False),
         **{name: reason for name, reason in facts.items() if name.endswith("_unsupported_reason")},
         **facts.get("whole", {}),
     )

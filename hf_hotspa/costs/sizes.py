@@ -180,6 +180,13 @@ class ModelSizes:
             return self.shape.num_layers * self.adapter.parameters
         return self.num_parameters
 
+    @cached_property
+    def trains_norms(self) -> bool:
+        """Whether weights of norms are trained."""
+        if self.vector is None:
+            return self.adapter is None
+        return any(s.trainable and len(s.shape) == 1 and not s.name.endswith("bias") for s in self.vector.specs)
+
     def layers_of_stages(self, pp: int, v: int = 1) -> tuple[range, ...]:
         """The layers of each stage: the same cut as layouts make. Stage s is on the rank s mod pp of a pipeline.
 

@@ -30,10 +30,11 @@ class OutOfMemory:
         step: The mini-batch, counted from 1.
         act: What the phase did: `load`, `compute` or `return`.
         pack_tokens: Tokens of the largest pack that had been begun; 0 before the first one.
-        predicted_bytes: What the strategy was expected to take on a rank: with `auto` all of it, else weights,
-            gradients, master store and switch buffers alone.
+        predicted_bytes: What the strategy was expected to take on a rank.
         held_bytes: The most that this rank had held by then.
         text: What the allocator said.
+        is_whole: The prediction counts activations and optimizer states too, as with `auto`; else weights, gradients,
+            master store and switch buffers alone.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class OutOfMemory:
     predicted_bytes: int
     held_bytes: int
     text: str
+    is_whole: bool = False
 
     def error(self, where: str) -> PhaseMemoryError:
         """The error to raise."""
@@ -52,7 +54,7 @@ class OutOfMemory:
         return PhaseMemoryError(
             f"rank {self.rank} ran out of memory in the {self.act} of strategy {self.strategy}"
             + (f" with {pack}" if self.pack_tokens else "")
-            + f"; predicted {self.predicted_bytes / _MIB:,.1f} MiB, held at most {self.held_bytes / _MIB:,.1f} MiB: "
+            + f"; predicted {self.predicted_bytes / _MIB:,.1f} MiB{'' if self.is_whole else ' before activations'}, held at most {self.held_bytes / _MIB:,.1f} MiB: "
             + self.text,
             where=where,
             why="its peers wait for it inside collectives and cannot try again",
@@ -109,6 +111,7 @@ def out_of_memory(
         predicted_bytes=int(predicted.get(runner.mesh.strategy, runner.forecast.total)),
         held_bytes=peak_memory(runner.replica.device),
         text=f"{type(cause).__name__}: {text}",
+        is_whole=runner.mesh.strategy in predicted,
     )
 
 

@@ -42,6 +42,7 @@ from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
 from hf_hotspa.parallel.four_bit import products
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.isolation import take_packs
+from hf_hotspa.parallel.linear_attention import mixes_packed, set_heads_of_shard
 from hf_hotspa.parallel.loss import SequenceLoss
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.rope import RopeByRow, with_counted_positions
@@ -374,7 +375,10 @@ class Replica:
         self.vocabulary_widths = widths[description.head]
         for name, (_, heads, kv_heads) in description.local_heads(strategy.tp, tensor.shard).items():
             if name in modules:
-                set_local_heads(modules[name], heads, kv_heads)
+                if mixes_packed(modules[name]):
+                    set_heads_of_shard(modules[name], heads)
+                else:
+                    set_local_heads(modules[name], heads, kv_heads)
         if self._vocab_size < sum(self.vocabulary_widths):
             self.model.config = copy.copy(self.model.config)
             left = self._vocab_size - sum(self.vocabulary_widths[: tensor.shard])
@@ -484,7 +488,8 @@ class Replica:
         else:
             if self._num_shares > 1:
                 micro_batch = self._divisible(micro_batch)
-            pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, self.mesh.strategy.kh)
+            kh = self.mesh.strategy.kh
+            pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, kh, carried=prefix)
         self._begin(micro_batch, whole, pack, with_loss)
         inputs: dict[str, Any] = {
             "position_ids": micro_batch.position_ids

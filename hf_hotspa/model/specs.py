@@ -365,6 +365,8 @@ def _shape(
         expert_parameters=sum(spec.numel for spec in vector.specs if spec.experts) // num_layers,
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
+        gated=any({"gate_proj", "gate_up_proj"} & set(spec.name.split(".")) for spec in vector.specs),
+        head_norms=any("q_norm" in spec.name.split(".") for spec in vector.specs),
     )
 
 

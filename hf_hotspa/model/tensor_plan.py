@@ -18,6 +18,7 @@ from hf_hotspa.layout.vector import Part
 from hf_hotspa.parallel.adapters import base_layer, plain_parameters, without_adapters
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.four_bit import is_four_bit
+from hf_hotspa.parallel.linear_attention import mixes_packed, projections
 from hf_hotspa.parallel.tensor_parallel import (
     COLWISE,
     COLWISE_GATHER,
@@ -133,7 +134,7 @@ class TensorPlan:
         styles: The style (of `parallel.tensor_parallel`) of every module whose forward is wrapped.
         cuts: How each cut parameter is cut, by name; what is not here is held whole.
         partial: Names of replicated parameters whose gradient is a part of the sum on each rank.
-        heads: Query heads and key/value heads of every attention module that is cut.
+        heads: Query heads and key/value heads of every attention module that is cut; of linear attention both are those of keys.
         whole: Why a planned block is held whole, by its name with `*` for layer numbers.
     """
 
@@ -194,6 +195,8 @@ class TensorPlan:
             elif planned is not None:
                 parent, _, leaf = name.rpartition(".")
                 blocks.setdefault(parent, _Block()).modules[leaf] = planned
+            if self.has_plan and mixes_packed(module):
+                blocks.setdefault(name, _Block())
             for leaf, _ in module.named_parameters(recurse=False):
                 if style := self._planned(f"{name}.{leaf}"):
                     blocks.setdefault(name, _Block()).parameters[leaf] = style
@@ -203,6 +206,9 @@ class TensorPlan:
         if block.own == EXPERTS_STYLE or set(block.parameters.values()) & {PACKED_COLWISE, PACKED_ROWWISE}:
             return self._cut_experts(name, block)
         cut = _Found()
+        if mixes_packed(self.modules[name]):
+            self._cut_delta_net(cut, name)
+            return cut
         local: dict[str, str] = {}
         for leaf, style in block.modules.items():
             if style in _GATHERED and self._stays_local(name, leaf):
@@ -351,6 +357,24 @@ class TensorPlan:
         if parameter.ndim != 1 or (count > 1 and width is not None and parameter.numel() > width):
             raise _WholeError(f"{leaf} is over all heads")
         cut.partial.add(f"{name}.{path}")
+
+    def _cut_delta_net(self, cut: _Found, name: str) -> None:
+        """A gated delta net, by its heads of keys: each has its values, channels of the convolution, gates and decays."""
+        net: Any = self.modules[name]
+        heads = net.num_k_heads
+        cut.heads[name] = heads, heads
+        into, out, norm = projections(net)
+        qkv = tuple(Part(rows, heads, heads) for rows in (net.key_dim, net.key_dim, net.value_dim))
+        for leaf in into:
+            rows = self._linear(f"{name}.{leaf}").out_features
+            self._cut_linear(
+                cut, f"{name}.{leaf}", COLWISE, qkv if leaf == "in_proj_qkv" else (Part(rows, heads, heads),)
+            )
+        self._cut_linear(cut, f"{name}.{out}", ROWWISE, (Part(net.value_dim, heads, heads),))
+        cut.cuts |= {f"{name}.conv1d.{leaf}": Cut(0, qkv) for leaf, _ in net.conv1d.named_parameters()}
+        of_values = (Part(net.num_v_heads, heads, heads),)
+        cut.cuts |= {f"{name}.{leaf}": Cut(0, of_values) for leaf, _ in net.named_parameters(recurse=False)}
+        cut.partial |= {f"{name}.{norm}.{leaf}" for leaf, _ in net.get_submodule(norm).named_parameters()}
 
     # -- MLP and experts ----------------------------------------------------------------------------------------------
 

@@ -388,6 +388,10 @@ class PackedSequences:
         visible: Which tokens of the row the running layer sees, `(first, last + 1)`; None for all.
         attention_dropout: Which attention probabilities are dropped; None where none are.
         first_tokens: The place of each sequence's first token in its row, for that.
+        carried: The states of linear attention before and behind the row (`parallel.linear_attention`); None where the row
+            begins and ends with whole sequences.
+        division: Where the row is a part of a pack, how that is divided.
+        plans: What layers of linear attention have worked out for the pack, by the width of their convolution.
     """
 
     lengths: tuple[int, ...]
@@ -402,6 +406,9 @@ class PackedSequences:
     visible: tuple[int, int] | None = field(default=None, compare=False)
     attention_dropout: DropsAttention | None = field(default=None, compare=False)
     first_tokens: tuple[int, ...] = field(default=(), compare=False)
+    carried: Any = field(default=None, compare=False)
+    division: Any = field(default=None, compare=False)
+    plans: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:

@@ -314,7 +314,9 @@ def divided_pack(
         tokens = _CutTokens(division, [context.shares((n,)) for n in prefix.chunks] if prefix is not None else [])
         keys = tuple(seen for _, seen in tokens.lengths)
         attends = partial(_attend_gathered, tokens, prefix)
-    return row, PackedSequences(row.lengths, row.cu_seqlens, divided=attends, gathered_keys=keys)
+    own = PackedSequences(row.lengths, row.cu_seqlens, divided=attends, gathered_keys=keys)
+    own.carried, own.division = prefix, division
+    return row, own
 
 
 def _attend_by_heads(

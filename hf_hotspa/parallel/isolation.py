@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_hotspa.parallel.attention import PackedSequences, calls_attention, code_of_forward, names_in_forward
+from hf_hotspa.parallel.linear_attention import mix_packed, mixes_packed
 
 _PACKABLE = {"full_attention", "sliding_attention", "attention", "dense", "sparse"}
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
@@ -35,6 +36,7 @@ class LayerKind:
         window: Tokens that the mask lets a position see, itself included; all before it when None.
         chunk: Length of the stretches that the mask keeps apart; none when None.
         hands_on: Whether its attention must be given the pack past the layer, which keeps what it has no name for (StableLM).
+        is_linear: Whether it is linear attention that runs whole packs (`parallel.linear_attention`).
     """
 
     num_attentions: int
@@ -42,6 +44,7 @@ class LayerKind:
     window: int | None = None
     chunk: int | None = None
     hands_on: bool = False
+    is_linear: bool = False
 
     def mask(self, length: int, like: Tensor) -> Tensor:
         """[1, 1, length, length] in the dtype of `like`: 0 where a position may look, else the smallest number."""
@@ -75,6 +78,9 @@ def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrained
     for index, layer in enumerate(layers):
         kind = types[index] if len(types) == len(layers) else "full_attention"
         attentions = [module for module in layer.modules() if calls_attention(module)]
+        if not attentions and _passes_arguments_on(layer) and any(map(mixes_packed, layer.modules())):
+            kinds.append(LayerKind(0, is_linear=True))
+            continue
         slides = uniform or kind in _SLIDING
         tells = all("sliding_window" in names_in_forward(module) for module in attentions)
         own_mask = any(hasattr(m, "prepare_dynamic_mask") or hasattr(m, "indexer") for m in attentions)
@@ -111,6 +117,9 @@ def take_packs(layer: nn.Module, kind: LayerKind) -> None:
         run_alone(layer, kind)
     elif kind.hands_on:
         hand_pack_on(layer)
+    elif kind.is_linear:
+        for module in filter(mixes_packed, layer.modules()):
+            mix_packed(module)
 
 
 def run_alone(layer: nn.Module, kind: LayerKind) -> None:

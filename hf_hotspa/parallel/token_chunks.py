@@ -15,6 +15,8 @@ no graph holds what was fetched. A chain of one chunk runs forward and backward 
 In a pipeline each chunk runs forward once, in the order of its tokens, and keeps its graph until it runs backward, against
 that order (`packing.pipeline_order`); each stage keeps the keys and values of its layers.
 
+Layers of linear attention leave a state behind each chunk (`linear_attention`); its gradient comes from the next one alone.
+
 The balance loss of routers is of whole sequences: each chunk adds its part of the gradient (`router_loss.ChunkRouters`).
 
 Promises: each chunk has one backward; the losses of a pack's chunks are one entry of `losses` of the stage.
@@ -47,6 +49,8 @@ from hf_hotspa.strategy import Strategy
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [1, K, P, D] each."""
+StateKey = tuple[nn.Module, str]
+"""A layer of linear attention, and which of its states."""
 
 
 @dataclass
@@ -197,6 +201,8 @@ class _CutSequence:
         kept: Keys and values by attention module, of the tokens from the first one on.
         sums: The gradients that later chunks have added to them, in fp32 or wider.
         routers: What they leave of its routers.
+        states: What layers of linear attention leave behind each chunk, by layer, name and chunk.
+        of_states: The gradients of these, from the chunk behind.
         fetcher: Brings what is in host memory to another device.
     """
 
@@ -206,6 +212,8 @@ class _CutSequence:
     kept: dict[nn.Module, Pair] = field(default_factory=dict)
     sums: dict[nn.Module, Pair] = field(default_factory=dict)
     routers: RoutersOfChunks = field(default_factory=dict)
+    states: dict[tuple[StateKey, int], Tensor] = field(default_factory=dict)
+    of_states: dict[tuple[StateKey, int], Tensor] = field(default_factory=dict)
     fetcher: PrefixFetcher | None = None
 
     def keep(self, module: nn.Module, first: int, key: Tensor, value: Tensor) -> None:
@@ -225,6 +233,11 @@ class _CutSequence:
         """Adds the gradients of some tokens, which no leaf gets."""
         for total, gradient in zip(self._sums_of(module, of_keys.dtype), (of_keys, of_values), strict=True):
             total[:, :, tokens.start : tokens.start + gradient.shape[2]] += gradient
+
+    def take_gradient(self, place: tuple[StateKey, int], leaf: Tensor) -> None:
+        """Takes the gradient of a state that the chunk behind began with from the leaf that it was."""
+        assert leaf.grad is not None
+        self.of_states[place], leaf.grad = leaf.grad, None
 
     def fetched(self, module: nn.Module, before: Pair, device: torch.device) -> Pair:
         """The keys and values of the tokens before a chunk, on a device; and those of the next attention on their way."""
@@ -280,7 +293,9 @@ class _Carry:
         self.lengths: tuple[int, ...] = (before,)
         self.chunks = chunks
         self.routers = ChunkRouters(sequence.routers, len(chunks), is_last=len(chunks) == len(sequence.chunks))
+        self.continues = len(chunks) < len(sequence.chunks)
         self._sequence, self._own, self._keeps = sequence, own, keeps
+        self._states: dict[StateKey, Tensor] = {}
         self._in_graph: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._seen: set[nn.Module] = set()
         self._is_over = False
@@ -313,18 +328,43 @@ class _Carry:
     def fetched(self, module: nn.Module, before: Pair, device: torch.device) -> Pair:
         return self._sequence.fetched(module, before, device)
 
+    def state(self, key: StateKey, takes_gradient: bool) -> Tensor | None:
+        """See `linear_attention.StatePrefix`."""
+        place = key, len(self.chunks) - 1
+        state = self._sequence.states.get(place)
+        if state is None:
+            return None
+        leaf = state.detach()
+        if takes_gradient and torch.is_grad_enabled():
+            leaf.requires_grad_()
+            if not self._is_over:
+                leaf.register_post_accumulate_grad_hook(partial(self._sequence.take_gradient, place))
+        return leaf
+
+    def leave_state(self, key: StateKey, state: Tensor) -> None:
+        """See `linear_attention.StatePrefix`."""
+        if self._is_over:  # a layer that is computed again
+            return
+        self._sequence.states[key, len(self.chunks)] = state.detach()
+        if state.requires_grad:
+            self._states[key] = state
+
     def end(self) -> None:
         """The forward is over."""
         self._is_over = True
 
     def roots(self) -> list[tuple[Tensor, Tensor]]:
-        """Own keys and values in the graph, with the gradients that later chunks have added up for them."""
+        """Own keys, values and states in the graph, with the gradients that later chunks have added up for them."""
         place, roots = slice(self.lengths[0], self.lengths[0] + self._own), []
         for module, pair in self._in_graph.items():
             if module in self._sequence.sums:
                 for own, total in zip(pair, self._sequence.sums[module], strict=True):
                     if own.requires_grad:
                         roots.append((own, total[:, :, place].to(own)))
+        for key, state in self._states.items():
+            gradient = self._sequence.of_states.pop((key, len(self.chunks)), None)
+            if gradient is not None:
+                roots.append((state, gradient))
         return roots
 
     def _leave(self, module: nn.Module, key: Tensor, value: Tensor) -> None:

@@ -347,12 +347,12 @@ def refusals(rank, world_size):
     whole = SequenceLoss(own_loss.whole_sequences, ("domain",), example=rows[4])
     said = []
     for family, buckets, options in (
-        ("qwen3_5_text", "cp2:30", {}),
+        ("lfm2", "cp2:30", {}),
         ("gemma2_soft_caps", "cp2:30", {"context_parallel": "ring"}),
         ("llama_gqa_bias", "cp2:1", {}),
         ("llama_gqa_bias", "cp2:30", {"loss": whole}),
     ):
-        model = tiny_model_of(family) if family.startswith("qwen3_5") else tiny_model(family)
+        model = tiny_model_of(family) if family == "lfm2" else tiny_model(family)
         with pytest.raises((StrategyError, UnsupportedError)) as caught:
             make_engine(model, buckets, **options)
         said.append(str(caught.value))

@@ -94,9 +94,7 @@ def with_dropout(family, **dropouts):
 
 def hybrid_lora():
     """Layers that run one sequence of a pack at a time, with adapters."""
-    model = get_peft_model(
-        tiny_model_of("qwen3_5_text"), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.2)
-    )
+    model = get_peft_model(tiny_model_of("minimax"), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.2))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(parameter.numel()))

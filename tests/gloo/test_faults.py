@@ -323,7 +323,15 @@ def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
         assert (tmp_path / f"same-{outcome.rank}").read_text() == "True", "the weights changed"
         error = outcome.exception.to_dict()
         assert error["code"] == "HSP-401"
-        for part in ("rank 1", "compute", "tp2", "a pack of ", "predicted ", "held at most ", INJECTED):
+        for part in (
+            "rank 1",
+            "compute",
+            "tp2",
+            "a pack of ",
+            "predicted ",
+            "before activations, held at most ",
+            INJECTED,
+        ):
             assert part in error["what"], error
         assert f"mini-batch {entry['step']}, strategy tp2" in error["where"]
     assert (entry["strategy"], entry["rank"], entry["act"]) == ("tp2", 1, "compute")

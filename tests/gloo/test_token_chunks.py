@@ -299,12 +299,12 @@ def test_no_more_than_a_chunk_is_in_a_graph(monkeypatch):
 
 
 def test_what_cannot_run_in_chunks_says_why():
-    hybrid = describe_model(tiny_model_of("qwen3_5_text")).shape
+    convolving = describe_model(tiny_model_of("lfm2")).shape
     assert re.search(
-        "Qwen3_5DecoderLayer 0 of qwen3_5_text is given whole sequences", Strategy(ck=8).unsupported_reason(hybrid)
+        "Lfm2DecoderLayer 0 of lfm2 is given whole sequences", Strategy(ck=8).unsupported_reason(convolving)
     )
     with pytest.raises(StrategyError, match="legal with 1 processes"):
-        make_engine(tiny_model_of("qwen3_5_text"), "dp1+ck8:30")
+        make_engine(tiny_model_of("lfm2"), "dp1+ck8:30")
     rows = own_loss.rows_with_columns()
     whole = SequenceLoss(own_loss.whole_sequences, ("domain",), example=rows[4])
     with pytest.raises(UnsupportedError, match="whole sequences, and cp and .ck compute these in parts.*TokenLoss"):

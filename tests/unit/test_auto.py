@@ -37,7 +37,7 @@ TIME = TimeModel(
     {1: Cost(1e-10, 1e-6, 1e-5), 2: Cost(1e-10, 8e-7, 2e-5), 4: Cost(1e-10, 7e-7, 4e-5)},
     forward_share=1 / 3,
 )
-LIMIT = 52
+LIMIT = 60
 COST = CostModel(TIME, MEMORY, Cluster(4, 4, 1e30, 1e30), switch_s=1e-4)
 RNG = np.random.default_rng(0)
 LONG_TAILED = SequenceTable.from_lengths(np.clip(RNG.lognormal(4.5, 1.2, 3000), 8, 3000).astype(int))
@@ -100,7 +100,7 @@ def test_rivals_are_the_best_single_strategy_and_what_people_run() -> None:
     rivals, left_out = singles(LIMIT, [*STRATEGIES, Strategy(4, z=3)]).rivals(4)
     assert DP not in [bucket.strategy for bucket in rivals]
     assert "dp4+ck1024" in [str(bucket.strategy) for bucket in rivals]
-    assert left_out["dp4"] == "does not fit in 52 MiB, but in chunks"
+    assert left_out["dp4"] == "does not fit in 60 MiB, but in chunks"
     assert "no links" in left_out["dp4+z3"]
     _, left_out = singles(30).rivals(4)
     assert left_out["pp4"] == "does not fit in 30 MiB"

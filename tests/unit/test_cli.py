@@ -245,9 +245,9 @@ def test_the_optimizer_decides_what_is_kept_and_so_what_fits(capsys: pytest.Capt
 
 def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
     args = ["estimate", "--model", "llama2-32b", "--nodes", "4x8", "--strategy", "dp4tp2pp4", "--pack-tokens"]
-    free = answer(capsys, [*args, "4096"])
+    free = answer(capsys, [*args, "2048"])
     assert free["largest_pack_tokens"] is None
-    limited = answer(capsys, [*args, "4096", "--memory-limit", "75GiB"])
+    limited = answer(capsys, [*args, "2048", "--memory-limit", "75GiB"])
     most = limited["largest_pack_tokens"]
     assert limited["memory"] == free["memory"]
     at_most = answer(capsys, [*args, str(most), "--memory-limit", "75GiB"])
@@ -255,7 +255,7 @@ def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
     assert at_most["memory"]["total"] <= 75 * 2**30
     message = refusal(capsys, [*args, str(most + 1), "--memory-limit", "75GiB"])
     assert f"packs of at most {most} tokens" in message
-    assert main([*args, "2048", "--hardware", "a800-80g"]) == 0
+    assert main([*args, "1024", "--hardware", "a800-80g"]) == 0
     assert "Largest pack that fits" in capsys.readouterr().out
 
 

@@ -88,11 +88,16 @@ def test_sizes_of_a_shape() -> None:
 
 def test_activations_of_a_llama() -> None:
     h, f = 4096, 11008
-    formula = activation_bytes(LLAMA_7B, 8, sequence_parallel=True)
-    assert formula == pytest.approx((18 * h + 6 * f) / 8, rel=0.001)
-    assert activation_bytes(LLAMA_7B, 8) == pytest.approx(10 * h + (8 * h + 6 * f) / 8, rel=0.001)
-    assert activation_bytes(LLAMA_7B, 8, element_bytes=4) == 2 * activation_bytes(LLAMA_7B, 8)
-    assert formula / h * 8 == pytest.approx(34, rel=0.01)
+    cut = (8 * h + 8 * f) / 8
+    assert activation_bytes(LLAMA_7B, 8) == pytest.approx(16 * h + cut, rel=0.001)
+    # norms are divided, what the two blocks gather is not
+    assert activation_bytes(LLAMA_7B, 8, sequence_parallel=True) == pytest.approx(4 * h + 12 * h / 8 + cut, rel=0.001)
+    assert activation_bytes(LLAMA_7B, 8, element_bytes=4) == pytest.approx(24 * h + 2 * cut, rel=0.001)
+    # what a norm computes before its weight is kept for the weight's gradient
+    assert activation_bytes(LLAMA_7B, 8) - activation_bytes(LLAMA_7B, 8, frozen=True) == pytest.approx(4 * h)
+    # two matrices in the place of three, with layer norms
+    plain = replace(LLAMA_7B, gated=False, layer_parameters=LLAMA_7B.layer_parameters - h * f)
+    assert activation_bytes(plain, 1) == pytest.approx(18 * h + 4 * f, rel=0.001)
 
 
 def test_what_a_rank_holds() -> None:

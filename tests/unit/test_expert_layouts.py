@@ -180,7 +180,7 @@ def test_families_without_experts_that_can_be_divided_are_refused_by_name():
     for family, says in (
         ("llama", "llama has no experts"),
         ("llama4_text", "is not one fused module"),
-        ("qwen3_next", "qwen3_next"),
+        ("lfm2_moe", "lfm2_moe"),
     ):
         shape = describe_model(tiny_model_of(family)).shape
         assert says in Strategy.parse("dp4ep4").unsupported_reason(shape), family

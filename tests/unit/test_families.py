@@ -281,11 +281,13 @@ def test_fused_experts_are_cut_in_two_parts() -> None:
     assert (specs["down_proj"].shard_dim, len(specs["down_proj"].parts)) == (2, 1)
 
 
-def test_layers_that_carry_a_state_run_alone() -> None:
-    kinds = describe_model(tiny_model_of("qwen3_5_text")).layer_kinds
-    types = tiny_config_of("qwen3_5_text").layer_types
-    assert [kind.alone for kind in kinds] == [kind == "linear_attention" for kind in types]
-    assert {True, False} == {kind.alone for kind in kinds}
+@pytest.mark.parametrize(("family", "carries"), [("lfm2", "conv"), ("qwen3_5_text", "linear_attention")])
+def test_layers_that_carry_a_state_run_alone_or_as_linear_attention(family: str, carries: str) -> None:
+    kinds = describe_model(tiny_model_of(family)).layer_kinds
+    expected = [kind == carries for kind in tiny_config_of(family).layer_types]
+    assert {True, False} == set(expected)
+    assert [kind.alone for kind in kinds] == [carries == "conv" and own for own in expected]
+    assert [kind.is_linear for kind in kinds] == [carries != "conv" and own for own in expected]
 
 
 class _RunningSum(nn.Module):

@@ -105,7 +105,7 @@ def test_the_command_line_takes_them(capsys: pytest.CaptureFixture[str]) -> None
         "--lengths",
         "commoncrawl",
         "--longest",
-        "32768",
+        "16384",
         "--json",
     ]
     seconds, strategies = [], []

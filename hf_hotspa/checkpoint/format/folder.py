@@ -268,8 +268,12 @@ class RunFolder:
             logger.warning("older checkpoints in %s could not be removed: %s", self.path, error)
 
 
-def is_of_disk(error: BaseException, folder: Path) -> bool:
-    """Whether a disk has refused a save into a folder, which another save may survive; not a file elsewhere, or a serialiser."""
+def may_pass(error: BaseException, folder: Path) -> bool:
+    """Whether another save may succeed: a disk has refused this one, or memory ran out; not a file elsewhere, or a serialiser."""
+    if (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    ):  # torch's; torch is not imported here
+        return True
     if not isinstance(error, OSError) or error.errno is None:
         return bool(_OF_SYSTEM.search(str(error)))
     if error.filename is None:
@@ -289,15 +293,15 @@ def unsavable(what: str, folder: Path, error: BaseException) -> UnsavableError:
 
 
 def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
-    """What to raise for a save that failed: `UnsavableError` where the disk has not refused it."""
-    if not is_of_disk(error, path):
+    """What to raise for a save that failed: `UnsavableError` where no other save can succeed."""
+    if not may_pass(error, path):
         return unsavable("something that is saved beside the weights", path, error)
     reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     return CheckpointError(
         f"{what}: {reason}",
         where=str(path),
         why="earlier checkpoints are untouched",
-        fix="free space on the disk, or make output_dir a writable directory that all ranks share",
+        fix="free space on the disk (or memory, where that is missing), or make output_dir a writable directory that all ranks share",
     )
 
 
