@@ -135,6 +135,18 @@ $(PEERS_INSTALLED): benchmarks/requirements.txt $(INSTALLED)
 bench-peers: $(PEERS_INSTALLED)  ## Side by side with Trainer + DDP, TRL, FSDP2, DeepSpeed (an hour on 2 cores)
 	$(LAUNCH_ENV) $(PY) benchmarks/side_by_side.py --png out/peers.png $(BENCH_ARGS)
 
+# The wheel is tried in an environment of its own, which has the light installation, and away from the tree.
+TRIAL := .cache/wheel
+.PHONY: dist
+dist: $(INSTALLED)  ## dist/: the package and its sources, ready to publish, checked, and tried away from the tree
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[release]'
+	rm -rf dist build $(TRIAL)
+	$(PY) -m build --no-isolation --outdir dist
+	$(PY) -m twine check --strict dist/*
+	$(PY) -m venv $(TRIAL)
+	$(TRIAL)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd / && "$(abspath $(TRIAL))/bin/hf-hotspa" plan --model llama2-7b --gpus 8xh100-80g --lengths chat --longest 4096 | head -4
+
 .PHONY: clean
 clean:  ## Remove caches and build products; .venv and results in out/ stay
 	rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

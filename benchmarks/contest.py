@@ -1,6 +1,7 @@
 """What `step.py` and its parts share: model shapes, the mini-batch, and the sides of the contest."""
 
 import argparse
+import heapq
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,10 +20,15 @@ MODELS = {  # hidden, intermediate, layers, vocabulary; 8 heads, 4 key/value hea
 
 @dataclass(frozen=True)
 class Side:
-    """One contestant: a bucket list, static when it has one bucket."""
+    """One contestant: a bucket list, static when it has one bucket.
+
+    Args:
+        packed: Whether sequences share packs.
+    """
 
     name: str
     buckets: tuple[Bucket, ...]
+    packed: bool = True
 
     @property
     def is_static(self) -> bool:
@@ -34,6 +40,21 @@ def with_context(strategy: Strategy) -> Iterator[Strategy]:
     for cp in range(2, strategy.dp + 1):
         if strategy.dp % cp == 0:
             yield replace(strategy, dp=strategy.dp // cp, cp=cp)
+
+
+PAPER_STATIC = {"packed to the context": True, "not packed": False}
+"""The paper's baselines, and whether they pack: packs no longer than the longest sequence; each sequence a pack of its own."""
+
+
+def one_each(lengths: Sequence[int], *, dp: int = 1, quadratic_cost: float = 0.0, **_: Any) -> Any:
+    """In the place of `pack_sequences`: every sequence is a pack, the longest first to the replica with the least to do."""
+    replicas: list[tuple[float, int, list[tuple[int, ...]]]] = [(0.0, replica, []) for replica in range(dp)]
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        load, replica, packs = replicas[0]
+        packs.append((index,))
+        cost = lengths[index] + quadratic_cost * lengths[index] ** 2
+        heapq.heapreplace(replicas, (load + cost, replica, packs))
+    return tuple(tuple(packs) for _, _, packs in sorted(replicas, key=lambda each: each[1]))
 
 
 def pack_limit(strategy: Strategy, budget: int, rule: str) -> int:
@@ -57,6 +78,8 @@ def make_sides(options: argparse.Namespace, lengths: Sequence[int]) -> tuple[lis
             left_out.append(f"{strategy} does not fit: its packs of {limit} tokens cannot hold a sequence of {longest}")
         else:
             sides.append(Side(f"static {strategy}", (Bucket(strategy, longest, limit),)))
+            short = (Bucket(strategy, longest, longest),)
+            sides += [Side(f"static {strategy}, {how}", short, packed) for how, packed in PAPER_STATIC.items()]
     texts = options.hot or default_hot(options, longest, sides)
     for text in texts:
         buckets = parse_buckets(text)
@@ -78,7 +101,7 @@ def default_hot(options: argparse.Namespace, longest: int, fitting: Sequence[Sid
         f"{wide}:{options.budget},{bucket.strategy}:{bucket.longest}@{bucket.pack_tokens}"
         for side in fitting
         for bucket in side.buckets
-        if bucket.strategy != wide
+        if bucket.strategy != wide and "," not in side.name
     ]
 
 

@@ -1,6 +1,6 @@
 """The experiments of HotSPa (SOSP'24) priced by our models: every figure of docs/paper.md.
 
-    python benchmarks/paper.py [table3] [fig7] [fig8] [sweeps] [order] [by-hand] [memory] [--quick] [--write]
+    python benchmarks/paper.py [table3] [fig7] [fig8] [sweeps] [order] [by-hand] [memory] [links] [traces] [predictions] [--quick] [--write]
 
 * `table3`: the static strategy and C1, C2, C3 on both corpora, in totals and in ratios, beside the published ones.
 * `fig7`: three models, 8 to 32 GPUs, 4K to 32K tokens, both corpora.
@@ -9,6 +9,9 @@
 * `order`: what a switch sends in every order of phases.
 * `by-hand`: the strategies that the paper's scripts name, beside the planner's.
 * `memory`: our memory model beside torch's own tracker, and beside what autograd keeps (`witnesses.py`).
+* `links`: our links beside torch's model of NCCL (`witnesses.py`).
+* `traces`: our schedule of pipelines beside traces of real jobs (`straggler_trace.py`).
+* `predictions`: rows that the pages publish, beside what the models say without them.
 
 Prints Markdown tables. `--quick` makes a few of their lines, which tests compare with the page; `--write` writes the tables of the page.
 No GPU, no network, no clock: seconds are those of the time model for A800 (80 GB), eight a node, from data sheets, and, where it
@@ -29,20 +32,25 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise, permutations, product
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 from planner_cases import bit_reversed, cluster_of, llama_vector, weights
 from planner_targets import CHAINS, chain_row
+from straggler_trace import measured_seconds, read_trace, replica_seconds
 from written_plans import traffic_of
 
+from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.context import ulysses_unsupported_reason
+from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.stages import StageCosts
+from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.plan.plan import DST, LENGTH, SRC, START, SwitchPlan
 from hf_hotspa.plan.planner import plan_load
 from hf_hotspa.plan.ports import overlapped_seconds
@@ -539,11 +547,76 @@ def memory(quick: bool) -> Lines:
     return [*table(witnesses.HEAD, witnesses.memory(quick)), "", *table(witnesses.KEPT_HEAD, witnesses.kept(quick))]
 
 
+def predictions(quick: bool) -> Lines:
+    """Rows that these pages publish, beside what the models say from data sheets alone; and the file of predictions."""
+    rows: list[list[object]] = []
+    published = published_table3()["results"]
+    for corpus, title in CORPORA.items():
+        modelled = totals(corpus, "un-packed, data sheet")
+        for name in ("Static", "C1", "C2", "C3"):
+            real = published[title][name]["total_seconds"]
+            rows.append(_beside(f"Table 3, {title}, {name}", "s", real, modelled[name]))
+    for what, unit, real, ours in h100():
+        rows.append(_beside(what, unit, real, ours))
+    kept = json.loads((ROOT / "benchmarks" / "data" / "published_predictions.json").read_text())
+    files = [[kept["date"], f"`{kept['cost model of commit'][:7]}`", len(kept["predictions"])]]
+    head = ["row", "unit", "measured", "predicted", "error"]
+    return [*table(["predictions of", "cost model of commit", "runs"], files), "", *table(head, rows)]
+
+
+def _beside(what: str, unit: str, real: float, ours: float) -> list[object]:
+    return [what, unit, f"{real:.2f}", f"{ours:.2f}", f"{ours / real - 1:+.0%}"]
+
+
+def h100() -> list[tuple[str, str, float, float]]:
+    """The side with packs of one length of docs/one-gpu.json: what, unit, measured, predicted from the data sheet."""
+    found = json.loads((ROOT / "docs" / "one-gpu.json").read_text())
+    rounds, hidden, layers, tokens = found["sides"]["ours, dp1 in packs of 32768"], 1024, 16, found["longest"]
+    width = hidden * 11 // 4
+    of_layer = 3 * hidden**2 + 3 * hidden * width + 2 * hidden  # half as many key/value heads as query heads
+    shape = ModelShape("llama", layers, 16, 8, hidden, hidden, 32000, of_layer, max_position_embeddings=tokens)
+    cost = CostModel.of_hardware(load_hardware("h100-80g"), ModelSizes(shape), MemoryOptions(), 1)
+    num_steps = len(rounds[0]["seconds"])
+    warm, strategy = 2, Strategy()
+    drawn = synthetic_lengths("commoncrawl", 64 * (warm + num_steps), tokens, 1)
+    seconds = [
+        packed_seconds(cost.time, strategy, drawn[64 * step : 64 * (step + 1)], tokens, shape.quadratic_cost)
+        for step in range(warm, warm + num_steps)
+    ]
+    real = fmean(median(each["seconds"]) for each in rounds)
+    peak = fmean(each["peak_bytes"] for each in rounds) / 2**30
+    ours = cost.memory.breakdown(strategy, tokens).total / 2**30
+    return [("one H100, packs of 32K", "s", real, median(seconds)), ("one H100, packs of 32K", "GiB", peak, ours)]
+
+
+def links(quick: bool) -> Lines:
+    """All-reduces by torch's model of NCCL and by ours; and both beside published measurements."""
+    import witnesses  # brings in torch
+
+    return [*table(witnesses.LINKS_HEAD, witnesses.links(quick)), "", *table(witnesses.BUS_HEAD, witnesses.buses())]
+
+
+def traces(quick: bool) -> Lines:
+    """The simulated schedule beside two traces of real jobs."""
+    rows = []
+    for name in ("ST", "SE"):
+        path = DATA / f"straggler_trace_{name}.parquet"
+        measured, steps = measured_seconds(path), read_trace(path)
+        simulated = [max(map(replica_seconds, replicas)) for replicas in steps]
+        errors = [ours / real - 1 for ours, real in zip(simulated, measured, strict=True)]
+        job = f"{name}: {len(steps[0])} replicas of {len(steps[0][0][0][0])} stages, {len(steps)} steps"
+        worst = max(errors, key=abs)
+        rows.append(
+            [job, f"{fmean(measured):.3f}", f"{fmean(simulated):.3f}", f"{fmean(errors):+.2%}", f"{worst:+.2%}"]
+        )
+    return table(["job", "measured, s a step", "simulated, s a step", "mean error", "worst step"], rows)
+
+
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 COMMANDS: dict[str, Callable[[bool], Lines]] = {
     "table3": table3, "fig7": fig7, "fig8": fig8, "sweeps": sweeps, "order": order, "by-hand": by_hand,
-    "memory": memory,
+    "memory": memory, "links": links, "traces": traces, "predictions": predictions,
 }  # fmt: skip
 
 

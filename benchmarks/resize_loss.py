@@ -1,9 +1,13 @@
 """What leaving columns out does to the loss: a small decoder on real text under tp2, exactly and with one rank resized.
 
     python benchmarks/resize_loss.py
-    python benchmarks/resize_loss.py --steps 300 --json out/resize.json --svg docs/img/resize-loss.svg
+    python benchmarks/resize_loss.py --json out/resize.json --svg docs/img/resize-loss.svg
+    python benchmarks/resize_loss.py --part all          # columns left out on every rank (the paper's Figs. 5 and 6)
+    python benchmarks/resize_loss.py --part turns        # on one rank at a time, in turn (Figs. 7 and 8)
+    python benchmarks/resize_loss.py --part semi         # one slow rank: left out, migrated, both (Fig. 10a)
+    python benchmarks/resize_loss.py --part four         # four slow ranks of eight, some of them migrate (Fig. 11a)
 
-Two processes, all sides one after the other in one run from the same weights: the bytes of the standard library of Python, 16 rows of
+Two processes (eight for `four`), all sides one after the other in one run from the same weights: the bytes of the standard library of Python, 16 rows of
 128 bytes a step, AdamW. On one of the two ranks a share of the columns of every product is left out in every step, far more
 than a run with a device that is slow for a while. The loss of each step is that of the forward as it was computed, that is without the
 columns; the last line is the loss of the trained weights in an exact forward, over rows that were not trained.
@@ -11,7 +15,9 @@ columns; the last line is the loss of the trained weights in an exact forward, o
 
 import argparse
 import sysconfig
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,18 +34,82 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.strategy import parse_buckets
 
+
+@dataclass(frozen=True)
+class Side:
+    """What ranks do not compute in a step.
+
+    Args:
+        left: The share of its columns that each rank leaves out; one number for the last rank alone.
+        columns: How these are chosen.
+        imputation: What their gradients are.
+        given: The share of its columns that each rank gives to the others.
+        turns: Whether the shares pass from rank to rank, once a period.
+    """
+
+    left: tuple[float, ...] = ()
+    columns: str = "pri"
+    imputation: str = "zero"
+    given: tuple[float, ...] = ()
+    turns: bool = False
+
+    def of(self, shares: tuple[float, ...], world_size: int, turn: int) -> tuple[float, ...]:
+        """Shares by rank."""
+        known = (0.0,) * (world_size - len(shares)) + shares
+        return known[-turn % world_size :] + known[: -turn % world_size] if self.turns else known
+
+
 SIDES = {
-    "exact": (0.0, "rd", "zero"),
-    "Rd 1/4": (0.25, "rd", "zero"),
-    "Rd 1/2": (0.5, "rd", "zero"),
-    "Pri 1/2": (0.5, "pri", "zero"),
-    "PriDiffR 1/2": (0.5, "pridiffr", "zero"),
-    "Rd 1/2 same": (0.5, "rd", "same"),
-    "Rd 1/2 average": (0.5, "rd", "average"),
-    "Rd 3/4": (0.75, "rd", "zero"),
-    "Pri 3/4": (0.75, "pri", "zero"),
+    "exact": Side(),
+    "Rd 1/4": Side((0.25,), "rd"),
+    "Rd 1/2": Side((0.5,), "rd"),
+    "Pri 1/2": Side((0.5,)),
+    "PriDiffR 1/2": Side((0.5,), "pridiffr"),
+    "Rd 1/2 same": Side((0.5,), "rd", "same"),
+    "Rd 1/2 average": Side((0.5,), "rd", "average"),
+    "Rd 3/4": Side((0.75,), "rd"),
+    "Pri 3/4": Side((0.75,)),
 }
-"""Side -> the share that one of two ranks leaves out, how its columns are chosen, and what their gradients are."""
+GAMMAS = {"1/4": 0.25, "1/2": 0.5, "9/10": 0.9}
+"""The shares of the paper's Figs. 5 to 8."""
+FOUR = (1 - 1 / 2, 1 - 1 / 4, 1 - 1 / 6, 1 - 1 / 8)
+"""What ranks lose that take 2, 4, 6 and 8 times as long (equation 1 with the fastest rank as the reference)."""
+PARTS: dict[str, tuple[int, dict[str, Side]]] = {
+    "one": (2, SIDES),
+    "all": (
+        2,
+        {"exact": Side()}
+        | {f"{how} {text}": Side((share,) * 2, how.lower()) for text, share in GAMMAS.items() for how in ("Rd", "Pri")},
+    ),
+    "turns": (
+        2, {"exact": Side()} | {f"Pri {text}": Side((0.0, share), turns=True) for text, share in GAMMAS.items()},
+    ),
+    "semi": (
+        2,
+        {"exact": Side()}
+        | {
+            f"{how}, {chi}x": side
+            for chi in (2, 4, 8)
+            for how, side in {
+                "migrate": Side(given=(1 - 1 / chi,)),
+                "PriDiffR": Side((1 - 1 / chi,), "pridiffr"),
+                "semi": Side(((1 - 1 / chi) / 2,), given=((1 - 1 / chi) / 2,)),
+            }.items()
+        },
+    ),
+    "four": (
+        8,
+        {"exact": Side()}
+        | {
+            f"lambda {x}": Side(
+                tuple(0.0 if i >= 4 - x else share for i, share in enumerate(FOUR)), "pri" if x else "pridiffr",
+                given=tuple(share if i >= 4 - x else 0.0 for i, share in enumerate(FOUR)),
+            )
+            for x in range(5)
+        },
+    ),
+}  # fmt: skip
+"""Ranks, and sides by name. `semi` divides what a rank loses into halves; the product finds the parts by equation 2."""
 ROWS, LENGTH, LEARNING_RATE = 16, 128, 3e-3
 PAPER = """the paper (Figs. 3, 5 to 8; ViT-1B and 3B on CIFAR-10, 150 epochs): accuracy is best with same, then zero, then average (gamma = 1/2); Pri
 loses up to 18 % less accuracy than Rd (gamma = 9/10, all GPUs); one slow GPU alone costs less accuracy than all (gamma the same)."""
@@ -49,11 +119,11 @@ COLOURS = ("#1b1f24", "#2f6fde", "#17926b", "#c2410c", "#7c3aed", "#b45309", "#b
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=list(PARTS), default="one")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--period", type=int, default=25, help="steps from one look at the variation to the next")
-    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--evaluated", type=int, default=8, help="mini-batches of rows that are not trained")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--svg", type=Path, help="write the curves there")
@@ -61,8 +131,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.layers, options.period, options.evaluated = 2, 1, 1, 1
-        options.sides = ["exact", "Rd 1/2", "Pri 1/2", "Rd 1/2 same"]
     return options
+
+
+QUICK = {"one": ("exact", "Rd 1/2", "Pri 1/2", "Rd 1/2 same"), "four": ("exact", "lambda 2")}
+"""Of a quick run; else all of them."""
 
 
 def make_rows(count: int) -> list[dict[str, list[int]]]:
@@ -78,30 +151,36 @@ def train(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, 
     """Losses of each side: of every step, and of rows that were not trained; and the share that was left out."""
     rows = make_rows(ROWS * (options.steps + options.evaluated))
     found: dict[str, Any] = {}
-    for name in options.sides:
-        share, columns, imputation = SIDES[name]
-        model = make_model(options.hidden, options.layers, vocab_size=256, longest=LENGTH)
-        buckets = parse_buckets(f"tp2:{LENGTH}@{ROWS * LENGTH}")
+    sides = PARTS[options.part][1]
+    for name in QUICK.get(options.part, sides) if options.quick else sides:
+        side = sides[name]
+        model = make_model(options.hidden, options.layers, vocab_size=256, longest=LENGTH, num_heads=max(4, world_size))
+        buckets = parse_buckets(f"tp{world_size}:{LENGTH}@{ROWS * LENGTH}")
         engine = HotSPaEngine(model, buckets, EngineOptions(flexible=True))
         collate = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=256)
         optimizer = torch.optim.AdamW(engine.parameter_groups(), lr=LEARNING_RATE)
-        statistics = ColumnStatistics(engine, Resizing(columns, imputation, options.period))
-        losses, left = [], []
+        statistics = ColumnStatistics(engine, Resizing(side.columns, side.imputation, options.period))
+        losses, left, begin = [], [], time.process_time()
         for step in range(options.steps + options.evaluated):
             trains = step < options.steps
             statistics.begin(step, options.period)
+            turn = step // options.period
             for work in engine.flexible_works().values():
-                work.resized = share if trains and rank == 1 else 0.0
+                work.give(side.of(side.given, world_size, turn))
+                work.resized = side.of(side.left, world_size, turn)[rank] if trains else 0.0
             report = engine.forward_backward(collate(rows[step * ROWS : (step + 1) * ROWS]), step)
             losses.append(report.loss)
             if trains:
                 assert report.ranks is not None
-                left.append(report.ranks.phases[1][0][-1])
+                left.append(fmean(row[0][-1] for row in report.ranks.phases))
                 engine.clip_grad_norm_(1.0)
                 optimizer.step()
+        seconds = (time.process_time() - begin) / (options.steps + options.evaluated)
         engine.close()
         evaluated = fmean(losses[options.steps :])
-        found[name] = {"losses": losses[: options.steps], "evaluated": evaluated, "left_out": fmean(left)}
+        found[name] = {
+            "losses": losses[: options.steps], "evaluated": evaluated, "left_out": fmean(left), "cpu_s": seconds,
+        }  # fmt: skip
     return found
 
 
@@ -152,7 +231,7 @@ def curves(
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Trains, prints and writes."""
     options = parse_options(arguments)
-    found = run_world(2, train, options)
+    found = run_world(PARTS[options.part][0], train, options)
     print(f"{'steps':<14}" + "".join(f"{name:>16}" for name in found))
     size = max(options.steps // 6, 1)
     for begin in range(0, options.steps, size):
@@ -163,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         )
     print(f"{'not trained':<14}" + "".join(f"{side['evaluated']:>16.4f}" for side in found.values()))
     print(f"{'left out':<14}" + "".join(f"{side['left_out']:>16.4f}" for side in found.values()))
+    print(f"{'cpu s a step':<14}" + "".join(f"{side['cpu_s']:>16.4f}" for side in found.values()))
     print("\n" + PAPER)
     given = {k: v for k, v in vars(options).items() if k not in ("json", "svg")}
     result = {"options": given, "sides": found}

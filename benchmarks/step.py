@@ -11,7 +11,8 @@ Printed last: the share of a step that `HotSPaTrainer` spends outside of the eng
 All sides run in one set of processes, in turn (A, B, C, A, B, C, ...), on the same mini-batches and one set of weights,
 and the median over the rounds is reported: the speed of a shared machine drifts by a fifth within minutes. A mini-batch
 counts everything: planning and collating, switching, forward and backward, clipping, the AdamW step. Every side is
-packed, and the sequences of a pack are isolated. Before timing, all sides run the first mini-batch from the same
+packed, and the sequences of a pack are isolated; each static strategy also runs as the paper's baseline may have: with packs no longer than the
+longest sequence, and without packs. Before timing, all sides run the first mini-batch from the same
 weights, and their losses must agree.
 """
 
@@ -22,10 +23,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest.mock import patch
 
-from contest import MODELS, Side, make_model, make_rows, make_sides, mini_batch_lengths
+from contest import MODELS, Side, make_model, make_rows, make_sides, mini_batch_lengths, one_each
 from distributions import NAMES, compare_distributions
 from result_file import write_json
 from trainer_overhead import trainer_overhead
@@ -70,7 +73,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.model.options import EngineOptions
-    from hf_hotspa.packing.bucketing import plan_mini_batch
+    from hf_hotspa.packing import bucketing
     from hf_hotspa.rows.table import SequenceTable
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
@@ -84,7 +87,8 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
 
     def mini_batch_of(side: Side, rows: list[dict[str, list[int]]]) -> Any:
         collator = PackedBucketCollator(side.buckets, rank=rank, vocab_size=shape.vocab_size)
-        plan = plan_mini_batch(range(len(rows)), table, side.buckets, quadratic_cost=shape.quadratic_cost)
+        with nullcontext() if side.packed else patch.object(bucketing, "pack_sequences", one_each):
+            plan = bucketing.plan_mini_batch(range(len(rows)), table, side.buckets, quadratic_cost=shape.quadratic_cost)
         return collator.of_plan(plan, {row: rows[row] for row in collator.rows_of(plan)})
 
     def over_ranks(seconds: float, how: Any = dist.ReduceOp.MAX) -> float:

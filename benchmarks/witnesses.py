@@ -1,6 +1,7 @@
-"""Our memory model beside a witness that is not ours: what torch's own tracker counts (`torch.distributed._tools.mem_tracker`).
+"""Our models beside witnesses that are not ours: torch's own tracker (`torch.distributed._tools.mem_tracker`) and what autograd
+saves for memory, torch's model of NCCL (`torch._inductor.comm_analysis`) for links.
 
-    python benchmarks/paper.py memory [--quick]
+    python benchmarks/paper.py memory links [--quick]
 
 A stage of one rank is made of the layers that Transformers has, in plain torch: heads, MLP and vocabulary divided by tp, tokens
 by cp, layers by pp; what other ranks send is an empty tensor of the right size. It runs forward and backward as the schedule has it, with
@@ -12,7 +13,7 @@ No GPU, no network, no clock.
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from unittest.mock import patch
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch._inductor import comm_analysis
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional
@@ -30,7 +32,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from hf_hotspa.costs.adapter import Adapter
+from hf_hotspa.costs.analytic import all_reduce_latency, all_reduce_seconds
 from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.cards import PRESETS
+from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, activation_bytes
 from hf_hotspa.costs.model_config import load_model, read_config
 from hf_hotspa.costs.sizes import ModelSizes, loss_chunk_tokens
@@ -416,4 +421,75 @@ def memory(quick: bool) -> Rows:
                 f"{theirs / GIB:.2f}", f"{ours / GIB:.2f}", f"{ours / theirs - 1:+.1%}",
             ]
         )  # fmt: skip
+    return rows
+
+
+# -- links ------------------------------------------------------------------------------------------------------------
+
+LINKS_HEAD = (
+    "card",
+    "ranks",
+    "MiB",
+    "torch, ms",
+    "ours, ms",
+    "error",
+    "ours with one network card a node, ms",
+    "error",
+)
+BUS_HEAD = ("machines", "measured, GB/s", "ours, GB/s", "error", "torch, GB/s", "error")
+CARDS = {"a100-80g": comm_analysis.NVIDIA_GPU_TYPE.AMPERE, "h100-80g": comm_analysis.NVIDIA_GPU_TYPE.HOPPER}
+BUSES = (
+    ("8 A100 in a node", 8, 4 << 30, 232.5),
+    ("2 nodes of 8 A100, 4 cards of 200 Gb/s each", 16, 4 << 30, 86.0),
+    ("3 nodes of 8 A100, 4 cards of 200 Gb/s each", 24, 128 << 20, 96.0),
+)
+"""Published results of nccl-tests, all-reduce: github.com/NVIDIA/nccl-tests, issues 175, 175 and 119 (there the peak)."""
+
+
+def torch_all_reduce(card: str, ranks: int, num_bytes: int) -> float:
+    """Seconds by torch's model of NCCL, in nodes of eight cards with NVLink."""
+    with (
+        patch.object(comm_analysis, "get_gpu_type", lambda: CARDS[card]),
+        patch.object(comm_analysis, "_has_nvlink", lambda: True),
+        patch.object(torch.cuda, "is_available", lambda: False),
+    ):
+        kind = comm_analysis.NCCL_COLL.ALL_REDUCE
+        return comm_analysis.estimate_nccl_collective_runtime_impl(num_bytes, ranks, kind) * 1e-3
+
+
+def our_all_reduce(hardware: Hardware, ranks: int, num_bytes: int) -> float:
+    """Seconds by ours: those that a layer under tp has four of."""
+    return all_reduce_seconds(ranks, num_bytes, hardware) + all_reduce_latency(ranks, hardware)
+
+
+def links(quick: bool) -> Rows:
+    """A line a card, number of ranks and size."""
+    rows: Rows = []
+    for card in CARDS:
+        for ranks in (2, 8, 16, 32):
+            for mib in (16, 256):
+                theirs, hardware = torch_all_reduce(card, ranks, mib << 20), PRESETS[card]
+                texts = []
+                for nics in (None, 1):
+                    own = our_all_reduce(replace(hardware, nics_per_node=nics), ranks, mib << 20)
+                    texts += [f"{own * 1e3:.3f}", f"{own / theirs - 1:+.0%}"]
+                one_node = ranks <= hardware.devices_per_node
+                rows.append(
+                    [card, ranks, mib, f"{theirs * 1e3:.3f}", *texts[:2], *(["-", "-"] if one_node else texts[2:])]
+                )
+    return rows[:QUICK] if quick else rows
+
+
+def buses() -> Rows:
+    """Bus bandwidths of published runs of nccl-tests, beside both models."""
+    rows: Rows = []
+    for name, ranks, num_bytes, measured in BUSES:
+        hardware, moved = replace(PRESETS["a100-80g"], nics_per_node=4), 2e-9 * (1 - 1 / ranks) * num_bytes
+        both = (
+            moved / our_all_reduce(hardware, ranks, num_bytes),
+            moved / torch_all_reduce("a100-80g", ranks, num_bytes),
+        )
+        rows.append(
+            [name, f"{measured:.1f}", *(text for bus in both for text in (f"{bus:.1f}", f"{bus / measured - 1:+.0%}"))]
+        )
     return rows

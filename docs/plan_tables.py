@@ -1,4 +1,4 @@
-"""Writes the tables of docs/strategies.md: `python docs/plan_tables.py`. Each line is one answer of `hf-hotspa plan`.
+"""Writes the tables of docs/predicted.md: `python docs/plan_tables.py`. Each line is one answer of `hf-hotspa plan`.
 
 `python docs/plan_tables.py gains [MINUTES]` plans the cells of the table of gains that docs/gains.json has not, for so long, and writes
 that table. It takes hours in all, so no test makes it anew.
@@ -16,7 +16,7 @@ from hf_hotspa.search.plan import Plan
 from hf_hotspa.search.planning import Setup, make_plan
 from hf_hotspa.search.rivals import DYNAMIC, MEGATRON
 
-PAGE = Path(__file__).parent / "strategies.md"
+PAGE = Path(__file__).parent / "predicted.md"
 BEGIN, END = "<!-- begin: python docs/plan_tables.py -->\n", "<!-- end -->\n"
 HARDWARE, LENGTHS = "a800-80g", "commoncrawl"
 MODELS, CLUSTERS = ("llama2-7b", "llama2-13b", "llama2-32b"), ("1x8", "2x8", "4x8")

@@ -6,7 +6,7 @@ One world calibrates (or finds the machine's calibration in the cache), and the 
 from collections.abc import Sequence
 from typing import Any
 
-from contest import check_runs_everywhere, make_model
+from contest import PAPER_STATIC, check_runs_everywhere, make_model
 
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.strategy import Bucket, Strategy
@@ -157,6 +157,10 @@ def our_works(work: Work, plan: dict[str, Any], limited: bool, names: Sequence[s
         short = name.removeprefix("ours, ")
         if short == "auto":
             given[name] = replace(work, strategies="auto", limit_bytes=limit)
+        elif (how := short.removeprefix("static, ")) in PAPER_STATIC:
+            # the strategy that the longest sequence asks for
+            strategies = plan["short"][plan["least"]]
+            given[name] = replace(work, strategies=strategies, packed=PAPER_STATIC[how], limit_bytes=limit)
         elif short == "the paper's way":
             strategies = paper_buckets(work.ranks, work.longest)
             given[name] = replace(work, strategies=strategies, planner="algorithm1", limit_bytes=limit)

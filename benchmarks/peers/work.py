@@ -66,6 +66,7 @@ class Work:
         strategies: `hotspa_strategies`, for our sides.
         planner: `hotspa_planner`, for our sides.
         limit_bytes: Memory of a rank that our sides may plan with; None for no limit.
+        packed: Whether sequences share packs, for our sides.
         measure: `time`, or `memory` (untimed; every tensor is given back to the system when it is freed).
         name: Of the run, for its files.
     """
@@ -81,6 +82,7 @@ class Work:
     strategies: str = ""
     planner: str = "relay"
     limit_bytes: float | None = None
+    packed: bool = True
     measure: str = "time"
     name: str = "run"
 

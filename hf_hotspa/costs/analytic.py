@@ -33,7 +33,7 @@ LOSS_PASSES = 8
 """Times that fp32 logits are read or written between head and loss, forward and backward."""
 
 
-def _all_reduce(tp: int, num_bytes: float, hardware: Hardware) -> float:
+def all_reduce_seconds(tp: int, num_bytes: float, hardware: Hardware) -> float:
     """Seconds of a ring all-reduce of `num_bytes` without latency."""
     if tp == 1:
         return 0.0
@@ -45,7 +45,8 @@ def _products(parameters: float, adapter: float | None) -> float:
     return 6 * parameters if adapter is None else 4 * parameters + 6 * adapter
 
 
-def _latency(tp: int, hardware: Hardware) -> float:
+def all_reduce_latency(tp: int, hardware: Hardware) -> float:
+    """Seconds of one collective beside its bytes."""
     if tp == 1:
         return 0.0
     return hardware.intra_latency_s if tp <= hardware.devices_per_node else hardware.inter_latency_s
@@ -76,8 +77,8 @@ def layer_cost(
     fixed += DEQUANTIZATIONS * codes * (WEIGHT_BYTES + width) / hardware.device.memory_bandwidth
     return Cost(
         attention,
-        matmul + 4 * _all_reduce(tp, shape.hidden_size * width, hardware),
-        fixed + 4 * _latency(tp, hardware),
+        matmul + 4 * all_reduce_seconds(tp, shape.hidden_size * width, hardware),
+        fixed + 4 * all_reduce_latency(tp, hardware),
     )
 
 
@@ -86,8 +87,8 @@ def head_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, frozen
     peak, rows = hardware.device.flops(dtype), shape.vocab_size / tp
     matmul = _products(rows * shape.hidden_size, 0 if frozen else None) / (peak * MATMUL_EFFICIENCY)
     loss = LOSS_PASSES * rows * 4 / hardware.device.memory_bandwidth
-    reduced = _all_reduce(tp, shape.hidden_size * dtype_bytes(dtype), hardware)
-    return Cost(0.0, matmul + loss + reduced, matmul * HALF_TOKENS + 3 * _latency(tp, hardware))
+    reduced = all_reduce_seconds(tp, shape.hidden_size * dtype_bytes(dtype), hardware)
+    return Cost(0.0, matmul + loss + reduced, matmul * HALF_TOKENS + 3 * all_reduce_latency(tp, hardware))
 
 
 def embedding_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str) -> Cost:
@@ -95,7 +96,9 @@ def embedding_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str) -
     width = dtype_bytes(dtype)
     moved = 4 * shape.hidden_size * width / hardware.device.memory_bandwidth
     return Cost(
-        0.0, moved + _all_reduce(tp, shape.hidden_size * width, hardware), 4 * KERNEL_S + _latency(tp, hardware)
+        0.0,
+        moved + all_reduce_seconds(tp, shape.hidden_size * width, hardware),
+        4 * KERNEL_S + all_reduce_latency(tp, hardware),
     )
 
 

@@ -25,15 +25,7 @@ def run_script(rank: int, world_size: int, arguments: list[str], log: str) -> No
 
 
 def arguments_of(folder: Path, strategies: str) -> list[str]:
-    sizes = {
-        "steps": 6,
-        "mini_batch_size": 4,
-        "vocab_size": 300,
-        "hidden_size": 64,
-        "max_files": 12,
-        "learning_rate": 0.02,
-    }
-    names = {"strategies": strategies, "output_dir": folder / "model", "cache_dir": folder / "cache", **sizes}
+    names = {"strategies": strategies, "output_dir": folder / "model", "steps": 6}
     return ["--use_cpu", *(str(part) for name, value in names.items() for part in (f"--{name}", value))]
 
 
@@ -41,18 +33,18 @@ def check(folder: Path, text: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     losses = [float(loss) for loss in LOSS.findall(text)]
-    assert len(losses) == 6
+    assert len(losses) >= 6
     assert min(losses[-2:]) < losses[0] - 0.5, losses
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    ids = tokenizer("import os\n", return_tensors="pt").input_ids
+    ids = tokenizer("What is the ", return_tensors="pt").input_ids
     # a sample of the corpus is better known to the saved model than to an untrained one
     assert float(model(input_ids=ids, labels=ids).loss.detach()) < losses[0]
 
 
 def test_trains_on_two_ranks(tmp_path):
     log = tmp_path / "log.txt"
-    run_ranks(2, run_script, arguments_of(tmp_path, "dp2:512@1024,tp2:1024"), str(log))
+    run_ranks(2, run_script, arguments_of(tmp_path, "dp2:256@1024,tp2:1024"), str(log))
     text = log.read_text()
     assert "dp2" in text
     assert "tp2" in text

@@ -198,7 +198,14 @@ def test_step_with_all_static_pipelines_and_hot_sides(tmp_path: Path, capsys: py
     found = run_quick("step", tmp_path / "step.json")
     model_parallel = ("tp4", "pp4", "tp2pp2")
     hot = {f"hot dp4 + {name}" for name in model_parallel}
-    assert {row["side"] for row in found["rows"]} == {f"static {name}" for name in model_parallel} | hot
+    static = {
+        f"static {name}{how}" for name in model_parallel for how in ("", ", packed to the context", ", not packed")
+    }
+    assert {row["side"] for row in found["rows"]} == static | hot
+    packs = {row["side"]: row["packs"] for row in found["rows"]}
+    assert (
+        packs["static tp4, not packed"] == [9] > packs["static tp4, packed to the context"]
+    )  # eight short ones and a long one
     assert {line.split(" does not fit: ")[0] for line in found["left_out"]} == {"dp4", "dp2tp2", "dp2pp2"}
     for row in found["rows"]:
         assert len(row["all_seconds"]) == found["options"]["rounds"]
@@ -216,7 +223,11 @@ def test_the_sides_of_a_step_follow_from_the_ranks(ranks: int, static: set[str])
     step = importlib.import_module("step")
     options = step.parse_options(["--quick", "--ranks", str(ranks)])
     sides, left_out = step.make_sides(options, step.mini_batch_lengths(options))
-    assert {side.name for side in sides} == {f"{kind} {n}" for n in static for kind in ("static", f"hot dp{ranks} +")}
+    kinds = (f"hot dp{ranks} + {{}}", "static {}", "static {}, packed to the context", "static {}, not packed")
+    assert {side.name for side in sides} == {kind.format(n) for n in static for kind in kinds}
+    longest = max(step.mini_batch_lengths(options))
+    assert all(side.buckets[0].pack_tokens == longest for side in sides if "," in side.name)
+    assert {side.name.endswith("not packed") for side in sides if not side.packed} == {True}
     legal = {line.split()[0]: "does not fit: its packs of" in line for line in left_out}
     assert legal.pop("pp8", False) is False  # more stages than the model has layers
     assert all(legal.values())

@@ -54,7 +54,10 @@ _STRATEGIES = " --hotspa_strategies dp4:512@1024,dp2tp2:1024 --hotspa_overlong t
 def made_short(command: str, folder: Path) -> str | None:
     """The command as it is run: with less to do, and with its files in a folder. None for one that nobody knows."""
     out = f"--output_dir {folder / 'out'}"
-    if command == "pip install .":  # what it does to a stranger's environment: test_packaging.py
+    if command in (
+        "pip install .",
+        "pip install '.[train]'",
+    ):  # what it does to a stranger's environment: test_packaging.py
         clone, options = folder / "clone", "--quiet --no-deps --no-build-isolation --no-index"
         return f"git clone --quiet {ROOT} {clone} && python -m pip install {options} --target {folder / 'site'} {clone}"
     if re.fullmatch(r"make train( EXTRA_TRAIN_ARGS=\"--dataset my.jsonl\")?", command):
@@ -62,6 +65,8 @@ def made_short(command: str, folder: Path) -> str | None:
         return f'make -o .venv/.hf_hotspa-installed train EXTRA_TRAIN_ARGS="{extra}{_TRAIN} {out}"'
     if command in ("make test", "make test-slow", "make test-oldest"):
         return f'make -o .venv/.hf_hotspa-installed {command.split()[1]} PYTEST_ARGS="--collect-only -q" OLDEST_ARGS=--list'
+    if command == "make dist":  # installs from a registry; the wheel is built and imported in test_packaging.py
+        return "make -n -o .venv/.hf_hotspa-installed dist"
     if command in ("make lint", "make docs"):
         site = f' DOCS_ARGS="--site-dir {folder / "site"}"' if command == "make docs" else ""
         return f"make -o .venv/.hf_hotspa-installed {command.split()[1]}{site}"

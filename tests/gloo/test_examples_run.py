@@ -89,6 +89,37 @@ def test_an_adapter_on_a_base_in_4_bits(tmp_path):
     assert phases == {"dp2", "tp2"}
 
 
+def test_a_few_long_rows_run_context_parallel(tmp_path):
+    processes, words = command_of("long_context.py")
+    log = tmp_path / "log.txt"
+    words += ["--max_steps", "4", "--hotspa_mini_batch_size", "24", "--output_dir", str(tmp_path)]
+    run_ranks(processes, run_script, "long_context.py", words, str(log))
+    first, last = map(float, re.search(r"([-\d.]+) -> ([-\d.]+); the model is in", log.read_text()).groups())
+    assert last < first
+    assert (tmp_path / "model.safetensors").exists()
+    phases = [phase for record in read_run_log(tmp_path).steps for phase in record.report.phases]
+    assert {phase.strategy for phase in phases} == {"dp2", "cp2"}
+
+
+SHORT = (
+    "trl_sft.py",
+    "chat_lora.py",
+    "qlora.py",
+    "long_context.py",
+    "trl_dpo.py",
+    "trl_grpo.py",
+    "bare_loop.py",
+    "slurm.sh",
+)
+
+
+def test_examples_are_short_and_listed():
+    listed = (EXAMPLES / "README.md").read_text()
+    assert {name: len(text_of(name).splitlines()) for name in SHORT if len(text_of(name).splitlines()) >= 60} == {}
+    files = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh", ".ipynb")]
+    assert [name for name in files if f"`{name}`" not in listed] == []
+
+
 def test_the_plugin_of_axolotl_gives_its_trainer_over_a_switched_model(monkeypatch):
     base, trainers = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.core.trainers")
     base.BasePlugin, trainers.AxolotlTrainer = object, type("AxolotlTrainer", (Trainer,), {})

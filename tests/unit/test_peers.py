@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from contest import one_each  # type: ignore[import-not-found]
 from peers.live import SideError  # type: ignore[import-not-found]
 from peers.memory import Ladder, longest_held  # type: ignore[import-not-found]
 from peers.pages import (  # type: ignore[import-not-found]
@@ -388,10 +389,18 @@ def test_padding_is_counted():
     assert (turns.tokens, turns.slots) == (8, 10)
 
 
+def test_without_packs_each_sequence_is_a_micro_batch_and_replicas_have_as_much():
+    packs = one_each([5, 9, 1, 4], dp=2, quadratic_cost=0.0, capacity=9, longest=9)
+    assert packs == (((1,), (2,)), ((0,), (3,)))
+    assert one_each([], dp=2) == ((), ())
+
+
 def test_what_our_sides_are_given():
     work = Work("0.9M", "fp32", 4, (64, 8), 2, 1, "")
     plan = {
         "plan_bytes": 5.0,
+        "short": {"dp4": "dp4:64", "tp4": "tp4:64"},
+        "least": "tp4",
         "free": {"dp4": "dp4:64@128", "tp4": "tp4:64@256"},
         "limited": {"dp4": "dp4:64@64", "tp4": "tp4:64@96"},
     }
@@ -405,6 +414,9 @@ def test_what_our_sides_are_given():
         ("dp4:64@64", 5.0),
         ("auto", 5.0),
     ]
+    # the paper's baseline: of the strategy that the longest sequence asks for
+    static = our_works(work, plan, False, ["ours, static, packed to the context", "ours, static, not packed"]).values()
+    assert [(side.strategies, side.packed) for side in static] == [("tp4:64", True), ("tp4:64", False)]
     assert free["ours, pp4"] == "pp4 is not legal for this model on 4 ranks"
 
 
@@ -420,7 +432,7 @@ def test_what_our_sides_are_given():
 def test_sides_follow_from_the_ranks(ranks: int, static: list[str]):
     names = [side.name for side in sides_of(ranks)]
     ours = [name.removeprefix("ours, ") for name in names if name.startswith("ours, ")]
-    assert ours == [*static, "the paper's way", "auto"]
+    assert ours == [*static, "static, packed to the context", "static, not packed", "the paper's way", "auto"]
     assert f"cp{ranks} of accelerate, FSDP2, flattened" in names
     assert {f"tp{ranks} of transformers, Trainer", f"DeepSpeed Ulysses (sp{ranks}), padded to the longest"} < set(names)
     assert len(set(names)) == len(names)

@@ -29,3 +29,15 @@ def test_autograd_keeps_what_the_formula_counts(layer: Any) -> None:
     real, ours = witnesses.kept_bytes(layer)
     # fused projections are kept whole beside their parts, which is not counted
     assert ours == pytest.approx(real, rel=0.12 if layer.family == "phi3" else 0.1)
+
+
+def test_links_inside_a_node_are_those_of_torch_and_between_nodes_those_that_were_measured() -> None:
+    for card in witnesses.CARDS:
+        theirs, ours = (
+            witnesses.torch_all_reduce(card, 8, 1 << 28),
+            witnesses.our_all_reduce(witnesses.PRESETS[card], 8, 1 << 28),
+        )
+        assert ours == pytest.approx(theirs, rel=0.1)
+    for _name, measured, ours, _, theirs, _ in witnesses.buses():
+        assert float(ours) == pytest.approx(float(measured), rel=0.26)
+        assert abs(float(ours) - float(measured)) <= 1.1 * abs(float(theirs) - float(measured))

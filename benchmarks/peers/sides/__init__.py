@@ -8,6 +8,8 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from contest import PAPER_STATIC
+
 from hf_hotspa.strategy import strategies_of
 
 
@@ -93,6 +95,7 @@ def sides_of(ranks: int) -> tuple[Side, ...]:
             steps=2,
         ),
         *(Side(f"ours, {name}", "ours", ours=True) for name in static_names(ranks)),
+        *(Side(f"ours, static, {how}", "ours", ours=True) for how in PAPER_STATIC),
         Side("ours, the paper's way", "ours", ours=True),
         Side("ours, auto", "ours", ours=True),
     )

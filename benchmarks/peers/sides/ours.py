@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
-from contest import make_model
+from contest import make_model, one_each
 from transformers import TrainerCallback
 
+from hf_hotspa.packing import bucketing
 from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
 from peers.sides.common import Turns, arguments
 from peers.sides.phase_clock import PhaseClock
@@ -30,6 +31,8 @@ class _Watch(TrainerCallback):
 def run(work: Work, turns: Turns) -> Any:
     """Trains; the weights are gathered into the model."""
     auto = work.strategies == "auto"
+    if not work.packed:  # these processes run nothing else
+        bucketing.pack_sequences = one_each  # type: ignore[assignment]
     limit = math.ceil(work.limit_bytes / 2**20) if work.limit_bytes else _NO_LIMIT_MIB
     args = arguments(
         work,
