@@ -11,7 +11,8 @@ meaning:
 * torch's kernel for CPU, block by block, for windows, sinks and prefixes (`parallel.fused_attention`),
 * `scaled_dot_product_attention` per sequence everywhere else,
 * `explicit_attention` where the family caps its attention scores (Gemma 2) or drops attention probabilities in training,
-  whose masks must not depend on the layout, and for sinks in 32-bit on CUDA: no fused kernel computes these.
+  whose masks must not depend on the layout, and for sinks in 32-bit on CUDA: no fused kernel of torch computes these. Caps go
+  through the kernel of flash-attn where that is installed.
 
 Shapes: T packed tokens, S of keys with their prefixes, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
 
@@ -346,6 +347,11 @@ class AttentionCall:
         return self.softcap is None and not self.dropout
 
     @property
+    def is_capped_alone(self) -> bool:
+        """Whether a cap is all that keeps a fused kernel from it."""
+        return self.softcap is not None and self.sinks is None and not self.dropout
+
+    @property
     def is_plain(self) -> bool:
         """Whether `scaled_dot_product_attention` computes it."""
         return self.is_fusable and self.sinks is None
@@ -563,6 +569,7 @@ def attend(
     if pack.prefix is not None:
         before, takes = pack.prefix.before(module, key, value), pack.prefix.takes_gradients(module)
     is_fused = call.is_plain or (call.is_fusable and (kernel_takes(query, value) or varlen_takes(query, value)))
+    is_fused |= call.is_capped_alone and varlen_takes(query, value) and capping_kernel() is not None
     scores = None if is_fused else call.scores(module, query, pack)
     kernel = partial(_attend, module, pack, call, scores, takes)
     if pack.fetches and before is not None and before[0].shape[2] and torch.is_grad_enabled():
@@ -647,14 +654,32 @@ def _varlen_options() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
+@cache
+def capping_kernel() -> Callable[..., Tensor] | None:
+    """The variable-length kernel of flash-attn, where it is installed and caps scores; it groups queries itself."""
+    try:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
+    except ImportError:
+        return None
+    kernel: Callable[..., Tensor] = flash_attn_varlen_func
+    return kernel if "softcap" in inspect.signature(kernel).parameters else None
+
+
 def varlen(query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, call: AttentionCall) -> Tensor:
     """[1, T, H, D] by the variable-length kernel; keys and values [1, K, S, D] with their prefixes."""
-    from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
-
     row = [x[0].transpose(0, 1) for x in (query, key, value)]
     borders = pack.cu_seqlens, pack.cu_keys, max(pack.lengths), max(pack.key_lengths)
     # a window of n tokens reaches n - 1 to the left; the kernel aligns the last query and the last key
     window = (-1 if call.sliding_window is None else call.sliding_window - 1, 0)
+    if call.softcap is not None:
+        capped = capping_kernel()
+        assert capped is not None  # of flash-attn, see `attend`
+        of_row: Tensor = capped(
+            *row, *borders, softmax_scale=call.scaling, causal=True, window_size=window, softcap=call.softcap
+        )
+        return of_row[None]
+    from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
+
     queries_each = query.shape[1] // key.shape[1]
     grouped: dict[str, bool] = {}
     if queries_each > 1 and "enable_gqa" in _varlen_options():

@@ -117,6 +117,16 @@ def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert all(aim["is_met"] for aim in aims if "host memory" in aim["text"])  # the others need more tokens
 
 
+@pytest.mark.slow
+def test_packed_hybrids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("packed_hybrids", tmp_path / "packed_hybrids.json")
+    assert list(found["sides"]) == ["at once", "one by one"]
+    for side in found["sides"].values():
+        assert all(min(side[name]) > 0 for name in ("seconds", "layer_seconds"))
+    text = capsys.readouterr().out
+    assert all(f"{ratio:.2f} times as fast" in text for ratio in found["ratios"].values())
+
+
 def test_token_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("token_pipeline", tmp_path / "token_pipeline.json")
     assert sum(found["chunks"]) == 512

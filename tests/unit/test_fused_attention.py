@@ -1,6 +1,8 @@
 """Attention of a slice of a pack, whose first tokens came elsewhere, against attention of whole sequences, in fp64."""
 
+import sys
 from importlib import import_module
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,3 +226,40 @@ def test_memory_of_attention_with_sinks_grows_with_tokens(window):
         del out
     assert peaks[2] < 4.1 * peaks[0]
     assert peaks[2] < 8192 * 8192
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_caps_go_through_the_kernel_of_flash_attn_where_it_is_installed(window, monkeypatch):
+    """The kernel runs on CUDA only: the definition stands in its place, and its arguments are looked at."""
+    calls = []
+
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, most_q, most_k, softmax_scale, causal, window_size, softcap):
+        calls.append((cu_q.tolist(), cu_k.tolist(), most_q, most_k, softmax_scale, causal, window_size, softcap))
+        scores = attention.Scores(softmax_scale, None if window_size[0] < 0 else window_size[0] + 1, softcap)
+        rows = [x.transpose(0, 1) for x in (q, k, v)]
+        lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
+        return attention.explicit_attention(*rows, None, lengths[0], scores, lengths[1]).transpose(0, 1)
+
+    module = torch.nn.Module()
+    given = [torch.randn(1, heads, 17, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    options = {"scaling": 0.3, "softcap": 1.5, "sliding_window": window}
+
+    def run():
+        pack = PackedSequences((9, 1, 7), torch.tensor([0, 9, 10, 17], dtype=torch.int32))
+        return packed_attention(module, *given, None, hotspa_pack=pack, **options)[0]
+
+    expected = run()
+    assert not calls
+    monkeypatch.setattr(attention, "varlen_takes", lambda query, value: True)
+    torch.testing.assert_close(run(), expected, rtol=0, atol=0)  # not installed: as before
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    attention.capping_kernel.cache_clear()
+    try:
+        out = run()
+    finally:
+        attention.capping_kernel.cache_clear()
+    reach = -1 if window is None else window - 1
+    assert calls == [([0, 9, 10, 17], [0, 9, 10, 17], 9, 9, 0.3, True, (reach, 0), 1.5)]
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-13)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), given) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
