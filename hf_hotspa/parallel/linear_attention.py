@@ -329,12 +329,14 @@ class _Chunks:
     Args:
         places: int64 [T].
         counts: Chunks of each step of the scan: those of the sequences that are long enough, the longest ones first.
+        size: Tokens of a chunk.
         first: Of the first sequence, its place in each step.
         last: The last step that it has a chunk in.
     """
 
     places: Tensor
     counts: tuple[int, ...]
+    size: int
     first: int
     last: int
 
@@ -359,7 +361,14 @@ def _chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> _Chun
     for sequence, length in enumerate(lengths):
         token = torch.arange(length)
         places.append((begins[token // size] + rank[sequence]) * size + token % size)
-    return _Chunks(torch.cat(places).to(device, non_blocking=True), tuple(steps), rank[0], counts[0] - 1)
+    return _Chunks(torch.cat(places).to(device, non_blocking=True), tuple(steps), size, rank[0], counts[0] - 1)
+
+
+def _chunked(x: Tensor, heads: tuple[int, int], chunks: _Chunks) -> Tensor:
+    """[T, h, D] as [chunks, *heads, tokens, D], zeros where a sequence has ended."""
+    rows = x.new_zeros(sum(chunks.counts) * chunks.size, *x.shape[1:]).index_copy_(0, chunks.places, x)
+    whole = rows.view(-1, chunks.size, *x.shape[1:]).transpose(1, 2).contiguous()
+    return whole.view(-1, *heads, chunks.size, x.shape[2])
 
 
 def delta_rule(
@@ -403,15 +412,10 @@ def delta_rule(
     size = _cheapest_size(lengths, key.shape[-1], value.shape[-1])
     chunks = _chunks_of(lengths, size, value.device)
 
-    def chunked(x: Tensor, heads: tuple[int, ...]) -> Tensor:
-        """[T, h, ...] as [chunks, *heads, tokens, ...], zeros where a sequence has ended."""
-        rows = x.new_zeros(sum(chunks.counts) * size, *x.shape[1:]).index_copy_(0, chunks.places, x)
-        whole = rows.view(-1, size, *x.shape[1:]).transpose(1, 2).contiguous()
-        return whole.view(-1, *heads, size, *x.shape[2:])
-
     each = (groups, many // max(groups, 1))  # a head of keys, and those of values that it has
-    q, k = (chunked(x, (groups, 1)) for x in (query * query.shape[-1] ** -0.5, key))
-    v, b, total = chunked(value, each), chunked(beta, each)[..., None], chunked(decay, each).cumsum(-1)[..., None]
+    q, k = (_chunked(x, (groups, 1), chunks) for x in (query * query.shape[-1] ** -0.5, key))
+    v, b, g = (_chunked(x, each, chunks) for x in (value, beta[..., None], decay[..., None]))
+    total = g.cumsum(-2)
     later = torch.ones(size, size, dtype=torch.bool, device=value.device).triu(1)
     between = (total - total.mT).masked_fill(later, -torch.inf).exp()
     within, system, grown = (q @ k.mT) * between, (k @ k.mT) * between * b, total.exp()
