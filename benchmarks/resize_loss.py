@@ -30,6 +30,7 @@ from worlds import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.measures import PhaseMeasure
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.strategy import parse_buckets
@@ -172,7 +173,7 @@ def train(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, 
             losses.append(report.loss)
             if trains:
                 assert report.ranks is not None
-                left.append(fmean(row[0][-1] for row in report.ranks.phases))
+                left.append(fmean(PhaseMeasure(*row[0]).left_out for row in report.ranks.phases))
                 engine.clip_grad_norm_(1.0)
                 optimizer.step()
         seconds = (time.process_time() - begin) / (options.steps + options.evaluated)

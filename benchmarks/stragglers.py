@@ -32,6 +32,7 @@ from worlds import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.measures import PhaseMeasure
 from hf_hotspa.engine.pretest import pretest
 from hf_hotspa.layout.shares import shard_widths
 from hf_hotspa.model.options import EngineOptions
@@ -311,7 +312,7 @@ class Side:
         if giving is None or report.ranks is None:
             return ""
         (given,) = giving.shares.values()
-        left = [row[0][-1] for row in report.ranks.phases]
+        left = [PhaseMeasure(*row[0]).left_out for row in report.ranks.phases]
         both = {rank: (given[rank], left[rank]) for rank in self.chis}
         return ", ".join(
             " + ".join([f"{g:.2f} migrates"] * (g > 0) + [f"{p:.2f} left out"] * (p > 0)) or "all"

@@ -86,6 +86,21 @@ def test_resize_loss(tmp_path: Path) -> None:
     exact, *resized = found["sides"].values()
     assert len(exact["losses"]) == 2
     assert all(side["losses"][0] != exact["losses"][0] for side in resized)
+    assert exact["left_out"] == 0.0 < min(side["left_out"] for side in resized)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["all", "turns", "semi", "four"])
+def test_other_figures_of_resizing(part: str, tmp_path: Path) -> None:
+    sides = run_quick("resize_loss", tmp_path / "resize.json", "--part", part)["sides"]
+    exact = sides.pop("exact")
+    for name, side in sides.items():
+        # what migrates is computed by others
+        if "migrate" in name:
+            assert side["losses"] == pytest.approx(exact["losses"], rel=1e-4)
+        else:
+            assert side["left_out"] > 0
+            assert side["losses"] != exact["losses"]
 
 
 def test_pipedream_loss(tmp_path: Path) -> None:
