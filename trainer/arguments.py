@@ -284,7 +284,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     def __post_init__(self) -> None:
         show_errors_once()
         warn_of_untried_versions()
-        if self.disable_tqdm is None and not is_watched():
+        if getattr(self, "disable_tqdm", None) is None and not is_watched():
             self.disable_tqdm = True  # bars fill log files; lines stay
         warn_of_misspelt([f.name for f in fields(self)])
         self._check_types()

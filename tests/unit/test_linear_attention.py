@@ -49,8 +49,8 @@ def one_by_one(
 @pytest.mark.parametrize("lengths", [(1,), (5, 1, 70), (130, 64, 3, 3, 17), (2,) * 40, (63, 65)])
 def test_all_sequences_at_once_are_one_token_after_the_other(lengths: tuple[int, ...]) -> None:
     given = inputs(sum(lengths))
-    found, _ = delta_rule(*given, lengths)
-    expected = one_by_one(*given, lengths)
+    found, _ = delta_rule(*given, lengths=lengths)
+    expected = one_by_one(*given, lengths=lengths)
     weights = torch.randn_like(found)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
     for ours, theirs in zip(
@@ -62,9 +62,9 @@ def test_all_sequences_at_once_are_one_token_after_the_other(lengths: tuple[int,
 @pytest.mark.parametrize("cut", [1, 40, 64, 99])
 def test_a_state_goes_on_in_the_next_row(cut: int) -> None:
     given = inputs(100, seed=1)
-    whole, _ = delta_rule(*given, (100,))
-    first, state = delta_rule(*(x[:, :cut] for x in given), (cut,), continues=True)
-    second, none = delta_rule(*(x[:, cut:] for x in given), (100 - cut,), state=state)
+    whole, _ = delta_rule(*given, lengths=(100,))
+    first, state = delta_rule(*(x[:, :cut] for x in given), lengths=(cut,), continues=True)
+    second, none = delta_rule(*(x[:, cut:] for x in given), lengths=(100 - cut,), state=state)
     assert state is not None
     assert none is None
     both = torch.cat([first, second], 1)
