@@ -17,7 +17,15 @@ from tests.tiny_families import tiny_model_of
 FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "qwen4_exp_text")
 
 
-def inputs(num_tokens: int, seed: int = 0, heads: tuple[int, int] = (2, 4)) -> list[Tensor]:
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def part(given: Inputs, tokens: slice) -> Inputs:
+    query, key, value, decay, beta = (x[:, tokens] for x in given)
+    return query, key, value, decay, beta
+
+
+def inputs(num_tokens: int, seed: int = 0, heads: tuple[int, int] = (2, 4)) -> Inputs:
     """Queries, keys, values, decays and betas in fp64; some decays are nearly none, and some nearly everything."""
     torch.manual_seed(seed)
     few, many = heads
@@ -25,7 +33,9 @@ def inputs(num_tokens: int, seed: int = 0, heads: tuple[int, int] = (2, 4)) -> l
         torch.randn(1, num_tokens, h, width, dtype=torch.float64) for h, width in ((few, 8), (few, 8), (many, 6))
     ]
     decay = -(torch.rand(1, num_tokens, many, dtype=torch.float64) * 4).exp() + 1
-    return [x.requires_grad_() for x in (*vectors, decay, torch.rand(1, num_tokens, many, dtype=torch.float64))]
+    beta = torch.rand(1, num_tokens, many, dtype=torch.float64)
+    query, key, value, decay, beta = (x.requires_grad_() for x in (*vectors, decay, beta))
+    return query, key, value, decay, beta
 
 
 def one_by_one(
@@ -63,8 +73,8 @@ def test_all_sequences_at_once_are_one_token_after_the_other(lengths: tuple[int,
 def test_a_state_goes_on_in_the_next_row(cut: int) -> None:
     given = inputs(100, seed=1)
     whole, _ = delta_rule(*given, lengths=(100,))
-    first, state = delta_rule(*(x[:, :cut] for x in given), lengths=(cut,), continues=True)
-    second, none = delta_rule(*(x[:, cut:] for x in given), lengths=(100 - cut,), state=state)
+    first, state = delta_rule(*part(given, slice(cut)), lengths=(cut,), continues=True)
+    second, none = delta_rule(*part(given, slice(cut, None)), lengths=(100 - cut,), state=state)
     assert state is not None
     assert none is None
     both = torch.cat([first, second], 1)
