@@ -51,6 +51,7 @@ FACTS = (
     "ep_unsupported_reason",
     "whole",
     "layer_factor",
+    "head_norms",
 )
 """What is read off a model."""
 _SMALLEST = 5e-4
@@ -76,8 +77,6 @@ def _family(config: Any) -> dict[str, object]:
     found: dict[str, object] = {"tp": has_tensor_plan(config), "pp": bool(config.base_model_pp_plan)}
     if leaves := {name.rpartition(".")[2] for name in plan if ".mlp" in name}:
         found["gated"] = bool(leaves & {"gate_proj", "gate_up_proj"})
-    if any(name.endswith(".q_norm") for name in plan):
-        found["head_norms"] = True
     names = dict(config.attribute_map)
     if aliases := {name: names[name] for name in FIELDS if name in names}:
         found["aliases"] = aliases
@@ -147,6 +146,8 @@ def family_facts(family: str) -> dict[str, object]:
             found["whole"] = whole
     if abs(factor - 1) > _NEAR:
         found["layer_factor"] = float(f"{factor:.4g}")
+    if shape.head_norms:
+        found["head_norms"] = True
     return found
 
 
