@@ -57,6 +57,80 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", chat_template=CHAT)
 
 
+class CallsTools(PreTrainedTokenizerFast):
+    """A tokenizer that reads a call of a tool, `look`, in some completions."""
+
+    response_schema = {"type": "object"}  # it has a parser: TRL adds none
+
+    def parse_response(self, ids: Any, **_: Any) -> dict[str, Any]:
+        if not ids or ids[0] % 3:
+            return {"role": "assistant", "content": self.decode(ids)}
+        call = {"type": "function", "function": {"name": "look", "arguments": {"times": len(ids) % 5}}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def calling() -> Any:
+    """`tokenizer`, with calls of tools."""
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+    template = CHAT.replace("{{ m['content'] }}{{ eos_token }}", "{{ m['content'] }}" + calls + "{{ eos_token }}")
+    core = tokenizer().backend_tokenizer
+    return CallsTools(tokenizer_object=core, eos_token="<eos>", pad_token="<pad>", chat_template=template)
+
+
+def look(times: int) -> str:
+    """
+    Looks.
+
+    Args:
+        times: How often.
+
+    Returns:
+        What is there.
+    """
+    return "+" * times
+
+
+class Room:
+    """An environment whose tool answers by what was looked at before."""
+
+    def reset(self, **_: Any) -> None:
+        self.seen = 0
+
+    def look(self, times: int) -> str:
+        """
+        Looks around.
+
+        Args:
+            times: How often.
+
+        Returns:
+            What was seen.
+        """
+        self.seen += times
+        return "." * (self.seen % 6)
+
+
+def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
+    """A rollout of several turns: the model's own tokens (greedy), and those of an environment; ranks call the model differently often."""
+    from trl.models import unwrap_model_for_generation
+
+    found: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
+    with torch.no_grad(), unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        for place, prompt in enumerate(prompts):
+            ids, completion, mask = trainer.processing_class(prompt)["input_ids"], list[int](), list[int]()
+            for turn in range(1 + (place + trainer.accelerator.process_index) % 3):
+                before = torch.tensor([ids + completion])
+                made = model.generate(
+                    input_ids=before, attention_mask=torch.ones_like(before), max_new_tokens=3, do_sample=False
+                )
+                new, told = made[0, before.shape[1] :].tolist(), [65 + place] * (turn + 1)
+                completion += new + told
+                mask += [1] * len(new) + [0] * len(told)
+            for name, value in zip(found, (ids, completion, [0.0] * len(completion), mask), strict=True):
+                found[name].append(value)
+    return found
+
+
 SMALL = {"vocab_size": 259, "eos_token_id": 256, "pad_token_id": 257}
 
 
@@ -86,6 +160,7 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "chats": lambda i: {"messages": chat(i)},
     "pairs": lambda i: {"prompt": question(i), "chosen": f"{answer(i)}.", "rejected": f"{answer(i + 5)},"},
     "prompts": lambda i: {"prompt": question(i)},
+    "questions": lambda i: {"prompt": [{"role": "user", "content": question(i)}]},
     "judged": lambda i: {"prompt": question(i), "completion": answer(i), "label": i % 3 != 0},
 }
 
@@ -253,7 +328,8 @@ def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
         given.setdefault("eval_dataset", rows(case.data, folder, 11, first=50))
     if pool is not None:
         fields |= {"hotspa_strategies": pool, "hotspa_report": False}
-    built = trainer(model=model, args=config(**fields), processing_class=tokenizer(), **given)
+    given.setdefault("processing_class", tokenizer())
+    built = trainer(model=model, args=config(**fields), **given)
     if case.reference and case.kind in ONLINE and built.ref_model is not None:
         built.ref_model.to(case.dtype)  # what is loaded has rotary frequencies in fp32, unlike the model
     if case.four_bit:  # TRL makes adapters bf16; it would step on them, and ours on fp32 masters

@@ -11,10 +11,14 @@ from tests.trl_runs import (
     EVALUATES,
     RL,
     Case,
+    Room,
     both_sides,
     brevity,
+    calling,
     check_resumed,
+    look,
     reward,
+    rollout,
     run_and_resume,
     wrong_ones,
 )
@@ -30,6 +34,8 @@ OTHER = ("dp2+z3:20@64,pp2:128@128", "dp2pp2:20@64,tp4+ck9:128@128")
 MOE = ("dp2ep2:20@64,tp2:128@128", "dp4ep2:20@64,dp2tp2ep2:128@128")
 
 GREEDY = {"top_k": 1, "max_completion_length": 6}  # sampling may flip a token on the last bit
+
+TURNS = {"max_tool_calling_iterations": 3, "max_completion_length": 48}
 
 CASES = {
     "grpo": Case("GRPO", SIX, "prompts", {**RL, "gradient_accumulation_steps": 2}, wide=True),
@@ -62,6 +68,16 @@ CASES = {
     ),
     "grpo, adaptive entropy": Case(
         "GRPO", OTHER, "prompts", {**RL, "use_adaptive_entropy": True, "loss_type": "cispo", "epsilon_high": 5.0}, wide=True
+    ),
+    "grpo with tools": Case(
+        "GRPO", TWO, "questions", {**RL, **TURNS}, given=lambda: {"tools": [look], "processing_class": calling()}, wide=True
+    ),
+    "grpo with environments": Case(
+        "GRPO", OTHER, "questions", {**RL, **TURNS, "num_iterations": 2},
+        given=lambda: {"environment_factory": Room, "processing_class": calling()}, wide=True,
+    ),
+    "grpo with rollout_func": Case(
+        "GRPO", TWO, "prompts", {**RL, "beta": 0.04}, reference=True, given=lambda: {"rollout_func": rollout}, wide=True
     ),
     "grpo that generates": Case("GRPO", TWO, "prompts", {**RL, **GREEDY, **EVALUATES}, generates=True, wide=True),
     "rloo that generates": Case("RLOO", TWO, "prompts", {**RL, **GREEDY, "beta": 0.0}, generates=True, wide=True),
