@@ -69,11 +69,11 @@ def assert_tensorboard(folder):
     events = EventAccumulator(str(folder))
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"train/loss", "train/hotspa/switch_s", "train/hotspa/switch_mb", "train/hotspa/switch_share"} <= tags
-    assert {"train/hotspa/hidden_s", "train/hotspa/load_return_s"} <= tags
-    assert {"train/hotspa/dp2/compute_s", "train/hotspa/tp2/compute_s"} <= tags
+    assert {"train/loss", "train/hotspa/switch_share"} <= tags
+    assert {f"train/hotspa_debug/{name}" for name in ("switch_s", "switch_mb", "hidden_s", "load_return_s")} <= tags
+    assert {f"train/hotspa_debug/{strategy}/compute_s" for strategy in ("dp2", "tp2")} <= tags
     shares = [event.value for event in events.Scalars("train/hotspa/switch_share")]
-    phases = [event.value for event in events.Scalars("train/hotspa/phases")]
+    phases = [event.value for event in events.Scalars("train/hotspa_debug/phases")]
     assert len(shares) == 3
     assert max(phases) == 2
     # a mini-batch whose rows all lie in one bucket runs under one strategy: nothing of it is switching
