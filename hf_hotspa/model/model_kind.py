@@ -28,6 +28,7 @@ def refuse_other_models(model: nn.Module) -> None:
 
     Raises:
         ModelError: it is another kind of model; the message says which.
+        UnsupportedError: some of its attention is not causal.
         HotspaConfigError: it was loaded in float16; the stock Trainer's steps would end in NaN.
     """
     bare, _ = bare_model(model)
@@ -35,6 +36,15 @@ def refuse_other_models(model: nn.Module) -> None:
         raise ModelError(f"the model is a {type(bare).__name__}, not a transformers PreTrainedModel", fix=_FIX)
     if why := _other_kind(bare):
         raise ModelError(f"{type(bare).__name__} is not a causal language model", why=why, fix=_FIX)
+    is_of_text = of_text(bare)
+    modules = [m for name, m in bare.named_modules() if is_of_text(name) and calls_attention(m)]
+    other = next((type(m).__name__ for m in modules if not getattr(m, "is_causal", True)), None)
+    if other is not None:
+        raise UnsupportedError(
+            f"{other} of {type(bare).__name__} is attention that is not causal",
+            why="it sees the tokens after a token, or attends to something else than tokens (layers), which packs would mix",
+            fix=_FIX + "; of an encoder, set is_decoder=True in its config",
+        )
     half = next((name for name, p in model.named_parameters() if str(p.dtype) == "torch.float16"), None)
     if half is not None:
         raise HotspaConfigError(
@@ -60,11 +70,6 @@ def _other_kind(model: PreTrainedModel) -> str | None:
         return "it does not say which module embeds its tokens (get_input_embeddings)"
     if ends[0] is None or ends[1] is None:
         return f"it has no {'input embedding' if ends[0] is None else 'output embedding (language-model head)'}"
-    is_of_text = of_text(model)
-    modules = [m for name, m in model.named_modules() if is_of_text(name)]
-    looks_ahead = next((m for m in modules if calls_attention(m) and not getattr(m, "is_causal", True)), None)
-    if looks_ahead is not None:
-        return f"the attention of {type(looks_ahead).__name__} sees the tokens after a token, too"
     return None
 
 

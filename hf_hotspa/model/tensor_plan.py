@@ -119,7 +119,12 @@ def config_value(config: PreTrainedConfig, name: str) -> Any:
 
 def has_tensor_plan(config: Any) -> bool:
     """Whether there is a plan for a family, by its text config or the class of one."""
-    return bool(config.base_model_tp_plan) or config.model_type in _OF_LAYERS
+    return _plans_layers(config) or config.model_type in _OF_LAYERS
+
+
+def _plans_layers(config: Any) -> bool:
+    """Whether transformers' plan names modules of layers; of some families, from 5.24 on, it divides the embedding alone."""
+    return any(name != "embed_tokens" for name in config.base_model_tp_plan or {})
 
 
 class TensorPlan:
@@ -144,7 +149,7 @@ class TensorPlan:
         self.layer_prefixes = layer_prefixes
         text = model.config.get_text_config()
         self.has_plan = has_tensor_plan(text)
-        own = _OF_LAYERS.get(text.model_type, {}) if not text.base_model_tp_plan else {}
+        own = _OF_LAYERS.get(text.model_type, {}) if not _plans_layers(text) else {}
         of_layers = {f"{_pattern(prefix)}*.{name}": style for prefix in layer_prefixes for name, style in own.items()}
         plan = (model.tp_plan or {}) | of_layers
         self._plan = {name: _OLDER_NAMES.get(style, style) for name, style in plan.items()}
@@ -156,8 +161,9 @@ class TensorPlan:
         self.whole: dict[str, str] = {}
         for name in (embedding, head):
             rows = self.modules[name].weight.shape[0]
-            for leaf, _ in self.modules[name].named_parameters():
-                if leaf in ("weight", "bias"):
+            for leaf, parameter in self.modules[name].named_parameters():
+                # a scale of each token's logit goes with its row
+                if leaf in ("weight", "bias") or (name == head and parameter.shape[:1] == (rows,)):
                     self.cuts[f"{name}.{leaf}"] = Cut(0, (Part(rows, rows, rows),))
                 else:
                     self.partial.add(f"{name}.{leaf}")  # a norm in the embedding sees the tokens of this rank's rows

@@ -248,7 +248,7 @@ MOVES: tuple[Move, ...] = (
     ),
     Move(
         "`BertLMHeadModel` that sees both ways", _of(lambda: BertLMHeadModel(BertConfig(**_BERT))),
-        left=True, refused="BertSelfAttention sees the tokens after", instead=_INSTEAD,
+        left=True, refused="BertSelfAttention of BertLMHeadModel is attention that is not causal", instead=_INSTEAD,
     ),
     Move(
         "T5: an encoder and a decoder",
