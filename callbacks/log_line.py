@@ -54,6 +54,7 @@ class LogLine:
             ("hotspa/tokens_per_s", "tokens/s", ",.0f"),
             ("hotspa/memory_share", "memory", ".0%"),
             ("hotspa/switch_share", "switching", ".1%"),
+            ("hotspa/mfu", "MFU", ".1%"),
         ):
             if logs.get(name) is not None:
                 parts.append(f"{short} {float(logs[name]):{form}}")

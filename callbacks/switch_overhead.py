@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_hotspa.report import RunFacts, StepReport
+from hf_hotspa.report import ModelFlops, RunFacts, StepReport
 from hf_hotspa.reporting.terminal import once, text_table
 from hf_hotspa.strategy import Strategy
 
@@ -31,6 +31,7 @@ _OF_STEP = (
 _OF_PHASE = (
     "num_packs", "num_sequences", "num_tokens", "compute_s", "wait_s", "moved_s", "hidden_s", "moved_bytes", "unit_s",
     "hidden_unit_s", "unit_bytes", "context_bytes", "busiest_expert_tokens", "dropped_expert_tokens",
+    "squared_tokens",
 )  # fmt: skip
 """What is summed, by its name in `StepReport` and `PhaseReport`."""
 
@@ -102,7 +103,8 @@ class SwitchOverheadCallback(TrainerCallback):
     for them) and `hotspa/hidden_unit_s`. Of context parallelism `hotspa/context_mb` (what its ranks sent each other). Of
     experts over ranks `hotspa/expert_load` (tokens of the busiest rank's, times the mean), and with a capacity
     `hotspa/dropped_expert_tokens`. `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`,
-    `hotspa/phases`, `hotspa/<strategy>/compute_s`; with a time model `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
+    `hotspa/phases`, `hotspa/<strategy>/compute_s`; on a GPU whose speed is known `hotspa/mfu` (the model's operations by the
+    peak of the data sheet, 0 to 1; without the optimizer's step); with a time model `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
     the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
     phases: above 1 switching pays); where devices are watched `hotspa/slowest_pace` (of the rank that computes longest, times the
     ranks that are not slow) and `hotspa/slow_devices` (how many are called slow); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
@@ -113,11 +115,13 @@ class SwitchOverheadCallback(TrainerCallback):
         self.print_table = print_table
         self._since_log, self._whole_run = _Totals(), _Totals()
         self._last: StepReport | None = None
+        self._flops: ModelFlops | None = None
 
     def on_run_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, run: RunFacts, **kwargs: Any
     ) -> None:
         """Prints the buckets."""
+        self._flops = run.flops
         if self.print_table and state.is_world_process_zero:
             rows = [["tokens", "strategy", "pack tokens"]]
             rows += [[f"{b['low'] + 1} - {b['longest']}", b["strategy"], str(b["pack_tokens"])] for b in run.buckets]
@@ -170,6 +174,8 @@ class SwitchOverheadCallback(TrainerCallback):
         metrics = {name: summed / totals.steps for name, summed in means.items()}
         metrics["switch_share"] = sums["switch_s"] / sums["total_s"]
         metrics["tokens_per_s"] = sums["num_tokens"] / sums["total_s"]
+        if self._flops is not None:
+            metrics["mfu"] = self._flops.utilization(sums["num_tokens"], of_phases("squared_tokens"), sums["total_s"])
         if mean := of_phases("mean_expert_tokens"):
             metrics["expert_load"] = of_phases("busiest_expert_tokens") / mean
         if measured_s:

@@ -64,9 +64,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="hf-hotspa", description="Fine-tunes with hot-switched strategies; plans that without any device."
     )
     parser.add_argument("--version", action=_Version, help="print the versions")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # its flags are those of TrainingArguments and more, which only torch and transformers know: `main` hands them on
-    commands.add_parser(TRAIN, add_help=False, help="fine-tune a model on a data set; hf-hotspa train --help")
+    commands.add_parser(TRAIN, add_help=False, help="fine-tune a model on a data set")
     model = _model_arguments()
     setup = _setup_arguments(model)
     _add_plan(commands, setup)

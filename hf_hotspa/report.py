@@ -5,7 +5,7 @@ begin) and the events inside a mini-batch (`PhaseEvent`, `SwitchEvent`).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hf_hotspa.typed import Count
@@ -78,6 +78,7 @@ class PhaseReport:
         expert_tokens: Tokens that experts computed under ep, counted once for each expert of a token and each layer.
         busiest_expert_tokens: Those of them on the busiest rank; `RankMeasures.phases` has each rank's.
         dropped_expert_tokens: Tokens that experts did not compute because of their capacity, counted alike.
+        squared_tokens: The sum over its sequences of their tokens squared: what attention takes.
     """
 
     strategy: str
@@ -108,6 +109,7 @@ class PhaseReport:
     expert_tokens: Count = 0
     busiest_expert_tokens: Count = 0
     dropped_expert_tokens: Count = 0
+    squared_tokens: Count = 0
 
     @property
     def seconds(self) -> float:
@@ -376,6 +378,25 @@ class SwitchEvent:
 
 
 @dataclass(frozen=True)
+class ModelFlops:
+    """Floating-point operations that a model asks for, forward and backward, and what its devices could do at most.
+
+    Args:
+        token: Of a token, in matrix products.
+        square: Of a sequence, in attention: times its tokens squared.
+        peak: Per second, of all devices together, by their data sheet.
+    """
+
+    token: float
+    square: float
+    peak: float
+
+    def utilization(self, num_tokens: int, squared_tokens: int, seconds: float) -> float:
+        """MFU: the operations of so many tokens by what the devices could have done in the time, 0 to 1."""
+        return (self.token * num_tokens + self.square * squared_tokens) / (self.peak * seconds) if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """What is known of a run before its first mini-batch; plain data, JSON-ready.
 
@@ -390,6 +411,8 @@ class RunFacts:
             `switch_s` of a mini-batch, `static` (the best single strategy), `static_s`, and `rows` (one a bucket).
         lengths: The sequence lengths of the data set (`reporting/run_log.py`); None for a stream.
         single: The best single strategy that fits, by the time model; None without one, and where nothing fits.
+        run: What a person knows it by: `name`, `model`, `data set`, `command`, `output folder`.
+        flops: None where the speed of the devices is not known.
     """
 
     world_size: Count
@@ -401,6 +424,8 @@ class RunFacts:
     plan: dict[str, Any] | None = None
     lengths: dict[str, list[int]] | None = None
     single: str | None = None
+    run: dict[str, str] = field(default_factory=dict)
+    flops: ModelFlops | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as JSON-ready plain data."""

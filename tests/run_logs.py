@@ -26,7 +26,7 @@ def made_phase(strategy: str, seconds: float, predicted: bool = True, **changes:
         "num_packs": 4, "num_sequences": 10, "num_tokens": 200, "load_s": seconds / 10, "compute_s": seconds * 0.8,
         "wait_s": seconds / 20, "return_s": seconds / 10, "load_bytes": 2_000_000, "return_bytes": 4_000_000,
         "hidden_load_s": seconds / 50, "predicted_s": seconds * 1.1 if predicted else None, "capacity_tokens": 256,
-        "busiest_tokens": 110, "longest_tokens": 60,
+        "busiest_tokens": 110, "longest_tokens": 60, "squared_tokens": 5000,
     }  # fmt: skip
     return PhaseReport(strategy=strategy, **{**numbers, **changes})
 
@@ -72,6 +72,10 @@ def made_facts(**changes: Any) -> RunFacts:
         },
         "lengths": length_histogram(LENGTHS),
         "single": LONG,
+        "run": {
+            "name": "first try", "model": "Qwen/Qwen3-0.6B", "data set": "chats.jsonl, 8 rows",
+            "command": "hf-hotspa train --dataset chats.jsonl", "output folder": "/home/ada/out",
+        },
     }  # fmt: skip
     return RunFacts(**{**facts, **changes})
 
@@ -93,6 +97,8 @@ def write_run(
         report = made_report(step, *made_phases(faster), loss=3.0 - 0.1 * step, single_s=single_s)
         if step == 4:
             report = replace(report, race=RaceReport("dp2 + tp2", "dp2 + cp2", 3, 12, 1.06, 1.02, 1.1, 0.8))
+        if step % 5 == 0:
+            report = replace(report, num_truncated=2, num_dropped=1)
         writer.step(step, report, wall_s=report.total_s + 0.05, lr=1e-3 / step)
         if step % 2 == 0:
             writer.evaluation(step, {"eval_loss": 3.1 - 0.1 * step, "eval_runtime": 0.5, "eval_note": "text"})

@@ -8,8 +8,6 @@ on the way, they are the same on all ranks, and a cache that cannot be read cost
 
 import json
 import logging
-import os
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,13 +20,11 @@ from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
+from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.four_bit import is_four_bit
-from hf_hotspa.parallel.nodes import known_nodes
-from hf_hotspa.report import RunFacts, StepReport
-from hf_hotspa.reporting.run_log import length_histogram
+from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import make_auto_plan
 from hf_hotspa.search.chooser import predict_phases
@@ -37,7 +33,6 @@ from hf_hotspa.search.single import Singles, SingleStrategy, with_single
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import (
-    AutoStrategies,
     agreed_calibration,
     cost_model,
     frozen_base,
@@ -47,7 +42,6 @@ from hf_hotspa.trainer.auto import (
     searched_strategies,
     trained_config,
 )
-from hf_hotspa.versions import LIBRARIES, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -160,75 +154,3 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
         logger.warning("no predictions: %s", error)
         return None
     return calibration if calibration is not None and calibration.covers(strategies) else None
-
-
-_FLAGS = (
-    "strategies", "overlong", "planner", "pipeline_schedule", "context_parallel", "expert_capacity",
-    "stragglers",
-)  # fmt: skip
-
-
-def run_facts(
-    engine: HotSPaEngine,
-    model: PreTrainedModel,
-    args: HotSPaTrainingArguments,
-    table: SequenceTable | None,
-    predictions: AutoStrategies | Predictions | None,
-) -> RunFacts:
-    """The facts of a run. No communication, no host names.
-
-    Args:
-        table: The scan of the data set; None for a stream.
-        predictions: What `hotspa_strategies=auto` chose, or the predictions for strategies that were given; None without.
-    """
-    shape = engine.description.shape
-    auto = predictions if isinstance(predictions, AutoStrategies) else None
-    known = None if predictions is None or (auto is not None and not auto.predicts) else predictions
-    single = known.single if known is not None else None
-    return RunFacts(
-        world_size=engine.world_size,
-        versions={name.replace("-", "_"): version_of(name) or "not installed" for name in LIBRARIES}
-        | {"python": platform.python_version()},
-        machine={
-            "device": engine.device.type,
-            "device_name": torch.cuda.get_device_name(engine.device)
-            if engine.device.type == "cuda"
-            else platform.machine(),
-            "nodes": nodes.count if (nodes := known_nodes()) is not None else 1,
-            "cpu_cores": os.cpu_count(),
-            "threads_a_rank": torch.get_num_threads(),
-            "system": platform.system(),
-        },
-        model={
-            "name": type(model).__name__,
-            "family": shape.family,
-            "parameters": engine.description.vector.numel,
-            "layers": shape.num_layers,
-            "compute_dtype": dtype_name(engine.description.compute_dtype),
-        },
-        settings={
-            **{name: getattr(args, f"hotspa_{name}") for name in _FLAGS},
-            "mini_batch_size": args.hotspa_rows_a_step,
-            "pipeline_mode": pipeline_mode(args),
-            "overlap_load": engine.overlap.load,
-            "overlap_return": engine.overlap.return_gradients,
-            "max_steps": args.max_steps,
-            "learning_rate": args.learning_rate,
-            "lr_scheduler": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
-            "optimizer": str(getattr(args.optim, "value", args.optim)),
-            "seed": args.seed,
-        },
-        buckets=[
-            {"strategy": str(b.strategy), "low": b.low, "longest": b.longest, "pack_tokens": b.pack_tokens}
-            for b in (auto.pool if auto is not None else engine.buckets)
-        ],
-        plan=auto.plan.summary() if auto is not None and auto.predicts else None,
-        lengths=length_histogram(table.sequence_lengths) if table is not None else None,
-        single=str(single.bucket.strategy) if single is not None else None,
-    )
-
-
-def pipeline_mode(args: HotSPaTrainingArguments) -> str:
-    """How the stages of a run update: with `pipedream`, by how many packs their weights are behind."""
-    mode = args.hotspa_pipedream
-    return args.hotspa_pipeline_mode if mode is None else mode.text(args.hotspa_buckets[0].strategy.pp)

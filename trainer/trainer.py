@@ -51,6 +51,7 @@ from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts,
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
+from hf_hotspa.trainer.facts import run_facts
 from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
 from hf_hotspa.trainer.model_source import (
     ModelSource,
@@ -61,7 +62,6 @@ from hf_hotspa.trainer.model_source import (
     write_beside,
 )
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
-from hf_hotspa.trainer.predictions import run_facts
 from hf_hotspa.trainer.preemption import (
     Preemption,
     SkippedMiniBatches,
@@ -388,7 +388,7 @@ class SwitchedMixin(_Base):
         if watchers.predictions is not None and table is not None:
             watchers.predictions.compare_with_single(table, self.args.hotspa_rows_a_step)
         self._hotspa_began = True
-        facts = run_facts(switched.engine, self.model, self.args, table, watchers.auto or watchers.predictions)
+        facts = run_facts(switched.engine, self, table, watchers.auto or watchers.predictions)
         self.callback_handler.dispatch(
             "on_run_begin", self.args, self.state, self.control, run=facts,
             callback_seconds=lambda: dict(self.callback_handler.seconds),

@@ -342,7 +342,7 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
             kinds = sorted({p.suffix for p in files})
             contents = f"files of the kinds {kinds}" if files else "no file that can be read"
             raise DataError(f"{path} holds {contents}", fix=f"give files of one kind of {', '.join(_BUILDERS)}")
-        return _read_files(files, builders[0], split)
+        return _read_files(files, builders[0], split, path.name)
     if path.suffix in _BUILDERS or path_or_name.startswith(("/", ".", "~")) or path_or_name.count("/") > 1:
         raise DataError(f"there is no file or directory {path}", fix="check the path")
     try:
@@ -355,8 +355,8 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
         ) from error
 
 
-def _read_files(files: list[Path], kind: str, split: str) -> Any:
-    """The rows of files of one kind; cells of a csv as the text that stands there."""
+def _read_files(files: list[Path], kind: str, split: str, name: str) -> Any:
+    """The rows of files of one kind, as the data set `name`; cells of a csv as the text that stands there."""
     import datasets
 
     try:
@@ -364,7 +364,9 @@ def _read_files(files: list[Path], kind: str, split: str) -> Any:
         if kind == "csv":  # else 007 would be read as 7, and None as nothing
             features = {name: datasets.Value("string") for name in csv_columns(files)}
             options = {"features": datasets.Features(features), "na_filter": False}
-        return datasets.load_dataset(kind, data_files={"train": list(map(str, files))}, split=split, **options)
+        rows: Any = datasets.load_dataset(kind, data_files={"train": list(map(str, files))}, split=split, **options)
+        rows.info.dataset_name = name  # for pages: else it is that of the builder
+        return rows
     except DataError:
         raise
     except Exception as error:  # of the split, the builder, or what reads the file

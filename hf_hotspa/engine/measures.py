@@ -193,6 +193,7 @@ def _phase_report(phase: PhasePlan, measured: Tensor, facts: PhaseFacts) -> Phas
         ),
         busiest_tokens=max(sum(pack.num_tokens for pack in packs) for packs in phase.replicas),
         longest_tokens=max((sequence.num_tokens for sequence in phase.sequences()), default=0),
+        squared_tokens=sum(sequence.num_tokens**2 for sequence in phase.sequences()),
         **facts._asdict(),
         unit_load_s=most.unit_load_s,
         unit_return_s=most.unit_return_s,

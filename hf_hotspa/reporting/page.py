@@ -11,7 +11,7 @@ Panels of the page as SVG files, for papers and slides: with title, legend and s
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -34,6 +34,7 @@ from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.whole_file import write_whole
 
 PAGE_NAME = "report.html"
+_GIB = 1 << 30
 
 
 def asset(name: str) -> str:
@@ -48,12 +49,14 @@ def document(
     tiles: Sequence[tuple[str, str]],
     panels: Sequence[Panel],
     footer: str,
+    facts: Mapping[str, str] | None = None,
 ) -> str:
     """The whole page.
 
     Args:
         sentences: The answer first, then what it rests on.
         tiles: (number, what it is) pairs.
+        facts: What stands under the title, by name.
     """
     tile_html = "".join(f'<div class="tile"><b>{escape(n)}</b><span>{escape(what)}</span></div>' for n, what in tiles)
     return "\n".join(
@@ -64,7 +67,7 @@ def document(
             f"<title>{escape(title)}</title>",
             '<link rel="icon" href="data:,"/>',
             f"<style>{asset('page.css')}{asset('chart.css')}</style></head><body><main>",
-            f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p>',
+            f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p>{names_of(facts or {})}',
             '<section class="verdict">' + "".join(f"<p>{escape(s)}</p>" for s in sentences) + "</section>",
             f'<section class="tiles">{tile_html}</section>',
             f'<section class="panels">{"".join(panel.html() for panel in panels)}</section>',
@@ -75,33 +78,60 @@ def document(
     )
 
 
+def names_of(facts: Mapping[str, str]) -> str:
+    """A list of names and texts."""
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
+    return f'<dl class="names">{rows}</dl>' if rows else ""
+
+
 def report_page(run: RunLog, to_be_measured: bool = False) -> str:
     """The page of a run; see `verdict`."""
-    summary = summarize(run)
-    model = run.facts.model
+    facts = run.facts
+    model = str(facts.model.get("name") or facts.model.get("family") or "a model")
     started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.started))
-    tiles = [
-        (f"{summary.num_steps}", "steps"),
-        (short(summary.num_tokens), "tokens trained"),
-        (short(summary.tokens_per_s), "tokens per second"),
-        (f"{summary.median_step_s:.3f} s", "median step"),
-        (f"{summary.switch_share:.1%}", "of the step is switching"),
-        (_loss(summary.last_loss), f"loss at the end, {_loss(summary.first_loss)} at first"),
-    ]
-    if run.callback_s and summary.wall_s:
-        tiles.append((f"{summary.callback_s / summary.wall_s:.2%}", "of the time inside callbacks"))
-    name = str(model.get("name") or model.get("family") or "a model")
     restarts = f", started {run.starts} times" if run.starts > 1 else ""
     state = "" if run.ended else ". The record has no end: the run is going on, or was stopped"
     return document(
-        f"hf_hotspa: {name} on {run.facts.world_size} ranks",
-        f"started {started}{restarts}; strategies {', '.join(b['strategy'] for b in run.facts.buckets)}{state}",
+        f"{facts.run.get('name', 'hf_hotspa')}: {model} on {facts.world_size} ranks",
+        f"started {started}{restarts}; strategies {', '.join(b['strategy'] for b in facts.buckets)}{state}",
         [*verdict(run, to_be_measured), *advice(run)],
-        tiles,
+        _tiles(run),
         all_panels(run),
-        f"Made by hf_hotspa {run.facts.versions.get('hf_hotspa', '')} from the run's record; "
+        f"Made by hf_hotspa {facts.versions.get('hf_hotspa', '')} from the run's record; "
         "hf-hotspa report makes it anew, hf-hotspa compare lays two runs side by side.",
+        {name: text for name, text in facts.run.items() if name != "name"},
     )
+
+
+def _tiles(run: RunLog) -> list[tuple[str, str]]:
+    """The numbers at the top: is it fast, does it fit, does it learn, and was every row trained."""
+    summary, limit = summarize(run), run.facts.machine.get("memory_bytes")
+    planned = run.facts.settings.get("max_steps", 0)
+    of_all = f" of {planned:,}" if planned > 0 else ""
+    tiles = [(f"{short(summary.tokens_per_s)}", f"tokens per second, {short(summary.num_tokens)} in all")]
+    if summary.utilization is not None:
+        tiles.append((f"{summary.utilization:.1%}", "of the GPUs' peak (MFU)"))
+    tiles.append((f"{summary.switch_share:.1%}", "of the step is switching"))
+    if run.memory and limit:
+        tiles.append((f"{max(run.memory) / limit:.0%}", f"of {limit / _GIB:.4g} GiB on the fullest rank"))
+    elif run.memory:
+        tiles.append((f"{max(run.memory) / _GIB:.2f} GiB", "on the fullest rank"))
+    tiles.append((_loss(summary.last_loss), f"loss at the end, {_loss(summary.first_loss)} at first"))
+    evaluated = [
+        (value, step)
+        for step, metrics in run.evaluations
+        for name, value in metrics.items()
+        if name.endswith("_loss") and value is not None
+    ]
+    if evaluated:
+        best, step = min(evaluated)
+        tiles.append((_loss(evaluated[-1][0]), f"evaluation loss; lowest {_loss(best)} after step {step}"))
+    tiles.append((f"{summary.num_steps:,}", f"steps{of_all}, {summary.median_step_s:.3f} s each (median)"))
+    return tiles + [(f"{count:,}", f"rows {_CHANGED[change]}") for change, count in summary.rows.items()]
+
+
+_CHANGED = {"truncated": "cut", "split": "split", "dropped": "dropped, too long", "empty": "without a token"}
+"""What was done to rows, as people say it."""
 
 
 def _loss(loss: float | None) -> str:

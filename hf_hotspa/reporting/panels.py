@@ -9,7 +9,7 @@ from hf_hotspa.reporting.run_log import RunLog
 from hf_hotspa.reporting.summary import strategy_order, summarize
 from hf_hotspa.reporting.svg import Mark, Series
 
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
 _COLOURS = 6
 _MOST_STRIPS = 32
 
@@ -170,14 +170,31 @@ def loss_panel(run: RunLog) -> Panel:
     return Panel(name, title, len(run.steps), body, "Mean over the label tokens of the mini-batch.", _legend(series))
 
 
+def learning_rate_panel(run: RunLog) -> Panel:
+    """The learning rate."""
+    return _curve(run, "lr", "Learning rate", "s0", [r.lr for r in run.steps], "Of the first parameter group.")
+
+
+def grad_norm_panel(run: RunLog) -> Panel:
+    """The norm of the gradient."""
+    values = [r.report.grad_norm for r in run.steps]
+    return _curve(run, "grad_norm", "Gradient norm", "s2", values, "Over all weights, before clipping.")
+
+
+def _curve(run: RunLog, name: str, title: str, style: str, values: Sequence[float | None], note: str) -> Panel:
+    """One line over the steps, from zero."""
+    known = sum(value is not None for value in values)
+    if not known:
+        return _empty(name, title, "Not recorded." if run.steps else "No mini-batch was recorded.")
+    body = svg.lines(title, _steps(run), [Series(title.lower(), style, values)])
+    return Panel(name, title, known, body, note)
+
+
 def rate_panel(run: RunLog) -> Panel:
     """Tokens per second."""
-    name, title = "rate", "Tokens per second"
-    if not run.steps:
-        return _empty(name, title, "No mini-batch was recorded.")
     values = [r.report.num_tokens / r.wall_s if r.wall_s > 0 else None for r in run.steps]
-    body = svg.lines("Tokens per second", _steps(run), [Series("tokens/s", "s1", values)])
-    return Panel(name, title, len(values), body, "Over all ranks; the optimizer step counts, loading data does not.")
+    note = "Over all ranks; the optimizer step counts, loading data does not."
+    return _curve(run, "rate", "Tokens per second", "s1", values, note)
 
 
 def padding_panel(run: RunLog) -> Panel:
@@ -207,15 +224,23 @@ def _waste(tokens: int, slots: int) -> float:
 
 
 def memory_panel(run: RunLog) -> Panel:
-    """Peak memory of each rank."""
+    """Peak memory of each rank, and what it may use."""
     name, title = "memory", "Peak memory by rank"
     if not run.memory:
         return _empty(name, title, "Not recorded.")
-    values = [n / _MIB for n in run.memory]
-    body = svg.bars("Peak memory in MiB", [str(i) for i in range(len(values))], values, "", "rank", "s3")
-    kind = run.facts.machine.get("device", "cpu")
-    note = "MiB resident in the process (libraries and data loading included)." if kind == "cpu" else "MiB allocated."
-    return Panel(name, title, len(values), body, note)
+    limit: int | None = run.facts.machine.get("memory_bytes")
+    size, unit = (_GIB, " GiB") if max(*run.memory, limit or 0) >= _GIB else (_MIB, " MiB")
+    names = [str(i) for i in range(len(run.memory))]
+    most = None if limit is None else Mark(limit / size, f"limit {limit / size:.4g}{unit}")
+    body = svg.bars(f"Peak memory in{unit}", names, [n / size for n in run.memory], unit, "rank", "s3", most)
+    if limit is not None:
+        fullest = max(range(len(run.memory)), key=lambda rank: run.memory[rank])
+        note = f"Allocated by torch. Rank {fullest} was the fullest: {run.memory[fullest] / limit:.0%} of the limit."
+    elif run.facts.machine.get("device", "cpu") == "cpu":
+        note = "Resident in the process, libraries and data loading included; a process has no limit of its own."
+    else:
+        note = "Allocated by torch."
+    return Panel(name, title, len(names), body, note)
 
 
 def devices_panel(run: RunLog) -> Panel:
@@ -351,9 +376,9 @@ def run_panel(run: RunLog) -> Panel:
 
 
 def all_panels(run: RunLog) -> list[Panel]:
-    """Every panel, in the order of the page."""
+    """Every panel, in the order of the page: what is looked at first, and at the end those that have nothing to show."""
     makers = (
-        lengths_panel, time_panel, share_panel, loss_panel, rate_panel, padding_panel, memory_panel, devices_panel,
-        prediction_panel, plan_panel, race_panel, strategies_panel, run_panel,
+        loss_panel, learning_rate_panel, grad_norm_panel, rate_panel, memory_panel, time_panel, share_panel, lengths_panel,
+        padding_panel, devices_panel, prediction_panel, plan_panel, race_panel, strategies_panel, run_panel,
     )  # fmt: skip
-    return [make(run) for make in makers]
+    return sorted((make(run) for make in makers), key=lambda panel: not panel.points)

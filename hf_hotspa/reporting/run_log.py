@@ -122,6 +122,7 @@ class StrategyTotals:
     moved_bytes: int
     frozen_bytes: int
     context_bytes: int
+    squared_tokens: Count = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -131,13 +132,18 @@ class StrategyTotals:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over steps: seconds as those of `Summary`."""
+    """Sums over steps: seconds as those of `Summary`, and `rows` that were not trained as they are, by what was done."""
 
     num_steps: Count = 0
     seconds: float = 0.0
     wall_s: float = 0.0
     switch_s: float = 0.0
     strategies: tuple[StrategyTotals, ...] = ()
+    rows: dict[str, Count] = field(default_factory=dict)
+
+
+ROW_CHANGES = ("truncated", "split", "dropped", "empty")
+"""What is done to rows; `num_truncated` and so on in `StepReport`."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +163,7 @@ def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
     """The sums over steps, over those that were left out before them, and `earlier` ones."""
     first = earlier or Sums()
     num_steps, seconds, wall_s, switch_s = first.num_steps, first.seconds, first.wall_s, first.switch_s
+    rows = dict(first.rows)
     totals: dict[str, list[Any]] = {}
     names = [f.name for f in fields(StrategyTotals)[2:]]
 
@@ -172,11 +179,15 @@ def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
         seconds += report.total_s + before.seconds
         wall_s += record.wall_s + before.wall_s
         switch_s += report.switch_s + before.switch_s
+        for change in ROW_CHANGES:
+            if count := getattr(report, f"num_{change}") + before.rows.get(change, 0):
+                rows[change] = rows.get(change, 0) + count
         for known in before.strategies:
             add(known.strategy, known.num_phases, known)
         for phase in report.phases:
             add(phase.strategy, 1, phase)
-    return Sums(num_steps, seconds, wall_s, switch_s, tuple(StrategyTotals(n, *values) for n, values in totals.items()))
+    strategies = tuple(StrategyTotals(n, *values) for n, values in totals.items())
+    return Sums(num_steps, seconds, wall_s, switch_s, strategies, rows)
 
 
 @dataclass

@@ -19,7 +19,8 @@ _MUCH_WAITING = 0.2
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. Seconds are those of `StepReport.total_s`: forward, backward and switches."""
+    """A run in numbers. Seconds are those of `StepReport.total_s`: forward, backward and switches. `utilization` is MFU with the
+    optimizer's step; None where the devices' speed is not known. `rows` counts those that were cut or left out, by what was done."""
 
     num_steps: int
     num_tokens: int
@@ -34,6 +35,8 @@ class Summary:
     strategies: tuple[StrategyTotals, ...]
     median_step_s: float
     callback_s: float
+    utilization: float | None
+    rows: dict[str, int]
 
     @property
     def tokens_per_s(self) -> float:
@@ -64,10 +67,12 @@ def summarize(run: RunLog) -> Summary:
     every = sums_of(run.steps)
     by_name = {totals.strategy: totals for totals in every.strategies}
     strategies = tuple(by_name[name] for name in strategy_order(run) if name in by_name)
+    flops, squares = run.facts.flops, sum(totals.squared_tokens for totals in strategies)
+    num_tokens = sum(totals.num_tokens for totals in strategies)
     last = reports[-max(1, len(reports) // 10) :]
     return Summary(
         num_steps=every.num_steps,
-        num_tokens=sum(totals.num_tokens for totals in strategies),
+        num_tokens=num_tokens,
         seconds=every.seconds,
         wall_s=every.wall_s,
         switch_s=every.switch_s,
@@ -79,6 +84,8 @@ def summarize(run: RunLog) -> Summary:
         strategies=strategies,
         median_step_s=median(r.total_s for r in reports) if reports else 0.0,
         callback_s=sum(run.callback_s.values()),
+        utilization=flops.utilization(num_tokens, squares, every.wall_s) if flops is not None and squares else None,
+        rows=every.rows,
     )
 
 

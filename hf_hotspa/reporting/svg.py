@@ -40,7 +40,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line at an x, with a text."""
+    """A line at a value, with a text."""
 
     x: float
     text: str
@@ -273,14 +273,32 @@ def stacked(label: str, xs: Sequence[float], series: Sequence[Series], unit: str
     return frame.svg("step", _slot_ticks(frame, xs))
 
 
-def bars(label: str, names: Sequence[str], values: Sequence[float], unit: str, x_label: str, style: str = "s0") -> str:
-    """One bar for each name; names are thinned out where they do not fit."""
-    frame = _Frame(label, (0, len(names)), (0.0, _top(values)), unit)
+def bars(
+    label: str,
+    names: Sequence[str],
+    values: Sequence[float],
+    unit: str,
+    x_label: str,
+    style: str = "s0",
+    limit: Mark | None = None,
+) -> str:
+    """One bar for each name; names are thinned out where they do not fit.
+
+    Args:
+        limit: A horizontal line at a value, with its text.
+    """
+    frame = _Frame(label, (0, len(names)), (0.0, _top([*values, limit.x * 1.08 if limit is not None else 0.0])), unit)
     slot = frame.width / len(names)
     every = -(-len(names) // 12)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         x = frame.left + slot * (i + 0.5)
         frame.rect(style, x - slot * 0.4, x + slot * 0.4, 0.0, value, f"{x_label} {name}: {short(value)}{unit}")
+    if limit is not None:
+        y = frame.y(limit.x)
+        frame.parts.append(
+            f'<line class="mark" x1="{frame.left}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" data-tip={quoteattr(limit.text)}/>'
+        )
+        frame.text(WIDTH - _RIGHT, y - 4, limit.text, "end", "marktext")
     return frame.svg(x_label, [(frame.left + slot * (i + 0.5), names[i]) for i in range(0, len(names), every)])
 
 

@@ -65,6 +65,33 @@ def test_the_numbers_of_the_readme_are_measured_ones():
     assert f"Yes: {predicted}x over FSDP" in text
 
 
+def factors_of_cells(limit):
+    """How many times as long as `auto` the fastest of the others, and our best single strategy, take: from docs/side-by-side.md."""
+    others, ours = [], []
+    heading = "a limit of memory" if limit else "no limit"
+    for block in (ROOT / "docs" / "side-by-side.md").read_text().split("\n\n"):
+        if not re.match(rf"\| [\w.]+ (fp32|bf16), {heading} \|", block):
+            continue
+        rows = [[cell.strip("* ") for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        table = {row[0]: [float(c) if re.fullmatch(r"[\d.]+", c) else None for c in row[1:]] for row in rows[2:]}
+        auto = table.pop("ours, `auto`")
+        for place, seconds in enumerate(auto):
+            fits = {name: cells[place] / seconds for name, cells in table.items() if cells[place] is not None}
+            ours.append(fits["ours, one static strategy, packed: the best"])
+            others += [min(those)] if (those := [f for name, f in fits.items() if not name.startswith("ours")]) else []
+    assert len(ours) == 20
+    return [f"| {min(those):.1f} to {max(those):.1f} |" for those in (others, ours)], len(others)
+
+
+def test_the_first_table_of_what_was_measured_is_of_the_cells():
+    text = (ROOT / "docs" / "measured.md").read_text().partition("## Side by side")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| the ")]
+    for number, (limit, kind) in enumerate(((False, 0), (False, 1), (True, 1), (True, 0))):
+        spans, fitting = factors_of_cells(limit)
+        assert rows[number].endswith(spans[kind])
+        assert not limit or kind or f"in {fitting} of 20 cases" in rows[number]
+
+
 START_AND_USE = re.findall(
     r"([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text().split("  - Start:")[1].split("  - Reference:")[0], re.MULTILINE
 )

@@ -1,19 +1,65 @@
 """Writes docs/moves.md: what becomes of everything that users do to a Trainer. `python -m tests.moves`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.moves import GROUPS, all_moves
+from tests.moves import GROUPS, Move, all_moves
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "moves.md"
 _TITLES = {
-    "arguments": "Arguments", "data": "Rows and columns", "collators": "Data collators", "losses": "Losses",
-    "optimizers": "Optimizers and schedulers", "overrides": "Methods of a subclass", "callbacks": "Callbacks",
-    "checkpoints": "Checkpoints", "models": "Models",
-}  # fmt: skip
+    "arguments": (
+        "Arguments",
+        "batch sizes, accumulation, schedules, evaluation, sampling by length. `fp16` and `torch_compile` are left to `Trainer`",
+    ),
+    "data": (
+        "Rows and columns",
+        "padding on either side, packed documents, streams. Labels on padding and masks with holes are left to `Trainer`",
+    ),
+    "collators": (
+        "Data collators",
+        "those of transformers and your own, if they give tokens, labels and positions only",
+    ),
+    "losses": (
+        "Losses",
+        "`compute_loss_func`, a `compute_loss` override, label smoothing, weights of tokens, distillation. A loss that "
+        "changes inside the `forward` of the model is left to `Trainer`",
+    ),
+    "optimizers": (
+        "Optimizers and schedulers",
+        "every elementwise optimizer, also in 8 and 4 bits, and schedulers of your own. Adafactor and others that look "
+        "at a whole matrix are left to `Trainer`",
+    ),
+    "overrides": (
+        "Methods of a subclass",
+        "samplers, data loaders, `training_step`, `log`. Hooks on the model do not run",
+    ),
+    "callbacks": ("Callbacks", "they see current weights wherever `Trainer` calls them, except in `on_step_end`"),
+    "checkpoints": ("Checkpoints", "the files of `Trainer`; resuming in both directions, but not from DeepSpeed"),
+    "models": (
+        "Models",
+        "causal language models, frozen layers, adapters. Classifiers, encoders and your own `nn.Module` are left to `Trainer`",
+    ),
+}
+"""Of each group: its heading, and its line at the top of the page."""
+
+
+def _here(move: Move) -> str:
+    """The second column."""
+    if move.left:
+        return f"the same, left to `Trainer`; to switch: {move.instead}"
+    return f"refused: {move.instead}" if move.refused else f"the same{'; ' + move.ours if move.ours else ''}"
+
+
+def _counts(moves: Sequence[Move]) -> str:
+    """How many of them are what."""
+    left = sum(move.left for move in moves)
+    refused = sum(bool(move.refused) and not move.left for move in moves)
+    same = f"{len(moves) - left - refused} the same"
+    return ", ".join([same, *([f"{left} left"] if left else []), *([f"{refused} refused"] if refused else [])])
 
 
 def page() -> str:
-    """The text of the page."""
+    """The text of the page: a line for each group, then the tables, folded."""
     moves = all_moves()
     every = [move for group in GROUPS for move in moves[group]]
     refused = sum(bool(move.refused) and not move.left for move in every)
@@ -21,19 +67,24 @@ def page() -> str:
     lines = [
         "# What carries over from `Trainer`",
         "",
-        f"{len(every)} things that users do with the stock `Trainer`, each tried with both on every test run: {len(every) - refused} give the same",
-        f"losses, rates and weights, {refused} are refused by name before the first step. Of the equal ones, {left} are",
-        "*left to `Trainer`*: nothing is switched, a warning says why, and the run is that of the stock `Trainer` (with several",
-        "processes: `DistributedDataParallel`). With a `hotspa_*` flag of your own they are refused. Written by",
-        "`python -m tests.moves`; run by `tests/gloo/test_moves.py` on one process and on two.",
+        f"{len(every)} things that users do with the stock `Trainer`. Tests try each of them with both trainers, on one process and on",
+        f"two: {len(every) - left - refused} give the same losses, rates and weights, {left} are left to `Trainer`, {refused} are refused. In short:",
+        "",
+        *(f"* **{title}**: {text} ({_counts(moves[group])})." for group, (title, text) in _TITLES.items()),
+        "",
+        "*Left to `Trainer`* means: nothing is switched, a warning says why, and the run is that of the stock `Trainer` (with",
+        "several processes: `DistributedDataParallel`). If you set a `hotspa_*` flag, these are refused, too. *Refused* means: an",
+        "error before the first step, which names the cause and what to do.",
+        "",
+        "## Every one of them",
+        "",
+        "Open a group to see its table. `python -m tests.moves` writes this page, `tests/gloo/test_moves.py` runs it.",
     ]
     for group in GROUPS:
-        lines += ["", f"## {_TITLES[group]}", "", "| what you do | here |", "|---|---|"]
-        for move in moves[group]:
-            here = f"refused: {move.instead}" if move.refused else f"the same{'; ' + move.ours if move.ours else ''}"
-            if move.left:
-                here = f"the same, left to `Trainer`; to switch: {move.instead}"
-            lines.append(f"| {move.name} | {here} |")
+        rows = [f"| {move.name} | {_here(move)} |" for move in moves[group]]
+        heading = f"{_TITLES[group][0]}: {_counts(moves[group])}"
+        lines += ["", '<details markdown="1">', f"<summary>{heading}</summary>", ""]
+        lines += ["| what you do | here |", "|---|---|", *rows, "", "</details>"]
     return "\n".join(lines) + "\n"
 
 

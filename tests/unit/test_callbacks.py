@@ -535,8 +535,12 @@ def test_a_line_says_what_a_person_asks_for(monkeypatch):
     lines, state = LogLine(), TrainerState(max_steps=1000)
     logs = {"loss": 3.25, "grad_norm": 1.234, "learning_rate": 2e-5, "hotspa/tokens_per_s": 12345.6}
     logs |= {"hotspa/memory_share": 0.81, "hotspa/switch_share": 0.0123, "hotspa/truncated": 3.0, "epoch": 0.1}
+    logs |= {"hotspa/mfu": 0.4321}
     state.global_step = 10
-    first = "step 10/1000  loss 3.2500  grad_norm 1.23  lr 2.00e-05  tokens/s 12,346  memory 81%  switching 1.2%  truncated 3"
+    first = (
+        "step 10/1000  loss 3.2500  grad_norm 1.23  lr 2.00e-05  tokens/s 12,346  memory 81%  switching 1.2%  MFU 43.2%"
+    )
+    first += "  truncated 3"
     assert lines.text(logs, state) == first
     state.global_step, now[0] = 20, 150.0  # 5 s a step
     assert lines.text(logs, state) == first.replace("step 10/", "step 20/") + "  left 1:21:40"

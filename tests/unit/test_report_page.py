@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from hf_hotspa.errors import StrategyError
+from hf_hotspa.report import ModelFlops
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.compare import compare, compare_page
 from hf_hotspa.reporting.page import report_page, show_lengths, show_report
@@ -16,11 +17,11 @@ from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import Mark, Series
 from hf_hotspa.whole_file import write_whole
-from tests.run_logs import LONG, SHORT, write_run
+from tests.run_logs import LONG, SHORT, made_report, write_run
 
 PANELS = {
     "lengths", "time", "share", "loss", "rate", "padding", "memory", "prediction", "plan", "strategies", "run",
-    "devices", "race",
+    "devices", "race", "lr", "grad_norm",
 }  # fmt: skip
 CHARTS = PANELS - {"plan", "race", "strategies", "run"}
 _VOID = {"meta", "link"}
@@ -89,7 +90,7 @@ def test_every_panel_has_data(tmp_path):
     assert all(points > 0 for points in page.points.values()), page.points
     assert len(charts(text)) == len(CHARTS)
     assert page.tags.count("script") == 1
-    assert "LlamaForCausalLM &lt;&amp;&gt; on 2 ranks" in text
+    assert "<h1>first try: LlamaForCausalLM &lt;&amp;&gt; on 2 ranks</h1>" in text
     for part in (
         "dp2 to 16",
         "Switching paid: about 2.00x as fast as tp2 alone",
@@ -107,12 +108,40 @@ def test_charts_draw_what_was_recorded(tmp_path):
     assert any(
         t.startswith("step 1: 1.28 s; dp2 0.32 s, tp2 0.64 s, load and return 0.16 s, switching 0.08 s") for t in tips
     ), tips
-    assert "rank 1: 6" in tips
+    assert "rank 1: 6 MiB" in tips
+    assert "step 4: learning rate 0.00025" in tips
+    assert "step 4: gradient norm 1" in tips
     assert any(t.startswith("step 2: measured 1.2 s, predicted 1.32 s") for t in tips)
     time = next(c for c in charts(text) if c.get("aria-label") == "Seconds of a step")
     heights = [float(e.get("height")) for e in time.iter() if e.get("class") == "s0"]
     assert len(heights) == 6
     assert heights == pytest.approx([heights[0]] * 6)
+
+
+def test_what_a_user_acts_on_stands_at_the_top(tmp_path):
+    """What was run, how fast, whether it fits, what was done to rows."""
+    machine = {"device": "cuda", "device_name": "NVIDIA H100 80GB HBM3", "memory_bytes": 80 << 20}
+    # 2 steps of 400 tokens and 10,000 squares in 2 x 1.33 s
+    folder = write_run(tmp_path, steps=5, machine=machine, flops=ModelFlops(3.0, 0.5, 1e4), settings={"max_steps": 9})
+    text = report_page(read_run_log(folder))
+    check_page(text)
+    top = text.partition('<section class="panels">')[0]
+    assert "<dt>command</dt><dd>hf-hotspa train --dataset chats.jsonl</dd>" in top
+    assert "<dt>data set</dt><dd>chats.jsonl, 8 rows</dd>" in top
+    assert "<dt>output folder</dt><dd>/home/ada/out</dd>" in top
+    tiles = dict(re.findall(r"<b>([^<]*)</b><span>([^<]*)</span>", top))
+    step_s = made_report(1).total_s + 0.05
+    assert tiles[f"{(3.0 * 400 + 0.5 * 10_000) / (1e4 * step_s):.1%}"] == "of the GPUs&#x27; peak (MFU)"
+    assert tiles["8%"] == "of 0.07812 GiB on the fullest rank"
+    assert tiles["2.7000"] == "evaluation loss; lowest 2.7000 after step 4"
+    assert tiles["5"].startswith("steps of 9, ")
+    assert (tiles["2"], tiles["1"]) == ("rows cut", "rows dropped, too long")
+    memory = next(c for c in charts(text) if c.get("aria-label") == "Peak memory in MiB")
+    [limit] = [e for e in memory.iter() if e.get("class") == "mark"]
+    assert limit.get("data-tip") == "limit 80 MiB"
+    tallest = min(float(e.get("y")) for e in memory.iter() if e.get("class") == "s3")
+    bottom = max(float(e.get("y1")) for e in memory.iter() if e.get("class") == "grid")
+    assert (bottom - tallest) / (bottom - float(limit.get("y1"))) == pytest.approx(6 / 80, abs=0.01)
 
 
 def test_a_run_that_knows_little(tmp_path):

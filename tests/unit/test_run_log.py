@@ -242,7 +242,8 @@ def test_a_long_record_is_thinned_out_and_its_sums_stay(tmp_path, monkeypatch):
     assert numbers == sorted(numbers)
     assert (thin.starts, thin.saves, thin.evaluations) == (2, [120], [(120, {"eval_loss": 1.0})])
     ours, theirs = summarize(thin), summarize(whole)
-    for name in ("num_steps", "num_tokens", "first_loss"):
+    assert theirs.rows == {"truncated": 120, "dropped": 60}
+    for name in ("num_steps", "num_tokens", "first_loss", "rows"):
         assert getattr(ours, name) == getattr(theirs, name)
     for name in ("seconds", "wall_s", "switch_s", "load_return_s", "hidden_s", "wait_s"):
         assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-12)

@@ -8,7 +8,8 @@ import pytest
 
 from hf_hotspa.callbacks import switch_overhead
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
-from hf_hotspa.report import PhaseReport, StepReport
+from hf_hotspa.report import ModelFlops, PhaseReport, StepReport
+from tests.run_logs import made_facts
 
 
 def phase(strategy, load_s, hidden_load_s, longest=10):
@@ -54,6 +55,16 @@ def test_switching_is_what_one_strategy_would_not_have():
     alone = report(long)
     assert (alone.load_return_s, alone.switch_s, alone.switch_share, alone.switch_bytes) == (2.0, 0.0, 0.0, 0)
     assert report().load_return_s == report().switch_s == 0.0
+
+
+def test_mfu_is_the_models_operations_by_what_the_devices_could_do():
+    callback = SwitchOverheadCallback()
+    callback.on_step_report(None, None, None, report(phase("dp2", 0.5, 0.25)))
+    assert "hotspa/mfu" not in callback.pop_metrics()  # the devices' speed is not known
+    callback.on_run_begin(None, None, None, made_facts(flops=ModelFlops(token=6.0, square=0.25, peak=400.0)))
+    squares = replace(phase("tp2", 0.5, 0.0), squared_tokens=3200)
+    callback.on_step_report(None, None, None, report(squares, phase("dp2", 0.5, 0.25)))
+    assert callback.pop_metrics()["hotspa/mfu"] == (6.0 * 200 + 0.25 * 3200) / (400.0 * 8.0)
 
 
 def test_what_ranks_of_cp_sent_is_apart_from_what_was_moved():
