@@ -2,12 +2,10 @@
 
     python examples/ray_train.py --workers 4 --model path/to/model --dataset my.jsonl --storage /data/runs --max_steps 100
 
-All flags of TrainingArguments work. After a failure Ray starts as many processes again as there is room for, `--min_workers` at
-least; they resume from the newest checkpoint. What it needs: docs/several-machines.md.
+Takes all flags of TrainingArguments. After a failure at least `--min_workers` processes resume. See docs/several-machines.md.
 """
 
 import argparse
-from contextlib import nullcontext
 from typing import Any
 
 import ray.data
@@ -37,9 +35,7 @@ def train(given: dict[str, Any]) -> None:
     rows = Dataset.from_list(list(ray.train.get_dataset_shard("train").iter_rows()))
     model, tokenizer = (kind.from_pretrained(given["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
     trainer = HotSPaTrainer(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=[ReportToRay()])
-    saved = ray.train.get_checkpoint()
-    with saved.as_directory() if saved is not None else nullcontext() as folder:
-        trainer.train(resume_from_checkpoint=folder)
+    trainer.train(resume_from_checkpoint=(saved := ray.train.get_checkpoint()) and saved.path)
 
 
 if __name__ == "__main__":
@@ -53,12 +49,11 @@ if __name__ == "__main__":
     ray.data.DataContext.get_current().execution_options.preserve_order = True  # each process sees the same rows
     failures = ray.train.FailureConfig(max_failures=3)
     devices = {"resources_per_worker": {"CPU": given.cpus}, "use_gpu": "--use_cpu" not in rest}
-    trainer = TorchTrainer(
+    TorchTrainer(
         train,
         train_loop_config={**vars(given), "rest": rest},
         datasets={"train": ray.data.read_json(given.dataset)},
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # our Trainer deals rows out, by their lengths
         scaling_config=ray.train.ScalingConfig(num_workers=(given.min_workers, given.workers), **devices),
         run_config=ray.train.RunConfig(name="hotspa", storage_path=given.storage, failure_config=failures),
-    )
-    print(trainer.fit().metrics)
+    ).fit()
