@@ -6,6 +6,7 @@ Takes all flags of TrainingArguments. After a failure at least `--min_workers` p
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import ray.data
@@ -35,15 +36,14 @@ def train(given: dict[str, Any]) -> None:
     rows = Dataset.from_list(list(ray.train.get_dataset_shard("train").iter_rows()))
     model, tokenizer = (kind.from_pretrained(given["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
     trainer = HotSPaTrainer(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=[ReportToRay()])
-    trainer.train(resume_from_checkpoint=(saved := ray.train.get_checkpoint()) and saved.path)
+    saved = ray.train.get_checkpoint()  # none, or an older one, where Ray did not hear of the newest before the failure
+    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")) or (saved and saved.path))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "dataset", "storage"):
-        parser.add_argument(f"--{name}", required=True)
-    for name, value in {"workers": 8, "min_workers": 1, "cpus": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in {"model": 0, "dataset": 0, "storage": 0, "workers": 8, "min_workers": 1, "cpus": 1}.items():
+        parser.add_argument(f"--{name}", type=int if value else str, default=value, required=not value)
     parser.add_argument("--strategies", nargs="*", default=[], help="by the number of processes: 4=dp4:4096,tp4:16384")
     given, rest = parser.parse_known_args()
     ray.data.DataContext.get_current().execution_options.preserve_order = True  # each process sees the same rows

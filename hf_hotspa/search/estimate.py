@@ -118,8 +118,8 @@ class LengthTable:
         if key not in self._known:
             some = max(1, _AT_A_TIME // self.count.size)  # arrays that stay in a cache
             parts = [key[1][first : first + some] for first in range(0, len(sizes), some)]
-            seconds = [self._compute_seconds(time, key[0], part).min(axis=0) for part in parts]
-            self._known[key] = np.minimum.reduce(seconds)
+            least = [self._compute_seconds(time, key[0], part).min(axis=0) for part in parts]
+            self._known[key] = np.minimum.reduce(least)
         seconds = np.full((len(self.edges), len(self.edges)), np.inf)
         seconds[self._low, self._high] = self._known[key] + self._used_weight * switch_s
         return seconds
