@@ -2,12 +2,11 @@
 
     python examples/ray_train.py --workers 4 --model path/to/model --dataset my.jsonl --storage /data/runs --max_steps 100
 
-All flags of TrainingArguments work. After a failure Ray starts as many processes again as there is room for, `--min_workers` at
-least; they resume from the newest checkpoint. What it needs: docs/several-machines.md.
+Takes all flags of TrainingArguments. After a failure at least `--min_workers` processes resume. See docs/several-machines.md.
 """
 
 import argparse
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import ray.data
@@ -37,28 +36,24 @@ def train(given: dict[str, Any]) -> None:
     rows = Dataset.from_list(list(ray.train.get_dataset_shard("train").iter_rows()))
     model, tokenizer = (kind.from_pretrained(given["model"]) for kind in (AutoModelForCausalLM, AutoTokenizer))
     trainer = HotSPaTrainer(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=[ReportToRay()])
-    saved = ray.train.get_checkpoint()
-    with saved.as_directory() if saved is not None else nullcontext() as folder:
-        trainer.train(resume_from_checkpoint=folder)
+    saved = ray.train.get_checkpoint()  # none, or an older one, where Ray did not hear of the newest before the failure
+    trainer.train(resume_from_checkpoint=any(Path(args.output_dir).glob("checkpoint-*")) or (saved and saved.path))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("model", "dataset", "storage"):
-        parser.add_argument(f"--{name}", required=True)
-    for name, value in {"workers": 8, "min_workers": 1, "cpus": 1}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
+    for name, value in {"model": 0, "dataset": 0, "storage": 0, "workers": 8, "min_workers": 1, "cpus": 1}.items():
+        parser.add_argument(f"--{name}", type=int if value else str, default=value, required=not value)
     parser.add_argument("--strategies", nargs="*", default=[], help="by the number of processes: 4=dp4:4096,tp4:16384")
     given, rest = parser.parse_known_args()
     ray.data.DataContext.get_current().execution_options.preserve_order = True  # each process sees the same rows
     failures = ray.train.FailureConfig(max_failures=3)
     devices = {"resources_per_worker": {"CPU": given.cpus}, "use_gpu": "--use_cpu" not in rest}
-    trainer = TorchTrainer(
+    TorchTrainer(
         train,
         train_loop_config={**vars(given), "rest": rest},
         datasets={"train": ray.data.read_json(given.dataset)},
         dataset_config=ray.train.DataConfig(datasets_to_split=[]),  # our Trainer deals rows out, by their lengths
         scaling_config=ray.train.ScalingConfig(num_workers=(given.min_workers, given.workers), **devices),
         run_config=ray.train.RunConfig(name="hotspa", storage_path=given.storage, failure_config=failures),
-    )
-    print(trainer.fit().metrics)
+    ).fit()

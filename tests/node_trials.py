@@ -162,15 +162,12 @@ class Trials:
                 self._nodes.mend(1)
             said = running.said()
         assert code == 0, f"ray, {kind}: {'it ended with ' + str(code) if ended else 'not ended'}\n{said[-12000:]}"
-        steps = []
         for copy in [manifest.parent for manifest in (folder / "hotspa").glob("*/MANIFEST.json")]:
-            verify(copy)
-            manifest = read_manifest(copy)
-            if manifest.world_size == 4:
-                steps.append(manifest.step)
-                assert contents_of_shares(copy) == contents_of_shares(self._whole / f"checkpoint-{manifest.step}")
-        resumed = contents(output / f"checkpoint-{STEPS}") == self.resumed_from(max(steps))
-        return Trial("ray", kind, 1, end_s, *first_error(said, NAMES[1]), max(steps), acknowledged, resumed)
+            if verify(copy).world_size == 4:
+                assert contents_of_shares(copy) == contents_of_shares(self._whole / f"checkpoint-{verify(copy).step}")
+        newest = self._check(output, acknowledged)
+        resumed = contents(output / f"checkpoint-{STEPS}") == self.resumed_from(newest)
+        return Trial("ray", kind, 1, end_s, *first_error(said, NAMES[1]), newest, acknowledged, resumed)
 
     def _next_folder(self) -> Path:
         self._number += 1
@@ -202,7 +199,7 @@ class Trials:
                 self._nodes.mend(node)
             said = running.said()
         assert ended, f"{way}, {NAMES[node]} {kind}: the other node has not ended\n{said[-12000:]}"
-        newest = self._check(output, acknowledged, restarts)
+        newest = self._check(output, acknowledged)
         if not restarts:
             self._resume(way, folder, output, 1 - node)
         resumed = contents(output / f"checkpoint-{STEPS}") == self.resumed_from(newest)
@@ -223,7 +220,7 @@ class Trials:
             return running.wait(1 - node, LIMIT_S)
         return running.wait(1 - node, 2 * LIMIT_S) and newest_step(output) == STEPS
 
-    def _check(self, output: Path, acknowledged: int, restarts: bool) -> int:
+    def _check(self, output: Path, acknowledged: int) -> int:
         """The newest checkpoint of the job that lost a node; each must be whole, and have the bits of the whole run's."""
         steps = []
         for checkpoint in checkpoints(output):

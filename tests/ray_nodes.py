@@ -28,8 +28,9 @@ def ray_job(nodes: Nodes, folder: Path, words: Sequence[str]) -> Iterator[Job]:
     """
     session = Path(tempfile.mkdtemp(prefix="ray-"))  # paths of sockets may not be long
     running = Job(nodes, folder / "log-ray.txt")
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environments = [{
-        **os.environ, **nodes.environment(node), "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0",
+        **os.environ, **nodes.environment(node), "PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_V2_ENABLED": "1",
     } for node in (0, 1)]  # fmt: skip
     address = f"{nodes.addresses[0]}:{free_port()}"

@@ -125,6 +125,54 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True)
+class _Stage:
+    """What the packs of a stage take, by the token of a rank where nothing else is said.
+
+    Args:
+        num_layers: Layers that hold packs; those that leave something for the next chunk are `carrying`.
+        of_layer: Of one layer that keeps all.
+        at_end: Of a layer in its backward pass, where there are no logits.
+        recomputing: See `MemoryModel._recomputing`; None where no layer recomputes.
+        returned: What came back from experts.
+        gathered: Keys and values of the other ranks.
+        dequantized: Bytes in all.
+        sent: What goes to the next stage.
+        last: Whether the stage has the logits.
+        hidden: The hidden state.
+        logits: The end of the last stage, for up to `logit_tokens` tokens.
+        kept_by_loss: What a loss keeps until the backward pass of its pack.
+    """
+
+    num_layers: int
+    carrying: int
+    of_layer: float
+    at_end: float
+    recomputing: tuple[float, float] | None
+    returned: float
+    gathered: float
+    dequantized: float
+    sent: float
+    last: bool
+    hidden: int
+    logits: float
+    logit_tokens: int
+    kept_by_loss: float
+
+    def layers_bytes(self, held_tokens: int, pack_tokens: int, logit_bytes: float) -> float:
+        """What the layers hold of all packs in flight when most is held, beyond the logits.
+
+        Either the logits are there and all layers' activations; or they are gone, or on another stage, and a layer is
+        in its backward pass. Measured without recomputation (`end_bytes`) that takes no more than a layer keeps.
+        """
+        if self.recomputing is None:
+            backward = 0.0 if logit_bytes else self.at_end
+            return self.of_layer * self.num_layers * held_tokens + backward * pack_tokens
+        kept, again = self.recomputing
+        others = (held_tokens - pack_tokens) * kept
+        return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
+
+
+@dataclass(frozen=True)
 class MemoryModel:
     """Memory of one model on `world_size` devices.
 
@@ -181,23 +229,14 @@ class MemoryModel:
         return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(bucket.strategy.pp)]
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
-        strategy, options, sizes = bucket.strategy, self.options, self.sizes.stages(bucket.strategy)[stage]
-        master = self._master_of(strategy, stage)
-        pack_tokens = tokens_at_a_time(strategy, bucket.capacity)
+        own, sizes = self._stage_of(bucket.strategy, stage), self.sizes.stages(bucket.strategy)[stage]
+        master = self._master_of(bucket.strategy, stage)
         num_packs, chain = self._packs_or_chunks(bucket, num_packs)
         in_flight, held_tokens = self._in_flight(bucket, stage, num_packs, chain)
-        weights = options.weight_copies * sizes.weight_bytes
-        if options.pipedream is not None:
-            versions = options.pipedream.most_versions(strategy.pp, stage, num_packs)
-            weights += (versions - 1) * sizes.trained_bytes
-        last = stage == strategy.pp - 1 and in_flight > 0
-        sends = in_flight > 0 and (not last or strategy.v > 1)
-        logits = self._logit_bytes(strategy, pack_tokens) if last else 0.0
-        activations = self._held_activations(bucket, stage, held_tokens, logits, sends)
-        if last and in_flight > 1:
-            logits += self._kept_by_loss(strategy) * held_tokens
+        activations, logits = self._of_packs(own, bucket, in_flight, held_tokens)
+        weights = self._weight_bytes(bucket.strategy, stage, num_packs)
         return MemoryBreakdown(
-            master_weights=master.weight_bytes * (2 if options.scoring.reference else 1),
+            master_weights=master.weight_bytes * (2 if self.options.scoring.reference else 1),
             master_gradients=master.gradient_bytes,
             optimizer=master.optimizer_bytes,
             weights=weights,
@@ -205,11 +244,55 @@ class MemoryModel:
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
             activations=activations,
             logits=logits,
-            switch=min(options.switch_bytes, self._most_moved(sizes, arena_bytes)),
+            switch=min(self.options.switch_bytes, self._most_moved(sizes, arena_bytes)),
             stage=stage,
             in_flight=in_flight,
             held_tokens=held_tokens,
-            pack_tokens=pack_tokens,
+            pack_tokens=tokens_at_a_time(bucket.strategy, bucket.capacity),
+        )
+
+    def _weight_bytes(self, strategy: Strategy, stage: int, num_packs: int | None) -> float:
+        options, sizes = self.options, self.sizes.stages(strategy)[stage]
+        weights = options.weight_copies * sizes.weight_bytes
+        if options.pipedream is not None:
+            versions = options.pipedream.most_versions(strategy.pp, stage, num_packs)
+            weights += (versions - 1) * sizes.trained_bytes
+        return weights
+
+    @cached_property
+    def _known_stages(self) -> dict[tuple[Strategy, int], "_Stage"]:
+        return {}
+
+    def _stage_of(self, strategy: Strategy, stage: int) -> "_Stage":
+        if (strategy, stage) not in self._known_stages:
+            self._known_stages[strategy, stage] = self._make_stage(strategy, stage)
+        return self._known_stages[strategy, stage]
+
+    def _make_stage(self, strategy: Strategy, stage: int) -> "_Stage":
+        options, shape, width = self.options, self.sizes.shape, dtype_bytes(self.options.compute_dtype)
+        hidden = shape.hidden_size * width
+        rows = -(-shape.vocab_size // strategy.tp)
+        last = stage == strategy.pp - 1
+        num_layers, of_layer = self._layers_that_hold(strategy, stage), self._layer_bytes(strategy)
+        # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
+        copies = 1 if options.schedule in ("auto", "own") else 2
+        sent = copies * hidden / self._sharers(strategy) * strategy.v
+        return _Stage(
+            num_layers=num_layers,
+            carrying=self.sizes.stages(strategy)[stage].num_layers,
+            of_layer=of_layer,
+            at_end=min(of_layer, options.end_bytes.get(strategy.tp, 0.0)),
+            recomputing=self._recomputing(strategy, num_layers, of_layer, hidden) if strategy.rc else None,
+            returned=returned_bytes(strategy, shape, width) * (1 if strategy.rc else num_layers),
+            gathered=gathered_bytes(strategy, shape, 1, options.context_parallel, width),
+            dequantized=self.sizes.dequantized(strategy.tp) * width,
+            sent=0.0 if last and strategy.v == 1 else sent,
+            last=last,
+            hidden=hidden,
+            logits=options.end_bytes.get(strategy.tp, rows * 4 * options.logit_copies),
+            logit_tokens=loss_chunk_tokens(rows),
+            # probabilities, or gradients of the hidden state and of the head (`parallel.head_loss`)
+            kept_by_loss=rows * 4 * max(1.0, shape.hidden_size / loss_chunk_tokens(rows)) + hidden,
         )
 
     def _packs_or_chunks(self, bucket: Bucket, num_packs: int | None) -> tuple[int | None, int]:
@@ -241,50 +324,29 @@ class MemoryModel:
             held_tokens = min(in_flight * pack_tokens, held_tokens)
         return in_flight, held_tokens
 
-    def _hidden_bytes(self) -> int:
-        """Bytes of the hidden state of a token."""
-        return self.sizes.shape.hidden_size * dtype_bytes(self.options.compute_dtype)
-
-    def _logit_bytes(self, strategy: Strategy, pack_tokens: int) -> float:
-        """What the end of the last stage holds of one pack, while its logits are there."""
-        rows = -(-self.sizes.shape.vocab_size // strategy.tp)
-        logits = self.options.end_bytes.get(strategy.tp)
-        if logits is None:
-            logits = rows * 4 * self.options.logit_copies
-        at_a_time = min(pack_tokens, loss_chunk_tokens(rows))
-        # of the other tokens, the hidden states and their gradients
-        return at_a_time * logits + 2 * self._hidden_bytes() * (pack_tokens - at_a_time)
-
-    def _kept_by_loss(self, strategy: Strategy) -> float:
-        """Bytes of a token that a loss keeps until the backward pass of its pack."""
-        shape = self.sizes.shape
-        rows = -(-shape.vocab_size // strategy.tp)
-        # probabilities, or gradients of the hidden state and of the head (`parallel.head_loss`)
-        return rows * 4 * max(1.0, shape.hidden_size / loss_chunk_tokens(rows)) + self._hidden_bytes()
-
-    def _held_activations(self, bucket: Bucket, stage: int, held_tokens: int, logit_bytes: float, sends: bool) -> float:
-        """Bytes of a stage's activations when most is held, those of all packs in flight; without the logits.
-
-        Args:
-            sends: Whether a later stage goes on with what it computes.
-        """
-        strategy, options, shape = bucket.strategy, self.options, self.sizes.shape
-        pack_tokens, width = tokens_at_a_time(strategy, bucket.capacity), dtype_bytes(options.compute_dtype)
-        num_layers = self._layers_that_hold(strategy, stage)
-        held = self._layers_bytes(strategy, num_layers, held_tokens, pack_tokens, logit_bytes)
-        kept_layers = num_layers if not strategy.rc else 1
-        held += returned_bytes(strategy, shape, width) * kept_layers * held_tokens
-        layers_of_stage = self.sizes.stages(strategy)[stage].num_layers
-        held += carried_bytes(strategy, shape, layers_of_stage, bucket.longest or bucket.capacity, width)
+    def _of_packs(self, own: "_Stage", bucket: Bucket, in_flight: int, held_tokens: int) -> tuple[float, float]:
+        """Bytes of a stage's activations when most is held, those of all packs in flight; and of the logits of a pack, with what the
+        losses of others keep."""
+        strategy, logits = bucket.strategy, 0.0
+        pack_tokens = tokens_at_a_time(strategy, bucket.capacity)
+        if own.last and in_flight:
+            at_a_time = min(pack_tokens, own.logit_tokens)
+            # of the other tokens, the hidden states and their gradients
+            logits = at_a_time * own.logits + 2 * own.hidden * (pack_tokens - at_a_time)
+        held = own.layers_bytes(held_tokens, pack_tokens, logits) if held_tokens else 0.0
+        held += own.returned * held_tokens
+        if strategy.ck:
+            width = dtype_bytes(self.options.compute_dtype)
+            held += carried_bytes(strategy, self.sizes.shape, own.carrying, bucket.longest or bucket.capacity, width)
         # a layer that attends and the logits are never there at the same time
-        held += max(0.0, gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width) - logit_bytes)
+        held += max(0.0, own.gathered * pack_tokens - logits)
         # a weight in 4 bits is dequantized for the product of its layer, where there are no logits
-        held += max(0.0, self.sizes.dequantized(strategy.tp) * width - logit_bytes)
-        if sends:
-            # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
-            copies = 1 if options.schedule in ("auto", "own") else 2
-            held += copies * self._hidden_bytes() / self._sharers(strategy) * held_tokens * strategy.v
-        return held
+        held += max(0.0, own.dequantized - logits)
+        if in_flight:
+            held += own.sent * held_tokens
+        if own.last and in_flight > 1:
+            logits += own.kept_by_loss * held_tokens
+        return held, logits
 
     def _layers_that_hold(self, strategy: Strategy, stage: int) -> int:
         """Layers of a rank; of several stages as if all were as long as the longest, which may hold most of the packs."""
@@ -303,36 +365,23 @@ class MemoryModel:
         """Over how many ranks the hidden state between layers is divided."""
         return strategy.tp if strategy.sp else 1
 
-    def _layers_bytes(
-        self, strategy: Strategy, num_layers: int, held_tokens: int, pack_tokens: int, logit_bytes: float
-    ) -> float:
-        """What the layers of a stage hold of all packs in flight when most is held, beyond the logits.
+    def _recomputing(self, strategy: Strategy, num_layers: int, of_layer: float, hidden: int) -> tuple[float, float]:
+        """Bytes of a token that the layers of a stage keep where every n-th recomputes, and when the last one does.
 
-        Either the logits are there and all layers' activations; or they are gone, or on another stage, and a layer is
-        in its backward pass. Measured without recomputation (`end_bytes`) that takes no more than a layer keeps. The
-        layers 0, n, 2n, ... of a stage that recompute every n-th keep their input; each makes its activations anew,
-        with a gradient at either end and one inside of its MLP, which sequence parallelism gathers.
+        The layers 0, n, 2n, ... keep their input; each makes its activations anew, with a gradient at either end and one inside of
+        its MLP, which sequence parallelism gathers.
         """
-        if not held_tokens:
-            return 0.0
-        sharers, every = self._sharers(strategy), strategy.rc
-        per_token = self._layer_bytes(strategy)
-        if not every:
-            backward = 0.0 if logit_bytes else min(per_token, self.options.end_bytes.get(strategy.tp, 0.0))
-            return per_token * num_layers * held_tokens + backward * pack_tokens
-        shape, element_bytes = self.sizes.shape, dtype_bytes(self.options.compute_dtype)
-        hidden = self._hidden_bytes()
+        sharers, every, shape = self._sharers(strategy), strategy.rc, self.sizes.shape
+        element_bytes = dtype_bytes(self.options.compute_dtype)
         inner = shape.active_mlp_parameters / ((3 if shape.gated else 2) * shape.hidden_size) * element_bytes
         inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
         if self.sizes.dequantized(strategy.tp):  # that of the adapter's product, and that of the frozen one
             inner *= 2
         gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
         recomputed = -(-num_layers // every)
-        kept = recomputed * hidden / sharers + (num_layers - recomputed) * per_token
+        kept = recomputed * hidden / sharers + (num_layers - recomputed) * of_layer
         # the last one that recomputes: the layers behind it are through
-        again = kept - (num_layers - 1) % every * per_token - hidden / sharers + per_token + gradients
-        others = (held_tokens - pack_tokens) * kept
-        return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
+        return kept, kept - (num_layers - 1) % every * of_layer - hidden / sharers + of_layer + gradients
 
     @cached_property
     def _of_layers(self) -> dict[Strategy, float]:
@@ -354,7 +403,7 @@ class MemoryModel:
             return measured[tp] + repeated
         if strategy.sp and 1 in measured:
             # all is divided, but for what the two blocks gather
-            gathered = 2 * self._hidden_bytes()
+            gathered = 2 * shape.hidden_size * element_bytes
             return (measured[1] - gathered) / tp + gathered + repeated
         own = activation_bytes(
             shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes, ep=strategy.ep,
@@ -391,25 +440,37 @@ class MemoryModel:
         # arenas of other sizes add the same to every pack, so what was found for one is near what is found for another
         shifts = self.options.pipedream is None
         most = UNLIMITED_TOKENS
-        for stage in self._fullest(strategy):
-            key = strategy, stage, longest, num_packs, 0 if shifts else arena
-            rising = self._rising.get(key)
+        for stage, sizes, risings in self._fullest(strategy):
+            key = longest, num_packs, 0 if shifts else arena
+            rising = risings.get(key)
             if rising is None:
-                total = partial(self._total, strategy, stage, longest, num_packs, 0 if shifts else arena)
-                rising = self._rising[key] = Rising(total, UNLIMITED_TOKENS)
-            more = self._more_for_arena(self.sizes.stages(strategy)[stage], arena) if shifts else 0.0
+                rising = risings[key] = Rising(partial(self._total, strategy, stage, *key), UNLIMITED_TOKENS)
+            more = self._more_for_arena(sizes, arena) if shifts else 0.0
             most = min(most, rising.most_within(limit_bytes - more))
         return most
 
     @cached_property
-    def _rising(self) -> dict[tuple[Strategy, int, int | None, int | None, int], "Rising"]:
+    def _states(self) -> dict[tuple[Strategy, int, int], tuple[float, float]]:
+        """What a rank of a stage holds without packs: master store and arena, and buffers of switches."""
         return {}
 
     def _total(
         self, strategy: Strategy, stage: int, longest: int | None, num_packs: int | None, arena: int, tokens: int
     ) -> float:
+        """Bytes in all, as `_breakdown` has them."""
         bucket = Bucket(strategy, tokens, 1) if longest is None else Bucket(strategy, longest, tokens)
-        return self._breakdown(bucket, stage, num_packs, arena).total
+        if self.options.pipedream is not None:  # weights depend on the packs
+            return self._breakdown(bucket, stage, num_packs, arena).total
+        key = strategy, stage, arena
+        if key not in self._states:
+            of = self._breakdown(bucket, stage, num_packs, arena)
+            states = of.master_weights + of.master_gradients + of.optimizer + of.weights + of.gradients + of.arena
+            self._states[key] = states, of.switch
+        states, switch = self._states[key]
+        num_packs, chain = self._packs_or_chunks(bucket, num_packs)
+        in_flight = self._in_flight(bucket, stage, num_packs, chain)
+        activations, logits = self._of_packs(self._stage_of(strategy, stage), bucket, *in_flight)
+        return states + activations + logits + switch
 
     def _more_for_arena(self, stage: StageSizes, arena: int) -> float:
         """Bytes that a stage holds more than in a pool of its own."""
@@ -417,23 +478,27 @@ class MemoryModel:
         moved = min(most, self._most_moved(stage, arena)) - min(most, self._most_moved(stage, 0))
         return max(0, arena - self._stage_arena(stage)) + moved
 
-    def _fullest(self, strategy: Strategy) -> list[int]:
+    @cached_property
+    def _known_fullest(self) -> dict[Strategy, list["_Fullest"]]:
+        return {}
+
+    def _fullest(self, strategy: Strategy) -> list["_Fullest"]:
         """The stages of which one is the fullest, whatever the packs: behind an earlier one that is as large in every
         way, and holds as many of them at least, no other needs to be looked at but the last, with the logits."""
-        sizes, last = self.sizes.stages(strategy), strategy.pp - 1
-        if strategy.v > 1:
-            return list(range(strategy.pp))
-        stages: list[int] = []
-        for stage, own in enumerate(sizes):
-            smaller = any(
-                sizes[before].num_layers >= own.num_layers
-                and sizes[before].weight_bytes >= own.weight_bytes
-                and sizes[before].gradient_bytes >= own.gradient_bytes
-                for before in stages
-            )
-            if stage == last or not smaller:
-                stages.append(stage)
-        return stages
+        if strategy not in self._known_fullest:
+            sizes, last = self.sizes.stages(strategy), strategy.pp - 1
+            stages: list[_Fullest] = []
+            for stage, own in enumerate(sizes):
+                smaller = any(
+                    before.num_layers >= own.num_layers
+                    and before.weight_bytes >= own.weight_bytes
+                    and before.gradient_bytes >= own.gradient_bytes
+                    for _, before, _ in stages
+                )
+                if strategy.v > 1 or stage == last or not smaller:
+                    stages.append((stage, own, {}))
+            self._known_fullest[strategy] = stages
+        return self._known_fullest[strategy]
 
     def check_pool(self, buckets: Sequence[Bucket], limit_bytes: float | None, where: str | None = None) -> None:
         """Refuses a pool that does not fit.
@@ -479,6 +544,10 @@ def planned_limit(given: float | None, available: float | None, whose: str, flag
 def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
     """The largest number up to `high` of which the total is within the limit; 0 where not even that of 0 is. See `Rising`."""
     return Rising(total, high).most_within(limit)
+
+
+_Fullest = tuple[int, StageSizes, dict[tuple[int | None, int | None, int], "Rising"]]
+"""A stage, its sizes, and its bytes by tokens, for each longest sequence, number of packs and arena."""
 
 
 class Rising:

@@ -153,7 +153,15 @@ class TimeModel:
         Sequence parallelism sends the bytes of an all-reduce in two halves, so `+sp` changes what is held only; and so does
         `+kh`, whose copies are not counted.
         """
-        return replace(strategy, sp=False, kh=False) if strategy.sp or strategy.kh else strategy
+        if not (strategy.sp or strategy.kh):
+            return strategy
+        if strategy not in self._kinds:
+            self._kinds[strategy] = replace(strategy, sp=False, kh=False)
+        return self._kinds[strategy]
+
+    @cached_property
+    def _kinds(self) -> dict[Strategy, Strategy]:
+        return {}
 
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
         """The cost of each stage of a replica: v for each of its pp ranks, in the order of the pipeline.

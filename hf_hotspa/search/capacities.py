@@ -34,7 +34,7 @@ class Capacities:
     def tokens(self, strategy: Strategy, arena: int | None = None) -> int:
         """The longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena (its own when
         None); 0 when it cannot run."""
-        if strategy.ck > self.most.get(replace(strategy, ck=0, kg=0, kh=False), strategy.ck):
+        if strategy.ck and strategy.ck > self.most.get(replace(strategy, ck=0, kg=0, kh=False), strategy.ck):
             return 0  # what ran out of memory would do so again as a chunk
         capacity = self._by_model(strategy, self.arena(strategy) if arena is None else arena)
         return min(capacity, self.most.get(strategy, capacity))

@@ -22,6 +22,9 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 Array = npt.NDArray[np.float64]
 
+_AT_A_TIME = 1 << 14
+"""Estimates that are made at a time."""
+
 
 def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
     """Pack sizes worth trying: the capacity and its halves, as long as they hold the longest sequence.
@@ -64,10 +67,11 @@ class LengthTable:
         at = np.stack([np.searchsorted(lengths, self.edges, side="right") for lengths in self._sorted])
         sums = [np.concatenate(([0.0], np.cumsum(lengths, dtype=np.float64))) for lengths in self._sorted]
         squares = [np.concatenate(([0.0], np.cumsum(lengths.astype(np.float64) ** 2))) for lengths in self._sorted]
-        # the pairs of edges of which the first is below the second; everything below is [mini-batch, pair]
-        self._low, self._high = np.triu_indices(len(edges), 1)
+        # the pairs of edges of which the first is below the second, by the second; everything below is [mini-batch, pair]
+        self._high, self._low = np.tril_indices(len(edges), -1)
         self._low_at, self._high_at = at[:, self._low], at[:, self._high]
-        self.count = (self._high_at - self._low_at).astype(np.float64)
+        self._from, self._to = self._low_at.astype(np.float64), self._high_at.astype(np.float64)
+        self.count = self._to - self._from
         self.tokens = self._between(sums)
         self.squares = self._between(squares)
         top = [
@@ -77,7 +81,10 @@ class LengthTable:
         self.longest = np.where(self.count > 0, np.stack(top)[:, self._high], 0).astype(np.float64)
         self._longest_squares = self.longest**2
         self._most = max(map(max, self._sorted))
-        self._floats = [(lengths.astype(np.float64) ** 2, lengths.astype(np.float64)) for lengths in self._sorted]
+        self._at, size = at, max(map(len, self._sorted))
+        self._padded = np.stack(
+            [np.pad(lengths.astype(np.float64), (0, size - len(lengths))) for lengths in self._sorted]
+        )
         # all mini-batches in one ascending array, each above the one before
         self._apart = np.arange(len(batches))[:, None] * (self._most + 1)
         self._joined = np.concatenate(
@@ -109,7 +116,10 @@ class LengthTable:
         """
         key = time.kind(strategy), tuple(sizes)
         if key not in self._known:
-            self._known[key] = self._compute_seconds(time, *key).min(axis=0)
+            some = max(1, _AT_A_TIME // self.count.size)  # arrays that stay in a cache
+            parts = [key[1][first : first + some] for first in range(0, len(sizes), some)]
+            least = [self._compute_seconds(time, key[0], part).min(axis=0) for part in parts]
+            self._known[key] = np.minimum.reduce(least)
         seconds = np.full((len(self.edges), len(self.edges)), np.inf)
         seconds[self._low, self._high] = self._known[key] + self._used_weight * switch_s
         return seconds
@@ -117,53 +127,73 @@ class LengthTable:
     def _compute_seconds(self, time: TimeModel, strategy: Strategy, sizes: Sequence[tuple[int, int]]) -> Array:
         """The same without the switch, for each pack size and each pair of edges; [pack size, pair]."""
         dp, pp = strategy.dp, strategy.pp
-        tokens, squares = self.tokens, self.squares
+        held = int(np.searchsorted(self._high, np.searchsorted(self.edges, max(map(max, sizes)), side="right")))
+        tokens, squares, count = self.tokens[:, :held], self.squares[:, :held], self.count[:, :held]
         capacities = np.array([capacity for capacity, _ in sizes])
-        capacity = capacities[:, None, None]  # all below is [pack size, mini-batch, pair]
+        capacity = capacities[:, None, None]  # all below is [pack size, mini-batch, pair], up to where the longest fits
         half = np.searchsorted(self._joined, np.minimum(capacity // 2, self._most) + self._apart, side="right")
-        large = self._high_at - np.maximum(self._low_at, half - self._first)
+        large = self._to[:, :held] - np.maximum(self._from[:, :held], (half - self._first).astype(np.float64))
         packs = np.maximum(np.ceil(tokens / capacity), large)
         if dp > 1:
             packs = np.ceil(packs / dp) * dp
         if pp > 1:
             affordable = tokens // MIN_PIPELINE_PACK_TOKENS // dp * dp
             packs = np.maximum(packs, np.minimum(dp * pp, affordable))
-        packs = np.maximum(np.minimum(packs, self.count), 1)
+        packs = np.maximum(np.minimum(packs, count), 1)
         each, spread = np.ceil(packs / dp), np.minimum(packs, dp)
         costs = Counter(time.rank_costs(strategy))
-        loads = [(cost.a * squares + cost.b * tokens) / spread + cost.c * each for cost in costs]
-        slowest = seconds = np.maximum.reduce(loads) if len(loads) > 1 else loads[0]
-        total = slowest
+        through = sum([cost * times for cost, times in costs.items()], Cost())
+        greatest = _greatest(costs)
+
+        def load(cost: Cost) -> Array:
+            seconds: Array = (cost.a * squares + cost.b * tokens) / spread
+            return seconds + cost.c * each if cost.c else seconds
+
+        total = slowest = seconds = np.maximum.reduce([load(cost) for cost in greatest])
         if pp > 1:
-            total = sum([times * load for times, load in zip(costs.values(), loads, strict=True)])
+            total = load(through)
             hop = time.hop(strategy)
             passing = 2 * (strategy.num_stages - 1) * (hop.latency_s + hop.token_s * tokens / packs / strategy.cp)
-            sooner = np.minimum(each, strategy.v)  # filled and drained, with several stages on a rank
-            seconds = slowest + (total - slowest) / each / sooner + passing
-            for index in np.flatnonzero(capacities < self._most).tolist():
-                seconds[index] += self._alone_seconds(costs, int(capacities[index]), pp) / dp
-        through = sum([cost * times for cost, times in costs.items()], Cost())
-        seconds = np.maximum(seconds, through.a * self._longest_squares + through.b * self.longest + through.c)
+            sooner = (
+                each if strategy.v == 1 else each * np.minimum(each, strategy.v)
+            )  # filled and drained, with several stages on a rank
+            seconds = slowest + (total - slowest) / sooner + passing
+            full = int(np.searchsorted(capacities, self._most))
+            if full:
+                seconds[:full] += self._alone_seconds(greatest, capacities[:full], pp)[:, :, :held] / dp
+        seconds = np.maximum(
+            seconds, through.a * self._longest_squares[:, :held] + through.b * self.longest[:, :held] + through.c
+        )
         if strategy.z and time.streams is not None:
             moving = each * time.streams.pack_s(strategy)
             seconds = seconds + moving if math.isfinite(time.slots) else np.maximum(seconds, moving)
         if strategy.world_size > time.slots:
             seconds = np.maximum(seconds, total * spread * strategy.tp * strategy.cp / time.slots)
-        mean: Array = self._weights @ ((seconds + time.fixed_s) * self._used)
+        mean = np.full((len(sizes), len(self._high)), np.inf)
+        mean[:, :held] = self._weights @ ((seconds + time.fixed_s) * self._used[:, :held])
         mean[self.edges[self._high] > np.array([[max(size)] for size in sizes])] = np.inf
         return mean
 
-    def _alone_seconds(self, costs: Iterable[Cost], capacity: int, pp: int) -> Array:
+    def _alone_seconds(self, costs: Iterable[Cost], capacities: npt.NDArray[np.int64], pp: int) -> Array:
         """What stages wait because sequences longer than the packs leave little room for others in the pipeline: with
-        room for 1 / n of as many packs as there are stages, each of them takes n times as long."""
-        waits = []
-        for squares, tokens in self._floats:
-            first = int(np.searchsorted(tokens, capacity, side="right"))  # the others wait for nothing
-            squares, tokens, wait = squares[first:], tokens[first:], np.zeros(len(tokens) + 1)
-            slowest = np.maximum.reduce([cost.a * squares + cost.b * tokens + cost.c for cost in costs])
-            wait[first + 1 :] = np.cumsum(slowest * (np.clip(tokens / capacity, 1, pp) - 1))
-            waits.append(wait)
-        return self._between(waits)
+        room for 1 / n of as many packs as there are stages, each of them takes n times as long; [pack size, mini-batch, pair]."""
+        tokens = self._padded
+        slowest = np.maximum.reduce([cost.a * tokens**2 + cost.b * tokens + cost.c for cost in costs])
+        wait = np.zeros((len(capacities), len(tokens), tokens.shape[1] + 1))
+        # shorter ones wait for nothing
+        np.cumsum(slowest * (np.clip(tokens / capacities[:, None, None], 1, pp) - 1), axis=2, out=wait[:, :, 1:])
+        reached = np.take_along_axis(wait, self._at[None], axis=2)  # [pack size, mini-batch, edge]
+        between: Array = reached[:, :, self._high] - reached[:, :, self._low]
+        return between
+
+
+def _greatest(costs: Iterable[Cost]) -> list[Cost]:
+    """The costs that are not below another one in every way."""
+    return [
+        cost
+        for cost in costs
+        if not any(o != cost and o.a >= cost.a and o.b >= cost.b and o.c >= cost.c for o in costs)
+    ]
 
 
 @dataclass(frozen=True)
@@ -282,6 +312,9 @@ def choose_edges(batches: Sequence[Sequence[int]], capacities: Sequence[int], lo
         chosen = set(unique)
     else:
         chosen = {lengths[bisect_right(lengths, capacity) - 1] for capacity in capacities if capacity >= lengths[0]}
+        if len(chosen) > most:  # of many strategies, capacities lie close together
+            held = sorted(chosen)
+            chosen = {held[step * (len(held) - 1) // (most - 1)] for step in range(most)}
         tokens = np.cumsum(lengths)
         slices = max(2, (most - len(chosen)) // 2 + 1)
         for step in range(1, slices):

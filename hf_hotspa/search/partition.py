@@ -52,7 +52,9 @@ def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partit
 def _useful(costs: Array, max_phases: int) -> npt.NDArray[np.intp]:
     """The strategies that a best partition may need: not those that, for every range, `max_phases` others are as cheap
     as, of which one would be free to take the place. Of equal ones the first count as cheaper."""
-    dearer = (costs[:, None] >= costs[None]).all(axis=(2, 3))  # [strategy, other]
+    low, high = np.triu_indices(costs.shape[1], 1)
+    ranges = costs[:, low, high]  # below the diagonal all are infinite
+    dearer = np.stack([(own >= ranges).all(axis=1) for own in ranges])  # [strategy, other]
     order = np.arange(len(costs))
     dearer &= ~(dearer.T & (order[:, None] <= order[None]))
     return np.flatnonzero(dearer.sum(axis=1) < max_phases)
@@ -68,7 +70,10 @@ def _best(costs: Array, max_phases: int, keep: int) -> list[Partition]:
         if phases > 1:
             if phases > EXACT_RANGES:
                 chosen, reached = _nearest(chosen, reached)
-            ends = range(1, num_edges) if phases < max_phases else (last,)
+            ends = range(1, num_edges)
+            if phases == max_phases:
+                ends = range(last, num_edges)
+                chosen, reached = _hopeful(costs, chosen, reached, keep)
             chosen, reached = _extend(costs, chosen, reached, ends)
         totals = reached[:, last]
         for index in np.argsort(totals, kind="stable")[:keep].tolist():
@@ -85,6 +90,21 @@ def _nearest(chosen: npt.NDArray[np.int64], reached: Array) -> tuple[npt.NDArray
     return chosen[kept], reached[kept]
 
 
+def _hopeful(
+    costs: Array, chosen: npt.NDArray[np.int64], reached: Array, keep: int
+) -> tuple[npt.NDArray[np.int64], Array]:
+    """The choices of which one more range, the last one, can make some of the `keep` cheapest: those that the cheapest range of all
+    strategies would not make dearer than so many are that have been looked at."""
+    least = (reached[:, :-1] + costs[:, :-1, -1].min(axis=0)).min(axis=1)
+    first = np.argsort(least, kind="stable")[:keep]
+    last = costs.shape[1] - 1
+    _, some = _extend(costs, chosen[first], reached[first], range(last, last + 1))
+    if len(some) < keep:
+        return chosen, reached
+    hopeful = least <= np.sort(some[:, last])[keep - 1]
+    return chosen[hopeful], reached[hopeful]
+
+
 def _extend(
     costs: Array, chosen: npt.NDArray[np.int64], reached: Array, ends: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], Array]:
@@ -92,14 +112,14 @@ def _extend(
     num_strategies, num_edges = costs.shape[:2]
     alive = np.isfinite(reached).any(axis=1)
     chosen, reached = chosen[alive], reached[alive]
-    before = np.repeat(np.arange(len(chosen)), num_strategies)
-    added = np.tile(np.arange(num_strategies), len(chosen))
-    fresh = ~(chosen[before] == added[:, None]).any(axis=1)
-    before, added = before[fresh], added[fresh]
+    fresh = ~(chosen[:, :, None] == np.arange(num_strategies)).any(axis=1)  # [choice, strategy]
+    before, added = np.nonzero(fresh)
     result = np.full((len(before), num_edges), np.inf)
     for end in ends:
-        if len(before):
-            result[:, end] = (reached[before, :end] + costs[added, :end, end]).min(axis=1)
+        least = np.full(fresh.shape, np.inf)
+        for start in range(end):
+            np.minimum(least, np.add.outer(reached[:, start], costs[:, start, end]), out=least)
+        result[:, end] = least[fresh]
     return np.column_stack((chosen[before], added)), result
 
 

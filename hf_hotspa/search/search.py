@@ -411,7 +411,9 @@ class _Search:
         sizes = {(tokens, 0) for tokens in pack_choices(pack_tokens, 1)} if pack_tokens else set()
         if longest > pack_tokens:
             sizes |= {(tokens, longest) for tokens in self._packs(strategy, arena, longest)}
-        return table.phase_seconds(self.time, strategy, sorted(sizes), self.switch[strategy])
+        # smaller packs are for pipelines: they fill them sooner
+        chosen = sorted(sizes)[-1:] if strategy.pp == 1 else sorted(sizes)
+        return table.phase_seconds(self.time, strategy, chosen, self.switch[strategy])
 
     def _simulated(self, edges: Sequence[int], strategy: Strategy, arena: int) -> np.typing.NDArray[np.float64]:
         """The same, packed and simulated."""

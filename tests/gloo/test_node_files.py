@@ -100,3 +100,30 @@ def test_caches_and_clocks_of_their_own(tmp_path):
         code, said = run(nodes, tmp_path, of_five_steps(tmp_path))
     assert code == 0, said[-3000:]
     assert [folder.name for folder in checkpoints(tmp_path / "out")] == ["checkpoint-5"]
+
+
+def test_calibrations_that_differ(tmp_path):
+    """Under `auto` the cache of the first node counts; files that are named must be the same."""
+    own = [{"HF_HOTSPA_CACHE": str(tmp_path / f"cache-{node}")} for node in (0, 1)]
+    words = flags(make_inputs(tmp_path), tmp_path / "out", 0, max_steps=2, save_strategy="no", ddp_timeout=120)
+    words += ["--hotspa_strategies", "auto"]
+    with Environments(*own) as nodes:
+        code, said = run(nodes, tmp_path, words)
+        assert code == 0, said[-3000:]
+        [measured] = (tmp_path / "cache-0").glob("calibration/*.json")
+        assert not list((tmp_path / "cache-1").glob("calibration/*.json"))  # what is measured is of all ranks
+        first = measured.read_text()
+        slower = first.replace('"seconds": ', '"seconds": 1')
+        other = tmp_path / "cache-1" / "calibration" / measured.name
+        other.parent.mkdir(parents=True)
+        other.write_text(slower)
+        code, said = run(nodes, tmp_path, words)
+        assert code == 0, said[-3000:]
+        assert (measured.read_text(), other.read_text()) == (first, slower)
+        assert f"calibration: read {measured}" in said
+        assert "calibration: wrote" not in said
+        on_second(nodes, f"mount --bind {other} {measured}")
+        code, said = run(nodes, tmp_path, [*words, "--hotspa_calibration", str(measured)])
+    assert code
+    assert said.count("ranks differ in the calibration") == 2
+    assert FIRST_STEP not in said
