@@ -51,7 +51,6 @@ from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts,
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
-from hf_hotspa.trainer.facts import run_facts
 from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
 from hf_hotspa.trainer.model_source import (
     ModelSource,
@@ -62,6 +61,7 @@ from hf_hotspa.trainer.model_source import (
     write_beside,
 )
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
+from hf_hotspa.trainer.predictions import run_facts
 from hf_hotspa.trainer.preemption import (
     Preemption,
     SkippedMiniBatches,

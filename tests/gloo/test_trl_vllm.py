@@ -68,6 +68,10 @@ class Held:
 
         def counted(*args: Any) -> Any:
             begin = time.perf_counter()
+            # a thread of gloo may keep the message of before until the machine gives it a turn
+            while any(ref() is not None for ref in self._refs) and time.perf_counter() < begin + 5:
+                time.sleep(1e-3)
+            begin = time.perf_counter()
             flat = own(*args)
             self.seconds += time.perf_counter() - begin
             if flat is not None:
