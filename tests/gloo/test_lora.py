@@ -87,7 +87,10 @@ def test_every_schedule_and_overlap(schedule, overlap):
         "overlap_return": overlap,
         "second_source": overlap,
     }
-    cases = [(name, case, options) for name, case in CASES.items()]
+    cases = []
+    for name, (family, pool, lora) in CASES.items():
+        pool = pool.replace("+ck7", "") if schedule == "gpipe" else pool  # which refuses chunks in a pipeline
+        cases.append((name, (family, pool, lora), options))
     check(run_ranks(4, one_step_errors, cases, timeout=300), len(cases))
 
 
