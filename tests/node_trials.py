@@ -31,6 +31,8 @@ STEPS, SAVES, AT = 24, 2, 4
 TIMEOUT_S = 10
 """`ddp_timeout` of the jobs: how long a rank waits for one that is silent."""
 LIMIT_S = 60.0
+RAY_LIMIT_S = 240.0
+"""Ray's: it ends the processes of other nodes only after its own checks of a silent node have failed, about a minute."""
 AS_THE_SCRIPT = ["--lr_scheduler_type", "cosine", "--warmup_steps", "0.03"]
 """What `examples/finetune.py` says where nothing is given."""
 WAYS = ("accelerate", "restarting", "slurm")
@@ -154,10 +156,10 @@ class Trials:
             ranks = workers(running, 0)
             begin = time.monotonic()
             take_away(running, kind, 1)
-            ended = all_end(ranks, LIMIT_S)
+            ended = all_end(ranks, RAY_LIMIT_S)
             end_s = time.monotonic() - begin
             assert running.step is not None
-            code = running.step.wait(4 * LIMIT_S) if ended else None
+            code = running.step.wait(RAY_LIMIT_S) if ended else None
             if kind == "cut off":
                 self._nodes.mend(1)
             said = running.said()

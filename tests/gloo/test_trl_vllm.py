@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_hotspa.engine import master
 from hf_hotspa.switched.stale_weights import release
@@ -97,8 +98,20 @@ def served(rank: int, world_size: int, pools: list[str], folder: str, dtype: tor
                 assert len(checked) == (3 if rank == 0 or mode == "colocate" else 0), (pool, mode, checked)
                 trainer.close_engine()
     assert held.most <= 1
+    wire_s = broadcast_seconds(held.bytes)
     if rank == 0:
-        print(f"{held.bytes / 2**20:.1f} MiB in {held.seconds:.3f} s, {held.bytes / held.seconds / 2**20:.0f} MiB/s")
+        print(f"{held.bytes / 2**20:.1f} MiB in {held.seconds:.3f} s; the wire's bound, one broadcast: {wire_s:.3f} s")
+
+
+def broadcast_seconds(size: int) -> float:
+    """What so many bytes of rank 0 take in one message."""
+    sizes = [size]
+    dist.broadcast_object_list(sizes)
+    message = torch.zeros(sizes[0], dtype=torch.uint8)
+    dist.barrier()
+    begin = time.perf_counter()
+    dist.broadcast(message, 0)
+    return time.perf_counter() - begin
 
 
 def vllm_trainer(pool: str, mode: str, lora: bool, folder: str, dtype: torch.dtype, generation: Any) -> Any:
