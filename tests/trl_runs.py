@@ -112,7 +112,7 @@ class Room:
 
 def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
     """A rollout of several turns: the model's own tokens (greedy), and those of an environment; ranks call the model differently often."""
-    from trl.models import unwrap_model_for_generation
+    from trl.models.utils import unwrap_model_for_generation
 
     found: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
     with torch.no_grad(), unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
