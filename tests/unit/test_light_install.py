@@ -112,7 +112,7 @@ def test_texts_and_completions_become_the_same_tokens(tmp_path: Path, config: di
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     ours, theirs = LightTokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
-    for row in ({"text": "abc abd<eos>"}, {"text": "Grüße, 世界"}, {"prompt": "abc", "completion": " ab"}):
+    for row in ({"text": "abc abcd<eos>"}, {"text": "Grüße, 世界"}, {"prompt": "abc", "completion": " ab"}):
         assert _tokens(row, ours) == _tokens(row, theirs), row
     assert (ours.eos_token, ours.eos_token_id) == (theirs.eos_token, theirs.eos_token_id)
 
