@@ -36,9 +36,8 @@ def refuse_other_models(model: nn.Module) -> None:
         raise ModelError(f"the model is a {type(bare).__name__}, not a transformers PreTrainedModel", fix=_FIX)
     if why := _other_kind(bare):
         raise ModelError(f"{type(bare).__name__} is not a causal language model", why=why, fix=_FIX)
-    is_of_text = of_text(bare)
-    modules = [m for name, m in bare.named_modules() if is_of_text(name) and calls_attention(m)]
-    other = next((type(m).__name__ for m in modules if not getattr(m, "is_causal", True)), None)
+    attending = filter(calls_attention, _modules_of_text(bare))
+    other = next((type(m).__name__ for m in attending if not getattr(m, "is_causal", True)), None)
     if other is not None:
         raise UnsupportedError(
             f"{other} of {type(bare).__name__} is attention that is not causal",
@@ -52,6 +51,11 @@ def refuse_other_models(model: nn.Module) -> None:
             why="there is no loss scaling, without which small gradients vanish in float16",
             fix="load it with dtype=torch.float32, or dtype=torch.bfloat16 and bf16=True",
         )
+
+
+def _modules_of_text(model: PreTrainedModel) -> list[nn.Module]:
+    is_of_text = of_text(model)
+    return [module for name, module in model.named_modules() if is_of_text(name)]
 
 
 def _other_kind(model: PreTrainedModel) -> str | None:
@@ -79,9 +83,8 @@ def refuse_own_attention(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedError: naming the module.
     """
-    is_of_text = of_text(model)
-    modules = [module for name, module in model.named_modules() if is_of_text(name)]
-    if any(calls_attention(module) for module in modules):
+    modules = _modules_of_text(model)
+    if any(map(calls_attention, modules)):
         return
     own = next((type(m).__name__ for m in modules if "attention" in type(m).__name__.lower()), None)
     if own is not None:
