@@ -24,6 +24,7 @@ enough that the strategy for them is a good one, too little to decide anything e
 Deterministic; no torch.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
@@ -57,6 +58,8 @@ _SOME = 0.05
 """What every phase of a plan that is near another one takes at least, as a share of its seconds."""
 _KNOWN = 2
 """How many times as far behind replicas alone, which everybody knows, may be predicted to be and are still near."""
+_SAME_ARENA = 0.01
+"""By how much of the limit of memory arenas must differ to be looked at one by one."""
 _RARE = 0.01
 """What a mini-batch with a longest sequence counts that the histogram does not show."""
 
@@ -334,14 +337,9 @@ class _Search:
 
     def _candidates(self) -> list[Phases]:
         """Pools worth simulating, over all sizes of arena."""
-        arenas: list[int] = []
-        for arena in sorted({self.capacities.arena(s) for s in self.pool}, reverse=True):
-            # one of nearly that size tells the same strategies apart; the pools are packed with what they need themselves
-            if not arenas or arena < arenas[-1] * 0.9:
-                arenas.append(arena)
         candidates: dict[tuple[Strategy, ...], _Estimated] = {}
         self.exact = True
-        for arena in arenas:
+        for arena in self._arenas():
             capacities = {s: self._capacity(s, arena) for s in self.pool if self.capacities.arena(s) <= arena}
             capacities = {s: capacity for s, capacity in capacities.items() if capacity >= min(map(min, self.batches))}
             if len(capacities) > 1 and max(capacities.values()) >= self.longest:
@@ -352,6 +350,18 @@ class _Search:
         if self.exact:
             return [self._with_packs(each) for each in candidates.values()]
         return self._best_first(list(candidates.values()))
+
+    def _arenas(self) -> list[int]:
+        """Sizes of arena that are worth a search, descending. One of nearly that size, or of which the difference is hardly anything
+        of the limit, tells the same strategies apart; the pools are packed with what they need themselves."""
+        limit, arenas = self.capacities.limit_bytes, list[int]()
+        for arena in sorted({self.capacities.arena(s) for s in self.pool}, reverse=True):
+            last = arenas[-1] if arenas else math.inf
+            if limit is None:
+                return [arena]
+            if arena <= limit and arena < last * 0.9 and arena < last - _SAME_ARENA * limit:
+                arenas.append(arena)
+        return arenas
 
     def _best_first(self, left: list[_Estimated]) -> list[Phases]:
         """Simulates pools, that with the best estimate first, until the best is not beaten for a while.
