@@ -244,25 +244,41 @@ class TimeModel:
         apart = strategy.stage_size * (strategy.pp - 1 if strategy.v > 1 else 1)
         return self.hop_intra if apart < self.devices_per_node else self.hop_inter
 
-    def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None) -> float:
+    def phase_seconds(
+        self,
+        strategy: Strategy,
+        replicas: Sequence[Packs],
+        most_tokens: int | None = None,
+        *,
+        enough: float = math.inf,
+    ) -> float:
         """Seconds of a phase without its switch: those of the busiest replica, or of all where they share cores.
 
         Args:
             replicas: The packs of each replica, in order.
             most_tokens: The most tokens in flight in a pipeline; None for no limit.
+            enough: Seconds above which nobody asks for more: where a replica takes longer, others are not simulated.
         """
         busy = [packs for packs in replicas if packs]
         if not busy:
             return 0.0
-        return self.fixed_s + (self._sharded if strategy.z else self._whole)(strategy, busy, most_tokens)
+        seconds = self._sharded if strategy.z else self._whole
+        return self.fixed_s + seconds(strategy, busy, most_tokens, enough - self.fixed_s)
 
-    def _whole(self, strategy: Strategy, busy: Sequence[Packs], most_tokens: int | None) -> float:
+    def _whole(
+        self, strategy: Strategy, busy: Sequence[Packs], most_tokens: int | None, enough: float = math.inf
+    ) -> float:
         """Seconds of packs under a strategy whose units stay where they are."""
         if strategy.keeps_step and strategy.pp == 1:
             return self._in_step(strategy, busy)
         if strategy.tp * strategy.cp * strategy.pp * len(busy) > self.slots:
             return self._shared(strategy, busy, most_tokens)
-        return max(self._alone(strategy, packs, most_tokens) for packs in busy)
+        longest = 0.0
+        for packs in busy:
+            longest = max(longest, self._alone(strategy, packs, most_tokens))
+            if longest > enough:
+                break
+        return longest
 
     def _in_step(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
         """Seconds where replicas exchange tokens in every layer: pack by pack, those of the longest."""
@@ -272,7 +288,9 @@ class TimeModel:
             total += max(max(alone), shared_seconds(alone, strategy.tp * strategy.cp, self.slots))
         return total
 
-    def _sharded(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
+    def _sharded(
+        self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None, enough: float = math.inf
+    ) -> float:
         """Seconds where units come and go: replicas keep step, pack by pack; in a pipeline chunk by chunk.
 
         Raises:
@@ -288,7 +306,7 @@ class TimeModel:
             chains: Sequence[int] = (1,) * max(map(len, replicas))
             if strategy.ck:
                 chains = joint_passes(strategy, replicas, most_tokens, self.pair_cost(strategy.tp)).passes.chains
-            alone = self._whole(plain, replicas, most_tokens)
+            alone = self._whole(plain, replicas, most_tokens, enough)
             moving = sum(self.streams.pack_s(strategy, num, num) for num in chains)
             if math.isfinite(self.slots):
                 return alone + max(moving, self.streams.once_s(strategy))

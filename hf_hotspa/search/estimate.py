@@ -24,6 +24,8 @@ Array = npt.NDArray[np.float64]
 
 _AT_A_TIME = 1 << 14
 """Estimates that are made at a time."""
+_ROUNDING = 1e-9
+"""What sums of seconds may be off by, as a share."""
 
 
 def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
@@ -237,35 +239,76 @@ class Evaluator:
         self._batches = [(sorted(b), w) for b, w in zip(batches, weights or equal, strict=True)]
         self._tokens = [[0, *accumulate(batch)] for batch, _ in self._batches]
         self._squares = [[0, *accumulate(length * length for length in batch)] for batch, _ in self._batches]
+        self._cubes = [[0, *accumulate(length**3 for length in batch)] for batch, _ in self._batches]
         self._time, self.switch, self._quadratic_cost = time, dict(switch), quadratic_cost
         self._known: dict[tuple[Strategy, int, int, int], tuple[float, float, float]] = {}
+        self._above: dict[
+            tuple[Strategy, int, int, int], float
+        ] = {}  # seconds that a phase takes at least, without its switch
 
     @property
     def num_simulated(self) -> int:
-        """Phases that were packed and simulated."""
-        return len(self._known)
+        """Phases that were packed and simulated, whole or in part."""
+        return len(self._known.keys() | self._above.keys())
 
     def phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> PhaseCost:
         """The phase that runs the lengths in `(low, high]`; see `Bucket` for `pack_tokens`."""
         key = self._time.kind(strategy), low, high, pack_tokens
         if key not in self._known:
-            self._known[key] = self._phase(*key)
+            self._simulate(key, self.switch[strategy], math.inf)
         compute, used, num_packs = self._known[key]
         return PhaseCost(compute, self.switch[strategy] * used, num_packs)
 
-    def _phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> tuple[float, float, float]:
-        """Seconds of computation, the weight of the mini-batches that need the phase, and packs."""
-        compute = num_packs = used = 0.0
+    def seconds_within(self, strategy: Strategy, low: int, high: int, pack_tokens: int, most: float) -> float:
+        """Seconds of the phase, or infinite where they are more than `most`: then no more is simulated than shows it."""
+        key, switch_s = (self._time.kind(strategy), low, high, pack_tokens), self.switch[strategy]
+        if key not in self._known and self._above.get(key, 0.0) + switch_s * self._used(low, high) <= most:
+            self._simulate(key, switch_s, most)
+        return self.phase(strategy, low, high, pack_tokens).seconds if key in self._known else math.inf
+
+    def _simulate(self, key: tuple[Strategy, int, int, int], switch_s: float, most: float) -> None:
+        """Packs and simulates a phase, until it is known to take more than so many seconds."""
+        strategy, low, high, pack_tokens = key
+        computed = num_packs = used = 0.0
         most_tokens = Bucket(strategy, high, pack_tokens).most_tokens
-        for batch, weight in self._batches:
+        bounds = self._bounds(strategy, low, high, pack_tokens) if most < math.inf else {}
+        if strategy.pp > 1 and strategy.v == 1 and not strategy.ck:
+            bounds = {index: max(bound, self._queueing(index, *key)) for index, bound in bounds.items()}
+        least = sum(bounds.values())
+        room = most * (1 + _ROUNDING) - switch_s * self._used(low, high)
+        if least > room:
+            self._above[key] = least
+            return
+        for index, (batch, weight) in enumerate(self._batches):
             lengths = batch[bisect_right(batch, low) : bisect_right(batch, high)]
             if not lengths:
                 continue
-            used += weight
+            least -= bounds.get(index, 0.0)
             replicas = packed(lengths, strategy, pack_tokens, self._quadratic_cost, high)
-            num_packs += weight * sum(map(len, replicas))
-            compute += weight * self._time.phase_seconds(strategy, replicas, most_tokens)
-        return compute, used, num_packs
+            num_packs, used = num_packs + weight * sum(map(len, replicas)), used + weight
+            enough = (room - computed - least) / weight
+            computed += weight * self._time.phase_seconds(strategy, replicas, most_tokens, enough=enough)
+            if computed + least > room:
+                self._above[key] = max(computed + least, self._above.get(key, 0.0))
+                return
+        self._known[key] = computed, used, num_packs
+
+    def _queueing(self, index: int, strategy: Strategy, low: int, high: int, pack_tokens: int) -> float:
+        """Seconds of a mini-batch, times what it counts, below which a pipeline cannot be: tokens are in flight for as long as their
+        sequence takes through all stages, and no more of them at a time than `Bucket.most_tokens` (Little's law)."""
+        batch, weight = self._batches[index]
+        first, end = bisect_right(batch, low), bisect_right(batch, high)
+        tokens, squares, cubes = (
+            float(sums[index][end] - sums[index][first]) for sums in (self._tokens, self._squares, self._cubes)
+        )
+        through = sum(self._time.rank_costs(strategy), Cost())
+        most_tokens = Bucket(strategy, high, pack_tokens).most_tokens
+        held = through.a * cubes + through.b * squares + through.c * tokens
+        return weight * (held / strategy.dp / most_tokens + self._time.fixed_s)
+
+    def _used(self, low: int, high: int) -> float:
+        """What the mini-batches count that hold such lengths."""
+        return sum(weight for batch, weight in self._batches if bisect_right(batch, low) < bisect_right(batch, high))
 
     def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int, shares: bool = False) -> float:
         """Seconds below which `phase` cannot be, nor the same with several stages on a rank: the work of the busiest stage
@@ -275,14 +318,21 @@ class Evaluator:
         Args:
             shares: Whether replicas may share packs (cp), which divides what one sequence takes: without that sequence.
         """
-        total = 0.0
+        computed = self._bounds(strategy, low, high, pack_tokens, shares)
+        return sum(computed.values()) + self.switch[strategy] * sum(self._batches[index][1] for index in computed)
+
+    def _bounds(
+        self, strategy: Strategy, low: int, high: int, pack_tokens: int, shares: bool = False
+    ) -> dict[int, float]:
+        """The same without the switch, of each mini-batch that holds such lengths, times what it counts."""
+        bounds = dict[int, float]()
         costs, streams = Counter(self._time.rank_costs(strategy)), self._time.streams
         slots, z = self._time.slots, strategy.z
-        fixed = self._time.fixed_s + self.switch[strategy]
         once = streams.once_s(strategy) if z and streams is not None else 0.0
         moving = streams.pack_s(strategy) if z and streams is not None and strategy.pp == 1 and not strategy.ck else 0.0
         through = sum([cost * times for cost, times in costs.items()], Cost())
-        for (batch, weight), sums, square_sums in zip(self._batches, self._tokens, self._squares, strict=True):
+        for index, (batch, weight) in enumerate(self._batches):
+            sums, square_sums = self._tokens[index], self._squares[index]
             first, end = bisect_right(batch, low), bisect_right(batch, high)
             if first < end:
                 tokens, squares = sums[end] - sums[first], square_sums[end] - square_sums[first]
@@ -296,8 +346,9 @@ class Evaluator:
                 )
                 if not strategy.ck and not shares:  # chunks of a sequence are on several stages at a time
                     busiest = max(busiest, through.seconds(batch[end - 1] ** 2, batch[end - 1]))
-                total += weight * (max(busiest + once, -(-packs // strategy.dp) * moving) + fixed)
-        return total
+                least = max(busiest + once, -(-packs // strategy.dp) * moving)
+                bounds[index] = weight * (least + self._time.fixed_s)
+        return bounds
 
 
 def choose_edges(batches: Sequence[Sequence[int]], capacities: Sequence[int], longest: int, most: int) -> list[int]:

@@ -315,20 +315,25 @@ class _Search:
             for tokens in self._packs(strategy, self.capacities.arena(strategy), self.longest):
                 options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
         timed: list[tuple[float, Strategy, int]] = []
-        most = far = float("inf")
+        most = far = round_s = math.inf
         for bound, strategy, tokens in sorted(options):
             others = {each[1] for each in timed if each[0] <= far}
             if bound >= most and (bound >= far or len(others) > MOST_SINGLES):
                 break
-            seconds = self.evaluator.phase(strategy, *whole, tokens).seconds
+            rounds = can_go_round(strategy, len(self.time.cut.layers))
+            asked = max(most, far, round_s if rounds else 0.0) if _ranks_of_a_replica(strategy) > 1 else math.inf
+            seconds = self.evaluator.seconds_within(strategy, *whole, tokens, asked)
+            if seconds > asked:
+                continue
             timed.append((seconds, strategy, tokens))
             most, far = min(most, seconds * (1 + plain_margin)), min(far, seconds * (1 + near))
+            round_s = min(round_s, seconds) if rounds else round_s
         self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]
         # what everybody knows is tried also where it is predicted to be far behind
         replicas = [each for each in options if _ranks_of_a_replica(each[1]) == 1 and not each[1].ck] if near else []
         self._singles += [((strategy, *whole, tokens),) for _, strategy, tokens in sorted(replicas)[:1]]
-        rounds = [each for each in timed if can_go_round(each[1], len(self.time.cut.layers))]
-        self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(rounds)), None)
+        pipelines = [each for each in timed if can_go_round(each[1], len(self.time.cut.layers))]
+        self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(pipelines)), None)
         winning = [each for each in timed if each[0] <= most]
         _, strategy, tokens = min(
             winning, key=lambda each: (_ranks_of_a_replica(each[1]) if plain_margin else 0, each[0])
@@ -436,10 +441,10 @@ class _Search:
     def _packed(self, strategy: Strategy, low: int, high: int, arena: int) -> tuple[Strategy, int, int, int]:
         """The phase with its best pack size."""
         sizes = self._packs(strategy, arena, high)
-        best, best_seconds = sizes[0], float("inf")
+        best, best_seconds = sizes[0], math.inf
         for tokens in sizes:
             if self.evaluator.bound(strategy, low, high, tokens) < best_seconds:
-                seconds = self.evaluator.phase(strategy, low, high, tokens).seconds
+                seconds = self.evaluator.seconds_within(strategy, low, high, tokens, best_seconds)
                 if seconds < best_seconds:
                     best, best_seconds = tokens, seconds
         return strategy, low, high, best

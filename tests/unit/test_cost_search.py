@@ -1,6 +1,7 @@
 """The search for pools: against brute force where that is possible, and its promises everywhere."""
 
 import itertools
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,8 @@ import pytest
 
 from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost, Hop
-from hf_hotspa.costs.memory import MemoryModel
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.time import TimeModel
@@ -33,6 +35,7 @@ class FixedCapacities(Capacities):
 
     def __init__(self, capacities: Mapping[Strategy, int]) -> None:
         object.__setattr__(self, "capacities", capacities)
+        object.__setattr__(self, "limit_bytes", None)
 
     def arena(self, strategy: Strategy) -> int:
         """None."""
@@ -183,6 +186,41 @@ def test_estimates_are_near_what_is_simulated() -> None:
     assert np.isinf(table.phase_seconds(time, strategy, [(4096, 0)], 0.1)[0, -1])
     assert np.mean(np.abs(errors)) < 0.1
     assert max(map(abs, errors)) < 0.5
+
+
+def test_a_phase_that_takes_too_long_is_left_and_others_are_exact() -> None:
+    """Bounds that spare packing and simulation never leave out a phase that is fast enough: drawn lengths, packs and strategies."""
+    time, rng = CostModel.of_hardware(load_hardware("a100-80g"), SIZES_7B, MemoryOptions(), 8).time, random.Random(5)
+    options = {
+        "dp8",
+        "dp4tp2",
+        "dp2pp4",
+        "tp2pp4",
+        "pp8",
+        "dp2tp2pp2+rc",
+        "dp2cp2pp2",
+        "dp4pp2+v2",
+        "pp8+ck1024",
+        "dp4pp2+z2",
+    }
+    strategies = [Strategy.parse(name) for name in sorted(options)]
+    batches = [synthetic_lengths("github", 128, 16384, seed) for seed in range(3)]
+    left = 0
+    for strategy in strategies:
+        for _ in range(12):
+            low, pack_tokens = rng.choice((0, 0, 300)), int(2 ** rng.uniform(10, 15))
+            high = 16384 if strategy.pp > 1 or strategy.ck else max(pack_tokens, 16384)
+            pack_tokens = pack_tokens if strategy.pp > 1 else high
+            exact = Evaluator(batches, time, {strategy: 0.1}, LLAMA_7B.quadratic_cost).phase(
+                strategy, low, high, pack_tokens
+            )
+            evaluator = Evaluator(batches, time, {strategy: 0.1}, LLAMA_7B.quadratic_cost)
+            for most in sorted(exact.seconds * share for share in (0.3 * rng.random(), 0.3 + 0.7 * rng.random(), 1.2)):
+                seconds = evaluator.seconds_within(strategy, low, high, pack_tokens, most)
+                assert seconds == (exact.seconds if exact.seconds <= most else math.inf)
+                left += seconds > most
+            assert evaluator.phase(strategy, low, high, pack_tokens) == exact
+    assert left > 50
 
 
 def planner(world_size: int, shape=LLAMA_7B, preset: str = "a800-80g"):
