@@ -6,10 +6,12 @@ The loaders, the order of rows and the workers are the stock Trainer's; what the
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
+from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +22,7 @@ from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.data.batches import (
     ERROR,
     TAKES_BATCHES,
+    DispatchedShard,
     MiniBatchSampler,
     RowCollator,
     is_stock,
@@ -178,7 +181,12 @@ class Rows:
         return made
 
     def of_older_release(self, loader: Any, is_training: bool) -> Any:
-        """What a release of transformers that takes no samplers of batches, and no way to start workers, has made, with both."""
+        """What a release of transformers that takes no samplers of batches, and no way to start workers, has made, with both. A
+        stream that each rank reads because of `reading` has the rows of the stock Trainer."""
+        shard = getattr(loader, "dataset", None)
+        if type(shard) is IterableDatasetShard and self._args.accelerator_config.dispatch_batches is not False:
+            shard.__class__ = DispatchedShard
+            shard.on_end = None if loader.num_workers else partial(setattr, loader, "remainder")
         if TAKES_BATCHES:
             return loader
         context = worker_context(loader.num_workers, loader.multiprocessing_context)

@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain, cycle, islice
+from math import ceil
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, get_worker_info
@@ -55,6 +57,28 @@ def is_stream(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
         return True
     return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
+
+
+class DispatchedShard(IterableDatasetShard):  # type: ignore[misc]
+    """A rank's part of a stream, which it reads itself, with the rows that `dispatch_batches` would send it: accelerate completes the
+    last batch of a pass to a multiple of the ranks there, and to a whole batch of each rank otherwise.
+
+    Attributes:
+        on_end: Called with the number of rows of the last batch: an evaluation counts no others.
+    """
+
+    on_end: Callable[[int], Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        data, ranks, first, last = self.dataset, self.num_processes, list[Any](), 0
+        if not hasattr(data, "set_epoch") and isinstance(getattr(data, "generator", None), torch.Generator):
+            data.generator.manual_seed(self.epoch)
+        rows, size = iter(data), self.batch_size if self.split_batches else self.batch_size * ranks
+        while (batch := list(islice(rows, size))) and not (len(batch) < size and self.drop_last):
+            first, last, part = first or batch[:ranks], len(batch), ceil(len(batch) / ranks)
+            yield from islice(chain(batch, cycle(first)), part * self.process_index, part * (self.process_index + 1))
+        if self.on_end is not None:
+            self.on_end(last)
 
 
 def length_facts(loader: Any) -> dict[str, str]:

@@ -6,12 +6,14 @@ work as usual, but only elementwise optimizers are exact on such shards.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout, master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
@@ -81,6 +83,14 @@ def _parts(
         yield spec, whole.clone() if spec is specs[-1] else whole
 
 
+def _refuse_in_a_loss(name: str, gradient: Tensor) -> None:
+    raise UnsupportedError(
+        f"the loss is a function of the weight {name!r} itself, beside the logits",
+        why="a process holds a share of the weights, and their gradients are those of the logits",
+        fix="leave the term out: weight_decay stands for an L2 norm; or train with the stock Trainer",
+    )
+
+
 class MasterStore:
     """This rank's share of the weights and gradients.
 
@@ -138,6 +148,7 @@ class MasterStore:
             parameter = self.parameters[name] = nn.Parameter(view, requires_grad=spec.trainable and trained)
             if parameter.requires_grad:
                 self._views[name] = grad[here] if grad is not None else torch.empty_like(view)
+                parameter.register_hook(partial(_refuse_in_a_loss, name))
         self.trained = tuple(self._views)
 
     def empty_buffers(self) -> list[Tensor | None]:

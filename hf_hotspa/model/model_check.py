@@ -40,10 +40,12 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
         weights: The folder that its weights will be read from; None where it holds them.
 
     Raises:
-        UnsupportedError: it carries hooks, has no weights, or has weights although they are to be read from a folder.
+        UnsupportedError: it carries hooks, returns more than logits, has no weights, or has weights although they are to be
+            read from a folder.
         ModelError: it was changed after it was built.
     """
     check_hooks(model)
+    _check_outputs(bare_model(model)[0].config)
     meta = [name for name, p in model.named_parameters() if p.is_meta]
     if meta and weights is None:
         raise UnsupportedError(
@@ -257,6 +259,17 @@ def check_hooks(model: nn.Module) -> None:
                 f"parameter {name!r} has a gradient hook",
                 why="the gradients are in the master store, and parameters of the model never get any",
                 fix="remove the hook; trainer.engine.full_gradients() gives the gradients of a step, on every rank",
+            )
+
+
+def _check_outputs(config: Any) -> None:
+    """Refuses a config that asks for outputs of layers, which the stock Trainer gives to `compute_metrics` and `predict`."""
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(config.get_text_config(), name, False) or getattr(config, name, False):
+            raise UnsupportedError(
+                f"the model's config has {name}=True",
+                why="layers are spread over stages and ranks, and a call returns the logits alone",
+                fix=f"set model.config.{name} = False",
             )
 
 

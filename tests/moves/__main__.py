@@ -43,7 +43,7 @@ _TITLES = {
 """Of each group: its heading, and its line at the top of the page."""
 
 
-def _here(move: Move) -> str:
+def here(move: Move) -> str:
     """The second column."""
     if move.left:
         return f"the same, left to `Trainer`; to switch: {move.instead}"
@@ -81,7 +81,7 @@ def page() -> str:
         "Open a group to see its table. `python -m tests.moves` writes this page, `tests/gloo/test_moves.py` runs it.",
     ]
     for group in GROUPS:
-        rows = [f"| {move.name} | {_here(move)} |" for move in moves[group]]
+        rows = [f"| {move.name} | {here(move)} |" for move in moves[group]]
         heading = f"{_TITLES[group][0]}: {_counts(moves[group])}"
         lines += ["", '<details markdown="1">', f"<summary>{heading}</summary>", ""]
         lines += ["| what you do | here |", "|---|---|", *rows, "", "</details>"]
