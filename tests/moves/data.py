@@ -170,7 +170,7 @@ def empty_rows(kit: Kit, stream: bool = False) -> Seen:
     if stream:
         rows = rows.to_iterable_dataset()
     own: dict[str, Any] = {} if stream else {"eval_strategy": "steps", "eval_steps": 2}
-    if stream and kit.stock:  # accelerate's own way with streams needs batches of one size
+    if stream:  # accelerate's own way with streams needs batches of one size
         own["accelerator_config"] = {"dispatch_batches": False}
     args = kit.arguments(hotspa_empty_rows="skip", **own)
     evaluated = None if stream else rows

@@ -22,6 +22,7 @@ from hf_hotspa.data.batches import (
     DROP,
     SPLIT,
     TRUNCATE,
+    DispatchedShard,
     MiniBatchSampler,
     RowCollator,
     is_loss_mask,
@@ -528,3 +529,24 @@ def test_a_token_outside_the_vocabulary_ends_the_run_also_from_workers(tmp_path,
         trainer.train()
     assert trainer.state.global_step == 1
     trainer.close_engine()
+
+
+@pytest.mark.parametrize(
+    ("rows", "split", "drop", "parts", "last"),
+    [
+        (13, False, False, ([0, 1, 2, 6, 7, 8, 12], [3, 4, 5, 9, 10, 11, 0]), 1),  # completed to one row each
+        (10, False, False, ([0, 1, 2, 6, 7], [3, 4, 5, 8, 9]), 4),  # two rows each: nothing is repeated
+        (12, False, False, ([0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]), 6),
+        (13, False, True, ([0, 1, 2, 6, 7, 8], [3, 4, 5, 9, 10, 11]), 6),
+        (1, False, False, ([0], [0]), 1),
+        (5, True, False, ([0, 2, 4], [1, 3, 0]), 1),
+    ],
+)
+def test_a_rank_that_reads_itself_has_the_rows_that_it_would_be_sent(rows, split, drop, parts, last):
+    for rank, part in enumerate(parts):
+        size = 2 if split else 3
+        options = {"num_processes": 2, "process_index": rank, "split_batches": split, "drop_last": drop}
+        shard, ends = DispatchedShard(range(rows), batch_size=size, **options), []
+        shard.on_end = ends.append
+        assert list(shard) == part
+        assert ends == [last]
