@@ -29,10 +29,10 @@ from tests.moves import STRATEGIES, Kit, Move, Seen, padded
 from tests.moves.__main__ import here
 from tests.moves.checkpoints import everyone, folders, loaded
 
-BY_STEPS = {"eval_strategy": "steps", "eval_steps": 2}
-SAVES = {"save_strategy": "steps", "save_steps": 1}
-EACH = {**SAVES, "eval_strategy": "steps", "eval_steps": 1}
-OWN_READING = {"accelerator_config": {"dispatch_batches": False}}
+BY_STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
+SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+EACH: dict[str, Any] = {**SAVES, "eval_strategy": "steps", "eval_steps": 1}
+OWN_READING: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
 """Each process reads the stream, so that batches of unequal rows need not be sent."""
 LORA = partial(tiny_lora, "llama_gqa_bias")
 
@@ -761,7 +761,7 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("trl 2423", Move("DPO with `precompute_ref_log_probs=True`", of_trl("DPO", "pairs", precompute_ref_log_probs=True), tolerance=1e-4)),
     ("trl 4010", Move(
         "GRPO with `eval_on_start=True`",
-        of_trl("GRPO", "prompts", **trl_runs.RL, eval_on_start=True, eval_strategy="steps", eval_steps=3, max_steps=2), tolerance=1e-4)),
+        of_trl("GRPO", "prompts", dict, **trl_runs.RL, eval_on_start=True, eval_strategy="steps", eval_steps=3, max_steps=2), tolerance=1e-4)),
 )  # fmt: skip
 """Repository and number, what is done there, and what comes of it here."""
 

@@ -183,7 +183,7 @@ class Rows:
     def of_older_release(self, loader: Any, is_training: bool) -> Any:
         """What a release of transformers that takes no samplers of batches, and no way to start workers, has made, with both. A
         stream that each rank reads because of `reading` has the rows of the stock Trainer."""
-        shard = getattr(loader, "dataset", None)
+        shard: Any = getattr(loader, "dataset", None)
         if type(shard) is IterableDatasetShard and self._args.accelerator_config.dispatch_batches is not False:
             shard.__class__ = DispatchedShard
             shard.on_end = None if loader.num_workers else partial(setattr, loader, "remainder")

@@ -21,10 +21,10 @@ def run_reports(
 ) -> dict[str, list[tuple[Any, Any, int, bool]]]:
     """Of each report what the stock trainer shows; what ours shows, or the error; how many steps ours had made; and whether
     every `hotspa_*` flag was at its default, which is a second try of what is left to `Trainer`."""
-    results = {}
+    results: dict[str, list[tuple[Any, Any, int, bool]]] = {}
     for number, name in enumerate(names):
         move, stock = REPORTS[name], None
-        results[name] = outcomes = []
+        outcomes = results.setdefault(name, [])
         for own, default in ((False, False), (True, False), (True, True))[: 2 + move.left]:
             path = Path(folder) / f"{number}-{own}-{default}-{world_size}"
             path.mkdir(parents=True, exist_ok=True)
