@@ -768,7 +768,7 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
 REPORTS = {f"{report}: {move.name}": move for report, move in _REPORTS}
 """By name, in the order of the page."""
 
-QUICK = ("26413", "39842", "24832", "43595", "7823", "20029", "27962", "35651", "9359", "21494", "11710", "31923", "25841",
+QUICK = ("961", "26413", "39842", "24832", "43595", "7823", "20029", "27962", "35651", "9359", "21494", "11710", "31923", "25841",
          "31033", "29972", "30104", "33130", "10140", "2864", "3728", "3927")  # fmt: skip
 """What runs with the fast tests: what was mended, and what is furthest from the moves of tests/moves."""
 

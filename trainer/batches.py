@@ -133,15 +133,17 @@ class Rows:
         return collator
 
     @contextmanager
-    def reading(self, dataset: Any) -> Iterator[None]:
-        """Inside, accelerate has each rank read its own part of a stream where rows are padded here, and of any data set whose rows
-        may be cut or left out: a rank that reads for all needs batches of one width, and of as many rows as it has asked for. And
-        workers end with their rank, and with nobody else's signal."""
+    def reading(self, dataset: Any, is_training: bool) -> Iterator[None]:
+        """Inside, accelerate has each of several ranks read its own part of a stream where rows are padded here, and of any data set
+        whose rows may be cut or left out, and one that is alone trains what it reads: a rank that reads for all needs batches of one
+        width, and of as many rows as it has asked for. And workers end with their rank, and with nobody else's signal."""
         args, config = self._args, self._trainer.accelerator.dataloader_config
-        dispatch = config.dispatch_batches
+        dispatch, several = config.dispatch_batches, self._args.world_size > 1
         has_context, chosen = hasattr(args, "dataloader_multiprocessing_context"), workers_context(args)
         changes = args.hotspa_overlong != ERROR or args.hotspa_skips_empty
-        if changes or (self._given_collator() is None and is_stream(dataset)):
+        if (changes and (several or is_training)) or (
+            several and self._given_collator() is None and is_stream(dataset)
+        ):
             config.dispatch_batches = False
         if has_context:
             args.dataloader_multiprocessing_context = worker_context(args.dataloader_num_workers, chosen)
