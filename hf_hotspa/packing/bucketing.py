@@ -201,11 +201,13 @@ def _cheapest_that_fits(
     A pack without room for the sequence at hand waits aside, by free tokens. Lengths only fall, so once it has room again it
     keeps it until it is given a sequence: each pack moves at most once for each sequence placed.
     """
-    packs: Packs = [[] for _ in range(num_packs)]
-    free = [capacity] * num_packs
-    ready = [(0.0, pack) for pack in range(num_packs)]  # heap by cost
+    packs: Packs = [[i] for i in order[:num_packs]]  # the first ones have a pack each
+    packs += [[] for _ in range(num_packs - len(packs))]
+    free = [capacity - sum([lengths[i] for i in pack]) for pack in packs]
+    ready = [(sum([costs[i] for i in pack]), number) for number, pack in enumerate(packs)]  # heap by cost
+    heapq.heapify(ready)
     aside: list[tuple[int, int, float]] = []  # heap by -free
-    for i in order:
+    for i in order[num_packs:]:
         length = lengths[i]
         while aside and -aside[0][0] >= length:
             _, pack, cost = heapq.heappop(aside)
