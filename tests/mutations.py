@@ -502,7 +502,7 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of earlier steps can be looked at",
-        "hf_hotspa/switched/stale_weights.py",
+        "hf_hotspa/switched/model_object.py",
         "            parameter.__class__ = _guarded(kind)\n",
         "",
         UNIT + "test_stale_weights.py",

@@ -45,8 +45,7 @@ from hf_hotspa.parallel.agreement import settled
 from hf_hotspa.parallel.loss import TokenSlice
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
-from hf_hotspa.switched.model_object import as_built
-from hf_hotspa.switched.stale_weights import structure_only
+from hf_hotspa.switched.model_object import as_built, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files

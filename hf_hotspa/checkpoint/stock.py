@@ -38,7 +38,7 @@ from hf_hotspa.engine.cpu_adam import CPU_ADAM
 from hf_hotspa.engine.low_bit import BITSANDBYTES, TORCHAO, cut_state, kind_of, library_of
 from hf_hotspa.engine.master import MasterShare, MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
-from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.weight_files import WeightFiles
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"

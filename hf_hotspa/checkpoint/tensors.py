@@ -32,8 +32,8 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.layout.placement import master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, trained_part
+from hf_hotspa.model.replica import from_storage, to_storage
 from hf_hotspa.model.specs import dtype_name
-from hf_hotspa.model.storage import from_storage, to_storage
 from hf_hotspa.parallel.agreement import Agreement, any_flag, packed_flags
 from hf_hotspa.versions import version_of
 

@@ -20,9 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, TokenRangeError, check_choice
-from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, plan_mini_batch
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, MiniBatchPlan, Pack, plan_mini_batch
 from hf_hotspa.packing.context_cuts import Piece
-from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.speeds import Speeds

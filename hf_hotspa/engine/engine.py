@@ -34,10 +34,9 @@ from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
 from hf_hotspa.engine.low_bit import adopt_before_steps
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.measures import Observer, PhaseFacts, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.engine.non_finite import raise_non_finite
 from hf_hotspa.engine.packed_loading import load_below_adapter
-from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.engine.phase import Observer, PhaseFacts, PhaseMeasure, PhaseRunner, peak_memory, step_report
 from hf_hotspa.engine.pipedream import PipeDreamRunner, stage_updates
 from hf_hotspa.engine.recut import changed, take_cut, with_paces
 from hf_hotspa.engine.set_up import describe, plan_switches

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_hotspa.engine.master import MasterShare, MasterStore
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.layout.placement import MASTER_ALIGNMENT
-from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.replica import to_storage
 from hf_hotspa.versions import version_of
 
 logger = logging.getLogger(__name__)

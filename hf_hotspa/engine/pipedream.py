@@ -25,7 +25,7 @@ from hf_hotspa.engine.worker import SwitchJob
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription
-from hf_hotspa.packing.mini_batch import PhasePlan
+from hf_hotspa.packing.bucketing import PhasePlan
 from hf_hotspa.packing.pipeline_order import Passes, PipeDream, check_pipedream, choose_passes
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.pipeline import OneForwardOneBackward

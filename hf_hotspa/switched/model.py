@@ -44,48 +44,57 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.loss import FIELDS, TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.calls import (
+    Announcements,
     Assumed,
+    Batch,
     Call,
     CallGradients,
     LazyLogits,
+    Meeting,
+    Request,
+    Window,
+    denominator_in,
+    facts_of,
     leaves,
     logits_are_gone,
     of_padding,
+    pairs_in,
     too_many_logits,
+    unreadable,
 )
-from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
 from hf_hotspa.switched.frozen import Frozen
 from hf_hotspa.switched.model_object import (
     ObjectChanges,
     as_built,
     before_steps,
     fused_head,
+    guard,
     lora_layers,
     refuse_losses,
+    release,
     replaced_loss,
     route,
     unroute,
 )
-from hf_hotspa.switched.passes import Chosen, Numbers, Passes, Seeds
-from hf_hotspa.switched.requests import (
-    Announcements,
-    Batch,
-    Meeting,
-    Request,
-    Window,
-    denominator_in,
-    facts_of,
-    pairs_in,
-    unreadable,
+from hf_hotspa.switched.passes import (
+    FLAT_COLUMNS,
+    ROW_COLUMNS,
+    Chosen,
+    Document,
+    Documents,
+    Exchange,
+    Numbers,
+    Passes,
+    Seeds,
+    read_batch,
 )
-from hf_hotspa.switched.stale_weights import guard, release
 
 LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_empty")
 

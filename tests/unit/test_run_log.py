@@ -7,7 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from hf_hotspa.engine.measures import PhaseMeasure
+from hf_hotspa.engine.phase import PhaseMeasure
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import MEASURES
 from hf_hotspa.reporting import run_log
