@@ -594,7 +594,8 @@ class SwitchedMixin(_Base):
             grad_norm = self._hotspa_flushed(float("inf"))
         skips, self._hotspa_skips = self._hotspa_skips, False
         if not skips:
-            self._hotspa_skipped.trained(self._hotspa_step_loss)
+            if self.args.hotspa_skip_non_finite:
+                self._hotspa_skipped.trained(self._hotspa_step_loss)
             self._hotspa_report()
         self._hotspa_step_loss = 0.0
         return grad_norm
@@ -630,7 +631,8 @@ class SwitchedMixin(_Base):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._hotspa_checkpoints.writer is not None:
             self._hotspa_checkpoints.poll(self.state)
-        stop_where_told(self, self._hotspa_preemption)
+        if self._hotspa_model is not None and self._hotspa_model.engine.stop_ranks:
+            stop_where_told(self, self._hotspa_preemption)
         with self._hotspa_flags.in_loop():
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 self._hotspa_show(LOG)

@@ -25,7 +25,7 @@ from hf_hotspa.packing.context_cuts import Piece
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.speeds import Speeds
-from hf_hotspa.strategy import Bucket
+from hf_hotspa.strategy import Bucket, Strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,6 +262,7 @@ class PackedBucketCollator:
             )
         check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
         self.quadratic_cost, self.policy, self.rules, self.table = quadratic_cost, policy, rules, table
+        self._replicas: dict[Strategy, int] = {}  # this rank's, by strategy
 
     def __call__(self, features: Sequence[Any]) -> MiniBatch:
         """The mini-batch of some rows; an error of this family is carried in it, for all ranks to raise.
@@ -293,12 +294,22 @@ class PackedBucketCollator:
 
     def packs_of(self, plan: MiniBatchPlan) -> tuple[tuple[Pack, ...], ...]:
         """The packs that this rank runs, for each phase."""
-        return tuple(phase.replicas[phase.bucket.strategy.coord(self.rank).dp] for phase in plan.phases)
+        mine = []
+        for phase in plan.phases:
+            strategy = phase.bucket.strategy
+            if strategy not in self._replicas:
+                self._replicas[strategy] = strategy.coord(self.rank).dp
+            mine.append(phase.replicas[self._replicas[strategy]])
+        return tuple(mine)
 
     def rows_of(self, plan: MiniBatchPlan) -> tuple[int, ...]:
         """The dataset rows that this rank needs, each once, in the order of use."""
-        rows = (s.row for packs in self.packs_of(plan) for pack in packs for s in pack.sequences)
-        return tuple(dict.fromkeys(rows))
+        rows = dict[int, None]()
+        for packs in self.packs_of(plan):
+            for pack in packs:
+                for sequence in pack.sequences:
+                    rows[sequence.row] = None
+        return tuple(rows)
 
     def of_plan(self, plan: MiniBatchPlan, rows: Mapping[int, Any]) -> MiniBatch:
         """The mini-batch of a plan that was made before; an error of this family is carried in it.
@@ -307,11 +318,11 @@ class PackedBucketCollator:
             rows: Dataset row -> example (a mapping as for `__call__`, or a `Row`), for `rows_of(plan)`.
         """
         try:
-            read = {row: self._read(rows[row], row) for row in self.rows_of(plan)}
-            batches = [tuple(self._micro_batch(pack, read) for pack in packs) for packs in self.packs_of(plan)]
+            read, phases = {row: self._read(rows[row], row) for row in self.rows_of(plan)}, list[PhaseBatch]()
+            for phase, packs in zip(plan.phases, self.packs_of(plan), strict=True):
+                phases.append(PhaseBatch(phase.bucket, tuple([self._micro_batch(pack, read) for pack in packs])))
         except HotspaError as error:
             return self.failed(plan, error)
-        phases = (PhaseBatch(phase.bucket, packs) for phase, packs in zip(plan.phases, batches, strict=True))
         return MiniBatch(plan, tuple(phases))
 
     def failed(self, plan: MiniBatchPlan, error: HotspaError) -> MiniBatch:
@@ -334,9 +345,10 @@ class PackedBucketCollator:
         num_tokens = int(ends[-1])
         ids_T = np.empty(num_tokens, np.int64)
         labels_T = np.empty(num_tokens, np.int64)
-        begin = 0
+        begin, keys = 0, list[tuple[int, int]]()
         for sequence, end in zip(pack.sequences, ends.tolist(), strict=True):
             row = rows[sequence.row]
+            keys.append((sequence.row, sequence.start))
             if sequence.stop > len(row.ids):
                 raise self._stale(sequence.row, f"tokens up to {sequence.stop} were planned and it has {len(row.ids)}")
             ids_T[begin:end] = row.ids[sequence.start : sequence.stop]
@@ -349,7 +361,11 @@ class PackedBucketCollator:
         self._check_range(np.where(labels_T == IGNORED_LABEL, 0, labels_T), "labels", pack, rows)
         starts = ends - np.asarray(lengths)
         positions_T = np.arange(num_tokens) - np.repeat(starts, lengths)
-        columns = {name: _packed(name, pack, rows) for name in rows[pack.sequences[0].row].columns}
+        columns, contents = dict[str, torch.Tensor](), [ids_T, labels_T]
+        for name in rows[pack.sequences[0].row].columns:
+            columns[name] = _packed(name, pack, rows)
+        for name in sorted(columns):
+            contents.append(columns[name].numpy())
         return MicroBatch(
             torch.from_numpy(ids_T)[None],
             torch.from_numpy(positions_T)[None],
@@ -357,9 +373,9 @@ class PackedBucketCollator:
             torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
             lengths,
             pack.num_labels,
-            tuple((sequence.row, sequence.start) for sequence in pack.sequences),
+            tuple(keys),
             columns,
-            _content_word(ids_T, labels_T, *(columns[name].numpy() for name in sorted(columns))),
+            _content_word(*contents),
         )
 
     def _check_range(self, values_T: NDArray[np.int64], key: str, pack: Pack, rows: Mapping[int, Row]) -> None:

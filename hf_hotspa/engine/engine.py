@@ -26,13 +26,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.engine.device_pace import DevicePace
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
-from hf_hotspa.engine.low_bit import adopt_before_steps
+from hf_hotspa.engine.low_bit import adopt, needs_adopting
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.non_finite import raise_non_finite
 from hf_hotspa.engine.packed_loading import load_below_adapter
@@ -67,6 +70,7 @@ class HotSPaEngine:
         device: Where this rank computes; its CUDA device when there is one, else the CPU.
 
     Attributes:
+        longest: Tokens of the longest sequence that some bucket takes.
         agreement: How all ranks agree (`Agreement.run`).
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
         failures: What ended a phase; knows of a lack of memory on this rank.
@@ -93,6 +97,7 @@ class HotSPaEngine:
         self.rank: int = dist.get_rank() if started else 0
         self.world_size: int = dist.get_world_size() if started else 1
         self.buckets = tuple(buckets)
+        self.longest = max((bucket.longest for bucket in self.buckets), default=0)
         options = options or EngineOptions()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
         self.device = device = device or default_device()
@@ -411,11 +416,17 @@ class HotSPaEngine:
     ) -> StepReport:  # fmt: skip
         mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
         updates, trained = self.updates, self.master.trained
-        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
-        here = set[str]().union(*(part.reached for runner in runners for part in runner.parts))
-        reached = packed_flags(name in here for name in trained)
+        here, facts, numbers = set[str](), list[PhaseFacts](), list[float]()
+        for index, measured in zip(order, measures, strict=True):
+            runner = self.phases[mini_batch.phases[index].bucket.strategy]
+            for part in runner.parts:
+                here |= part.reached
+            context = runner.replica.context
+            facts.append(PhaseFacts(runner.name, runner.frozen_bytes, context.way if context is not None else ""))
+            numbers += measured
+        reached = packed_flags(map(here.__contains__, trained))
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
-        values = [loss, square, *mine, *(number for phase in measures for number in phase), *reached]
+        values = [loss, square, *mine, *numbers, *reached]
         rows, flags = self.agreement.gather(values).tensor_split([len(values) - len(reached)], 1)
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         self._grad_norm = squared_norm**0.5
@@ -429,8 +440,6 @@ class HotSPaEngine:
             self.master.bind_gradients(self._reached)
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
-        ways = [context.way if (context := runner.replica.context) is not None else "" for runner in runners]
-        facts = [PhaseFacts(runner.frozen_bytes, way) for runner, way in zip(runners, ways, strict=True)]
         return step_report(
             self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, facts
         )
@@ -526,6 +535,27 @@ class HotSPaEngine:
         self.agreement.barrier()
         self._switching.arenas.clear()
         self._groups.close()
+
+
+def adopt_before_steps(master: MasterStore) -> RemovableHandle:
+    """Adopts any optimizer of few bits (`engine/low_bit.py`) that holds shares of the master store before it makes its first step,
+    whoever made it. What `adopt` refuses is raised by the step.
+
+    Returns:
+        What ends it.
+    """
+    store, own, others = weakref.ref(master), {id(share) for share in master.parameters.values()}, set[type]()
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        to, kind = store(), type(optimizer)
+        if to is None or kind in others:
+            return
+        if not needs_adopting(kind):
+            others.add(kind)
+        elif any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            adopt(optimizer, to)
+
+    return register_optimizer_step_pre_hook(before)
 
 
 def _attach(make: Callable[[Replica], Attachment], runner: PhaseRunner) -> None:

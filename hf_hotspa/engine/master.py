@@ -11,12 +11,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout, master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
 from hf_hotspa.model.replica import from_storage, to_storage
 from hf_hotspa.strategy import Strategy
+
+
+def bare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside accelerate's wrapper."""
+    bare: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return bare
 
 
 class MasterShare(NamedTuple):
@@ -256,6 +263,15 @@ class MasterStore:
     def is_bound(self) -> bool:
         """Whether the gradients hang where `bind_gradients` has put them."""
         return all(self.parameters[name].grad is not None for name in self._bound)
+
+    @property
+    def gradient_version(self) -> int:
+        """Another number once somebody has changed a gradient."""
+        version = 0
+        for gradient in self.gradients:
+            if gradient is not None:
+                version += gradient._version
+        return version
 
     def drop_gradients_of(self, names: Collection[str]) -> None:
         """Makes the gradients of some parameters 0, and takes them off."""

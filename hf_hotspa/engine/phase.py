@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch, PhaseBatch, idle_micro_batch
-from hf_hotspa.engine.executor import Buffers
+from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchJob
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.memory import MemoryForecast
 from hf_hotspa.engine.overlap import GradientWatch, WeightGuard
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.engine.units import UnitMeasure, UnitStream
-from hf_hotspa.engine.worker import SegmentGate, SwitchJob
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions, Overlap
@@ -103,10 +102,12 @@ class PhaseFacts(NamedTuple):
     """What every rank knows of a phase that ran.
 
     Attributes:
+        strategy: By its name.
         frozen_bytes: Bytes of frozen weights that its load moved between ranks, summed over ranks.
         context: See `PhaseReport.context`.
     """
 
+    strategy: str
     frozen_bytes: int = 0
     context: str = ""
 
@@ -198,10 +199,7 @@ def step_report(
         num_split=plan.num_split,
         num_dropped=plan.num_dropped,
         num_empty=plan.num_empty,
-        phases=tuple(
-            _phase_report(plan.phases[index], measured, known)
-            for index, measured, known in zip(order, measures.unbind(1), facts, strict=True)
-        ),
+        phases=tuple(map(_phase_report, map(plan.phases.__getitem__, order), measures.unbind(1), facts)),
         total_s=total_s,
         ranks=RankMeasures(ranks[:, 0].tolist(), ranks[:, 1].long().tolist(), measures.tolist()),
     )
@@ -211,8 +209,16 @@ def _phase_report(phase: PhasePlan, measured: Tensor, facts: PhaseFacts) -> Phas
     most = PhaseMeasure(*measured.amax(0).tolist())
     least = PhaseMeasure(*measured.amin(0).tolist())
     total = PhaseMeasure(*measured.sum(0).tolist())
+    capacity = busiest = longest = squared = 0
+    for packs in phase.replicas:
+        of_replica = 0
+        for pack in packs:
+            capacity += max(phase.bucket.pack_tokens, pack.num_tokens)
+            of_replica += pack.num_tokens
+            for length in pack.lengths:
+                longest, squared = max(longest, length), squared + length**2
+        busiest = max(busiest, of_replica)
     return PhaseReport(
-        strategy=str(phase.bucket.strategy),
         num_packs=phase.num_packs,
         num_sequences=phase.num_sequences,
         num_tokens=phase.num_tokens,
@@ -225,12 +231,10 @@ def _phase_report(phase: PhasePlan, measured: Tensor, facts: PhaseFacts) -> Phas
         # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
         hidden_load_s=max(0.0, least.load_busy_s - most.load_s),
         hidden_return_s=max(0.0, least.return_busy_s - most.return_s),
-        capacity_tokens=sum(
-            max(phase.bucket.pack_tokens, pack.num_tokens) for packs in phase.replicas for pack in packs
-        ),
-        busiest_tokens=max(sum(pack.num_tokens for pack in packs) for packs in phase.replicas),
-        longest_tokens=max((sequence.num_tokens for sequence in phase.sequences()), default=0),
-        squared_tokens=sum(sequence.num_tokens**2 for sequence in phase.sequences()),
+        capacity_tokens=capacity,
+        busiest_tokens=busiest,
+        longest_tokens=longest,
+        squared_tokens=squared,
         **facts._asdict(),
         unit_load_s=most.unit_load_s,
         unit_return_s=most.unit_return_s,
@@ -278,12 +282,18 @@ class Parts(tuple[Replica, ...]):
     @property
     def num_dropped(self) -> int:
         """Tokens that a capacity of experts has dropped since the last `bind`."""
-        return sum(part.capacity.num_dropped for part in self if part.capacity is not None)
+        dropped = 0
+        for part in self:
+            dropped += part.capacity.num_dropped if part.capacity is not None else 0
+        return dropped
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent to the other ranks of cp so far."""
-        return sum(part.context.context.sent_bytes for part in self if part.context is not None)
+        sent = 0
+        for part in self:
+            sent += part.context.context.sent_bytes if part.context is not None else 0
+        return sent
 
 
 # -- phases -----------------------------------------------------------------------------------------------------------
@@ -299,6 +309,7 @@ class PhaseRunner:
     Attributes:
         parts: This rank's stages, one or those of `+v2`, in the order of the pipeline.
         replica: The last of them, which has the loss where the pipeline ends here.
+        name: Of the strategy.
         act: What it does, or did last: `load`, `compute` or `return`.
         frozen_bytes: Bytes of frozen weights that its last load moved between ranks, summed over ranks.
     """
@@ -313,8 +324,8 @@ class PhaseRunner:
         overlap: Overlap,
         options: EngineOptions,
     ) -> None:
-        self.mesh, self._switching, self._master = mesh, switching, master
-        self._keeps_step = mesh.strategy.keeps_step
+        self.mesh, self._switching, self._master, self.name = mesh, switching, master, str(mesh.strategy)
+        self._keeps_step, self._has_peers = mesh.strategy.keeps_step, mesh.strategy.world_size > 1
         self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
         self.weights: list[Tensor | None] = []
         device, parts = master.compute_device, range(mesh.strategy.v)
@@ -394,8 +405,9 @@ class PhaseRunner:
         loss = self._compute_phase(phase, plan, scale, not hands_over)
         compute_s = lap()
         units = self._stream.measure() if self._stream is not None else UnitMeasure()
-        others_s = CLOCK.seconds() + units.load_s + units.return_s
-        products_s = PRODUCTS.seconds()
+        others_s, products_s = units.load_s + units.return_s, 0.0
+        if self._has_peers:
+            others_s, products_s = CLOCK.seconds() + others_s, PRODUCTS.seconds()
         # without it, waiting for the busiest replica would be counted as switching
         wait_for_all()
         wait_s = lap()
@@ -411,9 +423,11 @@ class PhaseRunner:
 
     def _compute_phase(self, phase: PhaseBatch, plan: PhasePlan, scale: float, is_last: bool) -> float:
         micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
-        CLOCK.restart(self.replica.device)
-        PRODUCTS.restart(self.replica.device)
-        return float(self.compute(micro_batches, scale, phase.bucket.most_tokens, is_last, plan))
+        if self._has_peers:
+            CLOCK.restart(self.replica.device)
+            PRODUCTS.restart(self.replica.device)
+        most_tokens = phase.bucket.most_tokens if self.mesh.strategy.pp > 1 else None
+        return float(self.compute(micro_batches, scale, most_tokens, is_last, plan))
 
     def _make_ready(self, previous: "PhaseRunner | None", is_loaded: bool) -> SwitchJob:
         """Weights in place and gradients clear, by as little as that takes."""

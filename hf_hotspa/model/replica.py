@@ -79,14 +79,14 @@ def from_storage(flat: Tensor, shape: Sequence[int], shard_dim: int | None) -> T
     """
     if shard_dim is None:
         return flat.view(shape)
-    stored = [shape[shard_dim], *(size for i, size in enumerate(shape) if i != shard_dim)]
+    stored = [shape[shard_dim], *shape[:shard_dim], *shape[shard_dim + 1 :]]
     return flat.view(stored).movedim(0, shard_dim)
 
 
 def slot_view(buffer: Tensor | None, slot: Slot) -> Tensor:
     """A slot's part of a flat buffer, in the Hugging Face order of dims."""
     assert buffer is not None
-    return from_storage(buffer[slot.offset : slot.offset + prod(slot.shape)], slot.shape, slot.spec.storage_dim)
+    return from_storage(buffer[slot.offset : slot.offset + prod(slot.shape)], slot.shape, slot.dim)
 
 
 # -- what is attached -------------------------------------------------------------------------------------------------

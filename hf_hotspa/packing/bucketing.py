@@ -23,8 +23,9 @@ import heapq
 from bisect import bisect_left, insort
 from collections import abc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, OverlongError, check_choice
 from hf_hotspa.rows.table import SequenceTable
@@ -37,6 +38,12 @@ from hf_hotspa.strategy import Bucket, Strategy
 #
 # Owns the value types that travel from `plan_mini_batch` to the collator and the engine. They are frozen and
 # know neither tensors nor processes. A plan is the same on every rank; `MiniBatchPlan.digest` lets ranks prove it.
+
+
+def _count(plan: Any, **counts: Any) -> None:
+    """Fills in the fields that a frozen value counts when it is made."""
+    for name, number in counts.items():
+        object.__setattr__(plan, name, number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +70,23 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The sequences of one micro-batch, in the order in which they are concatenated. Never empty."""
+    """The sequences of one micro-batch, in the order in which they are concatenated. Never empty.
+
+    Attributes:
+        lengths: Tokens of each sequence.
+    """
 
     sequences: tuple[Sequence, ...]
+    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    num_tokens: int = field(init=False, repr=False, compare=False)
+    num_labels: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence."""
-        return tuple(s.num_tokens for s in self.sequences)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def num_labels(self) -> int:
-        return sum(s.num_labels for s in self.sequences)
+    def __post_init__(self) -> None:
+        lengths, num_labels = list[int](), 0
+        for sequence in self.sequences:
+            lengths.append(sequence.stop - sequence.start)
+            num_labels += sequence.num_labels
+        _count(self, lengths=tuple(lengths), num_tokens=sum(lengths), num_labels=num_labels)
 
 
 @dataclass(frozen=True)
@@ -92,32 +100,28 @@ class PhasePlan:
 
     bucket: Bucket
     replicas: tuple[tuple[Pack, ...], ...]
+    num_packs: int = field(init=False, repr=False, compare=False)
+    num_sequences: int = field(init=False, repr=False, compare=False)
+    num_tokens: int = field(init=False, repr=False, compare=False)
+    num_labels: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         dp = self.bucket.strategy.dp
         assert len(self.replicas) == dp, f"{len(self.replicas)} replicas planned for dp{dp}"
+        num_packs = num_sequences = num_tokens = num_labels = 0
+        for packs in self.replicas:
+            num_packs += len(packs)
+            for pack in packs:
+                num_sequences += len(pack.sequences)
+                num_tokens += pack.num_tokens
+                num_labels += pack.num_labels
+        _count(self, num_packs=num_packs, num_sequences=num_sequences, num_tokens=num_tokens, num_labels=num_labels)
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence of the phase: replica by replica, pack by pack."""
         for packs in self.replicas:
             for pack in packs:
                 yield from pack.sequences
-
-    @property
-    def num_packs(self) -> int:
-        return sum(len(packs) for packs in self.replicas)
-
-    @property
-    def num_sequences(self) -> int:
-        return sum(len(pack.sequences) for packs in self.replicas for pack in packs)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.sequences())
-
-    @property
-    def num_labels(self) -> int:
-        return sum(s.num_labels for s in self.sequences())
 
 
 @dataclass(frozen=True)
@@ -144,7 +148,9 @@ class MiniBatchPlan:
     num_empty: int = 0
 
     def __post_init__(self) -> None:
-        counted = sum(phase.num_labels for phase in self.phases)
+        counted = 0
+        for phase in self.phases:
+            counted += phase.num_labels
         # A wrong N scales every gradient of the step without any other symptom.
         assert counted == self.num_labels, f"the phases hold {counted} label tokens and N is {self.num_labels}"
 
@@ -248,16 +254,18 @@ def pack_sequences(
         return tuple(
             tuple(tuple(share[i] for i in pack) for pack in packs) for share, packs in zip(shares, packed, strict=True)
         )
-    alone = [[i] for i in order if lengths[i] > capacity]
-    rest = order[len(alone) :]
-    fitted: Packs | None = None
-    targets = {
-        _num_packs(len(alone) + n, len(order), sum(lengths), dp, pp) for n in _fitted_between(rest, lengths, capacity)
-    }
-    if len(targets) > 1:
+    alone, fitted = list[list[int]](), list[list[int]]()
+    for i in order:
+        if lengths[i] <= capacity:
+            break
+        alone.append([i])
+    rest, facts = order[len(alone) :], (len(order), sum(lengths), dp, pp)
+    least, most = _fitted_between(rest, lengths, capacity)
+    target = _num_packs(len(alone) + least, *facts)
+    if target != _num_packs(len(alone) + most, *facts):
         fitted = _best_fit(rest, lengths, capacity)
-        targets = {_num_packs(len(alone) + len(fitted), len(order), sum(lengths), dp, pp)}
-    target = targets.pop() - len(alone)
+        target = _num_packs(len(alone) + len(fitted), *facts)
+    target -= len(alone)
     packs = _cheapest_that_fits(rest, lengths, costs, capacity, target)
     if not packs:
         packs = _halve_to(fitted or _best_fit(rest, lengths, capacity), costs, target)
@@ -340,7 +348,7 @@ def _cheapest_that_fits(
     """
     packs: Packs = [[] for _ in range(num_packs)]
     free = [capacity] * num_packs
-    ready = [(0.0, pack) for pack in range(num_packs)]  # heap by cost
+    ready = [*zip([0.0] * num_packs, range(num_packs), strict=True)]  # heap by cost
     aside: list[tuple[int, int, float]] = []  # heap by -free
     for i in order:
         length = lengths[i]
@@ -383,14 +391,14 @@ def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
 
 def _to_replicas(packs: Packs, costs: abc.Sequence[float], dp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Costliest pack first, to the replica with the least cost so far."""
-    pack_costs = [sum([costs[i] for i in pack]) for pack in packs]
+    pack_costs = [sum(map(costs.__getitem__, pack)) for pack in packs]
     replicas: list[list[tuple[int, ...]]] = [[] for _ in range(dp)]
-    loads = [(0.0, replica) for replica in range(dp)]
+    loads = [*zip([0.0] * dp, range(dp), strict=True)]
     for pack in sorted(range(len(packs)), key=pack_costs.__getitem__, reverse=True):
         load, replica = loads[0]
         replicas[replica].append(tuple(packs[pack]))
         heapq.heapreplace(loads, (load + pack_costs[pack], replica))
-    return tuple(tuple(replica) for replica in replicas)
+    return tuple(map(tuple, replicas))
 
 
 def _filling_soon(
@@ -489,12 +497,12 @@ def assign_buckets(sequences: abc.Iterable[Sequence], buckets: tuple[Bucket, ...
         sequences: None longer than the longest bucket.
         buckets: In any order; the result has the same one.
     """
-    by_length = sorted(range(len(buckets)), key=lambda b: buckets[b].longest)
-    edges = [buckets[b].longest for b in by_length]
+    longest = [bucket.longest for bucket in buckets]
+    by_length, edges = sorted(range(len(buckets)), key=longest.__getitem__), sorted(longest)
     members: list[list[Sequence]] = [[] for _ in buckets]
     for sequence in sequences:
         members[by_length[bisect_left(edges, sequence.num_tokens)]].append(sequence)
-    return tuple(tuple(m) for m in members)
+    return tuple(map(tuple, members))
 
 
 def plan_mini_batch(
@@ -534,7 +542,8 @@ def plan_mini_batch(
             longest=bucket.longest,
             speeds=speeds.of_replicas(bucket.strategy) if speeds is not None else None,
         )
-        packed = tuple(tuple(Pack(tuple(members[i] for i in pack)) for pack in packs) for packs in replicas)
+        of = members.__getitem__
+        packed = tuple([tuple([Pack(tuple(map(of, pack))) for pack in packs]) for packs in replicas])
         phases.append(PhasePlan(bucket, packed))
     return MiniBatchPlan(tuple(phases), sum(s.num_labels for s in sequences), **counts)
 

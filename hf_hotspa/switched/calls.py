@@ -3,7 +3,6 @@
 Shapes: B rows of L columns in the batch of a call, D documents of them, V logits of a token.
 """
 
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from torch.utils._pytree import tree_map
 from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.packing.bucketing import MiniBatchPlan
-from hf_hotspa.parallel.agreement import Agreement, rank_names
 from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.rows.features import IGNORED_LABEL
 from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, Numbers, Passes, Seeds
@@ -31,12 +29,12 @@ class _Leaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, take: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:
         ctx.take = take
-        return tuple(value.clone() for value in values)  # callers change them in place (`loss *= ...`)
+        return tuple(map(Tensor.clone, values))  # callers change them in place (`loss *= ...`)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         ctx.take(*gradients)
-        return None, None, *(None for _ in gradients)
+        return None, None, *[None] * len(gradients)
 
 
 def leaves(take: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:
@@ -106,6 +104,8 @@ class Call:
         own: This call's part of the token loss of all ranks, where that is the loss.
         reads_padding: Whether a gradient by logits has come where there is no token.
         went_back: Whether a backward has come at all.
+        mask: bool [B, L], the tokens whose target counts.
+        everything: The documents of all ranks.
     """
 
     shape: tuple[int, int]
@@ -133,16 +133,13 @@ class Call:
     reads_padding: bool = False
     went_back: bool = False
     mask: Tensor = field(init=False)
+    everything: range = field(init=False)
 
     def __post_init__(self) -> None:
+        self.everything = range(self.ranges[0].start, self.ranges[-1].stop)
         self.mask = torch.zeros(self.shape, dtype=torch.bool)
         for document, place in self._places():
             self.mask[place] = torch.from_numpy(document.targets != IGNORED_LABEL)
-
-    @property
-    def everything(self) -> range:
-        """The documents of all ranks."""
-        return range(self.ranges[0].start, self.ranges[-1].stop)
 
     def _places(self) -> Iterator[tuple[Document, tuple[int, slice]]]:
         for document in self.documents:
@@ -454,12 +451,12 @@ class CallGradients:
             is still to be trained. And of every rank the numbers `beside`, fp64 [ranks, numbers].
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
-        at_once = torch.tensor([call.assumed is not None for call in calls])
-        said = [
-            call.constant(rank, tolerance) if call.assumed is None else call.ratio(rank, tolerance, self._own)
-            for call in calls
-        ]
-        weighed = [call.constant(rank, tolerance, True) if call.assumed is None else 0.0 for call in calls]
+        said, weighed, was_at_once = list[float](), list[float](), list[bool]()
+        for call in calls:
+            was_at_once.append(call.assumed is not None)
+            said.append(call.ratio(rank, tolerance, self._own) if was_at_once[-1] else call.constant(rank, tolerance))
+            weighed.append(0.0 if was_at_once[-1] else call.constant(rank, tolerance, True))
+        at_once = torch.tensor(was_at_once)
         seeds = self._own_seeds(calls, again=False)
         parts = [len(said), len(weighed), 2, len(beside)]
         rows, weighed_rows, sizes, numbers = gather([*said, *weighed, *_sizes(seeds), *beside]).split(parts, dim=1)
@@ -530,12 +527,13 @@ class CallGradients:
         tokens: dict[int, Tensor] = {}
         for call in calls:
             final = call.final_seeds(rank, again)
-            if final is not None:
-                tokens |= {n: part / world for n, part in call.of_document(final.permute(1, 2, 0))}
+            for number, part in call.of_document(final.permute(1, 2, 0)) if final is not None else ():
+                if bool((of_rank := part / world).any()):
+                    tokens[number] = of_rank
             if call.logit_seeds is not None:
                 parts = call.of_document(call.logit_seeds)
                 seeds.logits |= {n: part / world for n, part in parts if bool(part.any())}
-        seeds.tokens = {n: part for n, part in tokens.items() if bool(part.any())}
+        seeds.tokens = tokens
         return seeds
 
     def _router_seeds(self, calls: Sequence[Call], documents: Documents) -> Tensor | None:
@@ -557,8 +555,9 @@ class CallGradients:
     def active(self, seeds: Seeds) -> set[int]:
         """The documents that have a seed; the others are not run. Collective."""
         mine = set(seeds.tokens) | set(seeds.logits)
-        parts = self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else []
-        active = {int(number) for part in parts for number in part}
+        active = set[int]()
+        for part in self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else ():
+            active.update(part.tolist())
         if seeds.routers is not None:
             active |= set(seeds.routers.any(1).nonzero().flatten().tolist())
         return active
@@ -664,10 +663,13 @@ def unreadable(
 
 def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
     """What a rank says of a batch: the bits of what its loss is divided by, its documents, and length and labels of each."""
-    labels = [int(np.count_nonzero(document.targets != IGNORED_LABEL)) for document in documents]
-    denominator = np.float64(sum(labels) if num_items is None else num_items)
-    pairs = zip([len(document.ids) for document in documents], labels, strict=True)
-    return [int(denominator.view(np.int64)), len(documents), *(number for pair in pairs for number in pair)]
+    pairs, total = list[int](), 0
+    for document in documents:
+        labels = int(np.count_nonzero(document.targets != IGNORED_LABEL))
+        pairs += (len(document.ids), labels)
+        total += labels
+    denominator = np.float64(total if num_items is None else num_items)
+    return [int(denominator.view(np.int64)), len(documents), *pairs]
 
 
 def denominator_in(facts: NDArray[np.int64]) -> float:
@@ -812,7 +814,7 @@ class Announcements:
             window.facts.append([part[begin:end] for part in arrived for begin, end in [_place(part, index)]])
         window.of_step = Documents()
         for facts, documents in zip(window.facts, window.documents, strict=True):
-            window.of_step.add([pairs_in(of_rank) for of_rank in facts], documents, exchange.rank)
+            window.of_step.add([*map(pairs_in, facts)], documents, exchange.rank)
         window.prepared = self._plan(window.of_step, window.step, exchange)
         window.sent_bytes = exchange.sent_bytes["rows"] - sent_before
 
@@ -823,78 +825,3 @@ def _place(said: NDArray[np.int64], index: int) -> tuple[int, int]:
     for _ in range(index):
         begin += 2 + 2 * int(said[begin + 1])
     return begin, begin + 2 + 2 * int(said[begin + 1])
-
-
-# -- where all ranks meet ---------------------------------------------------------------------------------------------
-
-# Before ranks do something together they say what: where that differs, all of them raise, and none waits for another.
-
-
-class Meeting:
-    """Where all ranks meet before a collective call.
-
-    Args:
-        was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
-        drop: Forgets the calls that were not flushed: on all ranks, before they raise, or where one has cleared its gradients.
-
-    Attributes:
-        num_announced: Steps that this rank has announced; None where that is over.
-        sizes: What each rank said of its `size` last.
-    """
-
-    def __init__(self, agreement: Agreement, was_cleared: Callable[[], bool], drop: Callable[[], None]) -> None:
-        self._agreement, self._was_cleared, self._drop = agreement, was_cleared, drop
-        self.num_announced: int | None = 0
-        self.sizes: list[int] = []
-
-    def __call__(
-        self, what: str, where: str, error: HotspaError | None = None, flag: bool = False, size: int = 0
-    ) -> list[bool]:
-        """Returns when all ranks are about to do the same. Collective.
-
-        Args:
-            what: What this rank is about to do, in words.
-            error: What it found wrong.
-            flag: Something that others are to know.
-            size: How many numbers this rank is about to send; for `sizes`.
-
-        Returns:
-            The flag of each rank.
-
-        Raises:
-            HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
-        """
-        code = float(zlib.crc32(what.encode()))
-        values = [code, error is not None, self._was_cleared(), self.num_announced or 0, flag, size]
-        codes, failed, cleared, announced, flags, sizes = self._agreement.gather([float(v) for v in values]).T.tolist()
-        self.sizes = [int(number) for number in sizes]
-        if any(failed):  # before all else: where a rank has an error, the others may have more to do
-            self._drop()
-            self._agreement.check({}, error, where)
-        if len(set(codes)) > 1:
-            self._drop()
-            raise self._different(what, where)
-        if len(set(announced)) > 1:
-            self._drop()
-            self.num_announced = None
-            raise PlanMismatchError(
-                f"ranks have announced {', '.join(str(int(n)) for n in announced)} steps",
-                where=where,
-                why="what is announced is exchanged by all ranks together",
-                fix="call announce on all ranks, or on none",
-            )
-        if any(cleared):
-            self._drop()
-        return [bool(said) for said in flags]
-
-    def _different(self, what: str, where: str) -> PlanMismatchError:
-        texts = self._agreement.texts(what)
-        by_text = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
-        return PlanMismatchError(
-            "ranks are about to do different things: "
-            + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
-            where=where,
-            why="each call of a switched model is a part of what all ranks do together",
-            fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives batches without rows to ranks "
-            "whose loaders have ended",
-        )

@@ -57,7 +57,6 @@ from hf_hotspa.switched.calls import (
     Call,
     CallGradients,
     LazyLogits,
-    Meeting,
     Request,
     Window,
     denominator_in,
@@ -90,6 +89,7 @@ from hf_hotspa.switched.passes import (
     Document,
     Documents,
     Exchange,
+    Meeting,
     Numbers,
     Passes,
     Seeds,
@@ -334,7 +334,7 @@ class SwitchedModel(DistributedDataParallel):
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that some bucket takes."""
-        return max(bucket.longest for bucket in self.engine.buckets)
+        return self.engine.longest
 
     def runs_by(
         self,
@@ -397,19 +397,16 @@ class SwitchedModel(DistributedDataParallel):
             self.engine.master.bind_gradients(())  # an optimizer leaves parameters without a gradient as they are
         self._begin_step()
 
-    def _note_gradients(self) -> None:
-        """From here on, who clears or replaces the gradients is noticed."""
-        self._gradient_version = sum(g._version for g in self.engine.master.gradients if g is not None)
-
     def _was_cleared(self) -> bool:
         """Whether somebody has cleared the gradients since the first call of the step (`optimizer.zero_grad()`)."""
+        master = self.engine.master
         if not self._calls or self.engine.updates is not None:
             return False
-        if not self.engine.master.is_bound:
+        if not master.is_bound:
             return True
-        gradients = [g for g in self.engine.master.gradients if g is not None]
-        changed = sum(g._version for g in gradients) != self._gradient_version
-        return changed and not any(bool(g.any()) for g in gradients)
+        if master.gradient_version == self._gradient_version:
+            return False
+        return not any(bool(g.any()) for g in master.gradients if g is not None)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -448,8 +445,9 @@ class SwitchedModel(DistributedDataParallel):
         """
         error = unreadable(input_ids, others, self._rules.columns, self.engine.rank)
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
-        batch = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
-        batch |= {name: others.get(name) for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns)}
+        batch: dict[str, Tensor | None] = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
+        for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns):
+            batch[name] = others.get(name)
         request = Request(
             batch,
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
@@ -569,15 +567,15 @@ class SwitchedModel(DistributedDataParallel):
     ) -> Call:
         ids = batch["input_ids"]
         assert ids is not None
-        ranges = of_step.add([pairs_in(of_rank) for of_rank in facts], documents, self.engine.rank)
+        ranges = of_step.add([*map(pairs_in, facts)], documents, self.engine.rank)
         return Call(
             (ids.shape[0], ids.shape[1]),
             ids.device,
             0 if batch.get("shift_labels") is not None else 1,
             documents,
             ranges,
-            [denominator_in(of_rank) for of_rank in facts],
-            [sum(of_step.labels[number] for number in numbers) for numbers in ranges],
+            [*map(denominator_in, facts)],
+            [sum(of_step.labels[numbers.start : numbers.stop]) for numbers in ranges],
             ranges[self.engine.rank],
             of_step,
             self._version,
@@ -587,7 +585,7 @@ class SwitchedModel(DistributedDataParallel):
     def _note_calls(self, calls: Sequence[Call]) -> None:
         if not self._calls:
             self.engine.drop_gradients()
-            self._note_gradients()
+            self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
         self._calls += calls
 
     # -- what is computed for a call ----------------------------------------------------------------------------------
@@ -674,12 +672,13 @@ class SwitchedModel(DistributedDataParallel):
         """Forward and backward of some calls, before the caller's backward has said what the gradients are. Documents whose given
         seeds are all 0 have a forward only."""
         calls = calls if known.given is None else calls[:1]
+        everything = list[int]()
         for call in calls:
             call.temperature = self._temperature if request.fields else 1.0
-        seeds, everything = self._gradients.assume(calls, known), [n for call in calls for n in call.everything]
+            everything += call.everything
+        seeds, numbers = self._gradients.assume(calls, known), Numbers()
         active = set(everything) if known.given is None else self._gradients.active(seeds)
-        idle, numbers = [number for number in everything if number not in active], Numbers()
-        if idle:
+        if idle := sorted(set(everything) - active):
             scored = replace(request, trains=False)  # no graphs are kept of them
             numbers = self._score_documents(calls[0], idle, scored, request.fields, False)
         if active:
@@ -709,7 +708,7 @@ class SwitchedModel(DistributedDataParallel):
         finally:
             self._in_pass = False
         self._has_gradients = True
-        self._note_gradients()
+        self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
         return trained
 
     def _use_adapters(self, on: bool) -> None:
@@ -756,7 +755,7 @@ class SwitchedModel(DistributedDataParallel):
             if self._own is not None:
                 loss = torch.tensor(call.own, dtype=torch.float64).to(call.device, wide)
             else:
-                total = -sum(call.numbers.sums[number] for number in call.mine)
+                total = -sum(map(call.numbers.sums.__getitem__, call.mine))
                 loss = (torch.tensor(total, dtype=torch.float64) / denominator).to(call.device, wide)
             return leaves(call.add_factor, loss)[0]
         log_probs = call.column(0, wide)
@@ -857,12 +856,12 @@ class SwitchedModel(DistributedDataParallel):
                 where=self._where,
                 fix="use the loss of the model, or hotspa_pipeline_mode=synchronous",
             )
-        modes = {(call.training, call.temperature): None for call in calls}  # in eval mode nothing is dropped
-        for mode in modes:
-            of_mode = [call for call in calls if (call.training, call.temperature) == mode]
-            numbers = [number for call in of_mode for number in call.everything if number in active]
+        of_modes = dict[tuple[bool, float], list[int]]()  # in eval mode nothing is dropped
+        for call in calls if active else ():
+            of_modes.setdefault((call.training, call.temperature), []).extend(active.intersection(call.everything))
+        for mode, numbers in of_modes.items():
             if numbers:
-                self._train(numbers, seeds, mode)
+                self._train(sorted(numbers), seeds, mode)
         if self._changes.frozen:
             self.engine.leave_out(self._changes.frozen)
         self._passes.let_go()
@@ -870,7 +869,7 @@ class SwitchedModel(DistributedDataParallel):
             self._look[training, True] = self._looked.pop((training, True), False)
         if active or scale is None:  # more was sent since
             sent = self.engine.agreement.gather(list(self._sent.values()))
-        counted: dict[str, Any] = {n: int(total) for n, total in zip(self._sent, sent.sum(0).tolist(), strict=True)}
+        counted: dict[str, Any] = dict(zip(self._sent, sent.sum(0).long().tolist(), strict=True))
         self._passes.exchange.forget()
         if (report := self._passes.report) is not None:
             self.passes = self._passes.trained
@@ -881,7 +880,8 @@ class SwitchedModel(DistributedDataParallel):
     @property
     def _sent(self) -> dict[str, float]:
         """What this rank has sent and cut in this step: fields of the report."""
-        return {name: float(number) for name, number in (self._passes.exchange.sent | self.cut).items()}
+        sent = self._passes.exchange.sent | self.cut
+        return dict(zip(sent, map(float, sent.values()), strict=True))
 
     # -- a second model -----------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.errors import HotspaError, UnsupportedError
 from hf_hotspa.model.model_check import changed_facts, deciding_values, module_facts, weights_digest
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.text_half import of_text, text_base
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.loss import SequenceLoss
 
@@ -177,7 +178,8 @@ class ObjectChanges:
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
         self._model, self._engine, self._bare = model, engine, bare_model(model)[0]
         self._parameters = self._by_name()
-        self._config, self._facts = self._values(), module_facts(self._bare)
+        self._is_of_text = of_text(self._bare) if text_base(self._bare) is not None else None
+        self._config, self._facts = self._values(), module_facts(self._bare, self._is_of_text)
         self._buffers = {name: buffer.clone() for name, buffer in self._bare.named_buffers()}
         self.frozen = frozenset[str]()
         self._digest: str | None = None
@@ -210,26 +212,22 @@ class ObjectChanges:
     def look(self) -> tuple[str, HotspaError | None]:
         """What was changed since the last step, in words that are the same on all ranks where the changes are; and what cannot
         be honoured. Not collective."""
-        buffers = {name: b for name, b in self._bare.named_buffers() if not self._is_known(name, b)}
-        flags = ((name, p.requires_grad, trained) for name, (p, trained) in self._parameters.items())
-        frozen, thawed = set[str](), list[str]()
-        for name, now, at_start in flags:
-            if now != at_start:
+        buffers, frozen, thawed = dict[str, Tensor](), set[str](), list[str]()
+        for name, buffer in self._bare.named_buffers():
+            known = self._buffers.get(name)
+            if known is None or known.shape != buffer.shape or not torch.equal(known, buffer):
+                buffers[name] = buffer
+        for name, (parameter, at_start) in self._parameters.items():
+            if parameter.requires_grad != at_start:
                 (frozen.add if at_start else thawed.append)(name)
         weights = self._digest is not None and weights_digest(self._model) != self._digest
         self._changed = buffers, frozenset(frozen), weights
-        words = []
-        if buffers:
-            words.append(f"with other buffers {_some(sorted(buffers))}")
+        words = f", with other buffers {_some(sorted(buffers))}" if buffers else ""
         if self._changed[1] != self.frozen:
-            words.append(f"with requires_grad=False of {_some(sorted(frozen))}" if frozen else "with nothing frozen")
+            words += f", with requires_grad=False of {_some(sorted(frozen))}" if frozen else ", with nothing frozen"
         if weights:
-            words.append("with other weights")
-        return "".join(f", {text}" for text in words), self._refusal(thawed)
-
-    def _is_known(self, name: str, buffer: Tensor) -> bool:
-        known = self._buffers.get(name)
-        return known is not None and known.shape == buffer.shape and torch.equal(known, buffer)
+            words += ", with other weights"
+        return words, self._refusal(thawed)
 
     def _refusal(self, thawed: list[str]) -> HotspaError | None:
         if thawed:
@@ -246,7 +244,8 @@ class ObjectChanges:
                 why="the replicas that run were built by the config as it was",
                 fix="set them before train()",
             )
-        if changes := changed_facts(module_facts(self._bare), self._facts, self._bare):
+        facts = module_facts(self._bare, self._is_of_text)
+        if facts != self._facts and (changes := changed_facts(facts, self._facts, self._bare)):
             return UnsupportedError(
                 f"{changes[0]} when the training had started ({len(changes)} differ)",
                 why="the replicas that run were built by the model as it was",

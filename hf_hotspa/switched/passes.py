@@ -5,9 +5,10 @@ A scoring pass leaves its last weights loaded, and graphs of some packs where a 
 follows begins there. `Passes` knows what is loaded, and lets go of it when something else runs or the weights change.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.errors import DataError, OverlongError, TokenRangeError, UnsupportedError
+from hf_hotspa.errors import DataError, HotspaError, OverlongError, PlanMismatchError, TokenRangeError, UnsupportedError
 from hf_hotspa.model.tape import Tape, TapedReplica
 from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
-from hf_hotspa.parallel.agreement import Agreement, replica_ranks
+from hf_hotspa.parallel.agreement import Agreement, rank_names, replica_ranks
 from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
@@ -81,11 +82,13 @@ def read_batch(
     Raises:
         HotspaError: a row that the plain model would train in another way, or that no bucket takes.
     """
-    columns = {name: value.detach().cpu().numpy() for name, value in batch.items() if value is not None}
+    columns, flat = dict[str, NDArray[Any]](), dict[str, NDArray[Any]]()
+    for name, value in batch.items():
+        if value is not None:
+            (flat if name in FLAT_COLUMNS else columns)[name] = value.detach().cpu().numpy()
     ids = columns["input_ids"]
     if ids.ndim != 2:
         raise DataError(f"input_ids has {ids.ndim} dimensions", fix="give a batch [rows, tokens]")
-    flat = {name: columns.pop(name) for name in FLAT_COLUMNS if name in columns}
     if flat and len(ids) != 1:
         raise UnsupportedError(f"{sorted(flat)} for {len(ids)} rows", fix="give them for a batch of one row")
     for name, column in columns.items():
@@ -183,11 +186,12 @@ class Documents:
         """
         ranges = []
         for owner, of_rank in enumerate(facts):
-            ranges.append(range(len(self), len(self) + len(of_rank)))
+            begin = len(self.lengths)
+            ranges.append(range(begin, begin + len(of_rank)))
             self.lengths += of_rank[:, 0].tolist()
             self.labels += of_rank[:, 1].tolist()
             self.owners += [owner] * len(of_rank)
-            self.holders += [{owner} for _ in range(len(of_rank))]
+            self.holders += map(set, [[owner]] * len(of_rank))
         for number, document in zip(ranges[rank], mine, strict=True):
             self.rows[number] = _row(document.ids, document.targets, document.columns)
         return ranges
@@ -203,11 +207,12 @@ class Documents:
 
     def mini_batch(self, plan: MiniBatchPlan, collator: PackedBucketCollator, exchange: "Exchange") -> MiniBatch:
         """This rank's part of a plan, when tokens have travelled to whom they were missing. Collective."""
-        moves = []
-        for number, ranks in trainers(plan).items():
-            missing = [rank for rank in ranks if rank not in self.holders[number]]
-            moves += [Move(number, self.owners[number], rank, 2 * self.lengths[number]) for rank in missing]
-            self.holders[number].update(missing)
+        moves = list[Move]()
+        for number, strategy, replica in places(plan):
+            for rank in replica_ranks(strategy, replica):
+                if rank not in self.holders[number]:
+                    moves.append(Move(number, self.owners[number], rank, 2 * self.lengths[number]))
+                    self.holders[number].add(rank)
 
         def tokens_of(number: int) -> Tensor:
             row = self.rows[number]
@@ -248,12 +253,8 @@ def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
                     yield sequence.row, phase.bucket.strategy, replica
 
 
-def trainers(plan: MiniBatchPlan) -> dict[int, list[int]]:
-    """Of every document the ranks that train it."""
-    return {number: replica_ranks(strategy, replica) for number, strategy, replica in places(plan)}
-
-
-def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> list[int]:
+@lru_cache
+def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> tuple[int, ...]:
     """The ranks of a replica that compute logits: of all shards and rows of a pack, or those of shard rank 0 alone, which
     write what all shards have in common."""
     ranks = []
@@ -261,7 +262,7 @@ def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> list[
         coord = strategy.coord(rank)
         if coord.pp == strategy.pp - 1 and not (writers and coord.tp):
             ranks.append(rank)
-    return ranks
+    return tuple(ranks)
 
 
 class Move(NamedTuple):
@@ -271,6 +272,9 @@ class Move(NamedTuple):
     source: int
     target: int
     size: int
+
+
+_SENT_BYTES = ("rows_bytes", "numbers_bytes", "seeds_bytes")
 
 
 class Exchange:
@@ -290,7 +294,7 @@ class Exchange:
     @property
     def sent(self) -> dict[str, int]:
         """Bytes that this rank has sent since `forget`, as fields of a report."""
-        return {f"{kind}_bytes": number for kind, number in self.sent_bytes.items()}
+        return dict(zip(_SENT_BYTES, self.sent_bytes.values(), strict=True))
 
     def forget(self) -> None:
         """Counts from 0 again."""
@@ -299,7 +303,7 @@ class Exchange:
     def facts(self, values: Sequence[int], sizes: Sequence[int] | None = None) -> list[NDArray[np.int64]]:
         """Every rank's numbers, as many as it has; `sizes` are how many each has, where all ranks know."""
         self.sent_bytes["rows"] += 8 * len(values) * (self._world_size - 1)
-        return [part.numpy() for part in self.agreement.vectors(torch.tensor(values, dtype=torch.int64), sizes)]
+        return [*map(Tensor.numpy, self.agreement.vectors(torch.tensor(values, dtype=torch.int64), sizes))]
 
     def deliver(
         self, kind: str, moves: Sequence[Move], tensor_of: Callable[[int], Tensor], dtype: torch.dtype
@@ -334,6 +338,81 @@ class Exchange:
         for move in coming:
             yield move, received[begin : begin + move.size]
             begin += move.size
+
+
+# -- where all ranks meet ---------------------------------------------------------------------------------------------
+
+# Before ranks do something together they say what: where that differs, all of them raise, and none waits for another.
+
+
+class Meeting:
+    """Where all ranks meet before a collective call.
+
+    Args:
+        was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
+        drop: Forgets the calls that were not flushed: on all ranks, before they raise, or where one has cleared its gradients.
+
+    Attributes:
+        num_announced: Steps that this rank has announced; None where that is over.
+        sizes: What each rank said of its `size` last.
+    """
+
+    def __init__(self, agreement: Agreement, was_cleared: Callable[[], bool], drop: Callable[[], None]) -> None:
+        self._agreement, self._was_cleared, self._drop = agreement, was_cleared, drop
+        self.num_announced: int | None = 0
+        self.sizes: list[int] = []
+
+    def __call__(
+        self, what: str, where: str, error: HotspaError | None = None, flag: bool = False, size: int = 0
+    ) -> list[bool]:
+        """Returns when all ranks are about to do the same. Collective.
+
+        Args:
+            what: What this rank is about to do, in words.
+            error: What it found wrong.
+            flag: Something that others are to know.
+            size: How many numbers this rank is about to send; for `sizes`.
+
+        Returns:
+            The flag of each rank.
+
+        Raises:
+            HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
+        """
+        code = float(zlib.crc32(what.encode()))
+        values = [code, error is not None, self._was_cleared(), self.num_announced or 0, flag, size]
+        codes, failed, cleared, announced, flags, sizes = self._agreement.gather([*map(float, values)]).T.tolist()
+        self.sizes = [*map(int, sizes)]
+        if any(failed):  # before all else: where a rank has an error, the others may have more to do
+            self._drop()
+            self._agreement.check({}, error, where)
+        if len(set(codes)) > 1:
+            self._drop()
+            raise self._different(what, where)
+        if len(set(announced)) > 1:
+            self._drop()
+            self.num_announced = None
+            raise PlanMismatchError(
+                f"ranks have announced {', '.join(str(int(n)) for n in announced)} steps",
+                where=where,
+                why="what is announced is exchanged by all ranks together",
+                fix="call announce on all ranks, or on none",
+            )
+        if any(cleared):
+            self._drop()
+        return [*map(bool, flags)]
+
+    def _different(self, what: str, where: str) -> PlanMismatchError:
+        texts = self._agreement.texts(what)
+        by_text = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+        return PlanMismatchError(
+            "ranks are about to do different things: "
+            + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
+            where=where,
+            why="each call of a switched model is a part of what all ranks do together",
+            fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives batches without rows to ranks "
+            "whose loaders have ended",
+        )
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
@@ -428,7 +507,10 @@ class Passes:
     @property
     def report(self) -> StepReport | None:
         """Of the training passes since `begin_step`; None where there was none."""
-        return reduce(merged, (report for _, report in self.trained)) if self.trained else None
+        whole: StepReport | None = None
+        for _, report in self.trained:
+            whole = report if whole is None else merged(whole, report)
+        return whole
 
     @property
     def num_logits(self) -> int:
@@ -482,7 +564,7 @@ class Passes:
     def _plan(
         self, documents: Documents, numbers: Sequence[int], step: int, exchange: Exchange, evaluates: bool = False
     ) -> tuple[MiniBatchPlan, MiniBatch]:
-        lengths = [documents.lengths[number] for number in numbers]
+        lengths = [*map(documents.lengths.__getitem__, numbers)]
         buckets, speeds = (self.evaluated, None) if evaluates else self.choose(step, lengths)
         plan = documents.plan(numbers, buckets, self.collator.quadratic_cost, speeds)
         return plan, documents.mini_batch(plan, self.collator, exchange)
@@ -580,7 +662,7 @@ class Passes:
                 report = self.engine.forward_backward(
                     mini_batch,
                     step,
-                    self.facts(),
+                    self.facts() if self.engine.world_size > 1 else None,
                     add=add,
                     needs_labels=False,
                     training=training,

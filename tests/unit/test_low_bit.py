@@ -32,7 +32,8 @@ from hf_hotspa.checkpoint.tensors import (
     saved_segments,
     share_of,
 )
-from hf_hotspa.engine.low_bit import RELEASES, adopt, adopt_before_steps, cut_state, disown, overrides_of
+from hf_hotspa.engine.engine import adopt_before_steps
+from hf_hotspa.engine.low_bit import RELEASES, adopt, cut_state, disown, overrides_of
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, ResumeError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector

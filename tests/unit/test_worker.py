@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_hotspa.engine import worker as worker_module
-from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
-from hf_hotspa.engine.worker import SegmentGate, SwitchJob, SwitchWorker
+from hf_hotspa.engine.executor import SegmentGate, SwitchExecutor, SwitchJob, SwitchStats
+from hf_hotspa.engine.worker import SwitchWorker
 from hf_hotspa.errors import HotspaError, PlanError, TransferError
 from tests.loopback import LoopbackHub
 from tests.switch_cases import check_rank, clone, load_case, return_case
