@@ -19,7 +19,7 @@ from hf_hotspa.strategy import Strategy
 _HEADER = (
     "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "load+return s", "hidden s", "MB moved", "share",
 )  # fmt: skip
-_MUCH_SWITCHING, _STEPS_TO_WARN = 0.4, 10
+_MUCH_SWITCHING, _STEPS_TO_WARN, _MOST_KEPT = 0.4, 10, 10
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _Sums = defaultdict[str, Any]
 
 
 class _Totals:
-    """Sums over steps; the reports are not kept, as a run has no bound.
+    """Sums over steps; few reports are kept, as a run has no bound.
 
     Attributes:
         of_steps: The sums of `_OF_STEP`, and of seconds that steps and the best single strategy were predicted to take.
@@ -114,6 +114,7 @@ class SwitchOverheadCallback(TrainerCallback):
     def __init__(self, print_table: bool = False) -> None:
         self.print_table = print_table
         self._since_log, self._whole_run = _Totals(), _Totals()
+        self._new = list[StepReport]()  # to be added to both
         self._last: StepReport | None = None
         self._flops: ModelFlops | None = None
 
@@ -131,21 +132,34 @@ class SwitchOverheadCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
     ) -> None:
         """Takes the report of a mini-batch; called by `HotSPaTrainer`."""
-        self._since_log.add(report)
-        self._whole_run.add(report)
+        self._new.append(report)
         self._last = report
+        warns = self._whole_run.steps + len(self._new) == _STEPS_TO_WARN
+        if warns or len(self._new) == _MOST_KEPT:
+            self._add_new()
+            if warns and state is not None and state.is_world_process_zero:
+                self._warn()
+
+    def _add_new(self) -> None:
+        """Adds the reports that have come since the last time."""
+        for report in self._new:
+            self._since_log.add(report)
+            self._whole_run.add(report)
+        self._new.clear()
+
+    def _warn(self) -> None:
         whole = self._whole_run
-        if whole.steps == _STEPS_TO_WARN and state is not None and state.is_world_process_zero:
-            share = whole.of_steps["switch_s"] / whole.of_steps["total_s"]
-            if len(whole.by_strategy) > 1 and share > _MUCH_SWITCHING and once("much switching"):
-                logger.warning(
-                    "switching takes %.0f %% of the step: use a larger hotspa_mini_batch_size or fewer strategies "
-                    "(hotspa_strategies=auto weighs both)",
-                    100 * share,
-                )
+        share = whole.of_steps["switch_s"] / whole.of_steps["total_s"]
+        if len(whole.by_strategy) > 1 and share > _MUCH_SWITCHING and once("much switching"):
+            logger.warning(
+                "switching takes %.0f %% of the step: use a larger hotspa_mini_batch_size or fewer strategies "
+                "(hotspa_strategies=auto weighs both)",
+                100 * share,
+            )
 
     def pop_metrics(self) -> dict[str, float]:
         """The numbers since the last call, by the keys above; called by `HotSPaTrainer.log`."""
+        self._add_new()
         totals, self._since_log = self._since_log, _Totals()
         if not totals.steps:
             return {}
@@ -205,6 +219,7 @@ class SwitchOverheadCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Prints the sums of the run."""
+        self._add_new()
         totals = self._whole_run
         if self.print_table and state.is_world_process_zero and totals.steps:
             sums, tokens, seconds = totals.of_steps, totals.of_steps["num_tokens"], totals.of_steps["total_s"]

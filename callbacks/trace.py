@@ -50,10 +50,10 @@ class TraceCallback(TrainerCallback):
         self._lr: float | None = None
         self._seconds: Callable[[], dict[str, float]] | None = None
 
-    def _try(self, what: Callable[[], Any]) -> None:
+    def _try(self, what: Callable[..., Any], *args: Any) -> None:
         """Writes something; a failure ends the record, not the training."""
         try:
-            what()
+            what(*args)
         except OSError as error:
             logger.warning("the record of the run ends here, training goes on: %s", error)
             with suppress(OSError):  # what is still in its buffer cannot be written either
@@ -124,7 +124,7 @@ class TraceCallback(TrainerCallback):
         if report is None or writer is None:
             return
         wall_s = time.perf_counter() - self._began
-        self._try(lambda: writer.step(state.global_step, report, wall_s, self._lr))
+        self._try(writer.step, state.global_step, report, wall_s, self._lr)
         if not self._trace_is_done:
             start = self._report_at - report.total_s
             self._trace_zero = self._trace_zero if self._traced else start
@@ -146,13 +146,13 @@ class TraceCallback(TrainerCallback):
         """Writes an evaluation."""
         writer = self._writer
         if writer is not None and metrics:
-            self._try(lambda: writer.evaluation(state.global_step, metrics))
+            self._try(writer.evaluation, state.global_step, metrics)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes that a checkpoint was saved."""
         writer = self._writer
         if writer is not None:
-            self._try(lambda: writer.save(state.global_step))
+            self._try(writer.save, state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -163,7 +163,7 @@ class TraceCallback(TrainerCallback):
             return
         if not self._trace_is_done:
             self._try(self._save_trace)
-        self._try(lambda: writer.end(state.global_step, self._seconds() if self._seconds is not None else {}))
+        self._try(writer.end, state.global_step, self._seconds() if self._seconds is not None else {})
         self._close()
 
     def on_gain_measured(

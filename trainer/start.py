@@ -127,11 +127,13 @@ class Watchers:
         auto: Chooses strategies; None where they were given.
         predictions: Predicts seconds of those that were given; None without a calibration.
         devices: Watches for slow devices; None where nobody does.
+        are_none: Whether there are none of these.
     """
 
     auto: AutoStrategies | None = None
     predictions: Predictions | None = None
     devices: DeviceWatch | None = None
+    are_none: bool = True
 
     def choose(self, step: int, lengths: Sequence[int], given: Any) -> Any:
         """The buckets of a mini-batch, and the speeds of devices that its packs are divided by. Called in a thread, too."""
@@ -232,8 +234,9 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
         fits(engine.description)
         if args.process_index == 0:
             warn_of_known(args.output_dir, buckets)
+    watchers.are_none = watchers.auto is watchers.predictions is watchers.devices is None
     choose = lambda step, numbers: watchers.choose(step, numbers, engine.buckets)  # noqa: E731
-    switched.runs_by(choose, trainer._hotspa_optimizer.settings, evaluated_by)
+    switched.runs_by(None if watchers.are_none else choose, trainer._hotspa_optimizer.settings, evaluated_by)
     lengths.take_longest(switched.longest)
     return switched, watchers
 

@@ -9,6 +9,7 @@ import atexit
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
+from operator import is_not
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -531,10 +532,8 @@ class SwitchedMixin(_Base):
         except Exception as failure:  # of a data set, or a collator
             error = error or unreadable(failure, self.args.process_index)
             release_others(self.callback_handler.train_dataloader)
-        read = [without_padded_from(batch) for batch in batches]
-        if switched.same_batches(
-            len(batches), error, any(new is not old for new, old in zip(read, batches, strict=True))
-        ):
+        read = [*map(without_padded_from, batches)]
+        if switched.same_batches(len(batches), error, any(map(is_not, read, batches))):
             say_left_out()
         batches, self._hotspa_has_ended = read, not read
         self._hotspa_place["batches"] += len(batches)
@@ -555,8 +554,7 @@ class SwitchedMixin(_Base):
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As of the class behind, without the labels that `get_batch_samples` leaves out in training."""
-        read = without_padded_from(inputs)
-        if read is not inputs:
+        if (read := without_padded_from(inputs)) is not inputs:
             say_left_out()
         return super()._prepare_inputs(read)
 
@@ -614,7 +612,8 @@ class SwitchedMixin(_Base):
         report = self.switched.report
         if report is None:
             return
-        report = self._hotspa_watchers.trained(self.state.global_step, self.switched.passes, report)
+        if not (watchers := self._hotspa_watchers).are_none:
+            report = watchers.trained(self.state.global_step, self.switched.passes, report)
         if next(self.model.parameters()).is_meta:  # all are, or none
             self._hotspa_source.trained()
         self.last_report = report

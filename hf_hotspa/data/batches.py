@@ -8,10 +8,11 @@ size out to ranks and to batches that are accumulated, evenly or not.
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -137,13 +138,18 @@ class RowCollator:
                 )
             return examples
         if self.tokenizer is not None and "input_ids" not in examples[0]:
-            rendered = _read(examples, lambda rows: tokenize_rows(rows, self.tokenizer, self.skips_empty))
+            try:
+                rendered = tokenize_rows(examples, self.tokenizer, self.skips_empty)
+            except HotspaError as error:
+                raise _within_batch(error) from None
             kept = [{name: e[name] for name in self.loss_columns if name in e} for e in examples]
             _refuse_two_maskings(self.collator, rendered)
             examples = [{**row, **own} for row, own in zip(rendered, kept, strict=True)]
         elif is_stock(self.collator):
-            examples = [with_masks(example, number) for number, example in enumerate(examples)]
-        return [example for example in examples if not (self.skips_empty and _has_no_tokens(example))]
+            examples = [*map(with_masks, examples, count())]
+        if not self.skips_empty:
+            return examples
+        return [example for example in examples if not _has_no_tokens(example)]
 
     def _collated(self, examples: list[Any]) -> Any:
         if self.collator is None:
@@ -160,13 +166,17 @@ class RowCollator:
                 why="rows of text are tokenised where there is a tokenizer",
                 fix="pass the tokenizer as processing_class, or tokenise the dataset",
             )
-        rows: list[Row] = _read(examples, lambda rows: [read_row(r, number, rules) for number, r in enumerate(rows)])
-        width = max(1, *(len(row.ids) for row in rows))
+        rows, width, is_cut = list[Row](), 1, False
+        try:
+            for number, example in enumerate(examples):
+                rows.append(row := read_row(example, number, rules))
+                width, is_cut = max(width, len(row.ids)), is_cut or len(row.cuts) > 0
+        except HotspaError as error:
+            raise _within_batch(error) from None
         shape = len(rows), width
         pad = getattr(self.tokenizer, "pad_token_id", None) or 0
         ids, labels = np.full(shape, pad, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
         mask, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        columns = {name: [row.columns[name] for row in rows] for name in rules.columns}
         for number, row in enumerate(rows):
             length = len(row.ids)
             ids[number, :length], mask[number, :length] = row.ids, 1
@@ -177,13 +187,13 @@ class RowCollator:
             begins = np.zeros(length, np.int64)
             begins[row.cuts] = row.cuts
             positions[number, :length] = np.arange(length) - np.maximum.accumulate(begins)
-        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-        if any(len(row.cuts) for row in rows):
-            batch["position_ids"] = positions
-        tensors = {name: torch.from_numpy(column) for name, column in batch.items()}
-        for name, values in columns.items():
-            tensors[name] = _stacked(name, values, width)
-        return tensors
+        batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        batch["labels"] = torch.from_numpy(labels)
+        if is_cut:
+            batch["position_ids"] = torch.from_numpy(positions)
+        for name in rules.columns:
+            batch[name] = _stacked(name, [row.columns[name] for row in rows], width)
+        return batch
 
     # -- sequences that are too long ----------------------------------------------------------------------------------
 
@@ -245,12 +255,10 @@ def _has_no_tokens(example: Mapping[str, Any]) -> bool:
     return "input_ids" in example and (example["input_ids"] is None or not len(example["input_ids"]))
 
 
-def _read(examples: list[Any], read: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    try:
-        return read(examples)
-    except HotspaError as error:  # which row of the data set it is nobody knows here
-        where = f"{error.where or 'a row'}, counted within the batch"
-        raise HotspaError.from_dict({**error.to_dict(), "where": where}) from None
+def _within_batch(error: HotspaError) -> HotspaError:
+    """The error of a row, of which nobody knows here which one of the data set it is."""
+    where = f"{error.where or 'a row'}, counted within the batch"
+    return HotspaError.from_dict({**error.to_dict(), "where": where})
 
 
 def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
@@ -275,7 +283,10 @@ def with_masks(example: Any, row: int) -> Any:
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
     if ids is None or any(example.get(name) is not None for name in LABEL_COLUMNS):
         return example
-    masks = {name: example[name] for name in example if is_loss_mask(name) and example[name] is not None}
+    masks = dict[str, Any]()
+    for name, value in example.items():
+        if value is not None and is_loss_mask(name):
+            masks[name] = value
     if (label := example.get("label")) is not None:
         what = "one for each token" if np.ndim(label) else "one for the row"
         raise UnsupportedError(

@@ -326,7 +326,7 @@ class HotSPaEngine:
         begin, self._steps = time.perf_counter(), self._steps if step is None else step
         where = f"mini-batch {self._steps + 1}"
         error = mini_batch.error
-        if error is None and needs_labels and mini_batch.num_labels == 0:
+        if error is None and needs_labels and mini_batch.plan.num_labels == 0:
             error = DataError(
                 f"none of the {mini_batch.plan.num_rows} rows of the mini-batch has a label token",
                 where=where,
@@ -356,10 +356,10 @@ class HotSPaEngine:
             loaded: Whose weights are there already.
         """
         measures: list[PhaseMeasure] = []
-        loss, previous = 0.0, None
-        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
-        for runner in runners:
-            runner.parts.train(training)
+        loss, previous, runners = 0.0, None, list[PhaseRunner]()
+        for index in order:
+            runners.append(self.phases[mini_batch.phases[index].bucket.strategy])
+            runners[-1].parts.train(training)
         for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
             if self._switching.worker is not None:  # whose thread explains failures, too
@@ -369,7 +369,7 @@ class HotSPaEngine:
                 phase_loss, measured = runner.run(
                     phase,
                     mini_batch.plan.phases[index],
-                    1.0 / max(mini_batch.num_labels, 1),
+                    1.0 / max(mini_batch.plan.num_labels, 1),
                     previous,
                     step=self._steps,
                     since=self._agreed,

@@ -708,9 +708,7 @@ class SwitchJob:
             Exception: what ended it.
         """
         job = cls(name, run, None, device)
-        job.execute()
-        job.busy_s = 0.0  # nothing was computed beside it
-        job.result()
+        job._run, job._stats, job._ended = None, run(job), _Stamp(device)
         return job
 
     # -- the side of the computation ----------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from hf_hotspa.packing.pipeline_order import Operation
 from hf_hotspa.parallel.collectives import CLOCK, PRODUCTS
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
+from hf_hotspa.parallel.token_chunks import PackRunner
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
 from hf_hotspa.report import PhaseEvent, PhaseReport, RankMeasures, StepReport, SwitchEvent
@@ -337,7 +338,9 @@ class PhaseRunner:
         self._pair_cost = options.pair_costs.get(mesh.strategy.tp, description.shape.quadratic_cost)
         pad = description.config.get_text_config().pad_token_id
         pad = pad if isinstance(pad, int) and pad >= 0 else 0
-        self._runner = PipelineRunner(self.parts, mesh, schedule, pad, self._pair_cost)
+        self._runner = PackRunner(self.replica, mesh.strategy, self._pair_cost)
+        if mesh.pipeline is not None:
+            self._runner = PipelineRunner(self.parts, mesh, schedule, pad, self._pair_cost)
         self._gradients: list[Tensor | None] = []
         self._guards: list[WeightGuard] = []
         self._stream: UnitStream | None = None

@@ -26,7 +26,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TextIO, TypedDict
@@ -236,6 +236,16 @@ def plain(value: Any) -> Any:
     return plain(value.item()) if hasattr(value, "item") else str(value)
 
 
+def report_values(report: StepReport) -> dict[str, Any]:
+    """A report as JSON-ready plain data, without `ranks` (their number has no bound; of paces two digits stay)."""
+    data = asdict(replace(report, ranks=None))
+    del data["ranks"]
+    data["slow"] = list(report.slow)
+    if report.paces is not None:
+        data["paces"] = [None if pace is None else round(pace, 2) for pace in report.paces]
+    return data
+
+
 _MAX_FOLDERS = 1000
 
 
@@ -312,7 +322,7 @@ class RunLogWriter:
 
     def step(self, step: int, report: StepReport, wall_s: float, lr: float | None) -> None:
         """One mini-batch."""
-        values: dict[str, Any] = {"step": step, "wall_s": wall_s, "lr": lr, "report": report.to_dict()}
+        values: dict[str, Any] = {"step": step, "wall_s": wall_s, "lr": lr, "report": report_values(report)}
         if report.ranks is not None:
             memory = report.ranks.memory_bytes
             grown = len(memory) != len(self._memory) or any(

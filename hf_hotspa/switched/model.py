@@ -169,8 +169,10 @@ class SwitchedModel(DistributedDataParallel):
                 why="the head computes in the dtype of the weights, and its logits are widened then",
                 fix="leave it out",
             )
+        self._is_adapted = self.engine.description.adapters is not None
         self._rules = RowRules(absolute_positions=has_absolute_positions(self._bare.config), columns=columns)
         self._head_fields: tuple[str, ...] = ("log_probs", *head.get("outputs", ("log_probs",)))
+        self._num_fields = 1 + max(index for index, name in enumerate(FIELDS) if name in self._head_fields)
         self._temperature = float(head.get("temperature", 1.0))
         # by mode: whether logits were looked at after a loss, in the last step or call and in this one
         self._look, self._looked = dict[tuple[bool, bool], bool](), dict[tuple[bool, bool], bool]()
@@ -182,7 +184,8 @@ class SwitchedModel(DistributedDataParallel):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's 1-D fp32 share of every trained parameter, by Hugging Face name: what an optimizer gets."""
-        return ((f"{prefix}.{name}" if prefix else name, p) for name, p in self.engine.named_parameters())
+        named = self.engine.named_parameters()
+        return ((f"{prefix}.{name}", p) for name, p in named) if prefix else named
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -269,12 +272,12 @@ class SwitchedModel(DistributedDataParallel):
         """
         words, error = self._changes.look()
         self._meet(f"go on{words}", error)
-        self._apply(words)
+        if words:
+            self._apply(words)
 
     def _apply(self, words: str) -> None:
-        if words:
-            self._passes.let_go()  # of what is loaded
-            self._changes.apply()
+        self._passes.let_go()  # of what is loaded
+        self._changes.apply()
 
     def weights_are(self, current: bool) -> None:
         """Says that somebody has put other weights into the engine, which the model has, or does not have. On all ranks."""
@@ -327,7 +330,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def _read(self, batch: Batch) -> list[Document]:
         vocabulary = self.engine.description.shape.vocab_size
-        return read_batch(batch, vocabulary, self.longest, self.engine.rank, self._rules)
+        return read_batch(batch, vocabulary, self.engine.longest, self.engine.rank, self._rules)
 
     # -- how it runs --------------------------------------------------------------------------------------------------
 
@@ -457,7 +460,7 @@ class SwitchedModel(DistributedDataParallel):
             kept=logits_to_keep,
             expected=expected_seeds,
             trains=torch.is_grad_enabled() and self._store is None and self.trains,
-            adapters=self._uses_adapters(),
+            adapters=not self._is_adapted or self._uses_adapters(),
             given_items=num_items_in_batch,
         )
         call = self._take(request, error)
@@ -467,16 +470,12 @@ class SwitchedModel(DistributedDataParallel):
         out = self._output(call, request)
         return out if return_dict is not False else out.to_tuple()
 
-    @property
-    def _num_fields(self) -> int:
-        return 1 + max(index for index, name in enumerate(FIELDS) if name in self._head_fields)
-
     def _wants_routers(self, asked: bool | None) -> bool:
         of_config = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
         return bool(of_config if asked is None else asked)
 
     def _uses_adapters(self) -> bool:
-        layers = lora_layers(self._bare) if self.engine.description.adapters is not None else []
+        layers = lora_layers(self._bare)
         return not (layers and layers[0].disable_adapters)
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
@@ -509,7 +508,8 @@ class SwitchedModel(DistributedDataParallel):
         finally:
             if is_new and self._announcements:  # it has come, or other batches in its place
                 self._announcements.remove_first()
-        self._apply(words)
+        if words:
+            self._apply(words)
         if begins:  # until the step has ended and the object is shown again, its weights are old
             self._changes.hide()
             if self._guards:
@@ -592,7 +592,8 @@ class SwitchedModel(DistributedDataParallel):
 
     def _run(self, call: Call, request: Request) -> None:
         """Computes what the caller will get, by the cheapest way; all ranks take the same."""
-        self._use_adapters(request.adapters)
+        if self._is_adapted:
+            self._use_adapters(request.adapters)
         mode = self.training, request.trains
         if not request.trains:
             self._look[mode] = self._looked.pop(mode, False)
@@ -713,8 +714,6 @@ class SwitchedModel(DistributedDataParallel):
 
     def _use_adapters(self, on: bool) -> None:
         """Replicas use their LoRA layers, or leave them out, as the model does at this moment."""
-        if self.engine.description.adapters is None:
-            return
         for model in self.engine.part_models:
             for layer in lora_layers(model):
                 layer._disable_adapters = not on
@@ -800,7 +799,8 @@ class SwitchedModel(DistributedDataParallel):
         self._looked[self.training, request.trains] = True
         numbers = call.numbers
         if not call.with_logits:
-            self._use_adapters(request.adapters)
+            if self._is_adapted:
+                self._use_adapters(request.adapters)
             numbers = self._score_documents(call, call.everything, request, 0, True)
         call.with_logits = False  # they are the caller's now
         parts = [numbers.logits.pop(number) for number in call.mine]
@@ -839,10 +839,10 @@ class SwitchedModel(DistributedDataParallel):
             return
         if not any(went_back) and self.engine.updates is None:  # parameters have no gradient then, as under DDP
             self._drop()
-            self.report = None
-            self.step += 1
+            self.report, self.step = None, self.step + 1
             return
-        self._use_adapters(True)
+        if self._is_adapted:
+            self._use_adapters(True)
         scale, seeds, sent = self._gradients.compare(calls, self._documents, self._where, list(self._sent.values()))
         if scale is None:
             self.engine.drop_gradients()

@@ -299,12 +299,6 @@ _GRADIENTS = {"grad", "register_hook", "register_post_accumulate_grad_hook", "re
 _allowed = threading.local()
 
 
-def _name(function: Any) -> str:
-    """The name of what is called; of the attribute, for those that get or set one."""
-    name = str(getattr(function, "__name__", function))
-    return function.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
-
-
 def _refusal(name: str) -> HotspaError:
     if name in _GRADIENTS:
         return HotspaError(
@@ -331,7 +325,9 @@ def _guarded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
         def __torch_function__(
             cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
-            name = _name(func)
+            name = str(getattr(func, "__name__", func))
+            if name in ("__get__", "__set__", "__delete__"):  # of an attribute
+                name = func.__self__.__name__  # type: ignore[attr-defined]
             if name not in _FACTS and not getattr(_allowed, "depth", 0):
                 raise _refusal(name)
             with torch._C.DisableTorchFunctionSubclass():

@@ -151,7 +151,9 @@ def _documents(
                 fix=f"let the last bucket take {stop - first} tokens, or truncate rows before they are collated",
             )
         if stop > first:
-            own = {n: np.broadcast_to(c, len(read.ids))[first:stop] for n, c in read.columns.items()}
+            own = dict[str, NDArray[Any]]()
+            for name, column in read.columns.items():
+                own[name] = np.broadcast_to(column, len(read.ids))[first:stop]
             yield Document(read.ids[first:stop], targets[first:stop], row, begin + first, own)
 
 
@@ -670,7 +672,8 @@ class Passes:
                 )
             for number in list(self._coming):  # of documents so short that this rank of cp has no token of them
                 self._receive_logit_seeds(documents, seeds, number)
-            self.engine.agreement.wait(sends)
+            if sends:
+                self.engine.agreement.wait(sends)
         finally:
             tape.end()
         self.counts["training"] += 1
