@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
-from hf_hotspa.data.batches import is_stream, without_padded_from
-from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
+from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator, is_stream, without_padded_from
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError

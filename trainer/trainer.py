@@ -21,12 +21,11 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from hf_hotspa.callbacks.progress import PhaseProgressCallback, is_watched
 from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.callbacks.settings import SettingsCallback
-from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
-from hf_hotspa.callbacks.trace import TraceCallback
+from hf_hotspa.callbacks.step_reports import SwitchOverheadCallback, TraceCallback
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.tensors import saved_tensors
-from hf_hotspa.data.batches import (
+from hf_hotspa.data.collator import (
     COUNTS,
     RowCollator,
     is_stock,
@@ -304,7 +303,7 @@ class SwitchedMixin(_Base):
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """As of the class behind. Rows of text, loss masks and padding are the collator's (`batches.py`)."""
+        """As of the class behind. Rows of text, loss masks and padding are the collator's (`RowCollator`)."""
         rows, dataset = self._hotspa_rows, self.train_dataset
         if dataset is not None and rows.can_scan(dataset):
             self._hotspa_ranks.agreement().run("data set", lambda: rows.scan(dataset))

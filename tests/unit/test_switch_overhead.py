@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_hotspa.callbacks import switch_overhead
-from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
+from hf_hotspa.callbacks.step_reports import SwitchOverheadCallback
 from hf_hotspa.report import ModelFlops, PhaseReport, StepReport
 from tests.run_logs import made_facts
 
