@@ -61,8 +61,8 @@ MUTATIONS = [
     Mutation(
         "edges of buckets belong to the longer one",
         "hf_hotspa/packing/bucketing.py",
-        "bisect_left(edges, sequence.num_tokens)",
-        "min(bisect_left(edges, sequence.num_tokens + 1), len(edges) - 1)",
+        "bisect_left(edges, sequence.stop - sequence.start)",
+        "min(bisect_left(edges, sequence.stop - sequence.start + 1), len(edges) - 1)",
         UNIT + "test_bucketing.py::test_edges_of_buckets_belong_to_the_shorter_one",
     ),
     Mutation(
@@ -289,8 +289,8 @@ MUTATIONS = [
     Mutation(
         "sequences of a pack attend to each other",
         "hf_hotspa/parallel/attention.py",
-        "x.split(pack.lengths, dim=2)",
-        "x.split((x.shape[2],), dim=2)",
+        "lengths, outs = pack.lengths, []",
+        "lengths, outs = (query.shape[2],), []",
         ALONE,
     ),
     Mutation(
@@ -424,8 +424,8 @@ MUTATIONS = [
     Mutation(
         "clipping takes the squared norm",
         "hf_hotspa/engine/engine.py",
-        "self._grad_norm = squared_norm**0.5",
-        "self._grad_norm = squared_norm",
+        "self.grad_norm = squared_norm**0.5",
+        "self.grad_norm = squared_norm",
         CLIP,
     ),
     Mutation(
@@ -496,7 +496,7 @@ MUTATIONS = [
     Mutation(
         "rows that are packed already are one sequence",
         "hf_hotspa/rows/features.py",
-        "if any(example.get(name) is not None for name in CUT_COLUMNS):",
+        "if not _CUTS.isdisjoint(example) and any(example.get(name) is not None for name in CUT_COLUMNS):",
         "if any(example.get(name) is not None for name in ()):",
         UNIT + "test_rows.py::test_documents_are_told_apart",
     ),

@@ -461,7 +461,7 @@ def idle_micro_batch(columns: Mapping[str, torch.Tensor]) -> MicroBatch:
 
 def is_idle(micro_batch: MicroBatch) -> bool:
     """Whether a pack is nothing but padding."""
-    return bool(micro_batch.keys) and all(row < 0 for row, _ in micro_batch.keys)
+    return bool(micro_batch.keys) and max(micro_batch.keys)[0] < 0
 
 
 # -- batches of rows --------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ class HotSPaEngine:
         base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
         updates: The optimizer steps of this rank's stage, where stages update by themselves (`EngineOptions.pipedream`): set its
             `step`. None where the loop around the engine steps, once a mini-batch.
+        grad_norm: Global 2-norm of the gradient of the last mini-batch, before clipping; where stages update by themselves, the
+            root of the mean square over the updates.
         stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
 
     Raises:
@@ -136,7 +138,7 @@ class HotSPaEngine:
         self._switching.prepare()
         self.observer = Observer()
         self.stop_ranks: tuple[int, ...] = ()
-        self._steps, self._grad_norm, self._reached = 0, 0.0, frozenset[str]()
+        self._steps, self.grad_norm, self._reached = 0, 0.0, frozenset[str]()
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -271,12 +273,6 @@ class HotSPaEngine:
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
 
-    @property
-    def grad_norm(self) -> float:
-        """Global 2-norm of the gradient of the last mini-batch, before clipping; where stages update by themselves, the root of
-        the mean square over the updates."""
-        return self._grad_norm
-
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales the gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
 
@@ -291,10 +287,10 @@ class HotSPaEngine:
                 why="no moment exists at which the gradients of all stages are there",
                 fix="clip on each stage: EngineOptions(pipedream=PipeDream(max_norm=...))",
             )
-        factor = max_norm / (self._grad_norm + 1e-6)
+        factor = max_norm / (self.grad_norm + 1e-6)
         if factor < 1.0:
             self.master.scale_gradients(factor)
-        return self._grad_norm
+        return self.grad_norm
 
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
@@ -424,24 +420,26 @@ class HotSPaEngine:
             context = runner.replica.context
             facts.append(PhaseFacts(runner.name, runner.frozen_bytes, context.way if context is not None else ""))
             numbers += measured
-        reached = packed_flags(map(here.__contains__, trained))
+        reached = packed_flags(map(here.__contains__, trained)) if self.world_size > 1 else []
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
         values = [loss, square, *mine, *numbers, *reached]
         rows, flags = self.agreement.gather(values).tensor_split([len(values) - len(reached)], 1)
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
-        self._grad_norm = squared_norm**0.5
+        self.grad_norm = squared_norm**0.5
         self.stop_ranks = tuple(rows[:, 4].nonzero().flatten().tolist())
         if not (torch.isfinite(rows[:, :2]).all()):
             raise_non_finite(
                 mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where, updates is None
             )
         if updates is None:
-            self._reached |= set(itertools.compress(trained, any_flag(flags, len(trained))))
+            if reached:
+                here = set(itertools.compress(trained, any_flag(flags, len(trained))))
+            self._reached |= here
             self.master.bind_gradients(self._reached)
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
         return step_report(
-            self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, facts
+            self._steps, total_loss, self.grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, facts
         )
 
     def evaluation(self, store: MasterStore | None = None, training: bool = False, step: int = 0) -> Evaluation:
@@ -485,18 +483,18 @@ class HotSPaEngine:
     def scale_gradients(self, factor: float) -> None:
         """Multiplies the gradients that are there, and their norm. Not collective: the same on all ranks."""
         self.master.scale_gradients(factor)
-        self._grad_norm *= abs(factor)
+        self.grad_norm *= abs(factor)
 
     def drop_gradients(self) -> None:
         """Makes the gradients 0. Not collective: on all ranks."""
         self.master.zero_gradients()
         self.master.bind_gradients()
-        self._grad_norm = 0.0
+        self.grad_norm = 0.0
 
     def leave_out(self, names: Collection[str]) -> None:
         """Takes the gradients of some parameters away, and out of the norm, as if they had never been trained. Collective."""
         self.master.drop_gradients_of(names)
-        self._grad_norm = float(self.agreement.gather([self.master.squared_norm()]).sum()) ** 0.5
+        self.grad_norm = float(self.agreement.gather([self.master.squared_norm()]).sum()) ** 0.5
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

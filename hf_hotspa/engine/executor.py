@@ -740,7 +740,8 @@ class SwitchJob:
         Raises:
             Exception: what ended the job.
         """
-        self._block(lambda: False)
+        if self._ended is None or self._error is not None:
+            self._block(lambda: False)
         assert self._stats is not None
         assert self._ended is not None
         self._ended.wait()

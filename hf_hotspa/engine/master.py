@@ -281,7 +281,10 @@ class MasterStore:
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradients, in fp64. Every element is owned once, so ranks add up exactly."""
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in self.gradients if g is not None]
+        norms = list[Tensor]()
+        for gradient in self.gradients:
+            if gradient is not None:
+                norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def scale_gradients(self, factor: float) -> None:

@@ -425,7 +425,9 @@ class PhaseRunner:
         )  # fmt: skip
 
     def _compute_phase(self, phase: PhaseBatch, plan: PhasePlan, scale: float, is_last: bool) -> float:
-        micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
+        micro_batches: Sequence[MicroBatch] = phase.micro_batches
+        if self.replica.device.type != "cpu":
+            micro_batches = [m.to(self.replica.device, non_blocking=True) for m in micro_batches]
         if self._has_peers:
             CLOCK.restart(self.replica.device)
             PRODUCTS.restart(self.replica.device)
@@ -529,7 +531,7 @@ class PhaseRunner:
             self._sizes, switching.weight_dtypes, self._holder, self._rooms.weights
         )
         plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
-        self.frozen_bytes = switching.frozen_bytes(plan)
+        self.frozen_bytes = switching.frozen_bytes(plan) if switching.frozen_segments else 0
         self._there = switching.frozen_segments if again else frozenset()
         return plan, kept.weights if kept else None
 

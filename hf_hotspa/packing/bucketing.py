@@ -501,7 +501,7 @@ def assign_buckets(sequences: abc.Iterable[Sequence], buckets: tuple[Bucket, ...
     by_length, edges = sorted(range(len(buckets)), key=longest.__getitem__), sorted(longest)
     members: list[list[Sequence]] = [[] for _ in buckets]
     for sequence in sequences:
-        members[by_length[bisect_left(edges, sequence.num_tokens)]].append(sequence)
+        members[by_length[bisect_left(edges, sequence.stop - sequence.start)]].append(sequence)
     return tuple(map(tuple, members))
 
 
@@ -534,7 +534,7 @@ def plan_mini_batch(
         if not members:
             continue
         replicas = pack_sequences(
-            [s.num_tokens for s in members],
+            [s.stop - s.start for s in members],
             capacity=bucket.pack_tokens,
             dp=bucket.strategy.dp,
             pp=bucket.strategy.pp,
@@ -542,10 +542,14 @@ def plan_mini_batch(
             longest=bucket.longest,
             speeds=speeds.of_replicas(bucket.strategy) if speeds is not None else None,
         )
-        of = members.__getitem__
-        packed = tuple([tuple([Pack(tuple(map(of, pack))) for pack in packs]) for packs in replicas])
-        phases.append(PhasePlan(bucket, packed))
-    return MiniBatchPlan(tuple(phases), sum(s.num_labels for s in sequences), **counts)
+        packed, of = list[tuple[Pack, ...]](), members.__getitem__
+        for packs in replicas:
+            packed.append(tuple([Pack(tuple(map(of, pack))) for pack in packs]))
+        phases.append(PhasePlan(bucket, tuple(packed)))
+    num_labels = 0
+    for sequence in sequences:
+        num_labels += sequence.num_labels
+    return MiniBatchPlan(tuple(phases), num_labels, **counts)
 
 
 _GIVEN = "let the last bucket of hotspa_strategies take {} tokens"

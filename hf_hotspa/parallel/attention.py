@@ -610,8 +610,9 @@ def _attend(
         key, value, key_lengths = pack.joined(before, key, value, most_before)
         of_row = FusedAttention(tuple(zip(pack.lengths, key_lengths, strict=True)), call.scaling, call.sliding_window)
         return fused_attention(query, key, value, call.sinks, of_row).transpose(1, 2).contiguous()
-    of_sequences, outs = [x.split(pack.lengths, dim=2) for x in (query, key, value)], []
-    for q, k, v, prefix in zip(*of_sequences, pack.prefixes(before), strict=True):
+    lengths, outs = pack.lengths, []
+    parts = query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
+    for q, k, v, prefix in zip(*parts, pack.prefixes(before), strict=True):
         outs.append(_one_sequence(q, k, v, prefix, call, takes).transpose(1, 2))
     return torch.cat(outs, dim=1)
 

@@ -291,7 +291,11 @@ class RunLogWriter:
                 os.truncate(self.path, data.rfind(b"\n") + 1)
 
     def _write(self, kind: str, **values: Any) -> None:
-        line = json.dumps(plain({"kind": kind, **values, "time": time.time()}), allow_nan=False, separators=(",", ":"))
+        values = {"kind": kind, **values, "time": time.time()}
+        try:
+            line = json.dumps(values, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError):  # what JSON does not know
+            line = json.dumps(plain(values), allow_nan=False, separators=(",", ":"))
         self._file.write(line + "\n")
         self._file.flush()
         self._bytes += len(line) + 1  # ASCII

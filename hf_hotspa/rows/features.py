@@ -73,6 +73,7 @@ LABEL_COLUMNS = ("labels", "label_ids")
 LENGTH_COLUMNS = ("seq_lengths", "seq_lens")
 BOUNDARY_COLUMNS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 CUT_COLUMNS = ("position_ids", *LENGTH_COLUMNS, *BOUNDARY_COLUMNS, "seq_idx")
+_CUTS = frozenset(CUT_COLUMNS)
 TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "attention_mask", *CUT_COLUMNS)
 """Every column that is read."""
 
@@ -214,7 +215,7 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
     if rules.borders and example.get("position_ids") is None:
         _check_borders(stop - begin, len(ids), rules.borders, row)
     cuts = _NO_CUTS
-    if any(example.get(name) is not None for name in CUT_COLUMNS):
+    if not _CUTS.isdisjoint(example) and any(example.get(name) is not None for name in CUT_COLUMNS):
         cuts = _cuts(example, len(ids), begin, stop, row)
     columns = number_columns(example, row, rules.columns, len(ids)) if rules.columns else {}
     for name, values in columns.items():

@@ -157,12 +157,6 @@ class Call:
         out = self.lay_out([self.numbers.tokens[number][:, index] for number in self.mine], dtype)
         return out[:, : self.shape[1] - self.shift]
 
-    def trained(self, numbers: Numbers, fields: int, known: "Assumed") -> None:
-        """It was trained at once; takes the numbers of its documents."""
-        self.numbers, self.fields = numbers, fields
-        if known.by_probability and isinstance(self.assumed, Tensor):
-            self.assumed = self.assumed * self.probabilities()
-
     def probabilities(self) -> Tensor:
         """[B, L] fp64 on the host, of each label; not 0."""
         log_probs = self.lay_out([self.numbers.tokens[number][:, 0] for number in self.mine], torch.float64)
@@ -337,10 +331,8 @@ def common(values: Tensor, tolerance: float) -> float | None:
 # -- what is wrong with a call ----------------------------------------------------------------------------------------
 
 
-def of_padding(calls: Sequence[Call], where: str) -> UnsupportedError | None:
-    """For gradients by logits where a batch has no token; None without any."""
-    if not any(call.reads_padding for call in calls):
-        return None
+def of_padding(where: str) -> UnsupportedError:
+    """For gradients by logits where a batch has no token."""
     return UnsupportedError(
         "gradients by logits at padding",
         where=where,
@@ -429,7 +421,7 @@ class CallGradients:
             call.assumed = assumed * call.mask
             tokens = {n: part[:, None] / world for n, part in call.of_document(call.assumed) if bool(part.any())}
             return Seeds(tokens=tokens, columns=1)
-        weights = torch.zeros(len(calls[0].of_step), dtype=torch.float64)
+        weights = torch.zeros(len(calls[0].of_step.lengths), dtype=torch.float64)
         for call in calls:
             for owner, of_owner in enumerate(call.ranges):
                 if call.labels[owner]:
@@ -610,10 +602,6 @@ class Request:
         """The labels, and those that are shifted already, by the names of loss functions."""
         shifted = self.batch.get("shift_labels")
         return {"labels": self.batch.get("labels"), **({} if shifted is None else {"shift_labels": shifted})}
-
-    @property
-    def has_labels(self) -> bool:
-        return self.batch.get("shift_labels") is not None or self.batch.get("labels") is not None
 
     def in_words(self, training: bool) -> str:
         """For errors where ranks want different things."""

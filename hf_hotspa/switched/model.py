@@ -114,6 +114,7 @@ class SwitchedModel(DistributedDataParallel):
 
     Attributes:
         engine: The engine.
+        longest: Tokens of the longest sequence that some bucket takes.
         report: Of the last step that was flushed; None before.
         passes: The plan and the report of each of its training passes.
         step: Steps before the present one in the run; a resumed run sets it. Dropout hangs on it.
@@ -161,7 +162,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
         """Stands in the place of a model object."""
-        self.module, self._bare = model, bare_model(model)[0]
+        self.module, self._bare, self.longest = model, bare_model(model)[0], self.engine.longest
         head = fused_head(self._bare)
         if head.get("cast_lm_head_to_fp32") and self.engine.description.compute_dtype.itemsize < 4:
             raise UnsupportedError(
@@ -334,11 +335,6 @@ class SwitchedModel(DistributedDataParallel):
 
     # -- how it runs --------------------------------------------------------------------------------------------------
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that some bucket takes."""
-        return self.engine.longest
-
     def runs_by(
         self,
         choose: Callable[[int, Sequence[int]], Chosen] | None = None,
@@ -446,7 +442,8 @@ class SwitchedModel(DistributedDataParallel):
             HotspaError: on every rank: what one cannot read, or ranks that call differently. Nothing was computed, and
                 calls that were not flushed are dropped.
         """
-        error = unreadable(input_ids, others, self._rules.columns, self.engine.rank)
+        asks = input_ids, others, self._rules.columns, self.engine.rank
+        error = unreadable(*asks) if others or input_ids is None else None
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         batch: dict[str, Tensor | None] = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
         for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns):
@@ -597,7 +594,7 @@ class SwitchedModel(DistributedDataParallel):
         mode = self.training, request.trains
         if not request.trains:
             self._look[mode] = self._looked.pop(mode, False)
-        if not request.has_labels:
+        if request.batch.get("shift_labels") is None and request.batch.get("labels") is None:
             return
         if request.wants_loss and self._own is not None:
             self._run_own(call, request)
@@ -687,7 +684,9 @@ class SwitchedModel(DistributedDataParallel):
             trained = self._train(sorted(active), seeds, mode, request.fields, sums=request.wants_loss)
             numbers = replace(trained, tokens=numbers.tokens | trained.tokens)
         for call in calls:
-            call.trained(numbers, request.fields, known)
+            call.numbers, call.fields = numbers, request.fields
+            if known.by_probability and isinstance(call.assumed, Tensor):
+                call.assumed = call.assumed * call.probabilities()
 
     def _train(
         self, numbers: Sequence[int], seeds: Seeds, mode: tuple[bool, float], fields: int = 0, sums: bool = False
@@ -833,7 +832,8 @@ class SwitchedModel(DistributedDataParallel):
         """
         calls, went_back = self._calls, [False]
         if calls:
-            error = of_padding(calls, f"rank {self.engine.rank}, {self._where}")
+            reads_padding = any(call.reads_padding for call in calls)
+            error = of_padding(f"rank {self.engine.rank}, {self._where}") if reads_padding else None
             went_back = self._meet("flush", error, any(call.went_back for call in calls))
         if not self._calls:  # or they were dropped, here or on another rank
             return

@@ -479,7 +479,7 @@ class Passes:
         counts: Passes so far: `scoring` and `training`.
         trained: The plan and the report of each training pass since `begin_step`.
         choose: Gives, for a step and the lengths of its documents, their buckets and the speeds by which packs are divided over
-            replicas; the same on all ranks. Called in a thread, too.
+            replicas; the same on all ranks. Called in a thread, too. None for the engine's buckets and equal speeds.
         facts: Gives what must be the same on all ranks when something is trained, by name.
         evaluated: The buckets for documents in eval mode without gradients.
     """
@@ -498,7 +498,7 @@ class Passes:
         )
         self.counts = {"scoring": 0, "training": 0}
         self.trained = list[tuple[MiniBatchPlan, StepReport]]()
-        self.choose: Callable[[int, Sequence[int]], Chosen] = lambda step, lengths: (engine.buckets, None)
+        self.choose: Callable[[int, Sequence[int]], Chosen] | None = None
         self.facts: Callable[[], Mapping[str, str]] = dict
         self.evaluated = engine.buckets
         engine.attach(lambda replica: TapedReplica(replica, self.tape))
@@ -567,7 +567,9 @@ class Passes:
         self, documents: Documents, numbers: Sequence[int], step: int, exchange: Exchange, evaluates: bool = False
     ) -> tuple[MiniBatchPlan, MiniBatch]:
         lengths = [*map(documents.lengths.__getitem__, numbers)]
-        buckets, speeds = (self.evaluated, None) if evaluates else self.choose(step, lengths)
+        buckets, speeds = self.evaluated if evaluates else self.engine.buckets, None
+        if self.choose is not None and not evaluates:
+            buckets, speeds = self.choose(step, lengths)
         plan = documents.plan(numbers, buckets, self.collator.quadratic_cost, speeds)
         return plan, documents.mini_batch(plan, self.collator, exchange)
 
@@ -691,7 +693,7 @@ class Passes:
     ) -> None:
         """Lays out the tables of this rank."""
         engine, device = self.engine, self.engine.device
-        offsets, total, logits = [0] * len(documents), 0, dict[int, Tensor]()
+        offsets, total, logits = [0] * len(documents.lengths), 0, dict[int, Tensor]()
         for number, strategy, replica in places(plan):
             if engine.rank in last_ranks(strategy, replica):
                 offsets[number], total = total, total + documents.lengths[number]
@@ -786,11 +788,11 @@ class Passes:
     def _collect(self, documents: Documents, plan: MiniBatchPlan, fields: int, sums: bool = False) -> Numbers:
         """Brings what the tape holds to the owners of the documents."""
         numbers, tape = Numbers(), self.tape
-        writers = [
-            Move(number, rank, documents.owners[number], 1 if sums else documents.lengths[number] * fields)
-            for number, strategy, replica in places(plan)
-            for rank in last_ranks(strategy, replica, writers=True)
-        ]
+        writers = list[Move]()
+        for number, strategy, replica in places(plan):
+            size = 1 if sums else documents.lengths[number] * fields
+            for rank in last_ranks(strategy, replica, writers=True):
+                writers.append(Move(number, rank, documents.owners[number], size))
         if tape.values is not None:
             table = tape.values.to("cpu")
 
