@@ -395,11 +395,15 @@ class MasterOptimizer:
 
     Args:
         trainer: Its `optimizer` and `lr_scheduler` are looked at.
+
+    Attributes:
+        taken: The optimizer of the trainer, perhaps in accelerate's wrapper, that the last step began with.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._watched: weakref.ref[Optimizer] | None = None  # taken over last
+        self.taken: weakref.ref[Any] | None = None
         self._made: weakref.ref[Optimizer] | None = None  # from the arguments
 
     @property
@@ -416,7 +420,7 @@ class MasterOptimizer:
     def let_go(self, restarts: bool) -> None:
         """Before the engine is closed. The optimizer goes on with a new engine, as with the stock Trainer, if one is
         about to start or the user gave it; else its memory is freed with the engine's. Not collective."""
-        trainer, optimizer = self._trainer, self._trainer.optimizer
+        trainer, optimizer, self.taken = self._trainer, self._trainer.optimizer, None
         if optimizer is None:
             return
         if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
@@ -456,25 +460,25 @@ class MasterOptimizer:
                 fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights as transformers saves them all the same",
             )
         take_over(optimizer, self._engine, self._trainer.model, saved)
-        if not self._is_watched(optimizer):
-            bare = bare_optimizer(optimizer)
-            # groups that are added in the course of training come with parameters of the model
-            bare.register_step_pre_hook(self._take_over_added)
-            self._watched = weakref.ref(bare)
+        self._watched = weakref.ref(bare_optimizer(optimizer))
+        # groups that are added in the course of training come with parameters of the model
+        self._trainer.switched.takes_over = self._take_over_added
 
-    def _take_over_added(self, optimizer: Optimizer, *_: Any) -> None:
-        engine = self._trainer.engine
-        if engine is not None and self._is_watched(optimizer):
-            take_over(optimizer, engine, self._trainer.model)
+    def _take_over_added(self, optimizer: Optimizer) -> None:
+        if self._is_watched(optimizer):
+            take_over(optimizer, self._engine, self._trainer.model)
 
     def begin_step(self) -> None:
         """An optimizer that was put in its place since training started is taken over, too; where stages update by themselves,
         it is they who step."""
-        optimizer, updates = self._trainer.optimizer, self._trainer.engine.updates
-        if optimizer is not None and not self._is_watched(optimizer):
+        optimizer, updates = self._trainer.optimizer, self._engine.updates
+        if optimizer is None:
+            return
+        if not self._is_watched(optimizer):
             self._on_master_store(optimizer)
-        if updates is not None and optimizer is not None:
+        if updates is not None:
             updates.step = bare_optimizer(optimizer).step
+        self.taken = weakref.ref(optimizer)
 
     def settings(self) -> dict[str, str]:
         """What is the optimizer's and may be changed at any time: by a scheduler, a callback, the user."""

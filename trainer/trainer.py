@@ -545,10 +545,11 @@ class SwitchedMixin(_Base):
         if len(batches) > 1 and self._hotspa_announces(batches[0]):
             given = self.model_accepts_loss_kwargs and self._hotspa_prepares  # TRL's losses divide by it themselves
             switched.announce(batches, num_items if given else None)
-        devices = self._hotspa_watchers.devices
-        if devices is not None and batches:
+        if (devices := self._hotspa_watchers.devices) is not None and batches:
             devices.begin(self.state.global_step, self._hotspa_pass)
-        self._hotspa_optimizer.begin_step()
+        taken = self._hotspa_optimizer.taken
+        if taken is None or taken() is not self.optimizer or switched.engine.updates is not None:
+            self._hotspa_optimizer.begin_step()
         return batches, num_items
 
     def _prepare_inputs(self, inputs: Any) -> Any:

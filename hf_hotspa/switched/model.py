@@ -125,6 +125,7 @@ class SwitchedModel(DistributedDataParallel):
     """
 
     trains, looks = True, False
+    takes_over: Any = None  # for an optimizer that is about to step and has other parameters beside ours
 
     def __init__(
         self,
@@ -382,9 +383,8 @@ class SwitchedModel(DistributedDataParallel):
                 self._announcements.give_up()
 
     def _begin_step(self) -> None:
-        self._documents, self._calls = Documents(), list[Call]()
+        self._documents, self._calls, self._waiting = Documents(), list[Call](), list[Call]()
         self._window: Window | None = None  # of which some calls are still to come
-        self._waiting: list[Call] = []
         self._has_gradients, self._gradient_version = False, -1
         self._passes.begin_step()
 

@@ -118,9 +118,12 @@ def before_steps(switched: Any) -> RemovableHandle:
     own = {id(parameter) for _, parameter in switched.named_parameters()}
 
     def before(optimizer: Optimizer, *_: Any) -> None:
-        to = target()
-        if to is not None and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            to.step_begins()
+        to, held = target(), [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if to is None or own.isdisjoint(held):
+            return
+        to.step_begins()
+        if to.takes_over is not None and not own.issuperset(held):
+            to.takes_over(optimizer)
 
     return register_optimizer_step_pre_hook(before)
 
