@@ -5,6 +5,7 @@ over the steps since the last log. A printed line has the few of them that `log_
 from the load and the return that a run under one strategy has, too (`StepReport.longest_phase`).
 """
 
+import json
 import logging
 import os
 import time
@@ -12,18 +13,20 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 from hf_hotspa.report import ModelFlops, RunFacts, StepReport
 from hf_hotspa.reporting.chrome_trace import TracedStep, save_trace
 from hf_hotspa.reporting.measured import MeasuredGain
-from hf_hotspa.reporting.run_log import FOLDER_NAME, RunLogWriter
+from hf_hotspa.reporting.run_log import FILE_NAME, FOLDER_NAME, FORMAT, MOST_BYTES, plain, thinned
 from hf_hotspa.reporting.terminal import once, text_table
 from hf_hotspa.strategy import Strategy
+from hf_hotspa.whole_file import write_whole
 
 _HEADER = (
     "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "load+return s", "hidden s", "MB moved", "share",
@@ -432,3 +435,125 @@ class TraceCallback(TrainerCallback):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+# -- its writer -------------------------------------------------------------------------------------------------------
+
+
+_PREVIOUS = "hotspa_trace.previous.jsonl"
+_GROWTH = 1.01
+_MAX_FOLDERS = 1000
+
+
+def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
+    """The folder, or, where another process writes a record into it, the first of `<name>-2`, `<name>-3`, ... that is
+    free. Made when missing, and locked."""
+    for number in range(1, _MAX_FOLDERS):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = ProcessLock(folder / LOCK_NAME)
+        if lock.take():
+            if number > 1:
+                logger.warning("another run writes its record into %s; that of this run is in %s", wanted, folder)
+            return folder, lock
+    raise OSError(f"{_MAX_FOLDERS} runs write their records beside {wanted}")
+
+
+class RunLogWriter:
+    """Writes a record, line by line.
+
+    Args:
+        folder: Where the record lies; made when missing. While another process writes one there, this one's is in a
+            folder beside it (`hotspa_report-2`), which is said in a warning.
+        goes_on: Whether the run was resumed: its lines are added to those that are there. Else a record that is
+            there is kept as `hotspa_trace.previous.jsonl`, one at most.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
+        own, self._lock = _own_folder(Path(folder))
+        self.path = own / FILE_NAME
+        if goes_on:
+            self._cut_torn_line()
+        elif self.path.exists():
+            os.replace(self.path, self.path.with_name(_PREVIOUS))
+        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
+        self._memory: list[int] = []
+        self._bytes = self.path.stat().st_size
+
+    def _cut_torn_line(self) -> None:
+        if self.path.exists():
+            data = self.path.read_bytes()
+            if data and not data.endswith(b"\n"):
+                os.truncate(self.path, data.rfind(b"\n") + 1)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        values = {"kind": kind, **values, "time": time.time()}
+        try:
+            line = json.dumps(values, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError):  # what JSON does not know
+            line = json.dumps(plain(values), allow_nan=False, separators=(",", ":"))
+        self._file.write(line + "\n")
+        self._file.flush()
+        self._bytes += len(line) + 1  # ASCII
+        if self._bytes > MOST_BYTES and kind == "step":
+            try:
+                self._thin()
+            except (ValueError, KeyError, TypeError) as error:  # of a record that was resumed, and changed by hand
+                raise OSError(f"{self.path} cannot be thinned out: {error}") from error
+
+    def _thin(self) -> None:
+        lines = [json.loads(line) for line in self.path.read_bytes().splitlines()]
+        size = self._bytes
+        while size > MOST_BYTES // 2:
+            fewer = thinned(lines)
+            if len(fewer) == len(lines):
+                break  # the last steps alone are more
+            lines = fewer
+            text = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
+            size = len(text)
+        if size < self._bytes:
+            self._file.close()
+            write_whole(self.path, text)
+            self._file, self._bytes = open(self.path, "a", encoding="utf-8"), size  # noqa: SIM115
+
+    def header(self, facts: RunFacts) -> None:
+        """The first line."""
+        self._write("header", format=FORMAT, **facts.to_dict())
+
+    def step(self, step: int, report: StepReport, wall_s: float, lr: float | None) -> None:
+        """One mini-batch."""
+        values: dict[str, Any] = {"step": step, "wall_s": wall_s, "lr": lr, "report": report.to_dict()}
+        if report.ranks is not None:
+            memory = report.ranks.memory_bytes
+            grown = len(memory) != len(self._memory) or any(
+                new > _GROWTH * old for new, old in zip(memory, self._memory, strict=True)
+            )
+            if grown:
+                self._memory = values["memory"] = memory
+        self._write("step", **values)
+
+    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        """An evaluation; metrics that are no numbers are left out."""
+        numbers = {key: plain(value) for key, value in metrics.items()}
+        self._write(
+            "eval", step=step, metrics={k: v for k, v in numbers.items() if v is None or isinstance(v, int | float)}
+        )
+
+    def save(self, step: int) -> None:
+        """A checkpoint was saved."""
+        self._write("save", step=step)
+
+    def end(self, step: int, callback_s: dict[str, float]) -> None:
+        """The last line."""
+        self._write("end", step=step, callback_s=callback_s)
+
+    def gain(self, gain: MeasuredGain) -> None:
+        """What was measured after training."""
+        self._write("gain", **gain.to_dict())
+
+    def close(self) -> None:
+        """Closes the file; nothing may follow."""
+        try:
+            self._file.close()
+        finally:
+            self._lock.release()

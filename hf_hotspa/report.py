@@ -5,7 +5,7 @@ begin) and the events inside a mini-batch (`PhaseEvent`, `SwitchEvent`).
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hf_hotspa.typed import Count
@@ -321,6 +321,15 @@ class StepReport:
     def load_return_share(self) -> float:
         """The same for the load and the return that a single strategy needs, too."""
         return self.load_return_s / self.total_s if self.total_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready plain data, without `ranks` (their number has no bound; of paces two digits stay)."""
+        data = asdict(replace(self, ranks=None))
+        del data["ranks"]
+        data["slow"] = list(self.slow)
+        if self.paces is not None:
+            data["paces"] = [None if pace is None else round(pace, 2) for pace in self.paces]
+        return data
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from hf_hotspa.callbacks import step_reports
+from hf_hotspa.callbacks.step_reports import RunLogWriter
 from hf_hotspa.engine.phase import PhaseMeasure
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import MEASURES
@@ -15,14 +17,12 @@ from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import report_page
 from hf_hotspa.reporting.run_log import (
     FILE_NAME,
-    RunLogWriter,
     bin_edges,
     find_run_log,
     is_histogram,
     length_histogram,
     plain,
     read_run_log,
-    report_values,
 )
 from hf_hotspa.reporting.summary import summarize
 from tests.run_logs import made_facts, made_report, of_earlier_releases, write_run
@@ -34,7 +34,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     assert run.ended
     assert [r.step for r in run.steps] == [1, 2, 3, 4, 5, 6]
     written = made_report(3, loss=3.0 - 0.1 * 3, single_s=2.64)
-    assert report_values(run.steps[2].report) == report_values(written)
+    assert run.steps[2].report.to_dict() == written.to_dict()
     assert run.steps[2].report.ranks is None
     assert run.steps[2].lr == 1e-3 / 3
     assert run.steps[2].wall_s == written.total_s + 0.05
@@ -60,7 +60,7 @@ def test_a_record_of_an_earlier_version_reads_with_nothing_of_what_it_does_not_k
             for name in later:
                 del phase[name]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert report_values(read_run_log(path).steps[2].report) == report_values(made_report(3, loss=2.7, single_s=2.64))
+    assert read_run_log(path).steps[2].report.to_dict() == made_report(3, loss=2.7, single_s=2.64).to_dict()
 
 
 def test_strategies_of_an_earlier_version_have_the_names_of_today(tmp_path):
@@ -214,7 +214,7 @@ def test_a_long_record_is_thinned_out_and_its_sums_stay(tmp_path, monkeypatch):
     whole = read_run_log(tmp_path / "whole")
     lines = find_run_log(tmp_path / "whole").read_text().splitlines()
     monkeypatch.setattr(run_log, "_LAST", 10)
-    monkeypatch.setattr(run_log, "MOST_BYTES", most := 60_000)
+    monkeypatch.setattr(step_reports, "MOST_BYTES", most := 60_000)
     assert find_run_log(tmp_path / "whole").stat().st_size > 3 * most
     records, folder = {r.step: r for r in whole.steps}, tmp_path / "thin"
     writer, largest = RunLogWriter(folder), 0
@@ -259,7 +259,7 @@ def test_a_long_record_is_thinned_out_and_its_sums_stay(tmp_path, monkeypatch):
 def test_a_record_that_cannot_be_thinned_out_ends(tmp_path, monkeypatch):
     path = find_run_log(write_run(tmp_path / "a", steps=3))
     path.write_text(path.read_text() + "[]\n")
-    monkeypatch.setattr(run_log, "MOST_BYTES", 10)
+    monkeypatch.setattr(step_reports, "MOST_BYTES", 10)
     run = read_run_log(write_run(tmp_path / "b", steps=1))
     writer = RunLogWriter(path.parent, goes_on=True)
     with pytest.raises(OSError, match="cannot be thinned out"):  # which ends the record, not the training
