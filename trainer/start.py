@@ -234,7 +234,7 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
         fits(engine.description)
         if args.process_index == 0:
             warn_of_known(args.output_dir, buckets)
-    watchers.are_none = watchers.auto is watchers.predictions is watchers.devices is None
+    watchers.are_none = auto is None and watchers.predictions is None and watchers.devices is None
     choose = lambda step, numbers: watchers.choose(step, numbers, engine.buckets)  # noqa: E731
     switched.runs_by(None if watchers.are_none else choose, trainer._hotspa_optimizer.settings, evaluated_by)
     lengths.take_longest(switched.longest)

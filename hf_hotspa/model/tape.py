@@ -75,7 +75,12 @@ class Tape:
     @property
     def trains(self) -> bool:
         """Whether anything has a seed."""
-        return not (self.weights is self.seeds is self.logit_seeds is self.router_seeds is None)
+        return (
+            self.weights is not None
+            or self.seeds is not None
+            or self.logit_seeds is not None
+            or self.router_seeds is not None
+        )
 
 
 class TapedReplica(Attachment):
