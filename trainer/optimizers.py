@@ -397,7 +397,7 @@ class MasterOptimizer:
         trainer: Its `optimizer` and `lr_scheduler` are looked at.
 
     Attributes:
-        taken: The optimizer of the trainer, perhaps in accelerate's wrapper, that the last step began with.
+        taken: The optimizer of the trainer, perhaps in accelerate's wrapper, that the last step of this engine began with.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -474,7 +474,7 @@ class MasterOptimizer:
         optimizer, updates = self._trainer.optimizer, self._engine.updates
         if optimizer is None:
             return
-        if not self._is_watched(optimizer):
+        if self.taken is None or not self._is_watched(optimizer):
             self._on_master_store(optimizer)
         if updates is not None:
             updates.step = bare_optimizer(optimizer).step
