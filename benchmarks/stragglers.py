@@ -32,7 +32,7 @@ from worlds import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.measures import PhaseMeasure
+from hf_hotspa.engine.phase import PhaseMeasure
 from hf_hotspa.engine.pretest import pretest
 from hf_hotspa.layout.shares import shard_widths
 from hf_hotspa.model.options import EngineOptions

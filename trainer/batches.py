@@ -4,10 +4,11 @@ The loaders, the order of rows and the workers are the stock Trainer's; what the
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, cycle, islice
+from math import ceil
 from typing import Any
 
 import torch
@@ -19,11 +20,11 @@ from transformers.data import data_collator as stock
 from transformers.trainer_utils import has_length
 
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
-from hf_hotspa.data.batches import (
+from hf_hotspa.data.collator import (
     ERROR,
     TAKES_BATCHES,
-    DispatchedShard,
     MiniBatchSampler,
+    PackedBucketCollator,
     RowCollator,
     is_stock,
     is_stream,
@@ -32,7 +33,6 @@ from hf_hotspa.data.batches import (
     with_masks,
     without_padded_from,
 )
-from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.data.prepare import prepare_dataset, refuse_guessed, tokenize_rows
 from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import DataError, UnsupportedError
@@ -44,7 +44,7 @@ from hf_hotspa.parallel.rope import length_borders
 from hf_hotspa.rows.features import TOKEN_COLUMNS, RowRules
 from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, read_batch
+from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, read_batch
 from hf_hotspa.trainer.launcher import workers_context
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,28 @@ _SETS_KEPT = 9
 _SAMPLED_BATCHES = 16
 _MOST_ROWS = 50_000
 """Rows of a Python data set that are read before training, which takes about 0.2 ms each; of more the first batches are."""
+
+
+class DispatchedShard(IterableDatasetShard):  # type: ignore[misc]
+    """A rank's part of a stream, which it reads itself, with the rows that `dispatch_batches` would send it: accelerate completes the
+    last batch of a pass to a multiple of the ranks there, and to a whole batch of each rank otherwise.
+
+    Attributes:
+        on_end: Called with the number of rows of the last batch: an evaluation counts no others.
+    """
+
+    on_end: Callable[[int], Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        data, ranks, first, last = self.dataset, self.num_processes, list[Any](), 0
+        if not hasattr(data, "set_epoch") and isinstance(getattr(data, "generator", None), torch.Generator):
+            data.generator.manual_seed(self.epoch)
+        rows, size = iter(data), self.batch_size if self.split_batches else self.batch_size * ranks
+        while (batch := list(islice(rows, size))) and not (len(batch) < size and self.drop_last):
+            first, last, part = first or batch[:ranks], len(batch), ceil(len(batch) / ranks)
+            yield from islice(chain(batch, cycle(first)), part * self.process_index, part * (self.process_index + 1))
+        if self.on_end is not None:
+            self.on_end(last)
 
 
 class Rows:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_hotspa.engine.measures import synchronize
+from hf_hotspa.engine.phase import synchronize
 from hf_hotspa.parallel.agreement import Agreement
 
 _TIMES = 5

@@ -17,12 +17,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_hotspa.data.batches import (
+from hf_hotspa.data.collator import (
     COUNTS,
     DROP,
     SPLIT,
     TRUNCATE,
-    DispatchedShard,
     MiniBatchSampler,
     RowCollator,
     is_loss_mask,
@@ -37,6 +36,7 @@ from hf_hotspa.data.batches import (
 from hf_hotspa.errors import DataError, TokenRangeError, UnsupportedError
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.rows.scan import scan_dataset
+from hf_hotspa.trainer.batches import DispatchedShard
 from tests.training_runs import make_trainer
 from tests.unit.test_prepare import EOS, PLAIN, TALK, byte_tokenizer
 
