@@ -62,7 +62,7 @@ def test_a_report_is_equal_or_refused(world_size, quick, tmp_path):
     names = [name for name in REPORTS if not quick or name.partition(":")[0].split()[1] in QUICK]
     wrong = [
         f"{name} (rank {rank} of {world_size}): {text}"
-        for rank, found in enumerate(run_ranks(world_size, run_reports, names, str(tmp_path), timeout=280))
+        for rank, found in enumerate(run_ranks(world_size, run_reports, names, str(tmp_path), timeout=600))
         for name, outcomes in found.items()
         for outcome in outcomes
         if (text := complaint(REPORTS[name], *outcome))
