@@ -346,24 +346,30 @@ def _cheapest_that_fits(
     A pack without room for the sequence at hand waits aside, by free tokens. Lengths only fall, so once it has room again it
     keeps it until it is given a sequence: each pack moves at most once for each sequence placed.
     """
-    packs: Packs = [[] for _ in range(num_packs)]
-    free = [capacity] * num_packs
-    ready = [*zip([0.0] * num_packs, range(num_packs), strict=True)]  # heap by cost
+    packs: Packs = []
+    free: list[int] = []
+    ready: list[tuple[float, int]] = []  # heap by cost
+    for number in range(num_packs):  # the first ones have a pack each
+        pack = list(order[number : number + 1])
+        packs.append(pack)
+        free.append(capacity - lengths[pack[0]] if pack else capacity)
+        ready.append((costs[pack[0]] if pack else 0.0, number))
+    heapq.heapify(ready)
     aside: list[tuple[int, int, float]] = []  # heap by -free
-    for i in order:
+    for i in order[num_packs:]:
         length = lengths[i]
         while aside and -aside[0][0] >= length:
-            _, pack, cost = heapq.heappop(aside)
-            heapq.heappush(ready, (cost, pack))
+            _, number, cost = heapq.heappop(aside)
+            heapq.heappush(ready, (cost, number))
         while ready and free[ready[0][1]] < length:
-            cost, pack = heapq.heappop(ready)
-            heapq.heappush(aside, (-free[pack], pack, cost))
+            cost, number = heapq.heappop(ready)
+            heapq.heappush(aside, (-free[number], number, cost))
         if not ready:
             return None
-        cost, pack = ready[0]
-        packs[pack].append(i)
-        free[pack] -= length
-        heapq.heapreplace(ready, (cost + costs[i], pack))
+        cost, number = ready[0]
+        packs[number].append(i)
+        free[number] -= length
+        heapq.heapreplace(ready, (cost + costs[i], number))
     return packs
 
 
