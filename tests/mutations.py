@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         "packs may be too full",
         "hf_hotspa/packing/bucketing.py",
-        "free[pack] -= length",
-        "free[pack] -= length - 1",
+        "free[number] -= length",
+        "free[number] -= length - 1",
         UNIT + "test_packing.py",
     ),
     Mutation(

@@ -443,7 +443,7 @@ class SwitchedModel(DistributedDataParallel):
         """
         asks = input_ids, others, self._rules.columns, self.engine.rank
         error = unreadable(*asks) if others or input_ids is None else None
-        fields = 1 + max(index for index, name in enumerate(FIELDS) if name in self._head_fields) if fused_lm_head else 0
+        wanted = [i for i, name in enumerate(FIELDS) if name in self._head_fields] if fused_lm_head else [-1]
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         batch: dict[str, Tensor | None] = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
         for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns):
@@ -451,7 +451,7 @@ class SwitchedModel(DistributedDataParallel):
         request = Request(
             batch,
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
-            fields=fields,
+            fields=1 + wanted[-1],
             wants_loss=not fused_lm_head and (labels is not None or shift_labels is not None),
             routers=self._passes.routers is not None and self._wants_routers(output_router_logits),
             kept=logits_to_keep,
