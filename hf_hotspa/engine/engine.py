@@ -34,7 +34,7 @@ from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
 from hf_hotspa.engine.low_bit import adopt_before_steps
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.measures import Observer, PhaseFacts, PhaseMeasure, peak_memory, step_report
+from hf_hotspa.engine.measures import Observer, PhaseFacts, peak_memory, step_report
 from hf_hotspa.engine.non_finite import raise_non_finite
 from hf_hotspa.engine.packed_loading import load_below_adapter
 from hf_hotspa.engine.phase import PhaseRunner
@@ -52,7 +52,7 @@ from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, check_mini_batch, hotspa_cause, packed_flags
 from hf_hotspa.parallel.flexible_linear import FlexibleWork
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
-from hf_hotspa.report import StepReport
+from hf_hotspa.report import PhaseMeasure, StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_launch
 
 

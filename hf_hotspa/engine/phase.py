@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_hotspa.data.collator import MicroBatch, PhaseBatch, idle_micro_batch
 from hf_hotspa.engine.executor import Buffers
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.measures import PhaseMeasure, synchronize
+from hf_hotspa.engine.measures import synchronize
 from hf_hotspa.engine.memory import MemoryForecast
 from hf_hotspa.engine.overlap import GradientWatch, WeightGuard
 from hf_hotspa.engine.switching import Switching
@@ -39,6 +39,7 @@ from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
+from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.strategy import Strategy
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -199,10 +200,11 @@ class PhaseRunner:
         return_s = lap()
         flexible = self.replica.flexible
         return loss, PhaseMeasure(
-            load_s + load.exposed_s, compute_s - load.exposed_s, wait_s, return_s, load.busy_s, returned.busy_s,
-            float(load.result().sent_bytes), float(returned.result().sent_bytes), clock[0] - since, others_s, *units,
-            products_s, flexible.left_share if flexible is not None else 0.0, *self._of_experts(),
-            float(self.parts.sent_bytes - sent_before),
+            load_s=load_s + load.exposed_s, compute_s=compute_s - load.exposed_s, wait_s=wait_s, return_s=return_s,
+            load_busy_s=load.busy_s, return_busy_s=returned.busy_s, load_bytes=float(load.result().sent_bytes),
+            return_bytes=float(returned.result().sent_bytes), start_s=clock[0] - since, others_s=others_s,
+            products_s=products_s, left_out=flexible.left_share if flexible is not None else 0.0,
+            context_bytes=float(self.parts.sent_bytes - sent_before), **self._of_experts(), **units.named(),
         )  # fmt: skip
 
     def _compute_phase(self, phase: PhaseBatch, plan: PhasePlan, scale: float, is_last: bool) -> float:
@@ -222,11 +224,12 @@ class PhaseRunner:
             return self._take_over(previous)
         return self.load(previous)
 
-    def _of_experts(self) -> tuple[float, float]:
+    def _of_experts(self) -> dict[str, float]:
         """Tokens that the experts here computed, and those that were dropped, told by one rank of each stage of a replica."""
         experts = self.replica.experts
         dropped = self.parts.num_dropped if self.mesh.coord.tp == 0 else 0
-        return float(experts.num_rows) if experts is not None else 0.0, float(dropped)
+        computed = experts.num_rows if experts is not None else 0
+        return {"expert_tokens": float(computed), "dropped_tokens": float(dropped)}
 
     def shares_with(self, other: "PhaseRunner | None") -> bool:
         """Whether another phase runs on the same buffers, filled in the same way."""

@@ -7,9 +7,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from hf_hotspa.engine.measures import PhaseMeasure
 from hf_hotspa.errors import RunLogError
-from hf_hotspa.report import MEASURES
 from hf_hotspa.reporting import run_log
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import report_page
@@ -42,10 +40,6 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     assert run.saves == [6]
     assert run.callback_s == {"ReportCallback": 0.002, "ProgressCallback": 0.001}
     assert (run.starts, len(run.steps)) == (1, 6)
-
-
-def test_the_columns_are_those_of_the_engine():
-    assert PhaseMeasure._fields == MEASURES
 
 
 def test_a_record_of_an_earlier_version_reads_with_nothing_of_what_it_does_not_know(tmp_path):
