@@ -121,7 +121,7 @@ def sharing_layouts(
     """
     layouts: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
-        if not strategy.z and not strategy.ck and strategy.ep == 1 and cost.time.knows(strategy):
+        if strategy.is_common and cost.time.knows(strategy):
             whole = replace(strategy, dp=strategy.dp * strategy.cp, cp=1)
             layouts.setdefault(whole, []).append(strategy)
     able = [own for own in layouts.values() if len(own) > 1 and any(tokens(s) >= longest for s in own)]
