@@ -1,12 +1,12 @@
 """Whether `auto` is as fast as the best static strategy, after its race: `python benchmarks/auto.py --seed 7`.
 
-    python benchmarks/auto.py --seed 7 --cells 4x-0 --minutes 90     # some cells, by a part of their names; goes on where it ended
+    python benchmarks/auto.py --seed 7 --cells 4x-0 --minutes 90     # some cells, by a part of their names; resumes where it ended
     python benchmarks/auto.py --seed 7 --table                        # what is known so far
 
 Cells are model shapes x length distributions, both drawn from the seed, x with and without a limit of memory x 2 and 4 ranks. In
 each the Trainer runs under `auto` until the race of its plans is over, as the first mini-batches of a run of `--steps`. Then `auto`
 (the plan that stayed), all static strategies that fit with the packs that the search finds best for them, and the computation alone run the same
-mini-batches in turn, forward and backward; sides far behind are left out after two. Told is the median of the ratios of `auto`
+mini-batches in turn, forward and backward; sides far behind are left out after two. Printed is the median of the ratios of `auto`
 to the best static strategy over mini-batches, with the interval of `search/race.py`: at most 1.02, or the interval reaches 1.
 
 Computation alone: the packs of data parallelism on one process a core at a time, no communication, no optimizer. With more
@@ -73,6 +73,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
+    from hf_hotspa.search.race import Race
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -105,6 +106,13 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
             save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True, hotspa_report=False, hotspa_staging_mb=4,
         )  # fmt: skip
 
+    raced_runs, observe = list[Any](), Race.observe
+
+    def observed(race: Race, seconds: float, predicted: Sequence[float], warm: bool) -> Any:
+        raced_runs.append([race.plan, seconds, [float(each) for each in predicted], warm])
+        return observe(race, seconds, predicted, warm)
+
+    Race.observe = observed  # type: ignore[method-assign]
     noted, begin = UntilRaced(), time.perf_counter()
     limit = least_limit(model, arguments(None), rows, options.longest) if cell["limited"] else None
     trainer = HotSPaTrainer(model=model, args=arguments(limit), train_dataset=rows, callbacks=[noted])
@@ -116,7 +124,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
     kept = raced[auto._race.plan]
     cost = getattr(noted, "cost", 0.0)
     return {"limit_mb": limit, "rows": size, "plans": raced, "kept": kept, "race": noted.said, "cost": cost,
-            "first_step_s": noted.first, **found}  # fmt: skip
+            "first_step_s": noted.first, "runs": raced_runs, **found}  # fmt: skip
 
 
 def least_limit(model: Any, args: Any, rows: Any, longest: int) -> int:

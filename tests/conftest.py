@@ -6,6 +6,7 @@ start at once.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -114,6 +115,23 @@ class GlooCheck:
             terminalreporter.write_line(f"FAILED gloo check (HOTSPA_REQUIRE_GLOO=1): {text}", red=True)
         if self.collected:
             terminalreporter.write_line(f"gloo tests: {len(self.passed)} passed, {len(self.skipped)} skipped")
+
+
+def _leave_out_of_collections() -> None:
+    """What is alive now, the imported libraries above all, is looked at by no later collection. The Trainer asks for one in every
+    training, and with torch and transformers imported it takes longer than the training of a tiny model."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    _leave_out_of_collections()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        _leave_out_of_collections()
 
 
 def pytest_configure(config: pytest.Config) -> None:

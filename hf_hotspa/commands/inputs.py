@@ -219,7 +219,7 @@ def _lengths(args: argparse.Namespace) -> None:
     shares = [f"{counts.lengths[np.searchsorted(ends, share / 100 * counts.total)]:,} ({share} %)" for share in _SHARES]
     lines = [
         f"{counts.total:,} sequences of {counts.source}; {tokens:,} tokens",
-        f"tokens of a sequence: at most {', '.join(shares)}; the longest {int(counts.lengths.max()):,}",
+        f"tokens of a row: at most {', '.join(shares)}; the longest {int(counts.lengths.max()):,}",
         "",
         histogram(counts.drawn(), ()),
     ]

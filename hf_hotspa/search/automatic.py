@@ -30,6 +30,8 @@ PACK_MARGIN = 0.01
 NEAR = 0.5
 """How much slower than the chosen one a plan may be predicted and still be raced: so far was a time model off that was calibrated
 on a machine whose cores others use, too."""
+_PACK_SHARE = 0.75
+"""What share of their tokens the packs of the chosen plan keep, so that a plan with more weights on a rank can be raced."""
 SCALES = (0.25, 4.0)
 """Where longer or shorter rows may come than were seen, plans for lengths so many times as long are kept ready."""
 _SEQUENCES = 2048
@@ -92,10 +94,12 @@ def make_auto_plan(
         choice = chosen(sample, near)
         others = [chosen(_scaled(sample, by, top)).buckets for by in SCALES if sampled and not beside]
     pool = pool_of(choice, capacities)
-    raced = fitting_beside([pool], [plan.buckets for plan in choice.near], capacities)
-    ready = fitting_beside([pool, *raced], others, capacities)
+    (smaller,), raced = fitting_beside([pool], [plan.buckets for plan in choice.near], capacities, _PACK_SHARE)
+    if smaller != pool:
+        pool, choice = smaller, choice.with_packs_of(smaller)
+    _, ready = fitting_beside([pool, *raced], others, capacities)
     held = _held(cost, [pool, *raced, *ready])
-    return Plan(choice, pool, held, mini_batch_size, limit_bytes, limit_source, raced=raced, ready=ready)
+    return Plan(choice, pool, held, mini_batch_size, limit_bytes, limit_source, raced=tuple(raced), ready=tuple(ready))
 
 
 def _scaled(lengths: Sequence[int], by: float, longest: int) -> list[int]:
@@ -113,33 +117,48 @@ def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBre
 
 
 def fitting_beside(
-    pools: Sequence[tuple[Bucket, ...]], plans: Sequence[tuple[Bucket, ...]], capacities: Capacities
-) -> tuple[tuple[Bucket, ...], ...]:
-    """The plans that fit beside pools, in one arena, with packs that are smaller where they must be."""
-    arena, fitting = max(capacities.arena(b.strategy) for pool in pools for b in pool), list[tuple[Bucket, ...]]()
+    pools: Sequence[tuple[Bucket, ...]],
+    plans: Sequence[tuple[Bucket, ...]],
+    capacities: Capacities,
+    least: float = 1.0,
+) -> tuple[list[tuple[Bucket, ...]], list[tuple[Bucket, ...]]]:
+    """The plans that fit beside pools, in one arena, with packs that are smaller where they must be.
+
+    Args:
+        least: What share of their tokens the packs of the pools keep, where a plan needs a larger arena.
+
+    Returns:
+        The pools, and the plans.
+    """
+    arena = max(capacities.arena(bucket.strategy) for pool in pools for bucket in pool)
+    kept, fitting = list(pools), list[tuple[Bucket, ...]]()
     there = {frozenset(bucket.strategy for bucket in pool) for pool in pools}
     for plan in plans:
         own = max(arena, *(capacities.arena(bucket.strategy) for bucket in plan))
-        known = [b for each in (*pools, *fitting) for b in each]
-        if own > arena and not all(_holds(b, capacities, own) for b in known):
+        buckets = _within(plan, capacities, own, 0.0)
+        known = [_within(pool, capacities, own, least) for pool in (*kept, *fitting)] if own > arena else []
+        if buckets is None or None in known or (strategies := frozenset(b.strategy for b in buckets)) in there:
             continue
-        sizes = [min(b.pack_tokens, capacities.pack_tokens(b.strategy, own, b.longest)) for b in plan]
-        buckets = tuple(replace(b, pack_tokens=n) for b, n in zip(plan, sizes, strict=True) if n)
-        whole = len(buckets) == len(plan) and all(_holds(b, capacities, own) for b in buckets)
-        if whole and (strategies := frozenset(b.strategy for b in buckets)) not in there:
-            there.add(strategies)
-            fitting.append(buckets)
-            arena = own
-    return tuple(fitting)
+        if known:
+            smaller = [pool for pool in known if pool is not None]
+            kept, fitting, arena = smaller[: len(pools)], smaller[len(pools) :], own
+        there.add(strategies)
+        fitting.append(buckets)
+    return kept, fitting
 
 
-def _holds(bucket: Bucket, capacities: Capacities, arena: int) -> bool:
-    """Whether a bucket fits in a pool with that arena."""
-    if bucket.longest > max(bucket.pack_tokens, capacities.tokens(bucket.strategy, arena)):
-        return False
-    if bucket.pack_tokens < bucket.longest and bucket.strategy.pp == 1:
-        return False
-    return bucket.pack_tokens <= capacities.pack_tokens(bucket.strategy, arena, bucket.longest)
+def _within(pool: Sequence[Bucket], capacities: Capacities, arena: int, least: float) -> tuple[Bucket, ...] | None:
+    """The buckets with packs that fit in that arena; None where one does not hold its sequences, or that share of its packs."""
+    buckets = []
+    for bucket in pool:
+        tokens = min(bucket.pack_tokens, capacities.pack_tokens(bucket.strategy, arena, bucket.longest))
+        holds = bucket.longest <= max(tokens, capacities.tokens(bucket.strategy, arena))
+        if not tokens or tokens < least * bucket.pack_tokens or not holds:
+            return None
+        if tokens < bucket.longest and bucket.strategy.pp == 1:
+            return None
+        buckets.append(replace(bucket, pack_tokens=tokens))
+    return tuple(buckets)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What a search answers: buckets, what each of them takes, and the best single strategy beside them. Plain data."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hf_hotspa.strategy import Bucket
 
@@ -70,6 +71,16 @@ class Choice:
     def switches(self) -> bool:
         """Whether more than one strategy is worth it."""
         return len(self.buckets) > 1
+
+    def with_packs_of(self, pool: Sequence[Bucket]) -> "Choice":
+        """The same with packs no larger than those of a pool with its strategies."""
+        most = {bucket.strategy: bucket.pack_tokens for bucket in pool}
+
+        def smaller(bucket: Bucket) -> Bucket:
+            return replace(bucket, pack_tokens=min(bucket.pack_tokens, most.get(bucket.strategy, bucket.pack_tokens)))
+
+        rows = tuple(replace(row, bucket=smaller(row.bucket)) for row in self.rows)
+        return replace(self, buckets=tuple(map(smaller, self.buckets)), static=smaller(self.static), rows=rows)
 
     def __str__(self) -> str:
         """What `hotspa_strategies` takes."""

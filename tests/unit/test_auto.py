@@ -16,7 +16,8 @@ from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.automatic import make_auto_plan
+from hf_hotspa.search.automatic import fitting_beside, make_auto_plan
+from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.long_sequences import CHUNK_SIZES, with_chunks
 from hf_hotspa.search.plan import limit_text
 from hf_hotspa.search.select import Selector
@@ -249,3 +250,19 @@ def test_plans_that_are_raced_differ_fit_together_and_have_data_parallelism_amon
     sampled = plan(sampled=True)
     assert {b.strategy for b in sampled.buckets} >= {b.strategy for pool in sampled.ready for b in pool}
     assert all(bucket.capacity >= sampled.longest for pool in sampled.ready for bucket in pool[-1:])
+
+
+def test_a_plan_that_fills_the_memory_makes_room_for_the_weights_of_one_that_is_raced() -> None:
+    limit = LIMIT << 20
+    capacities, most = Capacities(MEMORY, limit), MEMORY.largest_pack(Strategy(tp=4), limit)
+    full, other = (Bucket(Strategy(tp=4), 1000, most),), (Bucket(Strategy(2, 2), 1000, 1100),)
+    assert capacities.arena(other[0].strategy) > capacities.arena(full[0].strategy)
+    assert fitting_beside([full], [other], capacities) == ([full], [])
+    ((smaller,),), plans = fitting_beside([full], [other], capacities, 0.75)
+    assert plans == [other]
+    assert 0.75 * most <= smaller.pack_tokens < most
+    MEMORY.check_pool([smaller, *other], limit)
+    # by no more than that, and never below the sequences
+    assert fitting_beside([full], [other], capacities, smaller.pack_tokens / most + 0.001) == ([full], [])
+    longest = (replace(full[0], longest=most),)
+    assert fitting_beside([longest], [other], capacities, 0.75) == ([longest], [])
