@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.measuring import Measuring
-from hf_hotspa.costs.fitting import Sample
+from hf_hotspa.costs.coefficients import Sample
 from hf_hotspa.costs.four_bits import BLOCK, FrozenBase
 from hf_hotspa.costs.measurements import LayerSample, PhaseSample, SwitchSample
 from hf_hotspa.costs.sizes import dtype_bytes
