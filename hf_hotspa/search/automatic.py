@@ -47,7 +47,6 @@ def make_auto_plan(
     longest: int | None = None,
     policy: str = "error",
     max_phases: int = 3,
-    margin: float = MARGIN,
     most_tokens: Mapping[Strategy, int] | None = None,
     evaluated: Sequence[SequenceTable] = (),
     sampled: bool = False,
@@ -63,7 +62,6 @@ def make_auto_plan(
         limit_bytes: Memory of a device for this program; None for no limit. `limit_source` says where it is from.
         longest: The longest sequence that must fit, in tokens. None: the data's, or with a policy what model and memory allow.
         policy: One of `OVERLONG_POLICIES`.
-        margin: See `offers.MARGIN`; so much better must a single strategy be, too, than one with fewer ranks to a replica.
         most_tokens: See `Capacities.most`.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
         sampled: Whether longer rows may come than those of the tables: all that model and memory allow must fit.
@@ -84,8 +82,8 @@ def make_auto_plan(
     def chosen(lengths: Sequence[int], near: float = 0.0) -> Choice:
         return choose(
             lengths, strategies, cost, capacities, mini_batch_size=size, longest=top, may_chunk=may_chunk,
-            has_host_memory=has_host_memory, may_go_round=may_go_round, max_phases=max_phases, margin=margin,
-            pack_margin=PACK_MARGIN, plain_margin=margin, near=near,
+            has_host_memory=has_host_memory, may_go_round=may_go_round, max_phases=max_phases,
+            pack_margin=PACK_MARGIN, plain_margin=MARGIN, near=near,
         )  # fmt: skip
 
     with _naming_limit(limit_source):

@@ -25,7 +25,8 @@ from hf_hotspa.search.search import mini_batches, search
 from hf_hotspa.strategy import Strategy, expert_strategies
 
 MARGIN = 0.03
-"""How much better than the best single strategy a pool must be, in a run and in a plan: less is within the error of a calibrated time model."""
+"""How much better than the best single strategy a pool must be, in a run and in a plan, and in a run a single one than one with fewer
+ranks to a replica: less is within the error of a calibrated time model."""
 _FAMILIES = 3
 """Layouts whose replicas share packs that are searched by themselves: those that could be the fastest."""
 _DEGREES = 2
@@ -66,7 +67,6 @@ def choose(
     may_chunk: bool = True,
     has_host_memory: bool = True,
     may_go_round: bool = True,
-    margin: float = MARGIN,
     evaluator: Evaluator | None = None,
     **options: Any,
 ) -> Choice:
@@ -77,7 +77,6 @@ def choose(
         may_chunk: Whether a sequence that would not fit may be trained in chunks (`+ck`).
         has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`), where the schedule runs them.
-        margin: See `MARGIN`.
         evaluator: See `search`.
         options: And the other arguments: as for `search`.
     """
@@ -99,7 +98,7 @@ def choose(
         quadratic_cost=shape.quadratic_cost,
         may_go_round=may_go_round and runs_rounds(schedule),
         families=families,
-        margin=margin,
+        margin=MARGIN,
         evaluator=evaluator,
         **options,
     )
