@@ -175,7 +175,7 @@ def compare(trainer: Any, repeats: int, cores: int) -> dict[str, Any]:
 def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int, cores: int) -> list[float]:
     """Seconds of the packs of data parallelism, a process on each core at a time. Collective."""
     from hf_hotspa.data.collator import PackedBucketCollator
-    from hf_hotspa.switched.documents import Exchange
+    from hf_hotspa.switched.passes import Exchange
 
     (bucket,), shape = side.buckets, engine.description.shape
     collator = PackedBucketCollator(engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size)

@@ -7,8 +7,7 @@ from hf_hotspa._lazy import on_demand
 if TYPE_CHECKING:
     from hf_hotspa.callbacks.progress import PhaseProgressCallback
     from hf_hotspa.callbacks.report import ReportCallback
-    from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
-    from hf_hotspa.callbacks.trace import TraceCallback
+    from hf_hotspa.callbacks.step_reports import SwitchOverheadCallback, TraceCallback
 
 __all__ = ["PhaseProgressCallback", "ReportCallback", "SettingsCallback", "SwitchOverheadCallback", "TraceCallback"]
 
@@ -16,8 +15,8 @@ _HOMES = {
     "PhaseProgressCallback": "hf_hotspa.callbacks.progress",
     "ReportCallback": "hf_hotspa.callbacks.report",
     "SettingsCallback": "hf_hotspa.callbacks.settings",
-    "SwitchOverheadCallback": "hf_hotspa.callbacks.switch_overhead",
-    "TraceCallback": "hf_hotspa.callbacks.trace",
+    "SwitchOverheadCallback": "hf_hotspa.callbacks.step_reports",
+    "TraceCallback": "hf_hotspa.callbacks.step_reports",
 }
 
 __getattr__, __dir__ = on_demand(__name__, _HOMES)

@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from hf_hotspa.callbacks.trace import TraceCallback
+from hf_hotspa.callbacks.step_reports import TraceCallback
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_pictures

@@ -36,7 +36,7 @@ from hf_hotspa import _source_tree
 from hf_hotspa._lazy import on_demand
 
 if TYPE_CHECKING:
-    from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
+    from hf_hotspa.callbacks.step_reports import SwitchOverheadCallback
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.engine.packed_loading import open_qlora
@@ -73,7 +73,7 @@ _HOMES = {
     "PackedBucketCollator": "hf_hotspa.data.collator",
     "Strategy": "hf_hotspa.strategy",
     "SwitchedModel": "hf_hotspa.switched.model",
-    "SwitchOverheadCallback": "hf_hotspa.callbacks.switch_overhead",
+    "SwitchOverheadCallback": "hf_hotspa.callbacks.step_reports",
     "open_qlora": "hf_hotspa.engine.packed_loading",
     "parse_buckets": "hf_hotspa.strategy",
 }

@@ -7,7 +7,7 @@ An installed package has both inside `hf_hotspa/`; an editable install maps them
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -31,13 +31,13 @@ class SourceTreeFinder:
 
 
 def install() -> bool:
-    """Appends the finder to `sys.meta_path`, once, when the sibling folders exist.
+    """Appends the finder to `sys.meta_path`, once, when the sibling folders exist and nothing else finds them.
 
     Returns:
         Whether this is a source tree.
     """
     if not (ROOT / "setup.cfg").is_file() or not all((ROOT / name / "__init__.py").is_file() for name in SIBLINGS):
         return False
-    if SourceTreeFinder not in sys.meta_path:
+    if any(find_spec(f"hf_hotspa.{name}") is None for name in SIBLINGS):
         sys.meta_path.append(SourceTreeFinder)
     return True

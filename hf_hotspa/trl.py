@@ -31,12 +31,11 @@ from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.checkpoint.tensors import saved_tensors
 from hf_hotspa.costs.scoring import Scoring
-from hf_hotspa.data.batches import ERROR
+from hf_hotspa.data.collator import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, ResumeError, UnsupportedError
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.switched.model_object import Apart
-from hf_hotspa.switched.stale_weights import guard, release, structure_only
+from hf_hotspa.switched.model_object import Apart, guard, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.events import CallbackEvents
 from hf_hotspa.trainer.resuming import Resumption

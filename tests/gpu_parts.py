@@ -174,7 +174,7 @@ def random_switches(rank: int, world_size: int, seeds: range) -> int:
     agreement = Agreement(backends.host_group(range(world_size)), rank)
     for epoch, seed in enumerate(seeds):
         case = make_case(seed, world_size)
-        agreement.check({"plan": case.plan.digest()}, None, f"switch {epoch}")
+        agreement.check({"plan": case.plan.digest}, None, f"switch {epoch}")
         executor = SwitchExecutor(
             ProcessGroupTransport(group), rank, case.staging_bytes, device, native=case.native, by_layer=epoch % 2 == 0
         )

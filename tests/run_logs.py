@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hf_hotspa.callbacks.step_reports import RunLogWriter
 from hf_hotspa.report import MEASURES, PhaseReport, RaceReport, RankMeasures, RunFacts, StepReport
-from hf_hotspa.reporting.run_log import RunLogWriter, length_histogram
+from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.strategy import Strategy
 
 SHORT, LONG = "dp2", "tp2"

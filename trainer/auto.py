@@ -38,7 +38,7 @@ from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.dropout import without_attention_dropout
 from hf_hotspa.parallel.loss import TokenLoss

@@ -17,10 +17,11 @@ from transformers.data import data_collator as stock
 from transformers.trainer_utils import has_length
 
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
-from hf_hotspa.data.batches import (
+from hf_hotspa.data.collator import (
     ERROR,
     TAKES_BATCHES,
     MiniBatchSampler,
+    PackedBucketCollator,
     RowCollator,
     is_stock,
     is_stream,
@@ -29,7 +30,6 @@ from hf_hotspa.data.batches import (
     with_masks,
     without_padded_from,
 )
-from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.data.prepare import prepare_dataset, refuse_guessed, tokenize_rows
 from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import DataError, UnsupportedError
@@ -41,7 +41,7 @@ from hf_hotspa.parallel.rope import length_borders
 from hf_hotspa.rows.features import TOKEN_COLUMNS, RowRules
 from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, read_batch
+from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, read_batch
 from hf_hotspa.trainer.launcher import workers_context
 
 logger = logging.getLogger(__name__)

@@ -27,6 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 from tqdm import tqdm
@@ -34,9 +35,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from hf_hotspa.callbacks.log_line import LogLine, for_trackers, memory_share
-from hf_hotspa.engine.measures import Observer, phase_event, switch_events
+from hf_hotspa.engine.phase import Observer, phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.switched.model_object import Apart
 
@@ -232,7 +233,7 @@ class CallbackEvents(CallbackHandler):
 
     def defined(self, event: str) -> bool:
         """Whether any callback wants the event."""
-        return any(hasattr(callback, event) for callback in self.every)
+        return any(map(hasattr, self.every, repeat(event)))
 
     def dispatch(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: Any
@@ -297,7 +298,6 @@ class PhaseDispatcher(Observer):
 
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-_ACTIONS = FLAGS[2:]
 
 
 class Flags:
@@ -346,7 +346,8 @@ class Flags:
     def in_loop(self) -> Iterator[None]:
         """Around what the loop does after a step: flags are agreed on before, and after what may have set others."""
         self.agree()
-        self._acts, self._is_in_loop = any(getattr(self._trainer.control, name) for name in _ACTIONS), True
+        control = self._trainer.control
+        self._acts, self._is_in_loop = control.should_save or control.should_evaluate or control.should_log, True
         try:
             yield
         finally:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
-from hf_hotspa.data.batches import is_stream, without_padded_from
-from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
+from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator, is_stream, without_padded_from
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
@@ -25,9 +24,9 @@ from hf_hotspa.reporting.measured import MeasuredGain, known_as
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
+from hf_hotspa.switched.calls import facts_of, pairs_in
 from hf_hotspa.switched.model_object import as_built
-from hf_hotspa.switched.requests import facts_of, pairs_in
+from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
 from hf_hotspa.trainer.arguments import given_buckets
 from hf_hotspa.trainer.auto import engine_options
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_hotspa.data.batches import is_stream
+from hf_hotspa.data.collator import is_stream
 from hf_hotspa.errors import DataError, HotspaConfigError, UnsupportedError
 from hf_hotspa.model.options import LONGEST_TIMEOUT_S
 from hf_hotspa.rows.formats import format_of

@@ -31,7 +31,7 @@ from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.adapters import is_adapted, save_config
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.switched.stale_weights import release, structure_only
+from hf_hotspa.switched.model_object import release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ import math
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
-from hf_hotspa.checkpoint.tensors import Share, bare_optimizer, optimizer_to_json
+from hf_hotspa.checkpoint.tensors import Share, optimizer_to_json
 from hf_hotspa.costs.optimizer_state import LOW_BIT_STATES
 from hf_hotspa.engine.cpu_adam import CPU_ADAM, cpu_adam_class, load_cpu_adam
 from hf_hotspa.engine.engine import HotSPaEngine
@@ -38,9 +38,9 @@ from hf_hotspa.engine.low_bit import (
     library_of,
     overrides_of,
 )
-from hf_hotspa.engine.master import MasterShare
+from hf_hotspa.engine.master import MasterShare, bare_optimizer
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.text_half import other_half
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
@@ -270,10 +270,6 @@ def _names(engine: HotSPaEngine, model: nn.Module) -> dict[int, str]:
     return {id(parameter): known[name] for name, parameter in named if name in known}
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: bool = False) -> bool:
     """Puts this rank's shares in the place of the model's parameters. Not collective; the same on all ranks.
 
@@ -288,12 +284,12 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         UnsupportedError: it cannot be honoured; the optimizer is unchanged.
     """
     bare, shares = bare_optimizer(optimizer), engine.master.parameters
-    own = {id(share) for share in shares.values()}
-    if own.issuperset(every := [id(p) for p in _parameters(bare)]) and every:
+    own, parameters = set(map(id, shares.values())), [p for group in bare.param_groups for p in group["params"]]
+    if parameters and own.issuperset(map(id, parameters)):
         return False  # in every step
     names = _names(engine, model)
     idle = {id(p) for p in other_half(bare_model(model)[0]).values()}  # these have no gradient, so no step moves them
-    given = [p for p in _parameters(bare) if id(p) not in idle]
+    given = [p for p in parameters if id(p) not in idle]
     kind = type(bare).__name__
     foreign = [tuple(p.shape) for p in given if id(p) not in own and id(p) not in names]
     if foreign:
@@ -399,11 +395,15 @@ class MasterOptimizer:
 
     Args:
         trainer: Its `optimizer` and `lr_scheduler` are looked at.
+
+    Attributes:
+        taken: The optimizer of the trainer, perhaps in accelerate's wrapper, that the last step of this engine began with.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._watched: weakref.ref[Optimizer] | None = None  # taken over last
+        self.taken: weakref.ref[Any] | None = None
         self._made: weakref.ref[Optimizer] | None = None  # from the arguments
 
     @property
@@ -420,7 +420,7 @@ class MasterOptimizer:
     def let_go(self, restarts: bool) -> None:
         """Before the engine is closed. The optimizer goes on with a new engine, as with the stock Trainer, if one is
         about to start or the user gave it; else its memory is freed with the engine's. Not collective."""
-        trainer, optimizer = self._trainer, self._trainer.optimizer
+        trainer, optimizer, self.taken = self._trainer, self._trainer.optimizer, None
         if optimizer is None:
             return
         if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
@@ -460,24 +460,25 @@ class MasterOptimizer:
                 fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights as transformers saves them all the same",
             )
         take_over(optimizer, self._engine, self._trainer.model, saved)
-        if not self._is_watched(optimizer):
-            bare = bare_optimizer(optimizer)
-            # groups that are added in the course of training come with parameters of the model
-            bare.register_step_pre_hook(lambda stepped, *_: self._take_over_added(stepped))
-            self._watched = weakref.ref(bare)
+        self._watched = weakref.ref(bare_optimizer(optimizer))
+        # groups that are added in the course of training come with parameters of the model
+        self._trainer.switched.takes_over = self._take_over_added
 
     def _take_over_added(self, optimizer: Optimizer) -> None:
-        if self._trainer.engine is not None and self._is_watched(optimizer):
+        if self._is_watched(optimizer):
             take_over(optimizer, self._engine, self._trainer.model)
 
     def begin_step(self) -> None:
         """An optimizer that was put in its place since training started is taken over, too; where stages update by themselves,
         it is they who step."""
-        optimizer = self._trainer.optimizer
-        if optimizer is not None and not self._is_watched(optimizer):
+        optimizer, updates = self._trainer.optimizer, self._engine.updates
+        if optimizer is None:
+            return
+        if self.taken is None or not self._is_watched(optimizer):
             self._on_master_store(optimizer)
-        if self._engine.updates is not None and optimizer is not None:
-            self._engine.updates.step = bare_optimizer(optimizer).step
+        if updates is not None:
+            updates.step = bare_optimizer(optimizer).step
+        self.taken = weakref.ref(optimizer)
 
     def settings(self) -> dict[str, str]:
         """What is the optimizer's and may be changed at any time: by a scheduler, a callback, the user."""

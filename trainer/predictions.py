@@ -32,7 +32,7 @@ from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.four_bit import is_four_bit
 from hf_hotspa.parallel.nodes import known_nodes

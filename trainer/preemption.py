@@ -108,9 +108,6 @@ def take_sigterm_from(callbacks: Iterable[Any]) -> None:
 
 def stop_where_told(trainer: Any, preemption: Preemption) -> None:
     """Saves and stops where the engine says that ranks were told to: sets what the loop of the Trainer reads."""
-    engine = trainer.engine
-    if engine is None or not engine.stop_ranks:
-        return
     # a second time at the end of the epoch, where everything is on disk already
     first, preemption.agreed = not preemption.agreed, True
     saves = trainer.args.save_strategy != SaveStrategy.NO
@@ -120,7 +117,7 @@ def stop_where_told(trainer: Any, preemption: Preemption) -> None:
     if first and trainer.is_world_process_zero():
         logger.warning(
             "SIGTERM on rank %s: training stops after step %d; %s%s",
-            ", ".join(map(str, engine.stop_ranks)),
+            ", ".join(map(str, trainer.engine.stop_ranks)),
             trainer.state.global_step,
             "train(resume_from_checkpoint=True) resumes from its checkpoint, and trainer.preempted is true for the script to test"
             if saves
@@ -193,11 +190,10 @@ class SkippedMiniBatches:
         return torch.tensor(self._mean())
 
     def trained(self, loss: float) -> None:
-        """A mini-batch was trained with this loss."""
+        """A mini-batch was trained with this loss; called where some may be skipped."""
         self._in_a_row = 0
-        if self._limit:
-            self._loss_sum += loss
-            self._num_losses += 1
+        self._loss_sum += loss
+        self._num_losses += 1
 
     def correct(self, logs: dict[str, float], agreement: Agreement) -> None:
         """Where something was skipped since the last log, logs the mean of the finite losses, and the count. Collective then."""

@@ -49,7 +49,7 @@ from hf_hotspa.parallel.adapters import frozen_digest
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.switched.stale_weights import structure_only
+from hf_hotspa.switched.model_object import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
 logger = logging.getLogger(__name__)

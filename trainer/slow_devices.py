@@ -20,7 +20,7 @@ from hf_hotspa.engine.pretest import pretest
 from hf_hotspa.engine.recutting import StageCuts
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model.specs import ModelDescription
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import StepReport
 from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.stragglers.giving import GIVING, LOSSY

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -24,7 +24,7 @@ from hf_hotspa.checkpoint.format.folder import write_error
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.engine.out_of_memory import note, warn_of_known
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
@@ -127,11 +127,13 @@ class Watchers:
         auto: Chooses strategies; None where they were given.
         predictions: Predicts seconds of those that were given; None without a calibration.
         devices: Watches for slow devices; None where nobody does.
+        are_none: Whether there are none of these.
     """
 
     auto: AutoStrategies | None = None
     predictions: Predictions | None = None
     devices: DeviceWatch | None = None
+    are_none: bool = True
 
     def choose(self, step: int, lengths: Sequence[int], given: Any) -> Any:
         """The buckets of a mini-batch, and the speeds of devices that its packs are divided by. Called in a thread, too."""
@@ -232,8 +234,9 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
         fits(engine.description)
         if args.process_index == 0:
             warn_of_known(args.output_dir, buckets)
+    watchers.are_none = auto is None and watchers.predictions is None and watchers.devices is None
     choose = lambda step, numbers: watchers.choose(step, numbers, engine.buckets)  # noqa: E731
-    switched.runs_by(choose, trainer._hotspa_optimizer.settings, evaluated_by)
+    switched.runs_by(None if watchers.are_none else choose, trainer._hotspa_optimizer.settings, evaluated_by)
     lengths.take_longest(switched.longest)
     return switched, watchers
 
@@ -328,6 +331,8 @@ def leave_to_stock(trainer: Any, refusal: HotspaError) -> None:
         raise refusal
     trainer.args.leave_to_stock(refusal)
     trainer._hotspa_refusal = refusal
+    for mixin in _MIXINS:
+        _let_aside(mixin)
     if trainer.args.process_index == 0:
         logger.warning("%s\nNothing is switched: %s trains as without hf_hotspa.", refusal, type(trainer).__name__)
     if isinstance(handler := vars(trainer).get("callback_handler"), CallbackEvents):  # the constructor has ended
@@ -364,8 +369,17 @@ def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> 
         raise refusal from failure
 
 
+_MIXINS: list[Any] = []
+
+
 def unless_stock(mixin: Any) -> None:
-    """Makes the overrides of a mixin step aside where the class behind trains alone."""
+    """Says of a mixin that its overrides step aside where the class behind trains alone (`leave_to_stock`)."""
+    _MIXINS.append(mixin)
+
+
+@cache
+def _let_aside(mixin: Any) -> None:
+    """Makes the overrides of a mixin look, at each call, whether the class behind trains alone: once a trainer is left to it."""
 
     def aside(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)

@@ -9,6 +9,7 @@ import atexit
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
+from operator import is_not
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,11 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput
 from hf_hotspa.callbacks.progress import PhaseProgressCallback, is_watched
 from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.callbacks.settings import SettingsCallback
-from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
-from hf_hotspa.callbacks.trace import TraceCallback
+from hf_hotspa.callbacks.step_reports import SwitchOverheadCallback, TraceCallback
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.tensors import saved_tensors
-from hf_hotspa.data.batches import (
+from hf_hotspa.data.collator import (
     COUNTS,
     RowCollator,
     is_stock,
@@ -45,8 +45,7 @@ from hf_hotspa.parallel.agreement import settled
 from hf_hotspa.parallel.loss import TokenSlice
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
-from hf_hotspa.switched.model_object import as_built
-from hf_hotspa.switched.stale_weights import structure_only
+from hf_hotspa.switched.model_object import as_built, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files
@@ -304,7 +303,7 @@ class SwitchedMixin(_Base):
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """As of the class behind. Rows of text, loss masks and padding are the collator's (`batches.py`)."""
+        """As of the class behind. Rows of text, loss masks and padding are the collator's (`RowCollator`)."""
         rows, dataset = self._hotspa_rows, self.train_dataset
         if dataset is not None and rows.can_scan(dataset):
             self._hotspa_ranks.agreement().run("data set", lambda: rows.scan(dataset))
@@ -532,10 +531,8 @@ class SwitchedMixin(_Base):
         except Exception as failure:  # of a data set, or a collator
             error = error or unreadable(failure, self.args.process_index)
             release_others(self.callback_handler.train_dataloader)
-        read = [without_padded_from(batch) for batch in batches]
-        if switched.same_batches(
-            len(batches), error, any(new is not old for new, old in zip(read, batches, strict=True))
-        ):
+        read = [*map(without_padded_from, batches)]
+        if switched.same_batches(len(batches), error, any(map(is_not, read, batches))):
             say_left_out()
         batches, self._hotspa_has_ended = read, not read
         self._hotspa_place["batches"] += len(batches)
@@ -548,16 +545,16 @@ class SwitchedMixin(_Base):
         if len(batches) > 1 and self._hotspa_announces(batches[0]):
             given = self.model_accepts_loss_kwargs and self._hotspa_prepares  # TRL's losses divide by it themselves
             switched.announce(batches, num_items if given else None)
-        devices = self._hotspa_watchers.devices
-        if devices is not None and batches:
+        if (devices := self._hotspa_watchers.devices) is not None and batches:
             devices.begin(self.state.global_step, self._hotspa_pass)
-        self._hotspa_optimizer.begin_step()
+        taken = self._hotspa_optimizer.taken
+        if taken is None or taken() is not self.optimizer or switched.engine.updates is not None:
+            self._hotspa_optimizer.begin_step()
         return batches, num_items
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As of the class behind, without the labels that `get_batch_samples` leaves out in training."""
-        read = without_padded_from(inputs)
-        if read is not inputs:
+        if (read := without_padded_from(inputs)) is not inputs:
             say_left_out()
         return super()._prepare_inputs(read)
 
@@ -595,7 +592,8 @@ class SwitchedMixin(_Base):
             grad_norm = self._hotspa_flushed(float("inf"))
         skips, self._hotspa_skips = self._hotspa_skips, False
         if not skips:
-            self._hotspa_skipped.trained(self._hotspa_step_loss)
+            if self.args.hotspa_skip_non_finite:
+                self._hotspa_skipped.trained(self._hotspa_step_loss)
             self._hotspa_report()
         self._hotspa_step_loss = 0.0
         return grad_norm
@@ -614,7 +612,8 @@ class SwitchedMixin(_Base):
         report = self.switched.report
         if report is None:
             return
-        report = self._hotspa_watchers.trained(self.state.global_step, self.switched.passes, report)
+        if not (watchers := self._hotspa_watchers).are_none:
+            report = watchers.trained(self.state.global_step, self.switched.passes, report)
         if next(self.model.parameters()).is_meta:  # all are, or none
             self._hotspa_source.trained()
         self.last_report = report
@@ -631,7 +630,8 @@ class SwitchedMixin(_Base):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self._hotspa_checkpoints.writer is not None:
             self._hotspa_checkpoints.poll(self.state)
-        stop_where_told(self, self._hotspa_preemption)
+        if self._hotspa_model is not None and self._hotspa_model.engine.stop_ranks:
+            stop_where_told(self, self._hotspa_preemption)
         with self._hotspa_flags.in_loop():
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 self._hotspa_show(LOG)

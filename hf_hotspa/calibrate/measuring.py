@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_hotspa.costs.coefficients import Hop
 from hf_hotspa.costs.measurements import ExchangeSample, Link
-from hf_hotspa.engine.measures import synchronize
+from hf_hotspa.engine.phase import synchronize
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.context import ContextGroup, gathered, scattered_sum

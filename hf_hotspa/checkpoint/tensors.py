@@ -28,12 +28,12 @@ from hf_hotspa.checkpoint.format.manifest import (
 )
 from hf_hotspa.engine.cpu_adam import CPU_ADAM
 from hf_hotspa.engine.low_bit import Stored, code_digest, kind_of, loaded_states, stored_states
-from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.engine.master import MasterStore, bare_optimizer
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.layout.placement import master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, trained_part
+from hf_hotspa.model.replica import from_storage, to_storage
 from hf_hotspa.model.specs import dtype_name
-from hf_hotspa.model.storage import from_storage, to_storage
 from hf_hotspa.parallel.agreement import Agreement, any_flag, packed_flags
 from hf_hotspa.versions import version_of
 
@@ -41,12 +41,6 @@ HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, not what: those of the present run stay."""
 _SAME_STATE = {"AdamW", CPU_ADAM}
 """Optimizers that go on from one another's state."""
-
-
-def bare_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The torch optimizer inside accelerate's wrapper."""
-    bare: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return bare
 
 
 def names_in_groups(optimizer: Optimizer, master: MasterStore) -> list[list[str]]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from hf_hotspa.commands.inputs import whole
-from hf_hotspa.data.batches import SKIP
+from hf_hotspa.data.collator import SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, LaunchError
 from hf_hotspa.parallel import backends
 from hf_hotspa.strategy import parse_buckets

@@ -17,7 +17,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 from hf_hotspa.costs.breakdown import MemoryBreakdown, round_up, size
 from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
@@ -444,39 +444,40 @@ class MemoryModel:
             key = longest, num_packs, 0 if shifts else arena
             rising = risings.get(key)
             if rising is None:
-                rising = risings[key] = Rising(partial(self._total, strategy, stage, *key), UNLIMITED_TOKENS)
+                rising = risings[key] = Rising(self._totals(strategy, stage, *key), UNLIMITED_TOKENS)
             more = self._more_for_arena(sizes, arena) if shifts else 0.0
             most = min(most, rising.most_within(limit_bytes - more))
         return most
 
-    @cached_property
-    def _states(self) -> dict[tuple[Strategy, int, int], tuple[float, float]]:
-        """What a rank of a stage holds without packs: master store and arena, and buffers of switches."""
-        return {}
+    def _totals(
+        self, strategy: Strategy, stage: int, longest: int | None, num_packs: int | None, arena: int
+    ) -> Callable[[int], float]:
+        """Bytes in all by tokens, as `_breakdown` has them. What does not depend on tokens is looked up once."""
+        own = self._stage_of(strategy, stage)
 
-    def _total(
-        self, strategy: Strategy, stage: int, longest: int | None, num_packs: int | None, arena: int, tokens: int
-    ) -> float:
-        """Bytes in all, as `_breakdown` has them."""
-        bucket = Bucket(strategy, tokens, 1) if longest is None else Bucket(strategy, longest, tokens)
+        def bucket_of(tokens: int) -> Bucket:
+            return Bucket(strategy, tokens, 1) if longest is None else Bucket(strategy, longest, tokens)
+
         if self.options.pipedream is not None:  # weights depend on the packs
-            return self._breakdown(bucket, stage, num_packs, arena).total
-        key = strategy, stage, arena
-        if key not in self._states:
-            of = self._breakdown(bucket, stage, num_packs, arena)
-            states = of.master_weights + of.master_gradients + of.optimizer + of.weights + of.gradients + of.arena
-            self._states[key] = states, of.switch
-        states, switch = self._states[key]
-        num_packs, chain = self._packs_or_chunks(bucket, num_packs)
-        in_flight = self._in_flight(bucket, stage, num_packs, chain)
-        activations, logits = self._of_packs(self._stage_of(strategy, stage), bucket, *in_flight)
-        return states + activations + logits + switch
+            return lambda tokens: self._breakdown(bucket_of(tokens), stage, num_packs, arena).total
+        of = self._breakdown(bucket_of(1), stage, num_packs, arena)
+        states = of.master_weights + of.master_gradients + of.optimizer + of.weights + of.gradients + of.arena
+
+        def total(tokens: int) -> float:
+            bucket = bucket_of(tokens)
+            in_flight = self._in_flight(bucket, stage, *self._packs_or_chunks(bucket, num_packs))
+            activations, logits = self._of_packs(own, bucket, *in_flight)
+            return states + activations + logits + of.switch
+
+        return total
 
     def _more_for_arena(self, stage: StageSizes, arena: int) -> float:
         """Bytes that a stage holds more than in a pool of its own."""
-        most = self.options.switch_bytes
+        own, most = self._stage_arena(stage), self.options.switch_bytes
+        if arena <= own:
+            return 0.0
         moved = min(most, self._most_moved(stage, arena)) - min(most, self._most_moved(stage, 0))
-        return max(0, arena - self._stage_arena(stage)) + moved
+        return arena - own + moved
 
     @cached_property
     def _known_fullest(self) -> dict[Strategy, list["_Fullest"]]:

@@ -7,6 +7,7 @@ come from measurements (`fit`) or from data sheets (`analytic`). Plain data, no 
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -177,7 +178,20 @@ class TimeModel:
     def rank_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
         """The cost of all stages of each rank of a pipeline, see `stage_costs`."""
         costs = self.stage_costs(strategy)
+        if strategy.v == 1:
+            return costs
         return tuple(sum(costs[rank :: strategy.pp], Cost()) for rank in range(strategy.pp))
+
+    def different_costs(self, strategy: Strategy) -> tuple[Mapping[Cost, int], Cost]:
+        """Of how many ranks of a pipeline each is the cost, see `rank_costs`; and the sum of all."""
+        if strategy not in self._different_costs:
+            times = Counter(self.rank_costs(strategy))
+            self._different_costs[strategy] = times, sum([cost * number for cost, number in times.items()], Cost())
+        return self._different_costs[strategy]
+
+    @cached_property
+    def _different_costs(self) -> dict[Strategy, tuple[Mapping[Cost, int], Cost]]:
+        return {}
 
     @cached_property
     def _stage_costs(self) -> dict[tuple[int, ...], tuple[Cost, ...]]:

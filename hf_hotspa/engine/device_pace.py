@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import EMBEDDING, ParameterVector
-from hf_hotspa.packing.bucketing import sequence_cost
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan, sequence_cost
 from hf_hotspa.report import MEASURES, StepReport
 from hf_hotspa.stragglers.detection import PhaseWork, SlowDevices, SlowEvent
 from hf_hotspa.stragglers.giving import Giving

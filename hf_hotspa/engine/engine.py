@@ -26,18 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.engine.device_pace import DevicePace
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
-from hf_hotspa.engine.low_bit import adopt_before_steps
+from hf_hotspa.engine.low_bit import adopt, needs_adopting
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.measures import Observer, PhaseFacts, peak_memory, step_report
 from hf_hotspa.engine.non_finite import raise_non_finite
 from hf_hotspa.engine.packed_loading import load_below_adapter
-from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.engine.phase import Observer, PhaseFacts, PhaseRunner, peak_memory, step_report
 from hf_hotspa.engine.pipedream import PipeDreamRunner, stage_updates
 from hf_hotspa.engine.recut import changed, take_cut, with_paces
 from hf_hotspa.engine.set_up import describe, plan_switches
@@ -68,6 +70,7 @@ class HotSPaEngine:
         device: Where this rank computes; its CUDA device when there is one, else the CPU.
 
     Attributes:
+        longest: Tokens of the longest sequence that some bucket takes.
         agreement: How all ranks agree (`Agreement.run`).
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
         failures: What ended a phase; knows of a lack of memory on this rank.
@@ -75,6 +78,8 @@ class HotSPaEngine:
         base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
         updates: The optimizer steps of this rank's stage, where stages update by themselves (`EngineOptions.pipedream`): set its
             `step`. None where the loop around the engine steps, once a mini-batch.
+        grad_norm: Global 2-norm of the gradient of the last mini-batch, before clipping; where stages update by themselves, the
+            root of the mean square over the updates.
         stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
 
     Raises:
@@ -94,6 +99,7 @@ class HotSPaEngine:
         self.rank: int = dist.get_rank() if started else 0
         self.world_size: int = dist.get_world_size() if started else 1
         self.buckets = tuple(buckets)
+        self.longest = max((bucket.longest for bucket in self.buckets), default=0)
         options = options or EngineOptions()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
         self.device = device = device or default_device()
@@ -132,7 +138,7 @@ class HotSPaEngine:
         self._switching.prepare()
         self.observer = Observer()
         self.stop_ranks: tuple[int, ...] = ()
-        self._steps, self._grad_norm, self._reached = 0, 0.0, frozenset[str]()
+        self._steps, self.grad_norm, self._reached = 0, 0.0, frozenset[str]()
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -267,12 +273,6 @@ class HotSPaEngine:
             {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
         ]
 
-    @property
-    def grad_norm(self) -> float:
-        """Global 2-norm of the gradient of the last mini-batch, before clipping; where stages update by themselves, the root of
-        the mean square over the updates."""
-        return self._grad_norm
-
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales the gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
 
@@ -287,10 +287,10 @@ class HotSPaEngine:
                 why="no moment exists at which the gradients of all stages are there",
                 fix="clip on each stage: EngineOptions(pipedream=PipeDream(max_norm=...))",
             )
-        factor = max_norm / (self._grad_norm + 1e-6)
+        factor = max_norm / (self.grad_norm + 1e-6)
         if factor < 1.0:
             self.master.scale_gradients(factor)
-        return self._grad_norm
+        return self.grad_norm
 
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
@@ -322,7 +322,7 @@ class HotSPaEngine:
         begin, self._steps = time.perf_counter(), self._steps if step is None else step
         where = f"mini-batch {self._steps + 1}"
         error = mini_batch.error
-        if error is None and needs_labels and mini_batch.num_labels == 0:
+        if error is None and needs_labels and mini_batch.plan.num_labels == 0:
             error = DataError(
                 f"none of the {mini_batch.plan.num_rows} rows of the mini-batch has a label token",
                 where=where,
@@ -352,10 +352,10 @@ class HotSPaEngine:
             loaded: Whose weights are there already.
         """
         measures: list[PhaseMeasure] = []
-        loss, previous = 0.0, None
-        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
-        for runner in runners:
-            runner.parts.train(training)
+        loss, previous, runners = 0.0, None, list[PhaseRunner]()
+        for index in order:
+            runners.append(self.phases[mini_batch.phases[index].bucket.strategy])
+            runners[-1].parts.train(training)
         for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
             if self._switching.worker is not None:  # whose thread explains failures, too
@@ -365,7 +365,7 @@ class HotSPaEngine:
                 phase_loss, measured = runner.run(
                     phase,
                     mini_batch.plan.phases[index],
-                    1.0 / max(mini_batch.num_labels, 1),
+                    1.0 / max(mini_batch.plan.num_labels, 1),
                     previous,
                     step=self._steps,
                     since=self._agreed,
@@ -412,28 +412,34 @@ class HotSPaEngine:
     ) -> StepReport:  # fmt: skip
         mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
         updates, trained = self.updates, self.master.trained
-        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
-        here = set[str]().union(*(part.reached for runner in runners for part in runner.parts))
-        reached = packed_flags(name in here for name in trained)
+        here, facts, numbers = set[str](), list[PhaseFacts](), list[float]()
+        for index, measured in zip(order, measures, strict=True):
+            runner = self.phases[mini_batch.phases[index].bucket.strategy]
+            for part in runner.parts:
+                here |= part.reached
+            context = runner.replica.context
+            facts.append(PhaseFacts(runner.name, runner.frozen_bytes, context.way if context is not None else ""))
+            numbers += measured
+        reached = packed_flags(map(here.__contains__, trained)) if self.world_size > 1 else []
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
-        values = [loss, square, *mine, *(number for phase in measures for number in phase), *reached]
+        values = [loss, square, *mine, *numbers, *reached]
         rows, flags = self.agreement.gather(values).tensor_split([len(values) - len(reached)], 1)
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
-        self._grad_norm = squared_norm**0.5
+        self.grad_norm = squared_norm**0.5
         self.stop_ranks = tuple(rows[:, 4].nonzero().flatten().tolist())
         if not (torch.isfinite(rows[:, :2]).all()):
             raise_non_finite(
                 mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where, updates is None
             )
         if updates is None:
-            self._reached |= set(itertools.compress(trained, any_flag(flags, len(trained))))
+            if reached:
+                here = set(itertools.compress(trained, any_flag(flags, len(trained))))
+            self._reached |= here
             self.master.bind_gradients(self._reached)
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
-        ways = [context.way if (context := runner.replica.context) is not None else "" for runner in runners]
-        facts = [PhaseFacts(runner.frozen_bytes, way) for runner, way in zip(runners, ways, strict=True)]
         return step_report(
-            self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, facts
+            self._steps, total_loss, self.grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, facts
         )
 
     def evaluation(self, store: MasterStore | None = None, training: bool = False, step: int = 0) -> Evaluation:
@@ -477,18 +483,18 @@ class HotSPaEngine:
     def scale_gradients(self, factor: float) -> None:
         """Multiplies the gradients that are there, and their norm. Not collective: the same on all ranks."""
         self.master.scale_gradients(factor)
-        self._grad_norm *= abs(factor)
+        self.grad_norm *= abs(factor)
 
     def drop_gradients(self) -> None:
         """Makes the gradients 0. Not collective: on all ranks."""
         self.master.zero_gradients()
         self.master.bind_gradients()
-        self._grad_norm = 0.0
+        self.grad_norm = 0.0
 
     def leave_out(self, names: Collection[str]) -> None:
         """Takes the gradients of some parameters away, and out of the norm, as if they had never been trained. Collective."""
         self.master.drop_gradients_of(names)
-        self._grad_norm = float(self.agreement.gather([self.master.squared_norm()]).sum()) ** 0.5
+        self.grad_norm = float(self.agreement.gather([self.master.squared_norm()]).sum()) ** 0.5
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -527,6 +533,27 @@ class HotSPaEngine:
         self.agreement.barrier()
         self._switching.arenas.clear()
         self._groups.close()
+
+
+def adopt_before_steps(master: MasterStore) -> RemovableHandle:
+    """Adopts any optimizer of few bits (`engine/low_bit.py`) that holds shares of the master store before it makes its first step,
+    whoever made it. What `adopt` refuses is raised by the step.
+
+    Returns:
+        What ends it.
+    """
+    store, own, others = weakref.ref(master), {id(share) for share in master.parameters.values()}, set[type]()
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        to, kind = store(), type(optimizer)
+        if to is None or kind in others:
+            return
+        if not needs_adopting(kind):
+            others.add(kind)
+        elif any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            adopt(optimizer, to)
+
+    return register_optimizer_step_pre_hook(before)
 
 
 def _attach(make: Callable[[Replica], Attachment], runner: PhaseRunner) -> None:

@@ -1,4 +1,4 @@
-"""The executor: runs switch plans on one rank.
+"""The executor: runs switch plans on one rank, each as a job (`SwitchJob`).
 
 What it promises:
 
@@ -14,9 +14,10 @@ What it promises:
 * After a failure in flight the executor refuses to run again: both ends may hold half a round.
 """
 
+import threading
 import time
 from collections import deque
-from collections.abc import Collection, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_hotspa.engine.transport import TransferHandle, Transport
-from hf_hotspa.errors import PlanError, TransferError
+from hf_hotspa.errors import HotspaError, PlanError, TransferError
 from hf_hotspa.plan.plan import (
     INTRA,
     RELAY,
@@ -78,6 +79,7 @@ class BoundRound:
         outgoing: The tensor that each message sends, once it is packed.
         incoming: Where each message is received: in the target buffer itself when it can be.
         local_bytes: Bytes moved inside the rank, in the dtype of where they go.
+        sent_bytes, received_bytes: Bytes of its messages.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class BoundRound:
             [_view(local.source, buffers) for local in current.local],
         )
         self.local_bytes = sum(view.numel() * view.itemsize for view in self._local[0])
+        self.sent_bytes = sum(message.num_bytes for message in current.sends)
+        self.received_bytes = sum(message.num_bytes for message in current.receives)
         if accumulate and current.local:
             self._adds.append((rank, *self._local))
         self._adds.sort(key=lambda part: part[0])  # the order that makes sums repeatable
@@ -188,7 +192,10 @@ class Bindings:
     def find(self, key: Hashable, buffers: Views) -> Binding | None:
         """The binding of a schedule to these buffers, if it was kept."""
         places = _places(buffers)
-        return next((binding for binding in self._kept.get(key, ()) if binding.places == places), None)
+        for binding in self._kept.get(key, ()):
+            if binding.places == places:
+                return binding
+        return None
 
     def add(
         self,
@@ -222,7 +229,7 @@ class Bindings:
 
 
 def _places(buffers: Views) -> tuple[Place, ...]:
-    return tuple((place, b.data_ptr(), b.numel(), b.dtype) for place, b in buffers.items())
+    return tuple([(place, b.data_ptr(), b.numel(), b.dtype) for place, b in buffers.items()])
 
 
 def _view(piece: Slice, buffers: Views) -> torch.Tensor:
@@ -411,7 +418,7 @@ class SwitchExecutor:
         index = 0
         try:
             for index, current in enumerate(schedule.rounds):
-                if current.is_empty:
+                if bound.rounds[index] is None:  # this rank has nothing to do
                     yield
                     continue
                 while flights and (len(flights) == _IN_FLIGHT or flights[0][0] <= current.needs):
@@ -440,8 +447,9 @@ class SwitchExecutor:
     def _open(self, bound: Binding, group: int, progress: Progress) -> None:
         progress.await_source(bound.schedule.groups[group])
         if bound.plan.accumulate:
-            for segment in bound.schedule.relay_extents(group):
-                bound.buffers[RELAY, segment].zero_()
+            for segment in bound.schedule.groups[group]:
+                if (relay := bound.buffers.get((RELAY, segment))) is not None:
+                    relay.zero_()
 
     def _start(self, bound: Binding, index: int, epoch: int, stats: SwitchStats) -> _Flight:
         """Packs and posts a round, and makes a load's local copies while it is on the wire."""
@@ -460,8 +468,8 @@ class SwitchExecutor:
         if not bound.plan.accumulate:
             tensors.copy_local()
             _lap(stats, "local_seconds", clock)
-        stats.sent_bytes += sum(message.num_bytes for message in current.sends)
-        stats.received_bytes += sum(message.num_bytes for message in current.receives)
+        stats.sent_bytes += tensors.sent_bytes
+        stats.received_bytes += tensors.received_bytes
         stats.local_bytes += tensors.local_bytes
         stats.num_messages += len(current.sends) + len(current.receives)
         return index, handle
@@ -487,7 +495,7 @@ class SwitchExecutor:
     def schedule(self, plan: SwitchPlan, wire_dtypes: Wires) -> Schedule:
         """This rank's rounds of a plan; cut once and kept."""
         wire_dtypes = tuple(wire_dtypes)
-        key = plan.digest(), wire_dtypes
+        key = plan.digest, wire_dtypes
         if key not in self._schedules:
             wires = [wire_of(dtype) if dtype else None for dtype in wire_dtypes]
             round_bytes = self.staging_bytes // _IN_FLIGHT
@@ -512,7 +520,7 @@ class SwitchExecutor:
 
     def _bind(self, plan: SwitchPlan, wire_dtypes: Wires, stores: dict[int, Buffers]) -> Binding:
         """The rounds with their tensors."""
-        key, schedule = (plan.digest(), tuple(wire_dtypes)), self.schedule(plan, wire_dtypes)
+        key, schedule = (plan.digest, tuple(wire_dtypes)), self.schedule(plan, wire_dtypes)
         buffers = self._checked(plan, schedule, stores)
         binding = self._bindings.find(key, buffers)
         if binding is None:
@@ -597,3 +605,202 @@ def _relay_places(
         end = start + extent * dtype.itemsize
         places.append((segment, start, end, dtype))
     return places
+
+
+# -- jobs -------------------------------------------------------------------------------------------------------------
+
+# A switch as a job, which is done at once (`SwitchJob.done`), or runs beside the computation (`engine/worker.py`).
+
+
+class _Stamp:
+    """A moment in the work of the current stream; on CPU, where work is done when a call returns, nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """What the current stream does from now on comes after that moment."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class SegmentGate:
+    """Keeps a switch from reading segments before the computation has finished with them.
+
+    Args:
+        closed: The segments to keep; all others are open from the start.
+    """
+
+    def __init__(self, closed: Iterable[int], device: torch.device) -> None:
+        self._device, self._closed = device, set(closed)
+        self._stamps: dict[int, _Stamp] = {}
+        self._cancelled: HotspaError | None = None
+        self._changed = threading.Condition()
+
+    def open(self, segments: Iterable[int] | None = None) -> None:
+        """What the current stream of the caller has done so far completes these segments; all that are closed when None."""
+        stamp = _Stamp(self._device)
+        with self._changed:
+            opened = set(self._closed) if segments is None else self._closed.intersection(segments)
+            self._closed -= opened
+            self._stamps.update(dict.fromkeys(opened, stamp))
+            self._changed.notify_all()
+
+    def cancel(self, error: HotspaError) -> None:
+        """The segments that are still closed will never be opened: whoever waits for one gets the error."""
+        with self._changed:
+            self._cancelled = error
+            self._changed.notify_all()
+
+    def wait(self, segments: Iterable[int]) -> None:
+        """Blocks until all these segments are open; then the caller's stream comes after what completed them.
+
+        Raises:
+            HotspaError: the gate was cancelled.
+        """
+        wanted = set(segments)
+        with self._changed:
+            self._changed.wait_for(lambda: self._cancelled is not None or not wanted & self._closed)
+            if self._cancelled is not None:
+                raise self._cancelled
+            stamps = {self._stamps[segment] for segment in wanted if segment in self._stamps}
+        for stamp in stamps:
+            stamp.wait()
+
+
+class SwitchJob:
+    """One switch; made by `SwitchWorker.submit`, which runs it beside what follows, or by `done`.
+
+    Args:
+        run: Runs the switch with the job as its progress.
+        gate: What it must wait for before it reads a segment; None when everything is ready.
+
+    Attributes:
+        exposed_s: Host seconds that callers have spent blocked in `wait` and `result`. On CUDA, what the caller's stream then
+            waits for the events is not in it.
+        busy_s: Seconds from the start of the switch to its end, without those in which it waited for its gate; 0 before, and
+            where nothing was computed beside it. Waiting for peers counts, as it cannot be told from moving bytes.
+    """
+
+    def __init__(
+        self, name: str, run: Callable[["SwitchJob"], SwitchStats], gate: SegmentGate | None, device: torch.device
+    ) -> None:
+        self.name = name
+        self._run: Callable[[SwitchJob], SwitchStats] | None = run
+        self._gate, self._device = gate, device
+        self._submitted = _Stamp(device)
+        self._complete: dict[int, _Stamp] = {}
+        self._ended: _Stamp | None = None
+        self._stats: SwitchStats | None = None
+        self._error: BaseException | None = None
+        self.exposed_s = self.busy_s = self._gated_s = 0.0
+        self._changed = threading.Condition()
+
+    @classmethod
+    def done(cls, name: str, run: Callable[["SwitchJob"], SwitchStats], device: torch.device) -> "SwitchJob":
+        """Runs a switch at once, in the calling thread and stream: the job of it is over.
+
+        Raises:
+            Exception: what ended it.
+        """
+        job = cls(name, run, None, device)
+        job._run, job._stats, job._ended = None, run(job), _Stamp(device)
+        return job
+
+    # -- the side of the computation ----------------------------------------------------------------------------------
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the switch is over, and all that it had to do is done."""
+        return self._ended is not None and self._error is None
+
+    def wait(self, segments: Iterable[int]) -> None:
+        """Blocks until the target buffers of these segments are complete, for the host and for the caller's stream.
+
+        Segments that the switch does not report are complete at its end.
+
+        Raises:
+            Exception: what ended the job.
+        """
+        wanted = set(segments)
+        self._block(lambda: wanted <= self._complete.keys())
+        stamps = {self._complete[s] for s in wanted if s in self._complete}
+        if self._ended is not None and not wanted <= self._complete.keys():
+            stamps.add(self._ended)
+        for stamp in stamps:
+            stamp.wait()
+
+    def result(self) -> SwitchStats:
+        """Blocks until the switch is over; returns what it did.
+
+        Raises:
+            Exception: what ended the job.
+        """
+        if self._ended is None or self._error is not None:
+            self._block(lambda: False)
+        assert self._stats is not None
+        assert self._ended is not None
+        self._ended.wait()
+        return self._stats
+
+    def _block(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            if self._ended is None and not ready():
+                begin = time.perf_counter()
+                self._changed.wait_for(lambda: self._ended is not None or ready())
+                self.exposed_s += time.perf_counter() - begin
+            if self._error is not None:
+                raise self._error
+
+    def cancel(self, error: HotspaError) -> None:
+        """Ends the job with this error where it can be ended: before it starts, or at its gate. Does not wait."""
+        with self._changed:
+            if self._run is not None:
+                self._end(error=error)
+        if self._gate is not None:
+            self._gate.cancel(error)
+
+    # -- the side of the worker: the executor's `Progress` ------------------------------------------------------------
+
+    def await_source(self, segments: Sequence[int]) -> None:
+        """Returns when these segments may be read."""
+        if self._gate is not None:
+            begin = time.perf_counter()
+            try:
+                self._gate.wait(segments)
+            finally:
+                self._gated_s += time.perf_counter() - begin
+
+    def target_complete(self, segments: Sequence[int]) -> None:
+        """These segments' target buffers are complete, as far as the current stream goes."""
+        stamp = _Stamp(self._device)
+        with self._changed:
+            self._complete.update(dict.fromkeys(segments, stamp))
+            self._changed.notify_all()
+
+    def execute(self) -> bool:
+        """Runs the switch in the calling thread and stream; whether it succeeded."""
+        with self._changed:
+            run, self._run = self._run, None
+        if run is None:  # cancelled before it started
+            return False
+        begin = time.perf_counter()
+        stats, error = None, None
+        try:
+            self._submitted.wait()
+            stats = run(self)
+        except BaseException as failure:  # also what is no Exception: the caller must not wait for ever
+            error = failure
+        with self._changed:
+            self.busy_s = time.perf_counter() - begin - self._gated_s
+            self._end(stats, error)
+        return error is None
+
+    def _end(self, stats: SwitchStats | None = None, error: BaseException | None = None) -> None:
+        self._run, self._stats, self._error = None, stats, error
+        self._ended = _Stamp(self._device)
+        self._changed.notify_all()

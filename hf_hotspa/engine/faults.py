@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_hotspa.data.collator import PhaseBatch
-from hf_hotspa.engine.measures import peak_memory
-from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.engine.phase import PhaseRunner, peak_memory
 from hf_hotspa.errors import PhaseMemoryError, TransferError
 from hf_hotspa.parallel.agreement import Mailbox, hotspa_cause, lost_peer
 from hf_hotspa.strategy import Strategy

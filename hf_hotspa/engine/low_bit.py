@@ -9,7 +9,6 @@ one element of the parameter, or for so many.
 import hashlib
 import logging
 import time
-import weakref
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,13 +17,11 @@ import torch
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from hf_hotspa.engine.master import MasterShare, MasterStore
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.layout.placement import MASTER_ALIGNMENT
-from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.replica import to_storage
 from hf_hotspa.versions import version_of
 
 logger = logging.getLogger(__name__)
@@ -218,23 +215,9 @@ def disown(optimizer: Any) -> None:
         del optimizer.wholes, optimizer.overrides
 
 
-def adopt_before_steps(master: MasterStore) -> RemovableHandle:
-    """Adopts any optimizer of these libraries that holds shares of the master store before it makes its first step, whoever made
-    it. What `adopt` refuses is raised by the step.
-
-    Returns:
-        What ends it.
-    """
-    store, own = weakref.ref(master), {id(share) for share in master.parameters.values()}
-
-    def before(optimizer: Optimizer, *_: Any) -> None:
-        to = store()
-        if to is None or library_of(type(optimizer)) is None or _is_ours(type(optimizer)):
-            return
-        if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            adopt(optimizer, to)
-
-    return register_optimizer_step_pre_hook(before)
+def needs_adopting(kind: type) -> bool:
+    """Whether it is a class of these libraries that `adopt` has not changed."""
+    return library_of(kind) is not None and not _is_ours(kind)
 
 
 # -- states as they are saved -------------------------------------------------------------------------------------------

@@ -11,12 +11,19 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout, master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
-from hf_hotspa.model.storage import from_storage, to_storage
+from hf_hotspa.model.replica import from_storage, to_storage
 from hf_hotspa.strategy import Strategy
+
+
+def bare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside accelerate's wrapper."""
+    bare: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return bare
 
 
 class MasterShare(NamedTuple):
@@ -257,6 +264,15 @@ class MasterStore:
         """Whether the gradients hang where `bind_gradients` has put them."""
         return all(self.parameters[name].grad is not None for name in self._bound)
 
+    @property
+    def gradient_version(self) -> int:
+        """Another number once somebody has changed a gradient."""
+        version = 0
+        for gradient in self.gradients:
+            if gradient is not None:
+                version += gradient._version
+        return version
+
     def drop_gradients_of(self, names: Collection[str]) -> None:
         """Makes the gradients of some parameters 0, and takes them off."""
         for name in names:
@@ -265,7 +281,10 @@ class MasterStore:
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradients, in fp64. Every element is owned once, so ranks add up exactly."""
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in self.gradients if g is not None]
+        norms = list[Tensor]()
+        for gradient in self.gradients:
+            if gradient is not None:
+                norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def scale_gradients(self, factor: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.errors import NonFiniteError
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.strategy import Strategy
 

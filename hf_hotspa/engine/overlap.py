@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_hotspa.engine.worker import SegmentGate, SwitchJob
+from hf_hotspa.engine.executor import SegmentGate, SwitchJob
 from hf_hotspa.errors import ModelError
 from hf_hotspa.layout.placement import Slot
 

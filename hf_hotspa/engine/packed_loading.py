@@ -22,7 +22,7 @@ from hf_hotspa.engine.loading import SavedModel, open_model
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.vector import ParameterSpec
-from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.adapters import bare_model, bit_sum
 from hf_hotspa.parallel.agreement import Agreement

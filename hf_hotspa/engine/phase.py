@@ -11,36 +11,194 @@ weight and lets each gradient go. It returns only when the load is over; `return
 return.
 """
 
+import resource
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch, PhaseBatch, idle_micro_batch
-from hf_hotspa.engine.executor import Buffers
+from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchJob
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.measures import synchronize
 from hf_hotspa.engine.memory import MemoryForecast
 from hf_hotspa.engine.overlap import GradientWatch, WeightGuard
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.engine.units import UnitMeasure, UnitStream
-from hf_hotspa.engine.worker import SegmentGate, SwitchJob
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions, Overlap
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
-from hf_hotspa.packing.mini_batch import PhasePlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan, PhasePlan
 from hf_hotspa.packing.passes import beats, joint_passes, pack_lengths
 from hf_hotspa.packing.pipeline_order import Operation
 from hf_hotspa.parallel.collectives import CLOCK, PRODUCTS
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
+from hf_hotspa.parallel.token_chunks import PackRunner
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
-from hf_hotspa.report import PhaseMeasure
+from hf_hotspa.report import PhaseEvent, PhaseMeasure, PhaseReport, RankMeasures, StepReport, SwitchEvent
 from hf_hotspa.strategy import Strategy
+
+# -- measures ---------------------------------------------------------------------------------------------------------
+
+# What a rank measures of a phase, and how the measures of all ranks become reports.
+
+
+class PhaseFacts(NamedTuple):
+    """What every rank knows of a phase that ran.
+
+    Attributes:
+        strategy: By its name.
+        frozen_bytes: Bytes of frozen weights that its load moved between ranks, summed over ranks.
+        context: See `PhaseReport.context`.
+    """
+
+    strategy: str
+    frozen_bytes: int = 0
+    context: str = ""
+
+
+class Observer:
+    """Who is told of the phases of a mini-batch while it runs: nobody. Others must not raise and not communicate."""
+
+    def wants_stop(self) -> bool:
+        """Whether this rank wants to stop after this mini-batch; asked when its last phase has ended."""
+        return False
+
+    def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
+        """Before the weights for phase `order[index]` of mini-batch `step` (counted from 1) are loaded."""
+
+    def phase_ended(
+        self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure
+    ) -> None:
+        """After its gradients were returned."""
+
+
+def phase_event(
+    step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure | None = None
+) -> PhaseEvent:
+    """The begin of a phase, or its end, when it was measured; arguments as for `Observer`."""
+    phase = plan.phases[order[index]]
+    return PhaseEvent(
+        step,
+        index,
+        len(order),
+        str(phase.bucket.strategy),
+        num_packs=phase.num_packs,
+        num_sequences=phase.num_sequences,
+        num_tokens=phase.num_tokens,
+        seconds=None if measured is None else measured._asdict(),
+    )
+
+
+def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[SwitchEvent]:
+    """The load and the return of a phase on this rank."""
+    return [
+        SwitchEvent(step, "load", strategy, measured.load_s, measured.load_busy_s, int(measured.load_bytes)),
+        SwitchEvent(step, "return", strategy, measured.return_s, measured.return_busy_s, int(measured.return_bytes)),
+    ]
+
+
+def synchronize(device: torch.device) -> None:
+    """Returns when the current stream has come so far: not the whole device, a switch may be under way in a stream of its own."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this rank has held at most: allocated by torch on an accelerator, resident on CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) * (1 if sys.platform == "darwin" else 1024)
+
+
+def step_report(
+    step: int,
+    loss: float,
+    grad_norm: float,
+    plan: MiniBatchPlan,
+    order: Sequence[int],
+    measures: Tensor,
+    total_s: float,
+    ranks: Tensor,
+    facts: Sequence[PhaseFacts],
+) -> StepReport:
+    """The report of a mini-batch.
+
+    Args:
+        loss: Token mean over all ranks.
+        grad_norm: Before clipping.
+        order: The phases of the plan in the order in which they ran.
+        measures: fp64 [world size, phases in that order, fields of `PhaseMeasure`].
+        total_s: Wall seconds on this rank.
+        ranks: fp64 [world size, 2]: seconds to the agreement, and peak memory in bytes.
+        facts: Of each phase in that order.
+    """
+    return StepReport(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        num_labels=plan.num_labels,
+        num_rows=plan.num_rows,
+        num_truncated=plan.num_truncated,
+        num_split=plan.num_split,
+        num_dropped=plan.num_dropped,
+        num_empty=plan.num_empty,
+        phases=tuple(map(_phase_report, map(plan.phases.__getitem__, order), measures.unbind(1), facts)),
+        total_s=total_s,
+        ranks=RankMeasures(ranks[:, 0].tolist(), ranks[:, 1].long().tolist(), measures.tolist()),
+    )
+
+
+def _phase_report(phase: PhasePlan, measured: Tensor, facts: PhaseFacts) -> PhaseReport:
+    most = PhaseMeasure(*measured.amax(0).tolist())
+    least = PhaseMeasure(*measured.amin(0).tolist())
+    total = PhaseMeasure(*measured.sum(0).tolist())
+    capacity = busiest = longest = squared = 0
+    for packs in phase.replicas:
+        of_replica = 0
+        for pack in packs:
+            capacity += max(phase.bucket.pack_tokens, pack.num_tokens)
+            of_replica += pack.num_tokens
+            for length in pack.lengths:
+                longest, squared = max(longest, length), squared + length**2
+        busiest = max(busiest, of_replica)
+    return PhaseReport(
+        num_packs=phase.num_packs,
+        num_sequences=phase.num_sequences,
+        num_tokens=phase.num_tokens,
+        load_s=most.load_s,
+        compute_s=most.compute_s,
+        wait_s=most.wait_s,
+        return_s=most.return_s,
+        load_bytes=int(total.load_bytes),
+        return_bytes=int(total.return_bytes),
+        # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
+        hidden_load_s=max(0.0, least.load_busy_s - most.load_s),
+        hidden_return_s=max(0.0, least.return_busy_s - most.return_s),
+        capacity_tokens=capacity,
+        busiest_tokens=busiest,
+        longest_tokens=longest,
+        squared_tokens=squared,
+        **facts._asdict(),
+        unit_load_s=most.unit_load_s,
+        unit_return_s=most.unit_return_s,
+        hidden_unit_load_s=max(0.0, least.unit_load_busy_s - most.unit_load_s),
+        hidden_unit_return_s=max(0.0, least.unit_return_busy_s - most.unit_return_s),
+        unit_load_bytes=int(total.unit_load_bytes),
+        unit_return_bytes=int(total.unit_return_bytes),
+        expert_tokens=int(total.expert_tokens),
+        busiest_expert_tokens=int(most.expert_tokens),
+        dropped_expert_tokens=int(total.dropped_tokens),
+        context_bytes=int(total.context_bytes),
+    )
+
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
@@ -75,12 +233,18 @@ class Parts(tuple[Replica, ...]):
     @property
     def num_dropped(self) -> int:
         """Tokens that a capacity of experts has dropped since the last `bind`."""
-        return sum(part.capacity.num_dropped for part in self if part.capacity is not None)
+        dropped = 0
+        for part in self:
+            dropped += part.capacity.num_dropped if part.capacity is not None else 0
+        return dropped
 
     @property
     def sent_bytes(self) -> int:
         """Bytes sent to the other ranks of cp so far."""
-        return sum(part.context.context.sent_bytes for part in self if part.context is not None)
+        sent = 0
+        for part in self:
+            sent += part.context.context.sent_bytes if part.context is not None else 0
+        return sent
 
 
 # -- phases -----------------------------------------------------------------------------------------------------------
@@ -96,6 +260,7 @@ class PhaseRunner:
     Attributes:
         parts: This rank's stages, one or those of `+v2`, in the order of the pipeline.
         replica: The last of them, which has the loss where the pipeline ends here.
+        name: Of the strategy.
         act: What it does, or did last: `load`, `compute` or `return`.
         frozen_bytes: Bytes of frozen weights that its last load moved between ranks, summed over ranks.
     """
@@ -110,8 +275,8 @@ class PhaseRunner:
         overlap: Overlap,
         options: EngineOptions,
     ) -> None:
-        self.mesh, self._switching, self._master = mesh, switching, master
-        self._keeps_step = mesh.strategy.keeps_step
+        self.mesh, self._switching, self._master, self.name = mesh, switching, master, str(mesh.strategy)
+        self._keeps_step, self._has_peers = mesh.strategy.keeps_step, mesh.strategy.world_size > 1
         self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
         self.weights: list[Tensor | None] = []
         device, parts = master.compute_device, range(mesh.strategy.v)
@@ -123,7 +288,9 @@ class PhaseRunner:
         self._pair_cost = options.pair_costs.get(mesh.strategy.tp, description.shape.quadratic_cost)
         pad = description.config.get_text_config().pad_token_id
         pad = pad if isinstance(pad, int) and pad >= 0 else 0
-        self._runner = PipelineRunner(self.parts, mesh, schedule, pad, self._pair_cost)
+        self._runner = PackRunner(self.replica, mesh.strategy, self._pair_cost)
+        if mesh.pipeline is not None:
+            self._runner = PipelineRunner(self.parts, mesh, schedule, pad, self._pair_cost)
         self._gradients: list[Tensor | None] = []
         self._guards: list[WeightGuard] = []
         self._stream: UnitStream | None = None
@@ -191,8 +358,9 @@ class PhaseRunner:
         loss = self._compute_phase(phase, plan, scale, not hands_over)
         compute_s = lap()
         units = self._stream.measure() if self._stream is not None else UnitMeasure()
-        others_s = CLOCK.seconds() + units.load_s + units.return_s
-        products_s = PRODUCTS.seconds()
+        others_s, products_s = units.load_s + units.return_s, 0.0
+        if self._has_peers:
+            others_s, products_s = CLOCK.seconds() + others_s, PRODUCTS.seconds()
         # without it, waiting for the busiest replica would be counted as switching
         wait_for_all()
         wait_s = lap()
@@ -208,10 +376,14 @@ class PhaseRunner:
         )  # fmt: skip
 
     def _compute_phase(self, phase: PhaseBatch, plan: PhasePlan, scale: float, is_last: bool) -> float:
-        micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
-        CLOCK.restart(self.replica.device)
-        PRODUCTS.restart(self.replica.device)
-        return float(self.compute(micro_batches, scale, phase.bucket.most_tokens, is_last, plan))
+        micro_batches: Sequence[MicroBatch] = phase.micro_batches
+        if self.replica.device.type != "cpu":
+            micro_batches = [m.to(self.replica.device, non_blocking=True) for m in micro_batches]
+        if self._has_peers:
+            CLOCK.restart(self.replica.device)
+            PRODUCTS.restart(self.replica.device)
+        most_tokens = phase.bucket.most_tokens if self.mesh.strategy.pp > 1 else None
+        return float(self.compute(micro_batches, scale, most_tokens, is_last, plan))
 
     def _make_ready(self, previous: "PhaseRunner | None", is_loaded: bool) -> SwitchJob:
         """Weights in place and gradients clear, by as little as that takes."""
@@ -311,7 +483,7 @@ class PhaseRunner:
             self._sizes, switching.weight_dtypes, self._holder, self._rooms.weights
         )
         plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
-        self.frozen_bytes = switching.frozen_bytes(plan)
+        self.frozen_bytes = switching.frozen_bytes(plan) if switching.frozen_segments else 0
         self._there = switching.frozen_segments if again else frozenset()
         return plan, kept.weights if kept else None
 

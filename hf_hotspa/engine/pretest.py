@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.measures import synchronize
+from hf_hotspa.engine.phase import synchronize
 from hf_hotspa.parallel.collectives import PRODUCTS
 from hf_hotspa.parallel.flexible_linear import Exchange, FlexibleWork, OwnColumns, Part, Product
 from hf_hotspa.stragglers.columns import migrate

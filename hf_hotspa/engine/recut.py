@@ -83,7 +83,7 @@ def take_cut(
         runners = agreement.run(
             where,
             made,
-            lambda _: {plan.name: plan.digest() for plan in switching.pool.plans()},
+            lambda _: {plan.name: plan.digest for plan in switching.pool.plans()},
             facts=lambda _: {
                 "paces of stages": repr(description.vector.stage_costs.paces),
                 "paces of ranks": repr(description.vector.paces),

@@ -92,6 +92,6 @@ def plan_switches(
     per_node = options.devices_per_node or nodes_of(agreement).devices_per_node
     strategies = [bucket.strategy for bucket in buckets]
     switching = Switching(vector, strategies, Cluster(world_size, per_node), groups, options, failures.explain)
-    digests = {f"plan {plan.name!r}": plan.digest() for plan, _ in switching.switches()}
+    digests = {f"plan {plan.name!r}": plan.digest for plan, _ in switching.switches()}
     agreement.run("set-up", switching.check_memory, lambda _: digests)
     return switching

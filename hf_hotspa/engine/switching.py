@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.engine.executor import Buffers, SwitchExecutor, SwitchStats, Wires
+from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchExecutor, SwitchJob, SwitchStats, Wires
 from hf_hotspa.engine.memory import MemoryForecast, device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
-from hf_hotspa.engine.worker import SegmentGate, SwitchJob, SwitchWorker
+from hf_hotspa.engine.worker import SwitchWorker
 from hf_hotspa.errors import check_choice
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
 from hf_hotspa.layout.stages import nested_orders
@@ -283,11 +283,14 @@ class Arenas:
 
     Args:
         copies: How many strategies' weights are kept at a time: 1, or 2 for a second source.
+
+    Attributes:
+        keeps_last: Whether the weights of the last strategy are still there while the next ones are loaded.
     """
 
     def __init__(self, device: torch.device, copies: int = 1) -> None:
         self.gradients = Arena(device)
-        self._weights = [Arena(device) for _ in range(copies)]
+        self._weights, self.keeps_last = [Arena(device) for _ in range(copies)], copies > 1
 
     def reserve(
         self,
@@ -324,11 +327,15 @@ class Arenas:
             As `Arena.take`; and whether the buffers still hold what they held at that `loaded`, untouched since. The
             arena counts as empty until the next `loaded`.
         """
-        held = [holder is not None and arena.holder == holder for arena in self._weights]
-        self._weights.append(self._weights.pop(held.index(True) if any(held) else 0))
-        arena = self._weights[-1]
+        arena, is_held = self._weights[0], False
+        for other in self._weights if holder is not None else ():
+            if other.holder == holder:
+                arena, is_held = other, True
+                break
+        self._weights.remove(arena)
+        self._weights.append(arena)
         arena.holder = None
-        return arena.take(sizes, dtypes, rooms), any(held)
+        return arena.take(sizes, dtypes, rooms), is_held
 
     def loaded(self, holder: Hashable) -> None:
         """The buffers taken last are filled; `holder` says with what."""
@@ -343,11 +350,6 @@ class Arenas:
     def holders(self) -> str:
         """What is known of what the arenas hold; must be the same on all ranks before a switch."""
         return repr([arena.holder for arena in self._weights])
-
-    @property
-    def keeps_last(self) -> bool:
-        """Whether the weights of the last strategy are still there while the next ones are loaded."""
-        return len(self._weights) > 1
 
     @property
     def num_bytes(self) -> int:
@@ -542,9 +544,9 @@ class Switching:
 
     def frozen_bytes(self, plan: SwitchPlan) -> int:
         """Bytes of frozen weights that a load moves between ranks, summed over ranks."""
-        if plan.digest() not in self._frozen_bytes:
-            self._frozen_bytes[plan.digest()] = plan.wire_bytes(self._frozen_sizes)
-        return self._frozen_bytes[plan.digest()]
+        if plan.digest not in self._frozen_bytes:
+            self._frozen_bytes[plan.digest] = plan.wire_bytes(self._frozen_sizes)
+        return self._frozen_bytes[plan.digest]
 
     def held(self) -> dict[str, str]:
         """What ranks must have in common before a load, for `Agreement.check`: it decides what is loaded again."""

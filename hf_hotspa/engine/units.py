@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hf_hotspa.engine.executor import Buffers
+from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchJob
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.switching import Switching
-from hf_hotspa.engine.worker import SegmentGate, SwitchJob
 from hf_hotspa.errors import ModelError
 from hf_hotspa.layout.units import Units, name_of_unit
 from hf_hotspa.layout.vector import EMBEDDING, HEAD

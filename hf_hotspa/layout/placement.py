@@ -51,6 +51,7 @@ class Slot:
         segment: Index of its segment.
         offset: Start in the rank's buffer for that segment.
         shape: Local shape in the Hugging Face order of dims.
+        dim: The dim of `shape` that is outermost in the storage (`ParameterSpec.storage_dim`).
         runs: What of the parameter vector it holds, in local storage order (`shard_dim` outermost).
     """
 
@@ -58,6 +59,7 @@ class Slot:
     segment: int
     offset: int
     shape: tuple[int, ...]
+    dim: int | None
     runs: tuple[Run, ...]
 
     @property
@@ -136,7 +138,7 @@ def _slots(
             local = list(spec.shape)
             local[spec.storage_dim] = sum(b - a for a, b in rows)
             shape = tuple(local)
-        slots.append(Slot(spec, segment, filled, shape, runs))
+        slots.append(Slot(spec, segment, filled, shape, spec.storage_dim, runs))
         filled += slots[-1].numel
     return slots
 

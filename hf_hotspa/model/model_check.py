@@ -7,7 +7,7 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
             fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
         )
     _check_scalings(fresh, description)
-    facts, expected_facts = module_facts(bare), module_facts(fresh)
+    facts, expected_facts = module_facts(bare, is_of_text), module_facts(fresh, of_text(fresh))
     if attention_dropouts(bare.config) != attention_dropouts(description.config):  # turned off for this run
         facts, expected_facts = ({k: v for k, v in of.items() if "drop" not in k[1]} for of in (facts, expected_facts))
     if changes := changed_facts(facts, expected_facts, fresh):
@@ -95,15 +95,17 @@ Facts = dict[tuple[str, str], Any]
 """What of a model's modules decides what they compute beside weights, buffers and config, by module and attribute."""
 
 
-def module_facts(model: PreTrainedModel) -> Facts:
+def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | None = None) -> Facts:
     """The class of each module, and its attributes that are numbers, strings, functions, plain tensors, or tuples of such.
 
     What is no such thing is left out, and so is what anything but a forward changes and reads.
+
+    Args:
+        is_of_text: Which modules are looked at, by name; all when None.
     """
     facts: Facts = {}
-    is_of_text = of_text(model)
     for name, module in model.named_modules():
-        if not is_of_text(name):
+        if is_of_text is not None and not is_of_text(name):
             continue
         facts[name, _CLASS] = type(module)
         for key, value in vars(module).items():

@@ -10,6 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,6 @@ from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
-from hf_hotspa.model.storage import slot_view
 from hf_hotspa.model.text_half import keep_text
 from hf_hotspa.parallel.adapters import base_layer, inject, without_adapters
 from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
@@ -83,6 +83,36 @@ def build_skeleton(description: ModelDescription) -> Any:
     return model
 
 
+# -- storage ----------------------------------------------------------------------------------------------------------
+
+# How a parameter lies in the parameter vector: 1-D, its sharded dim outermost. The only functions that know it.
+
+
+def to_storage(tensor: Tensor, shard_dim: int | None) -> Tensor:
+    """A parameter as the vector stores it; a view where that is possible."""
+    return (tensor if shard_dim is None else tensor.movedim(shard_dim, 0)).reshape(-1)
+
+
+def from_storage(flat: Tensor, shape: Sequence[int], shard_dim: int | None) -> Tensor:
+    """A view of stored elements with the Hugging Face shape: the inverse of `to_storage`.
+
+    Args:
+        flat: 1-D, contiguous.
+        shape: The shape, of the whole parameter or of a shard.
+        shard_dim: The dim that is outermost in storage; None for the natural order.
+    """
+    if shard_dim is None:
+        return flat.view(shape)
+    stored = [shape[shard_dim], *shape[:shard_dim], *shape[shard_dim + 1 :]]
+    return flat.view(stored).movedim(0, shard_dim)
+
+
+def slot_view(buffer: Tensor | None, slot: Slot) -> Tensor:
+    """A slot's part of a flat buffer, in the Hugging Face order of dims."""
+    assert buffer is not None
+    return from_storage(buffer[slot.offset : slot.offset + prod(slot.shape)], slot.shape, slot.dim)
+
+
 # -- what is attached -------------------------------------------------------------------------------------------------
 
 # What rides on a replica without being a part of the model: it is told when steps, phases and forwards begin and end.
@@ -116,9 +146,6 @@ class Attachment:
     def measures(self) -> Mapping[str, float]:
         """What it counted since the last `bind`, by name."""
         return {}
-
-
-# -- replicas ---------------------------------------------------------------------------------------------------------
 
 
 # -- gradients of parameters ------------------------------------------------------------------------------------------

@@ -75,8 +75,12 @@ class Tape:
     @property
     def trains(self) -> bool:
         """Whether anything has a seed."""
-        seeds = (self.weights, self.seeds, self.logit_seeds, self.router_seeds)
-        return any(seed is not None for seed in seeds)
+        return (
+            self.weights is not None
+            or self.seeds is not None
+            or self.logit_seeds is not None
+            or self.router_seeds is not None
+        )
 
 
 class TapedReplica(Attachment):
@@ -225,7 +229,8 @@ class TapedLoss(Objective):
             )
             log_probs = numbers[0]
             if tape.values is not None and taped.writes:
-                written = torch.stack([number.detach() for number in numbers[: tape.values.shape[1]]], 1)
+                with torch.no_grad():
+                    written = torch.stack(numbers[: tape.values.shape[1]], 1)
                 tape.values[where[kept]] = written[kept].to(tape.values)
             if logits_out is not None:
                 logits_out[tokens] = logits.detach().to(logits_out)
@@ -237,18 +242,20 @@ class TapedLoss(Objective):
             value = log_probs.detach().sum(dtype=torch.float64) * -scale
             if not tape.trains:
                 return value
-            terms = []
+            terms = list[Tensor]()
             if tape.weights is not None:
                 weighed = log_probs.exp() if tape.by_probability else log_probs  # dp = p dlog(p)
-                terms.append(tape.weights[documents[tokens]].to(log_probs) * kept * weighed)
+                weighed = tape.weights[documents[tokens]].to(log_probs) * kept * weighed
+                terms.append(weighed.sum(dtype=torch.float64))
             if tape.seeds is not None:
                 seeds = tape.seeds[where].to(log_probs) * kept[:, None]
-                terms += [seeds[:, index] * numbers[index] for index in range(seeds.shape[1])]
+                for index in range(seeds.shape[1]):
+                    terms.append((seeds[:, index] * numbers[index]).sum(dtype=torch.float64))
             if logit_seeds is not None:
-                terms.append(logit_seeds[tokens].to(log_probs) * logits)
+                terms.append((logit_seeds[tokens].to(log_probs) * logits).sum(dtype=torch.float64))
             if not terms:  # routers alone are trained
-                terms.append(logits[:, :1] * 0.0)
-            total = torch.stack([term.sum(dtype=torch.float64) for term in terms]).sum()
+                terms.append((logits[:, :1] * 0.0).sum(dtype=torch.float64))
+            total = torch.stack(terms).sum()
             return total - total.detach() + value
 
         return objective
@@ -260,7 +267,7 @@ def _wide(replica: Replica) -> torch.dtype:
 
 def _rows_of(micro_batch: MicroBatch, device: torch.device, which: int = 0) -> Tensor:
     """int64 [t]: the document of each token, -1 for padding; or with 1, where its sequence begins in the document."""
-    of_sequences = torch.tensor([key[which] for key in _keys(micro_batch)], dtype=torch.int64)
+    of_sequences = torch.tensor(_keys(micro_batch), dtype=torch.int64)[:, which]
     return of_sequences.repeat_interleave(torch.tensor(micro_batch.lengths)).to(device)
 
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, UnsupportedError
-from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.replica import to_storage
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """The names under which transformers saves a model in one file, and the list of several."""

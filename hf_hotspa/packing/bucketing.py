@@ -18,16 +18,159 @@ are left out under every policy and counted as empty. Where rows are packed alre
 of its own: in a bucket by its own length, cut and counted by its own length, never joined with another.
 """
 
+import hashlib
 import heapq
 from bisect import bisect_left, insort
 from collections import abc
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, OverlongError, check_choice
-from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack, PhasePlan, Sequence
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket, Strategy
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+# The plan of one mini-batch as plain data: which slices of which rows run where, and what they weigh.
+#
+# Owns the value types that travel from `plan_mini_batch` to the collator and the engine. They are frozen and
+# know neither tensors nor processes. A plan is the same on every rank; `MiniBatchPlan.digest` lets ranks prove it.
+
+
+def _count(plan: Any, **counts: Any) -> None:
+    """Fills in the fields that a frozen value counts when it is made."""
+    for name, number in counts.items():
+        object.__setattr__(plan, name, number)
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """The slice ``[start, stop)`` of one dataset row, trained as a sequence of its own.
+
+    Args:
+        row: Index of the row in the dataset.
+        start: First token of the slice.
+        stop: One past its last token; at least one token more than `start`.
+        num_labels: Tokens that count in the loss: ``labels[start + 1:stop] != -100``. The first token of a sequence has
+            nothing before it that could predict it, so it never counts.
+    """
+
+    row: int
+    start: int
+    stop: int
+    num_labels: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """The sequences of one micro-batch, in the order in which they are concatenated. Never empty.
+
+    Attributes:
+        lengths: Tokens of each sequence.
+    """
+
+    sequences: tuple[Sequence, ...]
+    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    num_tokens: int = field(init=False, repr=False, compare=False)
+    num_labels: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        lengths, num_labels = list[int](), 0
+        for sequence in self.sequences:
+            lengths.append(sequence.stop - sequence.start)
+            num_labels += sequence.num_labels
+        _count(self, lengths=tuple(lengths), num_tokens=sum(lengths), num_labels=num_labels)
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """What one bucket runs inside a mini-batch.
+
+    Args:
+        replicas: The packs of each replica, indexed by dp coordinate. Replicas may hold different numbers of packs, and
+            none at all.
+    """
+
+    bucket: Bucket
+    replicas: tuple[tuple[Pack, ...], ...]
+    num_packs: int = field(init=False, repr=False, compare=False)
+    num_sequences: int = field(init=False, repr=False, compare=False)
+    num_tokens: int = field(init=False, repr=False, compare=False)
+    num_labels: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        dp = self.bucket.strategy.dp
+        assert len(self.replicas) == dp, f"{len(self.replicas)} replicas planned for dp{dp}"
+        num_packs = num_sequences = num_tokens = num_labels = 0
+        for packs in self.replicas:
+            num_packs += len(packs)
+            for pack in packs:
+                num_sequences += len(pack.sequences)
+                num_tokens += pack.num_tokens
+                num_labels += pack.num_labels
+        _count(self, num_packs=num_packs, num_sequences=num_sequences, num_tokens=num_tokens, num_labels=num_labels)
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence of the phase: replica by replica, pack by pack."""
+        for packs in self.replicas:
+            for pack in packs:
+                yield from pack.sequences
+
+
+@dataclass(frozen=True)
+class MiniBatchPlan:
+    """Everything that is trained in one optimizer step.
+
+    Args:
+        phases: One for each bucket that has sequences, in the order of the buckets; buckets without any are left out.
+        num_labels: Label tokens of the whole mini-batch: the N of the loss `sum(CE) / N`. Zero is legal.
+        num_rows: Dataset rows of the mini-batch, also those that ended up empty or dropped.
+        num_truncated: Rows (where rows are packed already: documents) of which only the beginning is trained (policy
+            `truncate`).
+        num_split: Those cut into several sequences (policy `split`).
+        num_dropped: Over-long ones left out (policy `drop`).
+        num_empty: Rows without any token, left out.
+    """
+
+    phases: tuple[PhasePlan, ...]
+    num_labels: int
+    num_rows: int
+    num_truncated: int = 0
+    num_split: int = 0
+    num_dropped: int = 0
+    num_empty: int = 0
+
+    def __post_init__(self) -> None:
+        counted = 0
+        for phase in self.phases:
+            counted += phase.num_labels
+        # A wrong N scales every gradient of the step without any other symptom.
+        assert counted == self.num_labels, f"the phases hold {counted} label tokens and N is {self.num_labels}"
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence of the mini-batch, phase by phase."""
+        for phase in self.phases:
+            yield from phase.sequences()
+
+    @property
+    def num_sequences(self) -> int:
+        return sum(phase.num_sequences for phase in self.phases)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(phase.num_tokens for phase in self.phases)
+
+    def digest(self) -> str:
+        """Hex sha256 of all of it; equal plans, equal digests."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
 
 # -- packs ------------------------------------------------------------------------------------------------------------
 
@@ -111,16 +254,18 @@ def pack_sequences(
         return tuple(
             tuple(tuple(share[i] for i in pack) for pack in packs) for share, packs in zip(shares, packed, strict=True)
         )
-    alone = [[i] for i in order if lengths[i] > capacity]
-    rest = order[len(alone) :]
-    fitted: Packs | None = None
-    targets = {
-        _num_packs(len(alone) + n, len(order), sum(lengths), dp, pp) for n in _fitted_between(rest, lengths, capacity)
-    }
-    if len(targets) > 1:
+    alone, fitted = list[list[int]](), list[list[int]]()
+    for i in order:
+        if lengths[i] <= capacity:
+            break
+        alone.append([i])
+    rest, facts = order[len(alone) :], (len(order), sum(lengths), dp, pp)
+    least, most = _fitted_between(rest, lengths, capacity)
+    target = _num_packs(len(alone) + least, *facts)
+    if target != _num_packs(len(alone) + most, *facts):
         fitted = _best_fit(rest, lengths, capacity)
-        targets = {_num_packs(len(alone) + len(fitted), len(order), sum(lengths), dp, pp)}
-    target = targets.pop() - len(alone)
+        target = _num_packs(len(alone) + len(fitted), *facts)
+    target -= len(alone)
     packs = _cheapest_that_fits(rest, lengths, costs, capacity, target)
     if not packs:
         packs = _halve_to(fitted or _best_fit(rest, lengths, capacity), costs, target)
@@ -201,24 +346,30 @@ def _cheapest_that_fits(
     A pack without room for the sequence at hand waits aside, by free tokens. Lengths only fall, so once it has room again it
     keeps it until it is given a sequence: each pack moves at most once for each sequence placed.
     """
-    packs: Packs = [[] for _ in range(num_packs)]
-    free = [capacity] * num_packs
-    ready = [(0.0, pack) for pack in range(num_packs)]  # heap by cost
+    packs: Packs = []
+    free: list[int] = []
+    ready: list[tuple[float, int]] = []  # heap by cost
+    for number in range(num_packs):  # the first ones have a pack each
+        pack = list(order[number : number + 1])
+        packs.append(pack)
+        free.append(capacity - lengths[pack[0]] if pack else capacity)
+        ready.append((costs[pack[0]] if pack else 0.0, number))
+    heapq.heapify(ready)
     aside: list[tuple[int, int, float]] = []  # heap by -free
-    for i in order:
+    for i in order[num_packs:]:
         length = lengths[i]
         while aside and -aside[0][0] >= length:
-            _, pack, cost = heapq.heappop(aside)
-            heapq.heappush(ready, (cost, pack))
+            _, number, cost = heapq.heappop(aside)
+            heapq.heappush(ready, (cost, number))
         while ready and free[ready[0][1]] < length:
-            cost, pack = heapq.heappop(ready)
-            heapq.heappush(aside, (-free[pack], pack, cost))
+            cost, number = heapq.heappop(ready)
+            heapq.heappush(aside, (-free[number], number, cost))
         if not ready:
             return None
-        cost, pack = ready[0]
-        packs[pack].append(i)
-        free[pack] -= length
-        heapq.heapreplace(ready, (cost + costs[i], pack))
+        cost, number = ready[0]
+        packs[number].append(i)
+        free[number] -= length
+        heapq.heapreplace(ready, (cost + costs[i], number))
     return packs
 
 
@@ -246,14 +397,14 @@ def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
 
 def _to_replicas(packs: Packs, costs: abc.Sequence[float], dp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Costliest pack first, to the replica with the least cost so far."""
-    pack_costs = [sum([costs[i] for i in pack]) for pack in packs]
+    pack_costs = [sum(map(costs.__getitem__, pack)) for pack in packs]
     replicas: list[list[tuple[int, ...]]] = [[] for _ in range(dp)]
-    loads = [(0.0, replica) for replica in range(dp)]
+    loads = [*zip([0.0] * dp, range(dp), strict=True)]
     for pack in sorted(range(len(packs)), key=pack_costs.__getitem__, reverse=True):
         load, replica = loads[0]
         replicas[replica].append(tuple(packs[pack]))
         heapq.heapreplace(loads, (load + pack_costs[pack], replica))
-    return tuple(tuple(replica) for replica in replicas)
+    return tuple(map(tuple, replicas))
 
 
 def _filling_soon(
@@ -352,12 +503,12 @@ def assign_buckets(sequences: abc.Iterable[Sequence], buckets: tuple[Bucket, ...
         sequences: None longer than the longest bucket.
         buckets: In any order; the result has the same one.
     """
-    by_length = sorted(range(len(buckets)), key=lambda b: buckets[b].longest)
-    edges = [buckets[b].longest for b in by_length]
+    longest = [bucket.longest for bucket in buckets]
+    by_length, edges = sorted(range(len(buckets)), key=longest.__getitem__), sorted(longest)
     members: list[list[Sequence]] = [[] for _ in buckets]
     for sequence in sequences:
-        members[by_length[bisect_left(edges, sequence.num_tokens)]].append(sequence)
-    return tuple(tuple(m) for m in members)
+        members[by_length[bisect_left(edges, sequence.stop - sequence.start)]].append(sequence)
+    return tuple(map(tuple, members))
 
 
 def plan_mini_batch(
@@ -389,7 +540,7 @@ def plan_mini_batch(
         if not members:
             continue
         replicas = pack_sequences(
-            [s.num_tokens for s in members],
+            [s.stop - s.start for s in members],
             capacity=bucket.pack_tokens,
             dp=bucket.strategy.dp,
             pp=bucket.strategy.pp,
@@ -397,9 +548,14 @@ def plan_mini_batch(
             longest=bucket.longest,
             speeds=speeds.of_replicas(bucket.strategy) if speeds is not None else None,
         )
-        packed = tuple(tuple(Pack(tuple(members[i] for i in pack)) for pack in packs) for packs in replicas)
-        phases.append(PhasePlan(bucket, packed))
-    return MiniBatchPlan(tuple(phases), sum(s.num_labels for s in sequences), **counts)
+        packed, of = list[tuple[Pack, ...]](), members.__getitem__
+        for packs in replicas:
+            packed.append(tuple([Pack(tuple(map(of, pack))) for pack in packs]))
+        phases.append(PhasePlan(bucket, tuple(packed)))
+    num_labels = 0
+    for sequence in sequences:
+        num_labels += sequence.num_labels
+    return MiniBatchPlan(tuple(phases), num_labels, **counts)
 
 
 _GIVEN = "let the last bucket of hotspa_strategies take {} tokens"

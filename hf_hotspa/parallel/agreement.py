@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import operator
 import queue
 import re
 import threading
@@ -197,11 +196,12 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 def packed_flags(flags: Iterable[bool]) -> list[float]:
     """Flags as few numbers, for `Agreement.gather`: 48 in each, which an fp64 holds exactly."""
-    bits = list(flags)
-    return [
-        float(sum(flag << place for place, flag in enumerate(bits[i : i + _FLAGS])))
-        for i in range(0, len(bits), _FLAGS)
-    ]
+    words = list[float]()
+    for number, flag in enumerate(flags):
+        if number % _FLAGS == 0:
+            words.append(0.0)
+        words[-1] += flag << number % _FLAGS
+    return words
 
 
 def any_flag(gathered: torch.Tensor, number: int) -> list[bool]:
@@ -211,7 +211,7 @@ def any_flag(gathered: torch.Tensor, number: int) -> list[bool]:
         gathered: fp64 [world size, n], the `packed_flags` of each rank.
         number: How many they are.
     """
-    words = [functools.reduce(operator.or_, map(int, column)) for column in gathered.T.tolist()]
+    words = functools.reduce(torch.bitwise_or, gathered.long()).tolist()
     return [bool(words[place // _FLAGS] >> place % _FLAGS & 1) for place in range(number)]
 
 

@@ -569,7 +569,8 @@ def attend(
     if pack.prefix is not None:
         before, takes = pack.prefix.before(module, key, value), pack.prefix.takes_gradients(module)
     is_fused = call.is_plain or (call.is_fusable and (kernel_takes(query, value) or varlen_takes(query, value)))
-    is_fused |= call.is_capped_alone and varlen_takes(query, value) and capping_kernel() is not None
+    if not is_fused and call.is_capped_alone:
+        is_fused = varlen_takes(query, value) and capping_kernel() is not None
     scores = None if is_fused else call.scores(module, query, pack)
     kernel = partial(_attend, module, pack, call, scores, takes)
     if pack.fetches and before is not None and before[0].shape[2] and torch.is_grad_enabled():
@@ -602,19 +603,18 @@ def _attend(
     if varlen_takes(query, value):
         key, value, _ = pack.joined(before, key, value)
         return varlen(query, key, value, pack, call)
-    if kernel_takes(query, value) and (call.sinks is not None or call.slides(max(pack.key_lengths))):
+    is_windowed = call.sliding_window is not None and call.slides(max(pack.key_lengths))
+    if (call.sinks is not None or is_windowed) and kernel_takes(query, value):
         # the first query sees a window less itself of what is before it
         most_before = None if call.sliding_window is None else call.sliding_window - 1
         key, value, key_lengths = pack.joined(before, key, value, most_before)
         of_row = FusedAttention(tuple(zip(pack.lengths, key_lengths, strict=True)), call.scaling, call.sliding_window)
         return fused_attention(query, key, value, call.sinks, of_row).transpose(1, 2).contiguous()
-    per_sequence = [
-        _one_sequence(q, k, v, prefix, call, takes)
-        for q, k, v, prefix in zip(
-            *(x.split(pack.lengths, dim=2) for x in (query, key, value)), pack.prefixes(before), strict=True
-        )
-    ]
-    return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1)
+    lengths, outs = pack.lengths, []
+    parts = query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
+    for q, k, v, prefix in zip(*parts, pack.prefixes(before), strict=True):
+        outs.append(_one_sequence(q, k, v, prefix, call, takes).transpose(1, 2))
+    return torch.cat(outs, dim=1)
 
 
 def _dropout_of(module: nn.Module, p: float, pack: PackedSequences, heads: int) -> AttentionDropout:

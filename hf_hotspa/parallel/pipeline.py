@@ -16,7 +16,7 @@ Which schedule runs, in which order and with which padding, is said by `packing.
 * Ranks with several stages each (`+v2`) run them in interleaved 1F1B: ours (`parallel.interleaved`), for chunks of packs, too,
   or torch's.
 
-Where there are no stages, packs run one after the other, whole or in chunks.
+Where there are no stages, packs run one after the other, whole or in chunks (`token_chunks.PackRunner`).
 
 Every rank of a pipeline sees the same micro-batches and therefore makes the same choice.
 
@@ -54,7 +54,7 @@ from hf_hotspa.packing.pipeline_order import (
 )
 from hf_hotspa.parallel.collectives import CLOCK
 from hf_hotspa.parallel.mesh import StrategyMesh
-from hf_hotspa.parallel.token_chunks import Chunk, ChunkedPacks, Stage, loss_of_packs, run_chain
+from hf_hotspa.parallel.token_chunks import Chunk, PackRunner, Stage, loss_of_packs
 
 logger = logging.getLogger(__name__)
 
@@ -171,8 +171,8 @@ _STEPS = Schedule1F1B.step, ScheduleInterleaved1F1B.step
 _NO_OUTPUTS = {"return_outputs": False} if all("return_outputs" in signature(s).parameters for s in _STEPS) else {}
 
 
-class PipelineRunner:
-    """Runs a replica's micro-batches under one strategy.
+class PipelineRunner(PackRunner):
+    """Runs a replica's micro-batches through the stages of a pipeline.
 
     Args:
         stages: This rank's stage, or several of `+v2` in the order of the pipeline.
@@ -195,21 +195,12 @@ class PipelineRunner:
     ) -> None:
         assert schedule in SCHEDULES, schedule
         check_runs(schedule, mesh.strategy)
-        self._stages, self._rounds, stage = stages, mesh.strategy.v, stages[-1]
-        self._stage, self._schedule, self._pad_token_id = stage, schedule, pad_token_id
+        super().__init__(stages[-1], mesh.strategy, pair_cost)
+        self._stages, self._rounds = stages, mesh.strategy.v
+        self._schedule, self._pad_token_id = schedule, pad_token_id
         self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
         self._torch = _TorchSchedules(stages, mesh)
-        self._packs, self._graphs = ChunkedPacks(mesh.strategy, pair_cost), mesh.strategy.kg
         self._name, self._speaks = str(mesh.strategy), mesh.coord.pp == mesh.coord.tp == 0
-
-    def num_backwards(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """How often `run` goes backward through this stage."""
-        return self._packs.num_chunks(micro_batches)
-
-    @property
-    def host_bytes(self) -> int:
-        """The most bytes of keys, values and sums of their gradients so far that `+kh` held in host memory."""
-        return self._packs.host.most if self._packs.host is not None else 0
 
     def run(
         self,
@@ -218,21 +209,8 @@ class PipelineRunner:
         most_tokens: int | None = None,
         joint: Sequence[Operation] | None = None,
     ) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are added to the parameters' `.grad`.
-
-        Args:
-            micro_batches: What this replica runs; the same on every stage. May be empty.
-            scale: 1 / (label tokens of the mini-batch).
-            most_tokens: The most tokens in flight on a stage; None for no limit.
-            joint: What this stage runs, in order, where the stages of all replicas keep step; None where replicas go their
-                own way.
-
-        Returns:
-            fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
-        """
+        """See `PackRunner.run`."""
         chains = self._packs.chains(micro_batches)
-        if self._group is None:
-            return self._run_alone(chains, scale)
         chunks = _joined(chains)
         tokens = [chunk.micro_batch.num_tokens for chunk in chunks]
         sizes = [len(chain) for chain in chains] if len(chunks) > len(micro_batches) else []
@@ -263,21 +241,14 @@ class PipelineRunner:
 
     @torch.no_grad()
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Forward only, in our own order whatever the schedule; arguments and result as for `run`."""
+        """See `PackRunner.run_forward`."""
         chains = self._packs.chains(micro_batches)
         chunks = _joined(chains)
         if self._rounds > 1:
             tokens, sizes = [chunk.micro_batch.num_tokens for chunk in chunks], list(map(len, chains))
             order = interleaved_order(tokens, self._num_stages, self._rounds, None, sizes, is_trained=False)
             return self._interleaved(micro_batches, scale).run(order)
-        if self._group is not None:
-            return self._own(chunks, scale, [(i, False) for i in range(len(chunks))])
-        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
-        for chunk in chunks:
-            total += chunk.forward(self._stage, None, scale)
-            chunk.forget()
-        loss_of_packs(chunks, self._stage.losses)
-        return total
+        return self._own(chunks, scale, [(i, False) for i in range(len(chunks))])
 
     def _own(self, chunks: Sequence[Chunk], scale: float, order: Sequence[Operation]) -> Tensor:
         assert self._group is not None
@@ -298,14 +269,6 @@ class PipelineRunner:
                 self._schedule,
                 most_tokens,
             )
-
-    def _run_alone(self, chains: Sequence[list[Chunk]], scale: float) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
-        for chain in chains:
-            for loss in run_chain(self._stage, chain, scale, self._graphs):
-                total += loss
-        loss_of_packs([chunk for chain in chains for chunk in reversed(chain)], self._stage.losses)
-        return total
 
 
 def _joined(chains: Sequence[list[Chunk]]) -> list[Chunk]:

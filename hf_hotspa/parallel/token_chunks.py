@@ -42,6 +42,7 @@ from torch import Tensor, nn
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
 from hf_hotspa.packing.chunk_cuts import Chain, cut_for
+from hf_hotspa.packing.pipeline_order import Operation
 from hf_hotspa.parallel.collectives import with_gradient
 from hf_hotspa.parallel.fused_attention import TakesGradients
 from hf_hotspa.parallel.router_loss import ChunkPrefix, ChunkRouters, RoutersOfChunks
@@ -429,7 +430,7 @@ class Chunk:
         self.forget()
         stage.begin_pass()
         if roots:
-            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+            torch.autograd.backward(*zip(*roots, strict=True))
         stage.end_pass()
 
     def forget(self) -> None:
@@ -508,7 +509,7 @@ def run_chain(stage: Stage, chain: list[Chunk], scale: float, graphs: int = 0) -
         for chunk in again:
             chunk.forward(stage, None, scale, with_loss=False)
     outs = [chunk.forward(stage, None, scale) for chunk in once]
-    losses = [out.detach() for out in outs]
+    losses = [*map(Tensor.detach, outs)]
     for chunk in reversed(once):
         chunk.backward(stage, outs.pop(), None)
     for chunk in reversed(again):
@@ -516,3 +517,67 @@ def run_chain(stage: Stage, chain: list[Chunk], scale: float, graphs: int = 0) -
         losses.append(out.detach())
         chunk.backward(stage, out, None)
     return losses
+
+
+class PackRunner:
+    """Runs a replica's micro-batches on a stage that has all layers: packs one after the other, whole or in chunks.
+
+    Args:
+        pair_cost: Cost of a pair of tokens relative to that of one: what chunks of equal time are cut by.
+    """
+
+    def __init__(self, stage: Stage, strategy: Strategy, pair_cost: float = 0.0) -> None:
+        self._stage, self._graphs = stage, strategy.kg
+        self._packs = ChunkedPacks(strategy, pair_cost)
+
+    def num_backwards(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """How often `run` goes backward through this stage."""
+        return self._packs.num_chunks(micro_batches)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes of keys, values and sums of their gradients so far that `+kh` held in host memory."""
+        return self._packs.host.most if self._packs.host is not None else 0
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        scale: float,
+        most_tokens: int | None = None,
+        joint: Sequence[Operation] | None = None,
+    ) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are added to the parameters' `.grad`.
+
+        Args:
+            micro_batches: What this replica runs; the same on every stage. May be empty.
+            scale: 1 / (label tokens of the mini-batch).
+            most_tokens: The most tokens in flight on a stage of a pipeline; None for no limit.
+            joint: What this stage of a pipeline runs, in order, where the stages of all replicas keep step; None where replicas
+                go their own way.
+
+        Returns:
+            fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
+        """
+        total, chains = (
+            torch.zeros((), dtype=torch.float64, device=self._stage.device),
+            self._packs.chains(micro_batches),
+        )
+        ran = list[Chunk]()
+        for chain in chains:
+            for loss in run_chain(self._stage, chain, scale, self._graphs):
+                total += loss
+            ran += reversed(chain)
+        loss_of_packs(ran, self._stage.losses)
+        return total
+
+    @torch.no_grad()
+    def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """Forward only, in our own order whatever the schedule; arguments and result as for `run`."""
+        total, ran = torch.zeros((), dtype=torch.float64, device=self._stage.device), list[Chunk]()
+        for chain in self._packs.chains(micro_batches):
+            for chunk in chain:
+                total += chunk.forward(self._stage, None, scale)
+                chunk.forget()
+            ran += chain
+        loss_of_packs(ran, self._stage.losses)
+        return total

@@ -251,12 +251,9 @@ class SwitchPlan:
     links: tuple[str, ...]
     accumulate: bool
 
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the whole plan: equal on two ranks exactly when they would move the same bytes the same way."""
-        return self._digest
-
-    @cached_property
-    def _digest(self) -> str:
         head = [self.world_size, self.accumulate, len(self.bases), *self.bases, *self.kind_of]
         text = f"{self.name}\0{self.links}\0{head}\0{[[len(hop) for hop in kind.hops] for kind in self.kinds]}\0"
         digest = hashlib.sha256(text.encode())
@@ -267,10 +264,10 @@ class SwitchPlan:
         return digest.hexdigest()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, SwitchPlan) and self.digest() == other.digest()
+        return isinstance(other, SwitchPlan) and self.digest == other.digest
 
     def __hash__(self) -> int:
-        return hash(self.digest())
+        return hash(self.digest)
 
     def inverse(self) -> "SwitchPlan":
         """The adjoint: sources and destinations change places, hops run backwards, a copy becomes a sum and vice versa.

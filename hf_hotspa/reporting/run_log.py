@@ -1,6 +1,6 @@
 """The record of a run: `hotspa_trace.jsonl`, one JSON object a line, written while the run goes on.
 
-Owns the format (version `FORMAT`), its writer and its reader. Each line has a `kind`:
+Owns the format (version `FORMAT`) and its reader; `callbacks/step_reports.py` writes it. Each line has a `kind`:
 
 * `header`, first: `format`, `time` (unix seconds), and the fields of `RunFacts`. A resumed run adds one more.
 * `step`: `step` (counted from 1), `time`, `wall_s` (seconds since the step began, optimizer included), `lr` (the one
@@ -11,7 +11,7 @@ Owns the format (version `FORMAT`), its writer and its reader. Each line has a `
 * `gain`, after it where it was asked for: `time` and the fields of `MeasuredGain`.
 
 A record has no more than `MOST_BYTES`: where it would, every second of the older steps is left out, and their sums stand in the
-next one (`_thinned`). The first step stays, the last ones, those after which a run may resume, and those that ended a race of plans.
+next one (`thinned`). The first step stays, the last ones, those after which a run may resume, and those that ended a race of plans.
 
 The writer flushes every line, so a killed run loses one line at most; the reader leaves out a torn last line, and of
 steps that were trained twice (after a resume) takes the later ones. Anything else that is wrong is a `RunLogError` that
@@ -20,27 +20,23 @@ names file and line. Numbers that are not finite are written as null: strict JSO
 How long the sequences of a data set are, in bins that double every second one. Plain numbers, no torch.
 """
 
-import json
 import logging
 import math
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
 
 from hf_hotspa.errors import RunLogError
-from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 from hf_hotspa.report import RunFacts, StepReport
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.strategy import as_written
 from hf_hotspa.typed import Count, typed
-from hf_hotspa.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +93,10 @@ def is_histogram(data: Any) -> bool:
 FORMAT = 1
 FILE_NAME = "hotspa_trace.jsonl"
 FOLDER_NAME = "hotspa_report"
-_PREVIOUS = "hotspa_trace.previous.jsonl"
 MOST_BYTES = 32 << 20
 """Of a record: about 20,000 steps of two phases."""
 _LAST = 1000
 """So many of the last steps, saves and evaluations are all kept."""
-_GROWTH = 1.01
 _REMEDY = "give the folder of a run that was trained with hotspa_report (the default), or its " + FILE_NAME
 
 
@@ -220,7 +214,7 @@ class RunLog:
     gain: MeasuredGain | None = None
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
+# -- what is written --------------------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:
@@ -236,120 +230,7 @@ def plain(value: Any) -> Any:
     return plain(value.item()) if hasattr(value, "item") else str(value)
 
 
-_MAX_FOLDERS = 1000
-
-
-def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
-    """The folder, or, where another process writes a record into it, the first of `<name>-2`, `<name>-3`, ... that is
-    free. Made when missing, and locked."""
-    for number in range(1, _MAX_FOLDERS):
-        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = ProcessLock(folder / LOCK_NAME)
-        if lock.take():
-            if number > 1:
-                logger.warning("another run writes its record into %s; that of this run is in %s", wanted, folder)
-            return folder, lock
-    raise OSError(f"{_MAX_FOLDERS} runs write their records beside {wanted}")
-
-
-class RunLogWriter:
-    """Writes a record, line by line.
-
-    Args:
-        folder: Where the record lies; made when missing. While another process writes one there, this one's is in a
-            folder beside it (`hotspa_report-2`), which is said in a warning.
-        goes_on: Whether the run was resumed: its lines are added to those that are there. Else a record that is
-            there is kept as `hotspa_trace.previous.jsonl`, one at most.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
-        own, self._lock = _own_folder(Path(folder))
-        self.path = own / FILE_NAME
-        if goes_on:
-            self._cut_torn_line()
-        elif self.path.exists():
-            os.replace(self.path, self.path.with_name(_PREVIOUS))
-        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
-        self._memory: list[int] = []
-        self._bytes = self.path.stat().st_size
-
-    def _cut_torn_line(self) -> None:
-        if self.path.exists():
-            data = self.path.read_bytes()
-            if data and not data.endswith(b"\n"):
-                os.truncate(self.path, data.rfind(b"\n") + 1)
-
-    def _write(self, kind: str, **values: Any) -> None:
-        line = json.dumps(plain({"kind": kind, **values, "time": time.time()}), allow_nan=False, separators=(",", ":"))
-        self._file.write(line + "\n")
-        self._file.flush()
-        self._bytes += len(line) + 1  # ASCII
-        if self._bytes > MOST_BYTES and kind == "step":
-            try:
-                self._thin()
-            except (ValueError, KeyError, TypeError) as error:  # of a record that was resumed, and changed by hand
-                raise OSError(f"{self.path} cannot be thinned out: {error}") from error
-
-    def _thin(self) -> None:
-        lines = [json.loads(line) for line in self.path.read_bytes().splitlines()]
-        size = self._bytes
-        while size > MOST_BYTES // 2:
-            fewer = _thinned(lines)
-            if len(fewer) == len(lines):
-                break  # the last steps alone are more
-            lines = fewer
-            text = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
-            size = len(text)
-        if size < self._bytes:
-            self._file.close()
-            write_whole(self.path, text)
-            self._file, self._bytes = open(self.path, "a", encoding="utf-8"), size  # noqa: SIM115
-
-    def header(self, facts: RunFacts) -> None:
-        """The first line."""
-        self._write("header", format=FORMAT, **facts.to_dict())
-
-    def step(self, step: int, report: StepReport, wall_s: float, lr: float | None) -> None:
-        """One mini-batch."""
-        values: dict[str, Any] = {"step": step, "wall_s": wall_s, "lr": lr, "report": report.to_dict()}
-        if report.ranks is not None:
-            memory = report.ranks.memory_bytes
-            grown = len(memory) != len(self._memory) or any(
-                new > _GROWTH * old for new, old in zip(memory, self._memory, strict=True)
-            )
-            if grown:
-                self._memory = values["memory"] = memory
-        self._write("step", **values)
-
-    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        """An evaluation; metrics that are no numbers are left out."""
-        numbers = {key: plain(value) for key, value in metrics.items()}
-        self._write(
-            "eval", step=step, metrics={k: v for k, v in numbers.items() if v is None or isinstance(v, int | float)}
-        )
-
-    def save(self, step: int) -> None:
-        """A checkpoint was saved."""
-        self._write("save", step=step)
-
-    def end(self, step: int, callback_s: dict[str, float]) -> None:
-        """The last line."""
-        self._write("end", step=step, callback_s=callback_s)
-
-    def gain(self, gain: MeasuredGain) -> None:
-        """What was measured after training."""
-        self._write("gain", **gain.to_dict())
-
-    def close(self) -> None:
-        """Closes the file; nothing may follow."""
-        try:
-            self._file.close()
-        finally:
-            self._lock.release()
-
-
-def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of a record without every second of the older steps, whose sums stand in the next one that is kept, and of the
     older saves and evaluations; of steps that were trained twice the later ones. Lines are changed in place."""
     places: dict[str, dict[int, int]] = {"step": {}, "save": {}, "eval": {}}

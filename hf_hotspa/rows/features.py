@@ -73,6 +73,7 @@ LABEL_COLUMNS = ("labels", "label_ids")
 LENGTH_COLUMNS = ("seq_lengths", "seq_lens")
 BOUNDARY_COLUMNS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 CUT_COLUMNS = ("position_ids", *LENGTH_COLUMNS, *BOUNDARY_COLUMNS, "seq_idx")
+_CUTS = frozenset(CUT_COLUMNS)
 TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "attention_mask", *CUT_COLUMNS)
 """Every column that is read."""
 
@@ -202,7 +203,7 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
         )
     if rules.skips_empty and example["input_ids"] is None:
         return Row(_NO_CUTS, None, _NO_CUTS, 0, 0)
-    if rules.refused:
+    if not rules.refused.isdisjoint(example):
         refuse_columns((name for name in example if example[name] is not None), rules)
     ids = integer_array(example["input_ids"], "input_ids", row)
     labels = _labels(example, ids, row, rules)
@@ -211,15 +212,14 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
         mask = _column(example, "attention_mask", len(ids), row)
         if (mask != 1).any():
             begin, stop = _unpadded(mask, labels, row, rules, positions=example.get("position_ids") is not None)
-    if example.get("position_ids") is None:
+    if rules.borders and example.get("position_ids") is None:
         _check_borders(stop - begin, len(ids), rules.borders, row)
     cuts = _NO_CUTS
-    if any(example.get(name) is not None for name in CUT_COLUMNS):
+    if not _CUTS.isdisjoint(example) and any(example.get(name) is not None for name in CUT_COLUMNS):
         cuts = _cuts(example, len(ids), begin, stop, row)
-    columns = {
-        name: values[begin:stop] if values.ndim else values
-        for name, values in number_columns(example, row, rules.columns, len(ids)).items()
-    }
+    columns = number_columns(example, row, rules.columns, len(ids)) if rules.columns else {}
+    for name, values in columns.items():
+        columns[name] = values[begin:stop] if values.ndim else values
     return Row(ids[begin:stop], None if labels is None else labels[begin:stop], cuts, begin, len(ids), columns)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_hotspa.costs.online_calibration import Factors, OnlineCalibration, PhaseSeconds, Refit, ScaledTime, fingerprint
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.search.estimate import Evaluator
 from hf_hotspa.search.select import Selection, Selector
 from hf_hotspa.strategy import Bucket, Strategy

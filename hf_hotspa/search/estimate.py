@@ -7,7 +7,6 @@ pipeline, and caches: what decides. Both look at the same mini-batches and the s
 
 import math
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -143,8 +142,7 @@ class LengthTable:
             packs = np.maximum(packs, np.minimum(dp * pp, affordable))
         packs = np.maximum(np.minimum(packs, count), 1)
         each, spread = np.ceil(packs / dp), np.minimum(packs, dp)
-        costs = Counter(time.rank_costs(strategy))
-        through = sum([cost * times for cost, times in costs.items()], Cost())
+        costs, through = time.different_costs(strategy)
         greatest = _greatest(costs)
 
         def load(cost: Cost) -> Array:
@@ -301,7 +299,7 @@ class Evaluator:
         tokens, squares, cubes = (
             float(sums[index][end] - sums[index][first]) for sums in (self._tokens, self._squares, self._cubes)
         )
-        through = sum(self._time.rank_costs(strategy), Cost())
+        _, through = self._time.different_costs(strategy)
         most_tokens = Bucket(strategy, high, pack_tokens).most_tokens
         held = through.a * cubes + through.b * squares + through.c * tokens
         return weight * (held / strategy.dp / most_tokens + self._time.fixed_s)
@@ -326,11 +324,10 @@ class Evaluator:
     ) -> dict[int, float]:
         """The same without the switch, of each mini-batch that holds such lengths, times what it counts."""
         bounds = dict[int, float]()
-        costs, streams = Counter(self._time.rank_costs(strategy)), self._time.streams
+        (costs, through), streams = self._time.different_costs(strategy), self._time.streams
         slots, z = self._time.slots, strategy.z
         once = streams.once_s(strategy) if z and streams is not None else 0.0
         moving = streams.pack_s(strategy) if z and streams is not None and strategy.pp == 1 and not strategy.ck else 0.0
-        through = sum([cost * times for cost, times in costs.items()], Cost())
         for index, (batch, weight) in enumerate(self._batches):
             sums, square_sums = self._tokens[index], self._squares[index]
             first, end = bisect_right(batch, low), bisect_right(batch, high)

@@ -288,6 +288,12 @@ class _Search:
     def _seconds(self, phases: Phases) -> float:
         return sum(self.evaluator.phase(*phase).seconds for phase in phases)
 
+    def _may_take(self, phases: Phases, most: float) -> bool:
+        """Whether phases take no more than so many seconds together; what shows that they take more is enough."""
+        for phase in phases:
+            most -= self.evaluator.seconds_within(*phase, most)
+        return most > -math.inf
+
     def _capacity(self, strategy: Strategy, arena: int) -> int:
         """Tokens of a sequence, no more than a mini-batch can fill."""
         return min(self.capacities.tokens(strategy, arena), self.most_tokens)
@@ -376,7 +382,7 @@ class _Search:
         """
         packed: list[Phases] = []
         error: dict[Strategy, float] = {}
-        best, in_vain = float("inf"), 0
+        best, in_vain = math.inf, 0
 
         def corrected(each: _Estimated) -> float:
             return sum(seconds * error.get(self.time.kind(strategy), 1.0) for strategy, _, _, seconds in each)
@@ -464,6 +470,9 @@ class _Search:
                         moved = edges[near]
                         trial = (*best[:index], (first, low, moved, capacity), (second, moved, high, other))
                         trial = (*trial, *best[index + 2 :])
+                        both = self._seconds(best[index : index + 2])
+                        if not self._may_take(trial[index : index + 2], both):
+                            continue
                         if (seconds := self._seconds(trial)) < best_seconds:
                             best, best_seconds, improved = trial, seconds, True
                             break

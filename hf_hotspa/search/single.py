@@ -11,7 +11,7 @@ from hf_hotspa.costs.breakdown import size
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import StepReport
 from hf_hotspa.search.chooser import predict_phases
 from hf_hotspa.search.estimate import Evaluator

@@ -1,21 +1,27 @@
-"""One call of the switched model: what it gave to its caller's autograd, and what came back.
+"""One call of the switched model: what its caller wants (`Request`), what it gave to the caller's autograd, and what came back.
 
 Shapes: B rows of L columns in the batch of a call, D documents of them, V logits of a token.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.data.collator import MiniBatch
+from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.rows.features import IGNORED_LABEL
-from hf_hotspa.switched.documents import Document, Documents
-from hf_hotspa.switched.passes import Numbers, Passes, Seeds
+from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, Numbers, Passes, Seeds
 from hf_hotspa.typed import reading_state
 
 
@@ -23,12 +29,12 @@ class _Leaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, take: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:
         ctx.take = take
-        return tuple(value.clone() for value in values)  # callers change them in place (`loss *= ...`)
+        return tuple(map(Tensor.clone, values))  # callers change them in place (`loss *= ...`)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
         ctx.take(*gradients)
-        return None, None, *(None for _ in gradients)
+        return None, None, *[None] * len(gradients)
 
 
 def leaves(take: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:
@@ -98,6 +104,8 @@ class Call:
         own: This call's part of the token loss of all ranks, where that is the loss.
         reads_padding: Whether a gradient by logits has come where there is no token.
         went_back: Whether a backward has come at all.
+        mask: bool [B, L], the tokens whose target counts.
+        everything: The documents of all ranks.
     """
 
     shape: tuple[int, int]
@@ -125,16 +133,13 @@ class Call:
     reads_padding: bool = False
     went_back: bool = False
     mask: Tensor = field(init=False)
+    everything: range = field(init=False)
 
     def __post_init__(self) -> None:
+        self.everything = range(self.ranges[0].start, self.ranges[-1].stop)
         self.mask = torch.zeros(self.shape, dtype=torch.bool)
         for document, place in self._places():
             self.mask[place] = torch.from_numpy(document.targets != IGNORED_LABEL)
-
-    @property
-    def everything(self) -> range:
-        """The documents of all ranks."""
-        return range(self.ranges[0].start, self.ranges[-1].stop)
 
     def _places(self) -> Iterator[tuple[Document, tuple[int, slice]]]:
         for document in self.documents:
@@ -151,12 +156,6 @@ class Call:
         """[B, L - shift] of a field of the numbers."""
         out = self.lay_out([self.numbers.tokens[number][:, index] for number in self.mine], dtype)
         return out[:, : self.shape[1] - self.shift]
-
-    def trained(self, numbers: Numbers, fields: int, known: "Assumed") -> None:
-        """It was trained at once; takes the numbers of its documents."""
-        self.numbers, self.fields = numbers, fields
-        if known.by_probability and isinstance(self.assumed, Tensor):
-            self.assumed = self.assumed * self.probabilities()
 
     def probabilities(self) -> Tensor:
         """[B, L] fp64 on the host, of each label; not 0."""
@@ -332,10 +331,8 @@ def common(values: Tensor, tolerance: float) -> float | None:
 # -- what is wrong with a call ----------------------------------------------------------------------------------------
 
 
-def of_padding(calls: Sequence[Call], where: str) -> UnsupportedError | None:
-    """For gradients by logits where a batch has no token; None without any."""
-    if not any(call.reads_padding for call in calls):
-        return None
+def of_padding(where: str) -> UnsupportedError:
+    """For gradients by logits where a batch has no token."""
     return UnsupportedError(
         "gradients by logits at padding",
         where=where,
@@ -424,7 +421,7 @@ class CallGradients:
             call.assumed = assumed * call.mask
             tokens = {n: part[:, None] / world for n, part in call.of_document(call.assumed) if bool(part.any())}
             return Seeds(tokens=tokens, columns=1)
-        weights = torch.zeros(len(calls[0].of_step), dtype=torch.float64)
+        weights = torch.zeros(len(calls[0].of_step.lengths), dtype=torch.float64)
         for call in calls:
             for owner, of_owner in enumerate(call.ranges):
                 if call.labels[owner]:
@@ -446,12 +443,12 @@ class CallGradients:
             is still to be trained. And of every rank the numbers `beside`, fp64 [ranks, numbers].
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
-        at_once = torch.tensor([call.assumed is not None for call in calls])
-        said = [
-            call.constant(rank, tolerance) if call.assumed is None else call.ratio(rank, tolerance, self._own)
-            for call in calls
-        ]
-        weighed = [call.constant(rank, tolerance, True) if call.assumed is None else 0.0 for call in calls]
+        said, weighed, was_at_once = list[float](), list[float](), list[bool]()
+        for call in calls:
+            was_at_once.append(call.assumed is not None)
+            said.append(call.ratio(rank, tolerance, self._own) if was_at_once[-1] else call.constant(rank, tolerance))
+            weighed.append(0.0 if was_at_once[-1] else call.constant(rank, tolerance, True))
+        at_once = torch.tensor(was_at_once)
         seeds = self._own_seeds(calls, again=False)
         parts = [len(said), len(weighed), 2, len(beside)]
         rows, weighed_rows, sizes, numbers = gather([*said, *weighed, *_sizes(seeds), *beside]).split(parts, dim=1)
@@ -522,12 +519,13 @@ class CallGradients:
         tokens: dict[int, Tensor] = {}
         for call in calls:
             final = call.final_seeds(rank, again)
-            if final is not None:
-                tokens |= {n: part / world for n, part in call.of_document(final.permute(1, 2, 0))}
+            for number, part in call.of_document(final.permute(1, 2, 0)) if final is not None else ():
+                if bool((of_rank := part / world).any()):
+                    tokens[number] = of_rank
             if call.logit_seeds is not None:
                 parts = call.of_document(call.logit_seeds)
                 seeds.logits |= {n: part / world for n, part in parts if bool(part.any())}
-        seeds.tokens = {n: part for n, part in tokens.items() if bool(part.any())}
+        seeds.tokens = tokens
         return seeds
 
     def _router_seeds(self, calls: Sequence[Call], documents: Documents) -> Tensor | None:
@@ -549,8 +547,9 @@ class CallGradients:
     def active(self, seeds: Seeds) -> set[int]:
         """The documents that have a seed; the others are not run. Collective."""
         mine = set(seeds.tokens) | set(seeds.logits)
-        parts = self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else []
-        active = {int(number) for part in parts for number in part}
+        active = set[int]()
+        for part in self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else ():
+            active.update(part.tolist())
         if seeds.routers is not None:
             active |= set(seeds.routers.any(1).nonzero().flatten().tolist())
         return active
@@ -560,3 +559,257 @@ def _sizes(seeds: Seeds) -> list[float]:
     """Numbers that each token of this rank has, and its documents with seeds by logits."""
     has_entropy = any(bool(part[:, 1].any()) for part in seeds.tokens.values())
     return [float(bool(seeds.tokens) + has_entropy), float(len(seeds.logits))]
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+# What a caller wants of a batch, and batches that it announces before it wants something of them.
+
+
+Batch = Mapping[str, Tensor | None]
+
+
+@dataclass(eq=False)
+class Request:
+    """What a caller wants of a batch.
+
+    Args:
+        batch: The tensors that say what its rows are.
+        num_items: What the sum of cross entropies is divided by; None for this rank's labels.
+        fields: How many of `parallel.scores.FIELDS` are wanted; 0 where a loss alone is, or nothing.
+        wants_loss: Whether the caller wants the cross entropy.
+        routers: Whether it wants the balance loss of the routers.
+        kept: The columns of the logits that are wanted: the last so many, or an index; all for 0.
+        expected: [B, L - 1] or [B, L], the gradients by the log-probabilities that will come, or multiples; or None.
+        trains: Whether gradients will come.
+        adapters: Whether adapters are used.
+        given_items: `num_items` as it was given.
+    """
+
+    batch: Batch
+    num_items: float | None
+    fields: int
+    wants_loss: bool
+    routers: bool
+    kept: Any
+    expected: Tensor | None
+    trains: bool
+    adapters: bool
+    given_items: Any = None
+
+    @property
+    def targets(self) -> dict[str, Any]:
+        """The labels, and those that are shifted already, by the names of loss functions."""
+        shifted = self.batch.get("shift_labels")
+        return {"labels": self.batch.get("labels"), **({} if shifted is None else {"shift_labels": shifted})}
+
+    def in_words(self, training: bool) -> str:
+        """For errors where ranks want different things."""
+        words = ["forward", "training mode" if training else "eval mode"]
+        words.append("with gradients" if self.trains else "without gradients")
+        if self.wants_loss or self.fields:
+            words.append("for the loss" if self.wants_loss else f"for {self.fields} numbers of each token")
+        if self.batch.get("shift_labels") is not None:
+            words.append("labels shifted")
+        if self.routers:
+            words.append("with the balance loss of routers")
+        if self.expected is not None:
+            words.append("with expected seeds")
+        if not self.adapters:
+            words.append("without adapters")
+        return ", ".join(words)
+
+
+_UNREAD = frozenset({"use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "past_key_values"})
+"""Arguments of a forward that change nothing of what it computes in training."""
+
+
+def is_unread(name: str, value: Any) -> bool:
+    """Whether an argument of a forward need not be looked at, or is read as a part of the batch."""
+    return value is None or value is False or name in _UNREAD or name in ("seq_idx", *FLAT_COLUMNS)
+
+
+def unreadable(
+    input_ids: Tensor | None, others: Mapping[str, Any], columns: Sequence[str], rank: int
+) -> UnsupportedError | None:
+    """What is wrong with the arguments of a forward; None for nothing.
+
+    Args:
+        others: Those that no name of its own says.
+        columns: Which of them a token loss reads.
+    """
+    wrong = [name for name, value in others.items() if not is_unread(name, value) and name not in columns]
+    if input_ids is not None and not wrong:
+        return None
+    return UnsupportedError(
+        f"the forward of a switched model was called with {wrong}" if wrong else "a forward without input_ids",
+        where=f"rank {rank}",
+        why="rows are read from input_ids, attention_mask, position_ids and labels, and packed again",
+        fix="leave these arguments out" if wrong else "give input_ids",
+    )
+
+
+def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
+    """What a rank says of a batch: the bits of what its loss is divided by, its documents, and length and labels of each."""
+    pairs, total = list[int](), 0
+    for document in documents:
+        labels = int(np.count_nonzero(document.targets != IGNORED_LABEL))
+        pairs += (len(document.ids), labels)
+        total += labels
+    denominator = np.float64(total if num_items is None else num_items)
+    return [int(denominator.view(np.int64)), len(documents), *pairs]
+
+
+def denominator_in(facts: NDArray[np.int64]) -> float:
+    """What the loss of the batch is divided by on the rank that said so (`facts_of`)."""
+    return float(facts[:1].view(np.float64)[0])
+
+
+def pairs_in(facts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of `facts_of` [documents, 2]: length, and labels."""
+    return facts[2:].reshape(-1, 2)
+
+
+@dataclass(eq=False)
+class Window:
+    """Batches of one step that were announced, read and exchanged together.
+
+    Args:
+        batches: As they were announced.
+        num_items: What their losses are divided by; None for each one's own labels.
+        step: The number of the step.
+        documents: This rank's, of each batch.
+        facts: What each rank says of each batch (`facts_of`).
+        of_step: The documents of all ranks, as if these batches were the whole step; None after an error.
+        prepared: Their plan, and this rank's part.
+        error: What this rank found wrong.
+        sent_bytes: Bytes of rows that this rank has sent.
+        ready: Filled in with nothing when the rest is there, or with what went wrong.
+    """
+
+    batches: Sequence[Batch]
+    num_items: float | None
+    step: int
+    documents: list[list[Document]] = field(default_factory=list)
+    facts: list[list[NDArray[np.int64]]] = field(default_factory=list)
+    of_step: Documents | None = None
+    prepared: tuple[MiniBatchPlan, MiniBatch] | None = None
+    error: HotspaError | None = None
+    sent_bytes: int = 0
+    ready: Future[None] = field(default_factory=Future)
+
+    def is_next(self, index: int, request: Request) -> bool:
+        """Whether what is asked for is a batch of it, with the same denominator."""
+        if self.num_items != request.num_items:
+            return False
+        announced = self.batches[index]
+        for name in announced:
+            one, other = announced.get(name), request.batch.get(name)
+            if one is None or other is None:
+                if one is not other:
+                    return False
+            elif one.shape != other.shape or not bool((one.to(other) == other).all()):
+                return False
+        return True
+
+
+class Announcements:
+    """Exchanges and plans announced batches in a thread, over a group that nothing else uses.
+
+    Args:
+        exchange: Over that group.
+        read: The documents of a batch.
+        prepare: The plan of the documents of a step, and this rank's part, when tokens have travelled.
+        columns: What a token loss reads beside tokens.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        read: Callable[[Batch], list[Document]],
+        prepare: Callable[[Documents, int, Exchange], tuple[MiniBatchPlan, MiniBatch]],
+        columns: tuple[str, ...] = (),
+    ) -> None:
+        self._exchange, self._read, self._plan = exchange, read, prepare
+        self._columns = (*ROW_COLUMNS, *FLAT_COLUMNS, *columns)
+        self._jobs: SimpleQueue[Window | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._windows: list[Window] = []
+        self._is_broken = False
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def add(self, batches: Sequence[Mapping[str, Any]], num_items: float | None, step: int) -> None:
+        """The batches of the coming step of this number. Collective.
+
+        Raises:
+            PlanMismatchError: not all ranks have announced a step before.
+        """
+        if self._is_broken:
+            raise PlanMismatchError(
+                "a step is announced after one that not all ranks had announced",
+                why="what is announced is exchanged by all ranks together, and one of them may still wait for the others",
+                fix="make another SwitchedModel, or do not announce",
+            )
+        if self._thread is None:  # it must not keep a process alive that fails while another rank is waited for
+            self._thread = Thread(target=self._work, name="hotspa-rows", daemon=True)
+            self._thread.start()
+        of_rows = [{name: batch.get(name) for name in self._columns} for batch in batches]
+        self._windows.append(Window(of_rows, num_items, step))
+        self._jobs.put(self._windows[-1])
+
+    def first(self) -> Window:
+        """The one that comes next; it may not be ready."""
+        return self._windows[0]
+
+    def remove_first(self) -> None:
+        """It has come, or another batch has."""
+        self._windows.pop(0)
+
+    def close(self) -> None:
+        """Ends the thread, where it waits for nobody."""
+        if self._thread is not None and not self._is_broken:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def give_up(self) -> None:
+        """Ranks have announced different numbers of steps: what was announced is not used, and nothing can be from now on."""
+        self._windows.clear()
+        self._is_broken = True
+
+    def _work(self) -> None:
+        while (window := self._jobs.get()) is not None:
+            try:
+                self._prepare(window)
+                window.ready.set_result(None)
+            except BaseException as failure:
+                window.ready.set_exception(failure)
+
+    def _prepare(self, window: Window) -> None:
+        exchange, batches = self._exchange, window.batches
+        sent_before = exchange.sent_bytes["rows"]
+        try:
+            window.documents = [self._read(batch) for batch in batches]
+        except HotspaError as error:
+            window.error, window.documents = error, [[] for _ in batches]
+        said = [int(window.error is not None), len(batches)]
+        said += [number for documents in window.documents for number in facts_of(documents, window.num_items)]
+        arrived = exchange.facts(said)
+        if any(int(part[0]) or int(part[1]) != len(batches) for part in arrived):
+            return
+        for index in range(len(batches)):
+            window.facts.append([part[begin:end] for part in arrived for begin, end in [_place(part, index)]])
+        window.of_step = Documents()
+        for facts, documents in zip(window.facts, window.documents, strict=True):
+            window.of_step.add([*map(pairs_in, facts)], documents, exchange.rank)
+        window.prepared = self._plan(window.of_step, window.step, exchange)
+        window.sent_bytes = exchange.sent_bytes["rows"] - sent_before
+
+
+def _place(said: NDArray[np.int64], index: int) -> tuple[int, int]:
+    """Where the facts of a batch are in what a rank said of all of them."""
+    begin = 2
+    for _ in range(index):
+        begin += 2 + 2 * int(said[begin + 1])
+    return begin, begin + 2 + 2 * int(said[begin + 1])

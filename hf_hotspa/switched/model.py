@@ -44,48 +44,57 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.loss import FIELDS, TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.calls import (
+    Announcements,
     Assumed,
+    Batch,
     Call,
     CallGradients,
     LazyLogits,
+    Request,
+    Window,
+    denominator_in,
+    facts_of,
     leaves,
     logits_are_gone,
     of_padding,
+    pairs_in,
     too_many_logits,
+    unreadable,
 )
-from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
 from hf_hotspa.switched.frozen import Frozen
 from hf_hotspa.switched.model_object import (
     ObjectChanges,
     as_built,
     before_steps,
     fused_head,
+    guard,
     lora_layers,
     refuse_losses,
+    release,
     replaced_loss,
     route,
     unroute,
 )
-from hf_hotspa.switched.passes import Chosen, Numbers, Passes, Seeds
-from hf_hotspa.switched.requests import (
-    Announcements,
-    Batch,
+from hf_hotspa.switched.passes import (
+    FLAT_COLUMNS,
+    ROW_COLUMNS,
+    Chosen,
+    Document,
+    Documents,
+    Exchange,
     Meeting,
-    Request,
-    Window,
-    denominator_in,
-    facts_of,
-    pairs_in,
-    unreadable,
+    Numbers,
+    Passes,
+    Seeds,
+    read_batch,
 )
-from hf_hotspa.switched.stale_weights import guard, release
 
 LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_empty")
 
@@ -105,6 +114,7 @@ class SwitchedModel(DistributedDataParallel):
 
     Attributes:
         engine: The engine.
+        longest: Tokens of the longest sequence that some bucket takes.
         report: Of the last step that was flushed; None before.
         passes: The plan and the report of each of its training passes.
         step: Steps before the present one in the run; a resumed run sets it. Dropout hangs on it.
@@ -115,6 +125,7 @@ class SwitchedModel(DistributedDataParallel):
     """
 
     trains, looks = True, False
+    takes_over: Any = None  # for an optimizer that is about to step and has other parameters beside ours
 
     def __init__(
         self,
@@ -152,7 +163,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
         """Stands in the place of a model object."""
-        self.module, self._bare = model, bare_model(model)[0]
+        self.module, self._bare, self.longest = model, bare_model(model)[0], self.engine.longest
         head = fused_head(self._bare)
         if head.get("cast_lm_head_to_fp32") and self.engine.description.compute_dtype.itemsize < 4:
             raise UnsupportedError(
@@ -160,6 +171,7 @@ class SwitchedModel(DistributedDataParallel):
                 why="the head computes in the dtype of the weights, and its logits are widened then",
                 fix="leave it out",
             )
+        self._is_adapted = self.engine.description.adapters is not None
         self._rules = RowRules(absolute_positions=has_absolute_positions(self._bare.config), columns=columns)
         self._head_fields: tuple[str, ...] = ("log_probs", *head.get("outputs", ("log_probs",)))
         self._temperature = float(head.get("temperature", 1.0))
@@ -173,7 +185,8 @@ class SwitchedModel(DistributedDataParallel):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's 1-D fp32 share of every trained parameter, by Hugging Face name: what an optimizer gets."""
-        return ((f"{prefix}.{name}" if prefix else name, p) for name, p in self.engine.named_parameters())
+        named = self.engine.named_parameters()
+        return ((f"{prefix}.{name}", p) for name, p in named) if prefix else named
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -260,12 +273,12 @@ class SwitchedModel(DistributedDataParallel):
         """
         words, error = self._changes.look()
         self._meet(f"go on{words}", error)
-        self._apply(words)
+        if words:
+            self._apply(words)
 
     def _apply(self, words: str) -> None:
-        if words:
-            self._passes.let_go()  # of what is loaded
-            self._changes.apply()
+        self._passes.let_go()  # of what is loaded
+        self._changes.apply()
 
     def weights_are(self, current: bool) -> None:
         """Says that somebody has put other weights into the engine, which the model has, or does not have. On all ranks."""
@@ -318,14 +331,9 @@ class SwitchedModel(DistributedDataParallel):
 
     def _read(self, batch: Batch) -> list[Document]:
         vocabulary = self.engine.description.shape.vocab_size
-        return read_batch(batch, vocabulary, self.longest, self.engine.rank, self._rules)
+        return read_batch(batch, vocabulary, self.engine.longest, self.engine.rank, self._rules)
 
     # -- how it runs --------------------------------------------------------------------------------------------------
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that some bucket takes."""
-        return max(bucket.longest for bucket in self.engine.buckets)
 
     def runs_by(
         self,
@@ -374,9 +382,8 @@ class SwitchedModel(DistributedDataParallel):
                 self._announcements.give_up()
 
     def _begin_step(self) -> None:
-        self._documents, self._calls = Documents(), list[Call]()
+        self._documents, self._calls, self._waiting = Documents(), list[Call](), list[Call]()
         self._window: Window | None = None  # of which some calls are still to come
-        self._waiting: list[Call] = []
         self._has_gradients, self._gradient_version = False, -1
         self._passes.begin_step()
 
@@ -388,19 +395,16 @@ class SwitchedModel(DistributedDataParallel):
             self.engine.master.bind_gradients(())  # an optimizer leaves parameters without a gradient as they are
         self._begin_step()
 
-    def _note_gradients(self) -> None:
-        """From here on, who clears or replaces the gradients is noticed."""
-        self._gradient_version = sum(g._version for g in self.engine.master.gradients if g is not None)
-
     def _was_cleared(self) -> bool:
         """Whether somebody has cleared the gradients since the first call of the step (`optimizer.zero_grad()`)."""
+        master = self.engine.master
         if not self._calls or self.engine.updates is not None:
             return False
-        if not self.engine.master.is_bound:
+        if not master.is_bound:
             return True
-        gradients = [g for g in self.engine.master.gradients if g is not None]
-        changed = sum(g._version for g in gradients) != self._gradient_version
-        return changed and not any(bool(g.any()) for g in gradients)
+        if master.gradient_version == self._gradient_version:
+            return False
+        return not any(bool(g.any()) for g in master.gradients if g is not None)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -437,20 +441,25 @@ class SwitchedModel(DistributedDataParallel):
             HotspaError: on every rank: what one cannot read, or ranks that call differently. Nothing was computed, and
                 calls that were not flushed are dropped.
         """
-        error = unreadable(input_ids, others, self._rules.columns, self.engine.rank)
+        asks = input_ids, others, self._rules.columns, self.engine.rank
+        error = unreadable(*asks) if others or input_ids is None else None
+        fields = (
+            1 + max(index for index, name in enumerate(FIELDS) if name in self._head_fields) if fused_lm_head else 0
+        )
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
-        batch = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
-        batch |= {name: others.get(name) for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns)}
+        batch: dict[str, Tensor | None] = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
+        for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns):
+            batch[name] = others.get(name)
         request = Request(
             batch,
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
-            fields=self._num_fields if fused_lm_head else 0,
+            fields=fields,
             wants_loss=not fused_lm_head and (labels is not None or shift_labels is not None),
             routers=self._passes.routers is not None and self._wants_routers(output_router_logits),
             kept=logits_to_keep,
             expected=expected_seeds,
             trains=torch.is_grad_enabled() and self._store is None and self.trains,
-            adapters=self._uses_adapters(),
+            adapters=not self._is_adapted or self._uses_adapters(),
             given_items=num_items_in_batch,
         )
         call = self._take(request, error)
@@ -460,16 +469,12 @@ class SwitchedModel(DistributedDataParallel):
         out = self._output(call, request)
         return out if return_dict is not False else out.to_tuple()
 
-    @property
-    def _num_fields(self) -> int:
-        return 1 + max(index for index, name in enumerate(FIELDS) if name in self._head_fields)
-
     def _wants_routers(self, asked: bool | None) -> bool:
         of_config = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
         return bool(of_config if asked is None else asked)
 
     def _uses_adapters(self) -> bool:
-        layers = lora_layers(self._bare) if self.engine.description.adapters is not None else []
+        layers = lora_layers(self._bare)
         return not (layers and layers[0].disable_adapters)
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
@@ -502,7 +507,8 @@ class SwitchedModel(DistributedDataParallel):
         finally:
             if is_new and self._announcements:  # it has come, or other batches in its place
                 self._announcements.remove_first()
-        self._apply(words)
+        if words:
+            self._apply(words)
         if begins:  # until the step has ended and the object is shown again, its weights are old
             self._changes.hide()
             if self._guards:
@@ -560,15 +566,15 @@ class SwitchedModel(DistributedDataParallel):
     ) -> Call:
         ids = batch["input_ids"]
         assert ids is not None
-        ranges = of_step.add([pairs_in(of_rank) for of_rank in facts], documents, self.engine.rank)
+        ranges = of_step.add([*map(pairs_in, facts)], documents, self.engine.rank)
         return Call(
             (ids.shape[0], ids.shape[1]),
             ids.device,
             0 if batch.get("shift_labels") is not None else 1,
             documents,
             ranges,
-            [denominator_in(of_rank) for of_rank in facts],
-            [sum(of_step.labels[number] for number in numbers) for numbers in ranges],
+            [*map(denominator_in, facts)],
+            [sum(of_step.labels[numbers.start : numbers.stop]) for numbers in ranges],
             ranges[self.engine.rank],
             of_step,
             self._version,
@@ -578,18 +584,19 @@ class SwitchedModel(DistributedDataParallel):
     def _note_calls(self, calls: Sequence[Call]) -> None:
         if not self._calls:
             self.engine.drop_gradients()
-            self._note_gradients()
+            self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
         self._calls += calls
 
     # -- what is computed for a call ----------------------------------------------------------------------------------
 
     def _run(self, call: Call, request: Request) -> None:
         """Computes what the caller will get, by the cheapest way; all ranks take the same."""
-        self._use_adapters(request.adapters)
+        if self._is_adapted:
+            self._use_adapters(request.adapters)
         mode = self.training, request.trains
         if not request.trains:
             self._look[mode] = self._looked.pop(mode, False)
-        if not request.has_labels:
+        if request.batch.get("shift_labels") is None and request.batch.get("labels") is None:
             return
         if request.wants_loss and self._own is not None:
             self._run_own(call, request)
@@ -665,12 +672,13 @@ class SwitchedModel(DistributedDataParallel):
         """Forward and backward of some calls, before the caller's backward has said what the gradients are. Documents whose given
         seeds are all 0 have a forward only."""
         calls = calls if known.given is None else calls[:1]
+        everything = list[int]()
         for call in calls:
             call.temperature = self._temperature if request.fields else 1.0
-        seeds, everything = self._gradients.assume(calls, known), [n for call in calls for n in call.everything]
+            everything += call.everything
+        seeds, numbers = self._gradients.assume(calls, known), Numbers()
         active = set(everything) if known.given is None else self._gradients.active(seeds)
-        idle, numbers = [number for number in everything if number not in active], Numbers()
-        if idle:
+        if idle := sorted(set(everything) - active):
             scored = replace(request, trains=False)  # no graphs are kept of them
             numbers = self._score_documents(calls[0], idle, scored, request.fields, False)
         if active:
@@ -678,7 +686,9 @@ class SwitchedModel(DistributedDataParallel):
             trained = self._train(sorted(active), seeds, mode, request.fields, sums=request.wants_loss)
             numbers = replace(trained, tokens=numbers.tokens | trained.tokens)
         for call in calls:
-            call.trained(numbers, request.fields, known)
+            call.numbers, call.fields = numbers, request.fields
+            if known.by_probability and isinstance(call.assumed, Tensor):
+                call.assumed = call.assumed * call.probabilities()
 
     def _train(
         self, numbers: Sequence[int], seeds: Seeds, mode: tuple[bool, float], fields: int = 0, sums: bool = False
@@ -700,13 +710,11 @@ class SwitchedModel(DistributedDataParallel):
         finally:
             self._in_pass = False
         self._has_gradients = True
-        self._note_gradients()
+        self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
         return trained
 
     def _use_adapters(self, on: bool) -> None:
         """Replicas use their LoRA layers, or leave them out, as the model does at this moment."""
-        if self.engine.description.adapters is None:
-            return
         for model in self.engine.part_models:
             for layer in lora_layers(model):
                 layer._disable_adapters = not on
@@ -747,7 +755,7 @@ class SwitchedModel(DistributedDataParallel):
             if self._own is not None:
                 loss = torch.tensor(call.own, dtype=torch.float64).to(call.device, wide)
             else:
-                total = -sum(call.numbers.sums[number] for number in call.mine)
+                total = -sum(map(call.numbers.sums.__getitem__, call.mine))
                 loss = (torch.tensor(total, dtype=torch.float64) / denominator).to(call.device, wide)
             return leaves(call.add_factor, loss)[0]
         log_probs = call.column(0, wide)
@@ -792,7 +800,8 @@ class SwitchedModel(DistributedDataParallel):
         self._looked[self.training, request.trains] = True
         numbers = call.numbers
         if not call.with_logits:
-            self._use_adapters(request.adapters)
+            if self._is_adapted:
+                self._use_adapters(request.adapters)
             numbers = self._score_documents(call, call.everything, request, 0, True)
         call.with_logits = False  # they are the caller's now
         parts = [numbers.logits.pop(number) for number in call.mine]
@@ -825,16 +834,17 @@ class SwitchedModel(DistributedDataParallel):
         """
         calls, went_back = self._calls, [False]
         if calls:
-            error = of_padding(calls, f"rank {self.engine.rank}, {self._where}")
+            reads_padding = any(call.reads_padding for call in calls)
+            error = of_padding(f"rank {self.engine.rank}, {self._where}") if reads_padding else None
             went_back = self._meet("flush", error, any(call.went_back for call in calls))
         if not self._calls:  # or they were dropped, here or on another rank
             return
         if not any(went_back) and self.engine.updates is None:  # parameters have no gradient then, as under DDP
             self._drop()
-            self.report = None
-            self.step += 1
+            self.report, self.step = None, self.step + 1
             return
-        self._use_adapters(True)
+        if self._is_adapted:
+            self._use_adapters(True)
         scale, seeds, sent = self._gradients.compare(calls, self._documents, self._where, list(self._sent.values()))
         if scale is None:
             self.engine.drop_gradients()
@@ -848,12 +858,12 @@ class SwitchedModel(DistributedDataParallel):
                 where=self._where,
                 fix="use the loss of the model, or hotspa_pipeline_mode=synchronous",
             )
-        modes = {(call.training, call.temperature): None for call in calls}  # in eval mode nothing is dropped
-        for mode in modes:
-            of_mode = [call for call in calls if (call.training, call.temperature) == mode]
-            numbers = [number for call in of_mode for number in call.everything if number in active]
+        of_modes = dict[tuple[bool, float], list[int]]()  # in eval mode nothing is dropped
+        for call in calls if active else ():
+            of_modes.setdefault((call.training, call.temperature), []).extend(active.intersection(call.everything))
+        for mode, numbers in of_modes.items():
             if numbers:
-                self._train(numbers, seeds, mode)
+                self._train(sorted(numbers), seeds, mode)
         if self._changes.frozen:
             self.engine.leave_out(self._changes.frozen)
         self._passes.let_go()
@@ -861,7 +871,7 @@ class SwitchedModel(DistributedDataParallel):
             self._look[training, True] = self._looked.pop((training, True), False)
         if active or scale is None:  # more was sent since
             sent = self.engine.agreement.gather(list(self._sent.values()))
-        counted: dict[str, Any] = {n: int(total) for n, total in zip(self._sent, sent.sum(0).tolist(), strict=True)}
+        counted: dict[str, Any] = dict(zip(self._sent, sent.sum(0).long().tolist(), strict=True))
         self._passes.exchange.forget()
         if (report := self._passes.report) is not None:
             self.passes = self._passes.trained
@@ -872,7 +882,8 @@ class SwitchedModel(DistributedDataParallel):
     @property
     def _sent(self) -> dict[str, float]:
         """What this rank has sent and cut in this step: fields of the report."""
-        return {name: float(number) for name, number in (self._passes.exchange.sent | self.cut).items()}
+        sent = self._passes.exchange.sent | self.cut
+        return dict(zip(sent, map(float, sent.values()), strict=True))
 
     # -- a second model -----------------------------------------------------------------------------------------------
 

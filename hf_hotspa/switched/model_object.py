@@ -7,10 +7,12 @@
 import functools
 import inspect
 import json
+import threading
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -27,6 +29,7 @@ from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.errors import HotspaError, UnsupportedError
 from hf_hotspa.model.model_check import changed_facts, deciding_values, module_facts, weights_digest
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.text_half import of_text, text_base
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.loss import SequenceLoss
 
@@ -115,9 +118,12 @@ def before_steps(switched: Any) -> RemovableHandle:
     own = {id(parameter) for _, parameter in switched.named_parameters()}
 
     def before(optimizer: Optimizer, *_: Any) -> None:
-        to = target()
-        if to is not None and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            to.step_begins()
+        to, held = target(), [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if to is None or own.isdisjoint(held):
+            return
+        to.step_begins()
+        if to.takes_over is not None and not own.issuperset(held):
+            to.takes_over(optimizer)
 
     return register_optimizer_step_pre_hook(before)
 
@@ -175,7 +181,8 @@ class ObjectChanges:
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
         self._model, self._engine, self._bare = model, engine, bare_model(model)[0]
         self._parameters = self._by_name()
-        self._config, self._facts = self._values(), module_facts(self._bare)
+        self._is_of_text = of_text(self._bare) if text_base(self._bare) is not None else None
+        self._config, self._facts = self._values(), module_facts(self._bare, self._is_of_text)
         self._buffers = {name: buffer.clone() for name, buffer in self._bare.named_buffers()}
         self.frozen = frozenset[str]()
         self._digest: str | None = None
@@ -208,26 +215,22 @@ class ObjectChanges:
     def look(self) -> tuple[str, HotspaError | None]:
         """What was changed since the last step, in words that are the same on all ranks where the changes are; and what cannot
         be honoured. Not collective."""
-        buffers = {name: b for name, b in self._bare.named_buffers() if not self._is_known(name, b)}
-        flags = ((name, p.requires_grad, trained) for name, (p, trained) in self._parameters.items())
-        frozen, thawed = set[str](), list[str]()
-        for name, now, at_start in flags:
-            if now != at_start:
+        buffers, frozen, thawed = dict[str, Tensor](), set[str](), list[str]()
+        for name, buffer in self._bare.named_buffers():
+            known = self._buffers.get(name)
+            if known is None or known.shape != buffer.shape or not torch.equal(known, buffer):
+                buffers[name] = buffer
+        for name, (parameter, at_start) in self._parameters.items():
+            if parameter.requires_grad != at_start:
                 (frozen.add if at_start else thawed.append)(name)
         weights = self._digest is not None and weights_digest(self._model) != self._digest
         self._changed = buffers, frozenset(frozen), weights
-        words = []
-        if buffers:
-            words.append(f"with other buffers {_some(sorted(buffers))}")
+        words = f", with other buffers {_some(sorted(buffers))}" if buffers else ""
         if self._changed[1] != self.frozen:
-            words.append(f"with requires_grad=False of {_some(sorted(frozen))}" if frozen else "with nothing frozen")
+            words += f", with requires_grad=False of {_some(sorted(frozen))}" if frozen else ", with nothing frozen"
         if weights:
-            words.append("with other weights")
-        return "".join(f", {text}" for text in words), self._refusal(thawed)
-
-    def _is_known(self, name: str, buffer: Tensor) -> bool:
-        known = self._buffers.get(name)
-        return known is not None and known.shape == buffer.shape and torch.equal(known, buffer)
+            words += ", with other weights"
+        return words, self._refusal(thawed)
 
     def _refusal(self, thawed: list[str]) -> HotspaError | None:
         if thawed:
@@ -244,7 +247,8 @@ class ObjectChanges:
                 why="the replicas that run were built by the config as it was",
                 fix="set them before train()",
             )
-        if changes := changed_facts(module_facts(self._bare), self._facts, self._bare):
+        facts = module_facts(self._bare, self._is_of_text)
+        if facts != self._facts and (changes := changed_facts(facts, self._facts, self._bare)):
             return UnsupportedError(
                 f"{changes[0]} when the training had started ({len(changes)} differ)",
                 why="the replicas that run were built by the model as it was",
@@ -270,3 +274,104 @@ class ObjectChanges:
 def _some(names: list[str]) -> str:
     shown = ", ".join(map(repr, names[:_SHOWN]))
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
+
+
+# -- weights that are old ---------------------------------------------------------------------------------------------
+
+# While training goes on, the weights in `trainer.model` are old: looking at them is an error, not an answer.
+#
+# The weights that are trained live in the master store; those of the user's model are what they were when they were last
+# written back. Owns the guard on its parameters. It promises:
+#
+# * Between the first mini-batch after the weights were current and the next time they are, everything that would read or
+#   change the values of a trained parameter, or its gradient, raises a `HotspaError` that says what to do. What the
+#   parameters are (name, shape, dtype, device, `requires_grad`, number of elements) can be looked at always.
+# * Parameters stay the same objects, so what refers to them (optimizers, tied weights, references of the user's) holds.
+
+
+_FACTS = {
+    "shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_meta", "is_leaf", "is_cuda", "is_cpu", "is_xpu",
+    "is_mps", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "names", "size", "dim", "numel", "nelement",
+    "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "__len__",
+    "requires_grad_", "is_same_size", "type", "retains_grad", "grad_fn", "output_nr",
+}  # fmt: skip
+"""What says nothing about the values."""
+
+_GRADIENTS = {"grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "_backward_hooks"}
+
+_allowed = threading.local()
+
+
+def _refusal(name: str) -> HotspaError:
+    if name in _GRADIENTS:
+        return HotspaError(
+            f"a parameter of trainer.model has no gradient here ({name})",
+            why="gradients are spread over the ranks, in the master store, and parameters of the model never get any",
+            fix="call trainer.engine.full_gradients() on every rank, or look at grad_norm in the log",
+        )
+    return HotspaError(
+        f"the weights in trainer.model are not those of this step of the training ({name})",
+        why="the weights that are trained are spread over the ranks; the model is brought up to date for on_log, on_evaluate, "
+        "on_save, on_epoch_end, on_train_end and compute_metrics, and after training",
+        fix="look at them there, or call trainer.materialize() on every rank first",
+    )
+
+
+@cache
+def _guarded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """A class of parameters like `kind`, whose values cannot be looked at."""
+
+    class Guarded(kind):  # type: ignore[valid-type,misc]
+        _true_class = kind
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            name = str(getattr(func, "__name__", func))
+            if name in ("__get__", "__set__", "__delete__"):  # of an attribute
+                name = func.__self__.__name__  # type: ignore[attr-defined]
+            if name not in _FACTS and not getattr(_allowed, "depth", 0):
+                raise _refusal(name)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+        def __repr__(self, **_: Any) -> str:
+            return f"Parameter of shape {tuple(self.shape)}, whose values are in the master store"
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            raise _refusal("copying")
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise _refusal("copying")
+
+    Guarded.__name__ = kind.__name__
+    Guarded.__qualname__ = kind.__qualname__
+    return Guarded
+
+
+def guard(model: nn.Module) -> None:
+    """From now on the values of the trained parameters cannot be looked at."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and not hasattr(type(parameter), "_true_class"):
+            kind: Any = type(parameter)
+            parameter.__class__ = _guarded(kind)
+
+
+def release(model: nn.Module) -> None:
+    """The values can be looked at again: they are current, or are about to be."""
+    for parameter in model.parameters():
+        kind = getattr(type(parameter), "_true_class", None)
+        if kind is not None:
+            parameter.__class__ = kind
+
+
+@contextmanager
+def structure_only() -> Iterator[None]:
+    """Inside, this thread may handle guarded parameters (`state_dict` for names, shapes and dtypes): it knows better
+    than to use their values."""
+    _allowed.depth = getattr(_allowed, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _allowed.depth -= 1

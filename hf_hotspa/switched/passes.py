@@ -1,30 +1,423 @@
-"""Passes of the engine over documents of all ranks: forward only (scoring) or trained, with their numbers to the owners.
+"""The documents of all ranks, and passes of the engine over them: forward only (scoring) or trained, with their numbers to the
+owners.
 
 A scoring pass leaves its last weights loaded, and graphs of some packs where a strategy can keep them: a training pass that
 follows begins there. `Passes` knows what is loaded, and lets go of it when something else runs or the weights change.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
-from typing import Any
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.errors import DataError, HotspaError, OverlongError, PlanMismatchError, TokenRangeError, UnsupportedError
 from hf_hotspa.model.tape import Tape, TapedReplica
-from hf_hotspa.packing.mini_batch import MiniBatchPlan
-from hf_hotspa.parallel.agreement import replica_ranks
+from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
+from hf_hotspa.parallel.agreement import Agreement, rank_names, replica_ranks
 from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.report import RankMeasures, StepReport
-from hf_hotspa.rows.features import RowRules
+from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket, Strategy
-from hf_hotspa.switched.documents import Documents, Exchange, Move, last_ranks, places
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+# The rows of all ranks: each rank reads its own batch, all ranks learn every length, and tokens travel to who trains them.
+#
+# A *document* is what is packed: a row of a batch without its padding, or one of the documents of a row that was packed before.
+# All ranks number the documents of a step alike: call by call, rank by rank, row by row.
+#
+# Owns `read_batch` (a batch of tensors as documents), `Documents` (what every rank knows of all of them, and the plan of some)
+# and `Exchange` (what moves, and how many bytes that takes). Everything that moves is in host memory, over a group of its own.
+
+
+ROW_COLUMNS = ("input_ids", "attention_mask", "position_ids", "seq_idx", "labels", "shift_labels")
+"""The tensors [batch, length] of a batch that say what its rows are."""
+FLAT_COLUMNS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens")
+"""Those [documents + 1] of a batch of one row."""
+
+_NO_CUTS = np.zeros(0, np.int64)
+
+
+class Document(NamedTuple):
+    """One document of this rank.
+
+    Attributes:
+        ids: [length] int64.
+        targets: [length] int64, what each token is to predict; -100 where that does not count.
+        row: Its row in the batch.
+        begin: Its first column there.
+        columns: What a token loss reads beside: int64 or float64 [length] each, by name.
+    """
+
+    ids: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    row: int
+    begin: int
+    columns: Mapping[str, NDArray[Any]] = {}
+
+
+def read_batch(
+    batch: Mapping[str, Tensor | None], vocab_size: int, longest: int, rank: int, rules: RowRules = DEFAULT_RULES
+) -> list[Document]:
+    """The documents of a batch; no rows at all are a normal case.
+
+    Args:
+        batch: `ROW_COLUMNS` [B, L] and `FLAT_COLUMNS`, those that are there. `position_ids` may be [1, L].
+        longest: Tokens of the longest bucket.
+        rules: What the model makes of padding, and which columns [B] or [B, L] a token loss reads.
+
+    Raises:
+        HotspaError: a row that the plain model would train in another way, or that no bucket takes.
+    """
+    columns, flat = dict[str, NDArray[Any]](), dict[str, NDArray[Any]]()
+    for name, value in batch.items():
+        if value is not None:
+            (flat if name in FLAT_COLUMNS else columns)[name] = value.detach().cpu().numpy()
+    ids = columns["input_ids"]
+    if ids.ndim != 2:
+        raise DataError(f"input_ids has {ids.ndim} dimensions", fix="give a batch [rows, tokens]")
+    if flat and len(ids) != 1:
+        raise UnsupportedError(f"{sorted(flat)} for {len(ids)} rows", fix="give them for a batch of one row")
+    for name, column in columns.items():
+        if name in rules.columns and column.shape == ids.shape[:1]:
+            continue
+        if column.shape == (1, *ids.shape[1:]) and len(ids) != 1:
+            columns[name] = np.broadcast_to(column, ids.shape)
+        elif column.shape != ids.shape:
+            raise UnsupportedError(
+                f"{name} has the shape {list(column.shape)}, and input_ids {list(ids.shape)}",
+                why="rows are packed again, and each token needs a value of its own",
+                fix=f"leave {name} out, or give [rows, tokens]",
+            )
+    documents: list[Document] = []
+    for row in range(len(ids)):
+        where = f"row {row} of the batch of rank {rank}"
+        example = {name: column[row] for name, column in columns.items()} | flat
+        documents += _documents(example, row, vocab_size, longest, where, rules)
+    return documents
+
+
+def _documents(
+    example: dict[str, NDArray[np.int64]], row: int, vocab_size: int, longest: int, where: str, rules: RowRules
+) -> Iterator[Document]:
+    shifted = example.pop("shift_labels", None)
+    if shifted is not None:
+        example.pop("labels", None)
+    read = read_row(example, row, rules)
+    width, begin, end = read.width, read.first, read.first + len(read.ids)
+    targets = np.full(width, IGNORED_LABEL, np.int64)
+    if shifted is not None:
+        targets[:] = shifted
+    elif "labels" in example:
+        targets[:-1] = example["labels"][1:]
+    outside = np.ones(width, np.bool_)
+    outside[begin:end] = False
+    if (targets[outside] != IGNORED_LABEL).any():
+        raise UnsupportedError(
+            "padding has a label",
+            where=where,
+            why="the plain model would be trained to predict it, or from it",
+            fix="set labels to -100 wherever attention_mask is 0, and at the first token after padding",
+        )
+    targets = targets[begin:end]
+    wrong = [("input_ids", read.ids), ("labels", targets[targets != IGNORED_LABEL])]
+    for name, values in wrong:
+        if len(values) and (values.min() < 0 or values.max() >= vocab_size):
+            value = values[(values < 0) | (values >= vocab_size)][0]
+            raise TokenRangeError(
+                f"{name} holds {value}, and the vocabulary has the ids 0 to {vocab_size - 1}",
+                where=where,
+                why="the embedding or the loss would read beyond its table",
+                fix="tokenise with the model's own tokenizer, or resize the model's embeddings",
+            )
+    for first, stop in pairwise([0, *read.cuts.tolist(), len(read.ids)]):
+        if stop - first > longest:
+            raise OverlongError(
+                f"a sequence of {stop - first} tokens is longer than the longest bucket, {longest} tokens",
+                where=where,
+                fix=f"let the last bucket take {stop - first} tokens, or truncate rows before they are collated",
+            )
+        if stop > first:
+            own = dict[str, NDArray[Any]]()
+            for name, column in read.columns.items():
+                own[name] = np.broadcast_to(column, len(read.ids))[first:stop]
+            yield Document(read.ids[first:stop], targets[first:stop], row, begin + first, own)
+
+
+@dataclass
+class Documents:
+    """What every rank knows of the documents of a step, and the tokens of those that came here.
+
+    Attributes:
+        lengths, labels, owners: Of each document its tokens, targets that count, and the rank that read it.
+        rows: The tokens of this rank's documents, and of those that it has got.
+        holders: Which ranks have the tokens of a document.
+    """
+
+    lengths: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    rows: dict[int, Row] = field(default_factory=dict)
+    holders: list[set[int]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def add(self, facts: Sequence[NDArray[np.int64]], mine: Sequence[Document], rank: int) -> list[range]:
+        """Numbers the documents of a call, rank by rank.
+
+        Args:
+            facts: Of each rank [documents, 2]: length, and targets that count.
+            mine: This rank's documents.
+
+        Returns:
+            The documents of each rank.
+        """
+        ranges = []
+        for owner, of_rank in enumerate(facts):
+            begin = len(self.lengths)
+            ranges.append(range(begin, begin + len(of_rank)))
+            self.lengths += of_rank[:, 0].tolist()
+            self.labels += of_rank[:, 1].tolist()
+            self.owners += [owner] * len(of_rank)
+            self.holders += map(set, [[owner]] * len(of_rank))
+        for number, document in zip(ranges[rank], mine, strict=True):
+            self.rows[number] = _row(document.ids, document.targets, document.columns)
+        return ranges
+
+    def plan(
+        self, documents: Iterable[int], buckets: tuple[Bucket, ...], quadratic_cost: float, speeds: Speeds | None
+    ) -> MiniBatchPlan:
+        """The plan of some documents: the same on every rank. Arguments as of `plan_mini_batch`."""
+        lengths, labels = np.array(self.lengths, np.int64), np.array(self.labels, np.int64)
+        unmasked = np.full(len(lengths), -1, np.int64)  # nothing is cut, so nobody asks which tokens are labels
+        table = SequenceTable(lengths, labels, unmasked, np.zeros(0, np.uint8))
+        return plan_mini_batch(documents, table, buckets, quadratic_cost=quadratic_cost, speeds=speeds)
+
+    def mini_batch(self, plan: MiniBatchPlan, collator: PackedBucketCollator, exchange: "Exchange") -> MiniBatch:
+        """This rank's part of a plan, when tokens have travelled to whom they were missing. Collective."""
+        moves = list[Move]()
+        for number, strategy, replica in places(plan):
+            for rank in replica_ranks(strategy, replica):
+                if rank not in self.holders[number]:
+                    moves.append(Move(number, self.owners[number], rank, 2 * self.lengths[number]))
+                    self.holders[number].add(rank)
+
+        def tokens_of(number: int) -> Tensor:
+            row = self.rows[number]
+            assert row.targets is not None
+            return torch.from_numpy(np.concatenate([row.ids, row.targets]).astype(np.int32))
+
+        for move, tokens in exchange.deliver("rows", moves, tokens_of, torch.int32):
+            ids, targets = tokens.numpy().astype(np.int64).reshape(2, -1)
+            self.rows[move.document] = _row(ids, targets)
+        if names := collator.rules.columns:
+            of_columns = [move._replace(size=len(names) * (1 + self.lengths[move.document])) for move in moves]
+            for move, bits in exchange.deliver("rows", of_columns, lambda n: _bits(self.rows[n], names), torch.int64):
+                of_names = zip(names, bits.numpy().reshape(len(names), -1), strict=True)
+                columns = {name: own[1:].view(np.float64) if own[0] else own[1:] for name, own in of_names}
+                self.rows[move.document] = replace(self.rows[move.document], columns=columns)
+        return collator.of_plan(plan, self.rows)
+
+
+def _row(ids: NDArray[np.int64], targets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]] | None = None) -> Row:
+    return Row(ids, None, _NO_CUTS, 0, len(ids), columns or {}, targets=targets)
+
+
+def _bits(row: Row, names: Sequence[str]) -> Tensor:
+    """The columns of a row, each behind a number that says whether it is of floats."""
+    parts = []
+    for name in names:
+        column = np.ascontiguousarray(row.columns[name])
+        parts += [np.array([column.dtype.kind == "f"], np.int64), column.view(np.int64)]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
+    """Of every document the strategy and the replica that train it."""
+    for phase in plan.phases:
+        for replica, packs in enumerate(phase.replicas):
+            for pack in packs:
+                for sequence in pack.sequences:
+                    yield sequence.row, phase.bucket.strategy, replica
+
+
+@lru_cache
+def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> tuple[int, ...]:
+    """The ranks of a replica that compute logits: of all shards and rows of a pack, or those of shard rank 0 alone, which
+    write what all shards have in common."""
+    ranks = []
+    for rank in replica_ranks(strategy, replica):
+        coord = strategy.coord(rank)
+        if coord.pp == strategy.pp - 1 and not (writers and coord.tp):
+            ranks.append(rank)
+    return tuple(ranks)
+
+
+class Move(NamedTuple):
+    """So many numbers of a document go from a rank to another; every rank lists the same moves in the same order."""
+
+    document: int
+    source: int
+    target: int
+    size: int
+
+
+_SENT_BYTES = ("rows_bytes", "numbers_bytes", "seeds_bytes")
+
+
+class Exchange:
+    """Moves rows and numbers between ranks. All methods are collective.
+
+    Args:
+        agreement: Over a group of all ranks that nothing else uses at the same time.
+
+    Attributes:
+        sent_bytes: Bytes that this rank has sent to others: `rows`, `numbers`, `seeds`.
+    """
+
+    def __init__(self, agreement: Agreement, world_size: int) -> None:
+        self.agreement, self.rank, self._world_size = agreement, agreement.rank, world_size
+        self.sent_bytes = {"rows": 0, "numbers": 0, "seeds": 0}
+
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent since `forget`, as fields of a report."""
+        return dict(zip(_SENT_BYTES, self.sent_bytes.values(), strict=True))
+
+    def forget(self) -> None:
+        """Counts from 0 again."""
+        self.sent_bytes = dict.fromkeys(self.sent_bytes, 0)
+
+    def facts(self, values: Sequence[int], sizes: Sequence[int] | None = None) -> list[NDArray[np.int64]]:
+        """Every rank's numbers, as many as it has; `sizes` are how many each has, where all ranks know."""
+        self.sent_bytes["rows"] += 8 * len(values) * (self._world_size - 1)
+        return [*map(Tensor.numpy, self.agreement.vectors(torch.tensor(values, dtype=torch.int64), sizes))]
+
+    def deliver(
+        self, kind: str, moves: Sequence[Move], tensor_of: Callable[[int], Tensor], dtype: torch.dtype
+    ) -> Iterator[tuple[Move, Tensor]]:
+        """Carries out moves; yields those that end here, with what arrived.
+
+        Args:
+            kind: What the bytes are counted as.
+            tensor_of: Of a document that this rank sends, 1-D in host memory and of this dtype.
+        """
+        if self._world_size == 1:
+            for move in moves:
+                yield move, tensor_of(move.document)
+            return
+        rank = self.rank
+        here = [move for move in moves if move.source == move.target == rank]
+        away = [move for move in moves if move.source != move.target]
+        leaving = sorted((m for m in away if m.source == rank), key=lambda m: m.target)
+        coming = sorted((m for m in away if m.target == rank), key=lambda m: m.source)
+        tensors = {move.document: tensor_of(move.document) for move in {m.document: m for m in leaving}.values()}
+        sizes, received_sizes = [0] * self._world_size, [0] * self._world_size
+        for move in leaving:
+            sizes[move.target] += move.size
+        for move in coming:
+            received_sizes[move.source] += move.size
+        send = torch.cat([tensors[m.document] for m in leaving]) if leaving else torch.empty(0, dtype=dtype)
+        self.sent_bytes[kind] += send.nbytes
+        received = self.agreement.all_to_all(send, sizes, received_sizes)
+        for move in here:
+            yield move, tensor_of(move.document)
+        begin = 0
+        for move in coming:
+            yield move, received[begin : begin + move.size]
+            begin += move.size
+
+
+# -- where all ranks meet ---------------------------------------------------------------------------------------------
+
+# Before ranks do something together they say what: where that differs, all of them raise, and none waits for another.
+
+
+class Meeting:
+    """Where all ranks meet before a collective call.
+
+    Args:
+        was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
+        drop: Forgets the calls that were not flushed: on all ranks, before they raise, or where one has cleared its gradients.
+
+    Attributes:
+        num_announced: Steps that this rank has announced; None where that is over.
+        sizes: What each rank said of its `size` last.
+    """
+
+    def __init__(self, agreement: Agreement, was_cleared: Callable[[], bool], drop: Callable[[], None]) -> None:
+        self._agreement, self._was_cleared, self._drop = agreement, was_cleared, drop
+        self.num_announced: int | None = 0
+        self.sizes: list[int] = []
+
+    def __call__(
+        self, what: str, where: str, error: HotspaError | None = None, flag: bool = False, size: int = 0
+    ) -> list[bool]:
+        """Returns when all ranks are about to do the same. Collective.
+
+        Args:
+            what: What this rank is about to do, in words.
+            error: What it found wrong.
+            flag: Something that others are to know.
+            size: How many numbers this rank is about to send; for `sizes`.
+
+        Returns:
+            The flag of each rank.
+
+        Raises:
+            HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
+        """
+        code = float(zlib.crc32(what.encode()))
+        values = [code, error is not None, self._was_cleared(), self.num_announced or 0, flag, size]
+        codes, failed, cleared, announced, flags, sizes = self._agreement.gather([*map(float, values)]).T.tolist()
+        self.sizes = [*map(int, sizes)]
+        if any(failed):  # before all else: where a rank has an error, the others may have more to do
+            self._drop()
+            self._agreement.check({}, error, where)
+        if len(set(codes)) > 1:
+            self._drop()
+            raise self._different(what, where)
+        if len(set(announced)) > 1:
+            self._drop()
+            self.num_announced = None
+            raise PlanMismatchError(
+                f"ranks have announced {', '.join(str(int(n)) for n in announced)} steps",
+                where=where,
+                why="what is announced is exchanged by all ranks together",
+                fix="call announce on all ranks, or on none",
+            )
+        if any(cleared):
+            self._drop()
+        return [*map(bool, flags)]
+
+    def _different(self, what: str, where: str) -> PlanMismatchError:
+        texts = self._agreement.texts(what)
+        by_text = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+        return PlanMismatchError(
+            "ranks are about to do different things: "
+            + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
+            where=where,
+            why="each call of a switched model is a part of what all ranks do together",
+            fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives batches without rows to ranks "
+            "whose loaders have ended",
+        )
+
+
+# -- passes -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -86,7 +479,7 @@ class Passes:
         counts: Passes so far: `scoring` and `training`.
         trained: The plan and the report of each training pass since `begin_step`.
         choose: Gives, for a step and the lengths of its documents, their buckets and the speeds by which packs are divided over
-            replicas; the same on all ranks. Called in a thread, too.
+            replicas; the same on all ranks. Called in a thread, too. None for the engine's buckets and equal speeds.
         facts: Gives what must be the same on all ranks when something is trained, by name.
         evaluated: The buckets for documents in eval mode without gradients.
     """
@@ -105,7 +498,7 @@ class Passes:
         )
         self.counts = {"scoring": 0, "training": 0}
         self.trained = list[tuple[MiniBatchPlan, StepReport]]()
-        self.choose: Callable[[int, Sequence[int]], Chosen] = lambda step, lengths: (engine.buckets, None)
+        self.choose: Callable[[int, Sequence[int]], Chosen] | None = None
         self.facts: Callable[[], Mapping[str, str]] = dict
         self.evaluated = engine.buckets
         engine.attach(lambda replica: TapedReplica(replica, self.tape))
@@ -116,7 +509,10 @@ class Passes:
     @property
     def report(self) -> StepReport | None:
         """Of the training passes since `begin_step`; None where there was none."""
-        return reduce(merged, (report for _, report in self.trained)) if self.trained else None
+        whole: StepReport | None = None
+        for _, report in self.trained:
+            whole = report if whole is None else merged(whole, report)
+        return whole
 
     @property
     def num_logits(self) -> int:
@@ -170,8 +566,10 @@ class Passes:
     def _plan(
         self, documents: Documents, numbers: Sequence[int], step: int, exchange: Exchange, evaluates: bool = False
     ) -> tuple[MiniBatchPlan, MiniBatch]:
-        lengths = [documents.lengths[number] for number in numbers]
-        buckets, speeds = (self.evaluated, None) if evaluates else self.choose(step, lengths)
+        lengths = [*map(documents.lengths.__getitem__, numbers)]
+        buckets, speeds = self.evaluated if evaluates else self.engine.buckets, None
+        if self.choose is not None and not evaluates:
+            buckets, speeds = self.choose(step, lengths)
         plan = documents.plan(numbers, buckets, self.collator.quadratic_cost, speeds)
         return plan, documents.mini_batch(plan, self.collator, exchange)
 
@@ -268,7 +666,7 @@ class Passes:
                 report = self.engine.forward_backward(
                     mini_batch,
                     step,
-                    self.facts(),
+                    self.facts() if self.engine.world_size > 1 else None,
                     add=add,
                     needs_labels=False,
                     training=training,
@@ -276,7 +674,8 @@ class Passes:
                 )
             for number in list(self._coming):  # of documents so short that this rank of cp has no token of them
                 self._receive_logit_seeds(documents, seeds, number)
-            self.engine.agreement.wait(sends)
+            if sends:
+                self.engine.agreement.wait(sends)
         finally:
             tape.end()
         self.counts["training"] += 1
@@ -294,7 +693,7 @@ class Passes:
     ) -> None:
         """Lays out the tables of this rank."""
         engine, device = self.engine, self.engine.device
-        offsets, total, logits = [0] * len(documents), 0, dict[int, Tensor]()
+        offsets, total, logits = [0] * len(documents.lengths), 0, dict[int, Tensor]()
         for number, strategy, replica in places(plan):
             if engine.rank in last_ranks(strategy, replica):
                 offsets[number], total = total, total + documents.lengths[number]
@@ -389,11 +788,11 @@ class Passes:
     def _collect(self, documents: Documents, plan: MiniBatchPlan, fields: int, sums: bool = False) -> Numbers:
         """Brings what the tape holds to the owners of the documents."""
         numbers, tape = Numbers(), self.tape
-        writers = [
-            Move(number, rank, documents.owners[number], 1 if sums else documents.lengths[number] * fields)
-            for number, strategy, replica in places(plan)
-            for rank in last_ranks(strategy, replica, writers=True)
-        ]
+        writers = list[Move]()
+        for number, strategy, replica in places(plan):
+            size = 1 if sums else documents.lengths[number] * fields
+            for rank in last_ranks(strategy, replica, writers=True):
+                writers.append(Move(number, rank, documents.owners[number], size))
         if tape.values is not None:
             table = tape.values.to("cpu")
 

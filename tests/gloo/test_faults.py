@@ -76,7 +76,7 @@ RUN = {"max_steps": 4, "hotspa_max_failed_saves": 0, "logging_steps": 2}
 def target_of(phase):
     """`(class, method)` that runs in a phase."""
     from hf_hotspa.checkpoint.format.disk import Disk
-    from hf_hotspa.data.batches import RowCollator
+    from hf_hotspa.data.collator import RowCollator
     from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.engine.phase import PhaseRunner
     from hf_hotspa.parallel.agreement import Agreement

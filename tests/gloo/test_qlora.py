@@ -5,9 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from hf_hotspa.model.replica import Attachment
+from hf_hotspa.model.replica import Attachment, to_storage
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.model.storage import to_storage
 from hf_hotspa.parallel.four_bit import stored_tensors
 from hf_hotspa.strategy import strategies_of
 from tests.gloo.test_lora import trained_gradients

@@ -180,7 +180,7 @@ def random_switches(rank: int, world_size: int, seeds: range) -> int:
     transport, agreement = ProcessGroupTransport(), Agreement(dist.group.WORLD, rank)
     for epoch, seed in enumerate(seeds):
         case = make_case(seed, world_size)
-        agreement.check({"plan": case.plan.digest(), "staging": str(case.staging_bytes)}, None, f"switch {epoch}")
+        agreement.check({"plan": case.plan.digest, "staging": str(case.staging_bytes)}, None, f"switch {epoch}")
         key = case.staging_bytes, case.native
         executor = executors.setdefault(key, SwitchExecutor(transport, rank, case.staging_bytes, native=case.native))
         with direct_messages(case):
@@ -246,9 +246,9 @@ def disagreeing(rank: int, world_size: int) -> list[str]:
     other = plan_of(plan.name, 2, (transfers_of(plan)[0]._replace(src_offset=1, length=7),), False)
     odd = rank == 2
     attempts = [
-        {"first plan": plan.digest(), "second plan": (other if odd else plan).digest()},
+        {"first plan": plan.digest, "second plan": (other if odd else plan).digest},
         {"model": "m", "configuration": "x" if odd else "y"},
-        {"model": "m"} if odd else {"model": "m", "plan": plan.digest()},
+        {"model": "m"} if odd else {"model": "m", "plan": plan.digest},
         {"one": str(rank), "two": "equal", "three": str(rank // 2)},
         {f"plan {i}": str(i) + ("!" if odd else "") for i in range(9)},
     ]

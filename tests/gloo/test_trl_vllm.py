@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_hotspa.engine import master
-from hf_hotspa.switched.stale_weights import release
+from hf_hotspa.switched.model_object import release
 from tests.harness import run_ranks
 from tests.trl_runs import RL, Case, made
 

@@ -17,7 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_hotspa.data.batches import (
+from hf_hotspa.data.collator import (
     COUNTS,
     DROP,
     SPLIT,

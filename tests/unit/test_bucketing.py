@@ -6,8 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hotspa.errors import HotspaConfigError, OverlongError
-from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, assign_buckets, check_lengths, cut_rows, plan_mini_batch
-from hf_hotspa.packing.mini_batch import Sequence
+from hf_hotspa.packing.bucketing import (
+    OVERLONG_POLICIES,
+    Sequence,
+    assign_buckets,
+    check_lengths,
+    cut_rows,
+    plan_mini_batch,
+)
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import parse_buckets
 

@@ -17,8 +17,7 @@ from hf_hotspa.callbacks import (
     SettingsCallback,
     SwitchOverheadCallback,
     TraceCallback,
-    switch_overhead,
-    trace,
+    step_reports,
 )
 from hf_hotspa.callbacks import progress as progress_module
 from hf_hotspa.callbacks.log_line import LogLine
@@ -126,7 +125,7 @@ def test_a_full_disk_stops_the_record_and_not_the_training(tmp_path, monkeypatch
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trace.RunLogWriter, "step", full)
+    monkeypatch.setattr(step_reports.RunLogWriter, "step", full)
     run_callback(ReportCallback(tmp_path), tmp_path, 4)
     assert [r.message for r in caplog.records].count(
         "the record of the run ends here, training goes on: [Errno 28] No space left on device"
@@ -296,7 +295,7 @@ def test_the_list_of_callbacks_is_the_users(tmp_path):
 
 
 def test_much_switching_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(switch_overhead, "once", _first_time())
+    monkeypatch.setattr(step_reports, "once", _first_time())
     state = SimpleNamespace(is_world_process_zero=True)
     for _ in range(2):
         callback = SwitchOverheadCallback()

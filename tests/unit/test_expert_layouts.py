@@ -16,8 +16,8 @@ from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import StrategyError, UnsupportedError
 from hf_hotspa.layout.placement import gradient_layout, master_layout, rank_slots, strategy_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, Part, build_vector
+from hf_hotspa.model.replica import from_storage, to_storage
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.model.storage import from_storage, to_storage
 from hf_hotspa.plan.plan import prove
 from hf_hotspa.plan.planner import plan_load, plan_return
 from hf_hotspa.strategy import Strategy, parse_buckets

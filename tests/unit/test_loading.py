@@ -13,8 +13,8 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from hf_hotspa.engine.loading import SavedModel, has_weights, load_weights, open_model
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, ModelError, UnsupportedError
+from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.model.storage import to_storage
 from hf_hotspa.model.weight_files import INDEX, WEIGHTS, WeightFiles
 from hf_hotspa.parallel.agreement import Agreement, any_flag, packed_flags
 from tests.families import FAMILIES, tiny_model

@@ -32,11 +32,12 @@ from hf_hotspa.checkpoint.tensors import (
     saved_segments,
     share_of,
 )
-from hf_hotspa.engine.low_bit import RELEASES, adopt, adopt_before_steps, cut_state, disown, overrides_of
+from hf_hotspa.engine.engine import adopt_before_steps
+from hf_hotspa.engine.low_bit import RELEASES, adopt, cut_state, disown, overrides_of
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, ResumeError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
-from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.replica import to_storage
 from hf_hotspa.trainer.optimizers import check_optimizer, check_optimizer_name
 
 bnb = pytest.importorskip("bitsandbytes").optim

@@ -6,10 +6,11 @@ import re
 
 import pytest
 
+from hf_hotspa.callbacks.step_reports import RunLogWriter
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.reporting.measured import MeasuredGain, Rival, known_as
 from hf_hotspa.reporting.page import report_page
-from hf_hotspa.reporting.run_log import FILE_NAME, RunLogWriter, read_run_log
+from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from hf_hotspa.reporting.summary import verdict
 from tests.run_logs import made_facts, write_run
 

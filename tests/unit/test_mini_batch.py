@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack, PhasePlan, Sequence
+from hf_hotspa.packing.bucketing import MiniBatchPlan, Pack, PhasePlan, Sequence
 from hf_hotspa.strategy import parse_buckets
 
 SHORT, LONG = parse_buckets("dp2:8@16,tp2:64")

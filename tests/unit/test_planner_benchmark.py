@@ -43,7 +43,7 @@ for planner in PLANNERS:
     plans = [plan_load(weights("7B", x), weights("7B", y), cluster, sizes, planner) for x, y in ((a, b), (b, c), (c, a))]
     plans.append(plan_load([store, weights("7B", a)], weights("7B", b), cluster, sizes, planner))
     plans.append(plan_return(gradients("7B", c), store, cluster, sizes, planner))
-    print(*(plan.digest() for plan in plans))
+    print(*(plan.digest for plan in plans))
 """
 
 

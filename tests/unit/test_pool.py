@@ -40,7 +40,7 @@ def test_plans_are_made_once_and_pairs_only_where_the_weights_of_both_are_kept()
     assert not uses_second(pool.load(tp))
     assert pool.load(tp, tp) is pool.load(tp)
     assert pool.return_gradients(tp) is pool.return_gradients(tp)
-    assert len(pool.plans()) == len({plan.digest() for plan in pool.plans()}) == 3 + 3 + 6
+    assert len(pool.plans()) == len({plan.digest for plan in pool.plans()}) == 3 + 3 + 6
     alone = pool_of("dp4", "tp4", "pp4", second_source=False)
     assert alone.load(tp, dp) is alone.load(tp)
     assert len(alone.plans()) == 6

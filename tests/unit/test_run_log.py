@@ -7,13 +7,14 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from hf_hotspa.callbacks import step_reports
+from hf_hotspa.callbacks.step_reports import RunLogWriter
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.reporting import run_log
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import report_page
 from hf_hotspa.reporting.run_log import (
     FILE_NAME,
-    RunLogWriter,
     bin_edges,
     find_run_log,
     is_histogram,
@@ -207,7 +208,7 @@ def test_a_long_record_is_thinned_out_and_its_sums_stay(tmp_path, monkeypatch):
     whole = read_run_log(tmp_path / "whole")
     lines = find_run_log(tmp_path / "whole").read_text().splitlines()
     monkeypatch.setattr(run_log, "_LAST", 10)
-    monkeypatch.setattr(run_log, "MOST_BYTES", most := 60_000)
+    monkeypatch.setattr(step_reports, "MOST_BYTES", most := 60_000)
     assert find_run_log(tmp_path / "whole").stat().st_size > 3 * most
     records, folder = {r.step: r for r in whole.steps}, tmp_path / "thin"
     writer, largest = RunLogWriter(folder), 0
@@ -252,7 +253,7 @@ def test_a_long_record_is_thinned_out_and_its_sums_stay(tmp_path, monkeypatch):
 def test_a_record_that_cannot_be_thinned_out_ends(tmp_path, monkeypatch):
     path = find_run_log(write_run(tmp_path / "a", steps=3))
     path.write_text(path.read_text() + "[]\n")
-    monkeypatch.setattr(run_log, "MOST_BYTES", 10)
+    monkeypatch.setattr(step_reports, "MOST_BYTES", 10)
     run = read_run_log(write_run(tmp_path / "b", steps=1))
     writer = RunLogWriter(path.parent, goes_on=True)
     with pytest.raises(OSError, match="cannot be thinned out"):  # which ends the record, not the training

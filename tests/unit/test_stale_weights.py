@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.switched.stale_weights import guard, release, structure_only
+from hf_hotspa.switched.model_object import guard, release, structure_only
 
 LOOKS = {
     "forward": lambda m, p: m(torch.zeros(1, dtype=torch.long)),

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_hotspa.callbacks import switch_overhead
-from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
+from hf_hotspa.callbacks import step_reports
+from hf_hotspa.callbacks.step_reports import SwitchOverheadCallback
 from hf_hotspa.report import ModelFlops, PhaseReport, StepReport
 from tests.run_logs import made_facts
 
@@ -106,7 +106,7 @@ def test_the_gain_is_over_one_strategy_for_the_same_rows():
 @pytest.mark.parametrize("whole_run", [False, True])
 def test_the_table_has_a_column_for_each(monkeypatch, whole_run):
     printed = []
-    monkeypatch.setattr(switch_overhead.tqdm, "write", printed.append)
+    monkeypatch.setattr(step_reports.tqdm, "write", printed.append)
     callback, state = (
         SwitchOverheadCallback(print_table=True),
         SimpleNamespace(is_world_process_zero=True, global_step=1),
@@ -131,7 +131,7 @@ def test_predictions_stand_beside_what_was_measured(monkeypatch):
     assert metrics["hotspa/predicted_s"] == 3.5
     assert metrics["hotspa/prediction_error"] == 1.5 / 5.0  # errors do not cancel
     printed = []
-    monkeypatch.setattr(switch_overhead.tqdm, "write", printed.append)
+    monkeypatch.setattr(step_reports.tqdm, "write", printed.append)
     callback.on_log(None, SimpleNamespace(is_world_process_zero=True, global_step=1), None)
     [text] = printed
     _, header, *lines = text.splitlines()

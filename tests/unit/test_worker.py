@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 
-from hf_hotspa.engine import worker as worker_module
-from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
-from hf_hotspa.engine.worker import SegmentGate, SwitchJob, SwitchWorker
+from hf_hotspa.engine import executor
+from hf_hotspa.engine.executor import SegmentGate, SwitchExecutor, SwitchJob, SwitchStats
+from hf_hotspa.engine.worker import SwitchWorker
 from hf_hotspa.errors import HotspaError, PlanError, TransferError
 from tests.loopback import LoopbackHub
 from tests.switch_cases import check_rank, clone, load_case, return_case
@@ -46,7 +46,7 @@ def until(condition) -> None:
 
 
 class Clock:
-    """The seconds that the worker's module reads: they pass only where a test says so.
+    """The seconds that the module of jobs reads: they pass only where a test says so.
 
     Attributes:
         asked: Set when the main thread has asked for the time: it is about to wait.
@@ -64,7 +64,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(worker_module, "time", made)
+    monkeypatch.setattr(executor, "time", made)
     return made
 
 

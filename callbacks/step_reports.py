@@ -1,0 +1,559 @@
+"""Who takes the report of each step: `SwitchOverheadCallback` for the log, and `TraceCallback` for the record of the run.
+
+`SwitchOverheadCallback` says what switching costs, in the log and as a table. Its numbers reach every `report_to` and `state.log_history` through `HotSPaTrainer.log`, as means
+over the steps since the last log. A printed line has the few of them that `log_line` names. Switching is told apart
+from the load and the return that a run under one strategy has, too (`StepReport.longest_phase`).
+"""
+
+import json
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
+from hf_hotspa.report import ModelFlops, RunFacts, StepReport
+from hf_hotspa.reporting.chrome_trace import TracedStep, save_trace
+from hf_hotspa.reporting.measured import MeasuredGain
+from hf_hotspa.reporting.run_log import FILE_NAME, FOLDER_NAME, FORMAT, MOST_BYTES, plain, thinned
+from hf_hotspa.reporting.terminal import once, text_table
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.whole_file import write_whole
+
+_HEADER = (
+    "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "load+return s", "hidden s", "MB moved", "share",
+)  # fmt: skip
+_MUCH_SWITCHING, _STEPS_TO_WARN, _MOST_KEPT = 0.4, 10, 10
+
+logger = logging.getLogger(__name__)
+
+
+_OF_STEP = (
+    "num_tokens", "total_s", "switch_s", "load_return_s", "hidden_s", "switch_bytes", "moved_bytes", "frozen_bytes",
+    "num_truncated", "num_split", "num_dropped", "num_empty",
+)  # fmt: skip
+_OF_PHASE = (
+    "num_packs", "num_sequences", "num_tokens", "compute_s", "wait_s", "moved_s", "hidden_s", "moved_bytes", "unit_s",
+    "hidden_unit_s", "unit_bytes", "context_bytes", "busiest_expert_tokens", "dropped_expert_tokens",
+    "squared_tokens",
+)  # fmt: skip
+"""What is summed, by its name in `StepReport` and `PhaseReport`."""
+
+_Sums = defaultdict[str, Any]
+
+
+class _Totals:
+    """Sums over steps; few reports are kept, as a run has no bound.
+
+    Attributes:
+        of_steps: The sums of `_OF_STEP`, and of seconds that steps and the best single strategy were predicted to take.
+        by_strategy: Those of `_OF_PHASE` for each strategy, of predicted and measured seconds, and of experts' tokens.
+        slow: The ranks that were called slow last.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.of_steps = _Sums(int)
+        self.by_strategy: dict[str, _Sums] = defaultdict(lambda: _Sums(int))
+        self.slow: tuple[int, ...] = ()
+        self._paces: dict[int, tuple[float, int]] = {}
+
+    @property
+    def slowest(self) -> tuple[int, float] | None:
+        """The rank that took longest for its work, and its mean pace; None where nobody watched."""
+        means = {rank: summed / count for rank, (summed, count) in self._paces.items()}
+        return max(means.items(), key=lambda mean: mean[1], default=None)
+
+    def of_phases(self, name: str) -> Any:
+        """A sum over the phases of all strategies."""
+        return sum(sums[name] for sums in self.by_strategy.values())
+
+    def add(self, report: StepReport) -> None:
+        self.steps += 1
+        for name in _OF_STEP:
+            self.of_steps[name] += getattr(report, name)
+        if report.single_s is not None and report.predicted_s is not None:
+            self.of_steps["single_s"] += report.single_s
+            self.of_steps["against_single_s"] += report.predicted_s
+        self.slow = report.slow
+        for rank, pace in enumerate(report.paces or ()):
+            if pace is not None:
+                summed, count = self._paces.get(rank, (0.0, 0))
+                self._paces[rank] = summed + pace, count + 1
+        for phase in report.phases:
+            sums = self.by_strategy[phase.strategy]
+            sums["phases"] += 1
+            for name in _OF_PHASE:
+                sums[name] += getattr(phase, name)
+            if phase.expert_tokens:
+                sums["mean_expert_tokens"] += phase.expert_tokens / Strategy.parse(phase.strategy).world_size
+            if phase.predicted_s is not None:
+                sums["predicted_s"] += phase.predicted_s
+                sums["measured_s"] += phase.seconds
+                sums["off_s"] += abs(phase.predicted_s - phase.seconds)
+
+
+class SwitchOverheadCallback(TrainerCallback):
+    """Logs the overhead of switching and, when asked, prints it.
+
+    Args:
+        print_table: Print a table of the phases at every logging step, and their sums at the end, on the main process.
+
+    The keys, each a mean over the steps since the last log. Of what was moved, once a mini-batch is what a run under one
+    strategy moves, too; the rest is switching: `hotspa/switch_s` and `hotspa/load_return_s` (exposed seconds, which the
+    step takes longer), `hotspa/switch_share` (0 to 1), `hotspa/switch_mb` and `hotspa/load_return_mb`, of both together
+    `hotspa/hidden_s` (beside computation) and, where weights are frozen, `hotspa/frozen_mb`. Of fully sharded
+    strategies apart from these: `hotspa/unit_mb` (weights and gradients of units), `hotspa/unit_s` (the computation waiting
+    for them) and `hotspa/hidden_unit_s`. Of context parallelism `hotspa/context_mb` (what its ranks sent each other). Of
+    experts over ranks `hotspa/expert_load` (tokens of the busiest rank's, times the mean), and with a capacity
+    `hotspa/dropped_expert_tokens`. `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`,
+    `hotspa/phases`, `hotspa/<strategy>/compute_s`; on a GPU whose speed is known `hotspa/mfu` (the model's operations by the
+    peak of the data sheet, 0 to 1; without the optimizer's step); with a time model `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
+    the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
+    phases: above 1 switching pays); where devices are watched `hotspa/slowest_pace` (of the rank that computes longest, times the
+    ranks that are not slow) and `hotspa/slow_devices` (how many are called slow); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
+    `hotspa/dropped` and `hotspa/empty`.
+    """
+
+    def __init__(self, print_table: bool = False) -> None:
+        self.print_table = print_table
+        self._since_log, self._whole_run = _Totals(), _Totals()
+        self._new = list[StepReport]()  # to be added to both
+        self._last: StepReport | None = None
+        self._flops: ModelFlops | None = None
+
+    def on_run_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, run: RunFacts, **kwargs: Any
+    ) -> None:
+        """Prints the buckets."""
+        self._flops = run.flops
+        if self.print_table and state.is_world_process_zero:
+            rows = [["tokens", "strategy", "pack tokens"]]
+            rows += [[f"{b['low'] + 1} - {b['longest']}", b["strategy"], str(b["pack_tokens"])] for b in run.buckets]
+            tqdm.write(text_table(f"buckets on {run.world_size} ranks", rows, left=2))
+
+    def on_step_report(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
+    ) -> None:
+        """Takes the report of a mini-batch; called by `HotSPaTrainer`."""
+        self._new.append(report)
+        self._last = report
+        warns = self._whole_run.steps + len(self._new) == _STEPS_TO_WARN
+        if warns or len(self._new) == _MOST_KEPT:
+            self._add_new()
+            if warns and state is not None and state.is_world_process_zero:
+                self._warn()
+
+    def _add_new(self) -> None:
+        """Adds the reports that have come since the last time."""
+        for report in self._new:
+            self._since_log.add(report)
+            self._whole_run.add(report)
+        self._new.clear()
+
+    def _warn(self) -> None:
+        whole = self._whole_run
+        share = whole.of_steps["switch_s"] / whole.of_steps["total_s"]
+        if len(whole.by_strategy) > 1 and share > _MUCH_SWITCHING and once("much switching"):
+            logger.warning(
+                "switching takes %.0f %% of the step: use a larger hotspa_mini_batch_size or fewer strategies "
+                "(hotspa_strategies=auto weighs both)",
+                100 * share,
+            )
+
+    def pop_metrics(self) -> dict[str, float]:
+        """The numbers since the last call, by the keys above; called by `HotSPaTrainer.log`."""
+        self._add_new()
+        totals, self._since_log = self._since_log, _Totals()
+        if not totals.steps:
+            return {}
+        sums, of_phases, whole_run = totals.of_steps, totals.of_phases, self._whole_run
+        means = {
+            "switch_s": sums["switch_s"],
+            "load_return_s": sums["load_return_s"],
+            "hidden_s": sums["hidden_s"],
+            "switch_mb": sums["switch_bytes"] / 1e6,
+            "load_return_mb": (sums["moved_bytes"] - sums["switch_bytes"]) / 1e6,
+            "wait_s": of_phases("wait_s"),
+            "phases": of_phases("phases"),
+        }
+        if whole_run.of_steps["frozen_bytes"]:
+            means["frozen_mb"] = sums["frozen_bytes"] / 1e6
+        if whole_run.of_phases("unit_bytes"):
+            means |= {name: of_phases(name) for name in ("unit_s", "hidden_unit_s")}
+            means["unit_mb"] = of_phases("unit_bytes") / 1e6
+        if whole_run.of_phases("context_bytes"):
+            means["context_mb"] = of_phases("context_bytes") / 1e6
+        if whole_run.of_phases("dropped_expert_tokens"):
+            means["dropped_expert_tokens"] = of_phases("dropped_expert_tokens")
+        if measured_s := of_phases("measured_s"):
+            means["predicted_s"] = of_phases("predicted_s")
+        means |= {f"{strategy}/compute_s": of_one["compute_s"] for strategy, of_one in totals.by_strategy.items()}
+        metrics = {name: summed / totals.steps for name, summed in means.items()}
+        metrics["switch_share"] = sums["switch_s"] / sums["total_s"]
+        metrics["tokens_per_s"] = sums["num_tokens"] / sums["total_s"]
+        if self._flops is not None:
+            metrics["mfu"] = self._flops.utilization(sums["num_tokens"], of_phases("squared_tokens"), sums["total_s"])
+        if mean := of_phases("mean_expert_tokens"):
+            metrics["expert_load"] = of_phases("busiest_expert_tokens") / mean
+        if measured_s:
+            metrics["prediction_error"] = of_phases("off_s") / measured_s
+        if sums["against_single_s"]:
+            metrics["predicted_gain"] = sums["single_s"] / sums["against_single_s"]
+        if totals.slowest is not None:
+            metrics["slowest_pace"] = totals.slowest[1]
+            metrics["slow_devices"] = float(len(totals.slow))
+        metrics |= {
+            name: float(count) for name in ("truncated", "split", "dropped", "empty") if (count := sums[f"num_{name}"])
+        }
+        return {f"hotspa/{name}": round(value, 6) for name, value in metrics.items()}
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        """Prints the phases of the last step."""
+        if self.print_table and state.is_world_process_zero and self._last is not None:
+            last, self._last = self._last, None
+            title = f"step {state.global_step}: loss {last.loss:.4f}, {last.num_tokens} tokens in {last.total_s:.2f} s"
+            of_step = _Totals()
+            of_step.add(last)
+            tqdm.write(_table(title, of_step.by_strategy, last.total_s))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prints the sums of the run."""
+        self._add_new()
+        totals = self._whole_run
+        if self.print_table and state.is_world_process_zero and totals.steps:
+            sums, tokens, seconds = totals.of_steps, totals.of_steps["num_tokens"], totals.of_steps["total_s"]
+            title = (
+                f"whole run: {totals.steps} steps, {tokens} tokens, {tokens / seconds:.0f} tokens/s, switching "
+                f"{sums['switch_s'] / seconds:.1%} of {seconds:.1f} s; loading and returning, which one strategy needs "
+                f"too, {sums['load_return_s'] / seconds:.1%}; {sums['hidden_s']:.1f} s more hidden behind computation"
+            )
+            if totals.slow and totals.slowest is not None:
+                title += f"; rank {totals.slowest[0]} computed {totals.slowest[1]:.1f} times as long as ranks that are not slow"
+            tqdm.write(_table(title, totals.by_strategy, seconds))
+
+
+def _table(title: str, by_strategy: dict[str, _Sums], seconds: float) -> str:
+    predicted = any(sums["measured_s"] for sums in by_strategy.values())
+    units = any(sums["unit_bytes"] for sums in by_strategy.values())
+    rows = [[*_HEADER, *(["predicted s"] if predicted else []), *(["units s", "MB of units"] if units else [])]]
+    for strategy, sums in by_strategy.items():
+        rows.append(
+            [
+                strategy,
+                *(str(sums[name]) for name in ("num_packs", "num_sequences", "num_tokens")),
+                *(f"{sums[name]:.3f}" for name in ("compute_s", "wait_s", "moved_s", "hidden_s")),
+                f"{sums['moved_bytes'] / 1e6:.1f}",
+                f"{sums['moved_s'] / seconds:.1%}",
+                *([f"{sums['predicted_s']:.3f}"] if predicted else []),
+                *([f"{sums['unit_s']:.3f}", f"{sums['unit_bytes'] / 1e6:.1f}"] if units else []),
+            ]
+        )
+    return text_table(title, rows)
+
+
+# -- the record of a run ----------------------------------------------------------------------------------------------
+
+# `TraceCallback`: the record of a run as JSONL, and a few mini-batches as a trace for Perfetto.
+#
+# Written by the main process; what cannot be written (a full disk) is said once and never stops training.
+
+
+TRACE_NAME = "perfetto_trace.json"
+
+
+class TraceCallback(TrainerCallback):
+    """Writes `hotspa_trace.jsonl` (`reporting/run_log.py` documents it) and `perfetto_trace.json`.
+
+    Args:
+        path: The folder for both; `hotspa_report` in the output directory when None.
+        steps: How many mini-batches go into the trace, from the second one on (the first warms up); 0 for no trace.
+
+    Raises:
+        HotspaConfigError: `steps` is negative.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, steps: int = 3) -> None:
+        if steps < 0:
+            raise HotspaConfigError(f"a trace of {steps} steps (hotspa_trace_steps)", fix="use 0 for no trace")
+        self.path, self.steps = path, steps
+        self.folder: Path | None = None
+        self._facts: RunFacts | None = None
+        self._writer: RunLogWriter | None = None
+        self._traced: list[TracedStep] = []
+        self._trace_is_done = steps == 0
+        self._began = self._trace_zero = 0.0
+        self._report: StepReport | None = None
+        self._report_at = 0.0
+        self._lr: float | None = None
+        self._seconds: Callable[[], dict[str, float]] | None = None
+
+    def _try(self, what: Callable[..., Any], *args: Any) -> None:
+        """Writes something; a failure ends the record, not the training."""
+        try:
+            what(*args)
+        except OSError as error:
+            logger.warning("the record of the run ends here, training goes on: %s", error)
+            with suppress(OSError):  # what is still in its buffer cannot be written either
+                self._close()
+            self._writer = None
+
+    # -- the events of a run ----------------------------------------------------------------------------------------
+
+    def on_run_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        run: RunFacts,
+        callback_seconds: Callable[[], dict[str, float]] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes what is known of the run."""
+        self._facts, self._seconds = run, callback_seconds
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begins the record, or goes on with it where the run was resumed."""
+        self._close()
+        self._traced, self._trace_is_done, self._lr, self._report = [], self.steps == 0, None, None
+        if not state.is_world_process_zero or self._facts is None:
+            return
+        facts = self._facts
+        self.folder = Path(self.path) if self.path is not None else Path(args.output_dir or ".") / FOLDER_NAME
+
+        def begin() -> None:
+            assert self.folder is not None
+            self._writer = RunLogWriter(self.folder, goes_on=state.global_step > 0)
+            self.folder = self._writer.path.parent
+            self._writer.header(facts)
+
+        self._try(begin)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the clock of the step."""
+        self._began, self._report = time.perf_counter(), None
+
+    def on_step_report(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
+    ) -> None:
+        """Takes the report of a mini-batch."""
+        if self._writer is not None:
+            self._report, self._report_at = report, time.perf_counter()
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Takes the learning rate of the update."""
+        groups = getattr(optimizer, "param_groups", None)
+        self._lr = float(groups[0]["lr"]) if groups else None
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Writes the line of the step."""
+        report, writer = self._report, self._writer
+        if report is None or writer is None:
+            return
+        wall_s = time.perf_counter() - self._began
+        self._try(writer.step, state.global_step, report, wall_s, self._lr)
+        if not self._trace_is_done:
+            start = self._report_at - report.total_s
+            self._trace_zero = self._trace_zero if self._traced else start
+            self._traced.append(TracedStep(state.global_step, start - self._trace_zero, report))
+            if len(self._traced) > self.steps:
+                self._try(self._save_trace)
+
+    def _save_trace(self) -> None:
+        self._trace_is_done = True
+        traced = self._traced[1:] if len(self._traced) > 1 else self._traced
+        if traced and self.folder is not None:
+            zero = traced[0].start_s
+            save_trace(self.folder / TRACE_NAME, [TracedStep(t.step, t.start_s - zero, t.report) for t in traced])
+        self._traced = []
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        """Writes an evaluation."""
+        writer = self._writer
+        if writer is not None and metrics:
+            self._try(writer.evaluation, state.global_step, metrics)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Writes that a checkpoint was saved."""
+        writer = self._writer
+        if writer is not None:
+            self._try(writer.save, state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Writes the last line, and the trace of a run that was shorter than it."""
+        writer = self._writer
+        if writer is None:
+            return
+        if not self._trace_is_done:
+            self._try(self._save_trace)
+        self._try(writer.end, state.global_step, self._seconds() if self._seconds is not None else {})
+        self._close()
+
+    def on_gain_measured(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, gain: MeasuredGain, **kwargs: Any
+    ) -> None:
+        """Adds what was measured after training to the record."""
+        if self.folder is None or self._writer is not None:
+            return
+        folder = self.folder
+
+        def add() -> None:
+            self._writer = RunLogWriter(folder, goes_on=True)
+            self._writer.gain(gain)
+
+        self._try(add)
+        self._close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+# -- its writer -------------------------------------------------------------------------------------------------------
+
+
+_PREVIOUS = "hotspa_trace.previous.jsonl"
+_GROWTH = 1.01
+_MAX_FOLDERS = 1000
+
+
+def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
+    """The folder, or, where another process writes a record into it, the first of `<name>-2`, `<name>-3`, ... that is
+    free. Made when missing, and locked."""
+    for number in range(1, _MAX_FOLDERS):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = ProcessLock(folder / LOCK_NAME)
+        if lock.take():
+            if number > 1:
+                logger.warning("another run writes its record into %s; that of this run is in %s", wanted, folder)
+            return folder, lock
+    raise OSError(f"{_MAX_FOLDERS} runs write their records beside {wanted}")
+
+
+class RunLogWriter:
+    """Writes a record, line by line.
+
+    Args:
+        folder: Where the record lies; made when missing. While another process writes one there, this one's is in a
+            folder beside it (`hotspa_report-2`), which is said in a warning.
+        goes_on: Whether the run was resumed: its lines are added to those that are there. Else a record that is
+            there is kept as `hotspa_trace.previous.jsonl`, one at most.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
+        own, self._lock = _own_folder(Path(folder))
+        self.path = own / FILE_NAME
+        if goes_on:
+            self._cut_torn_line()
+        elif self.path.exists():
+            os.replace(self.path, self.path.with_name(_PREVIOUS))
+        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
+        self._memory: list[int] = []
+        self._bytes = self.path.stat().st_size
+
+    def _cut_torn_line(self) -> None:
+        if self.path.exists():
+            data = self.path.read_bytes()
+            if data and not data.endswith(b"\n"):
+                os.truncate(self.path, data.rfind(b"\n") + 1)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        values = {"kind": kind, **values, "time": time.time()}
+        try:
+            line = json.dumps(values, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError):  # what JSON does not know
+            line = json.dumps(plain(values), allow_nan=False, separators=(",", ":"))
+        self._file.write(line + "\n")
+        self._file.flush()
+        self._bytes += len(line) + 1  # ASCII
+        if self._bytes > MOST_BYTES and kind == "step":
+            try:
+                self._thin()
+            except (ValueError, KeyError, TypeError) as error:  # of a record that was resumed, and changed by hand
+                raise OSError(f"{self.path} cannot be thinned out: {error}") from error
+
+    def _thin(self) -> None:
+        lines = [json.loads(line) for line in self.path.read_bytes().splitlines()]
+        size = self._bytes
+        while size > MOST_BYTES // 2:
+            fewer = thinned(lines)
+            if len(fewer) == len(lines):
+                break  # the last steps alone are more
+            lines = fewer
+            text = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
+            size = len(text)
+        if size < self._bytes:
+            self._file.close()
+            write_whole(self.path, text)
+            self._file, self._bytes = open(self.path, "a", encoding="utf-8"), size  # noqa: SIM115
+
+    def header(self, facts: RunFacts) -> None:
+        """The first line."""
+        self._write("header", format=FORMAT, **facts.to_dict())
+
+    def step(self, step: int, report: StepReport, wall_s: float, lr: float | None) -> None:
+        """One mini-batch."""
+        values: dict[str, Any] = {"step": step, "wall_s": wall_s, "lr": lr, "report": report.to_dict()}
+        if report.ranks is not None:
+            memory = report.ranks.memory_bytes
+            grown = len(memory) != len(self._memory) or any(
+                new > _GROWTH * old for new, old in zip(memory, self._memory, strict=True)
+            )
+            if grown:
+                self._memory = values["memory"] = memory
+        self._write("step", **values)
+
+    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        """An evaluation; metrics that are no numbers are left out."""
+        numbers = {key: plain(value) for key, value in metrics.items()}
+        self._write(
+            "eval", step=step, metrics={k: v for k, v in numbers.items() if v is None or isinstance(v, int | float)}
+        )
+
+    def save(self, step: int) -> None:
+        """A checkpoint was saved."""
+        self._write("save", step=step)
+
+    def end(self, step: int, callback_s: dict[str, float]) -> None:
+        """The last line."""
+        self._write("end", step=step, callback_s=callback_s)
+
+    def gain(self, gain: MeasuredGain) -> None:
+        """What was measured after training."""
+        self._write("gain", **gain.to_dict())
+
+    def close(self) -> None:
+        """Closes the file; nothing may follow."""
+        try:
+            self._file.close()
+        finally:
+            self._lock.release()
