@@ -365,14 +365,13 @@ class PhaseRunner:
         wait_for_all()
         wait_s = lap()
         returned = self._hand_over() if hands_over else self.return_gradients()
-        return_s = lap()
-        flexible = self.replica.flexible
         return loss, PhaseMeasure(
-            load_s=load_s + load.exposed_s, compute_s=compute_s - load.exposed_s, wait_s=wait_s, return_s=return_s,
+            load_s=load_s + load.exposed_s, compute_s=compute_s - load.exposed_s, wait_s=wait_s, return_s=lap(),
             load_busy_s=load.busy_s, return_busy_s=returned.busy_s, load_bytes=float(load.result().sent_bytes),
             return_bytes=float(returned.result().sent_bytes), start_s=clock[0] - since, others_s=others_s,
-            products_s=products_s, left_out=flexible.left_share if flexible is not None else 0.0,
-            context_bytes=float(self.parts.sent_bytes - sent_before), **self._of_experts(), **units.named(),
+            products_s=products_s, left_out=0.0 if self.replica.flexible is None else self.replica.flexible.left_share,
+            **(units.named() if self._stream is not None else {}), **self._of_experts(),
+            context_bytes=float(self.parts.sent_bytes - sent_before),
         )  # fmt: skip
 
     def _compute_phase(self, phase: PhaseBatch, plan: PhasePlan, scale: float, is_last: bool) -> float:
