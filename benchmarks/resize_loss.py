@@ -30,8 +30,8 @@ from worlds import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.phase import PhaseMeasure
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.strategy import parse_buckets
 

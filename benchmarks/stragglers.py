@@ -32,7 +32,6 @@ from worlds import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.phase import PhaseMeasure
 from hf_hotspa.engine.pretest import pretest
 from hf_hotspa.layout.shares import shard_widths
 from hf_hotspa.model.options import EngineOptions
@@ -41,6 +40,7 @@ from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.parallel.collectives import PRODUCTS, ProductClock
 from hf_hotspa.parallel.flexible_linear import Exchange
 from hf_hotspa.parallel.stage_input import PassThrough
+from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.rows.features import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers import giving as rates

@@ -1,7 +1,7 @@
 """Writes the tables of docs/predicted.md: `python docs/plan_tables.py`. Each line is one answer of `hf-hotspa plan`.
 
 `python docs/plan_tables.py gains [MINUTES]` plans the cells of the table of gains that docs/gains.json has not, for so long, and writes
-that table. It takes hours in all, so no test makes it anew.
+that table. It takes some minutes for each size of cluster, so no test makes it anew.
 """
 
 import json

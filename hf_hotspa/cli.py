@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from hf_hotspa._lazy import needs_training_libraries
-from hf_hotspa.commands import checkpoints, formulas, inputs, reports
+from hf_hotspa.commands import checkpoints, inputs
+from hf_hotspa.commands.inputs import file_to_write, whole
 from hf_hotspa.commands.train_help import HELP, OVERVIEW
 from hf_hotspa.costs.four_bits import KINDS, FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
@@ -26,14 +28,20 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import PIPEDREAM, PIPELINE_MODES, SCHEDULES, SYNCHRONOUS, PipeDream
-from hf_hotspa.reporting.page import SUFFIX
-from hf_hotspa.reporting.terminal import CleanOutput
+from hf_hotspa.reporting.compare import compare, compare_page, sentences, strategy_rows
+from hf_hotspa.reporting.page import PAGE_NAME, SUFFIX, report_page, save_pictures
+from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
+from hf_hotspa.reporting.summary import advice, summarize, verdict
+from hf_hotspa.reporting.svg import short
+from hf_hotspa.reporting.terminal import CleanOutput, text_table
+from hf_hotspa.search.formula_table import formulas_text, make_table, pipedream
 from hf_hotspa.search.histogram import DISTRIBUTIONS, LONGEST, MOST_SEQUENCES
-from hf_hotspa.search.planning import Setup, make_estimate, make_plan
+from hf_hotspa.search.planning import DTYPE, Setup, make_estimate, make_plan
 from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.search.tables import calibration_text, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.versions import LIBRARIES, TRAIN_LIBRARIES, version_of
+from hf_hotspa.whole_file import write_whole
 
 USAGE_ERROR = 2
 TRAIN = "train"
@@ -72,8 +80,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands, setup)
     _add_estimate(commands, setup)
     _add_calibrate(commands, model)
-    for others in (formulas, inputs, reports, checkpoints):
-        others.add_parsers(commands)
+    for add in (_add_formulas, inputs.add_parsers, _add_reports, checkpoints.add_parsers):
+        add(commands)
     return parser
 
 
@@ -320,6 +328,96 @@ def _missing(command: str, error: ModuleNotFoundError) -> int:
         raise error
     print(f"hf-hotspa: {needs_training_libraries(command, error)}", file=sys.stderr)
     return USAGE_ERROR
+
+
+def _add_formulas(commands: Any) -> None:
+    """Adds the command of the textbook's numbers."""
+    parser = commands.add_parser(
+        "formulas",
+        help="the textbook's numbers of 3D parallelism, a row for each (p, t, d)",
+        description="Bubble, C_inter, C_intra, T_tp, T_dp, T_pp, bytes by ZeRO stage, activations and arithmetic intensity "
+        "of every division of the devices in stages p, tensor-parallel ranks t and replicas d, beside what our time and "
+        "memory models say.",
+    )
+    parser.set_defaults(answer=_formulas)
+    parser.add_argument(
+        "model", metavar="CONFIG", help="a config.json, its folder, a bundled model or a name on the hub"
+    )
+    parser.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
+    parser.add_argument("--hardware", default="h100-80g", help="`hf-hotspa hardware` lists them (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=whole(), default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--micro-batch", type=whole(), default=1, metavar="SEQUENCES", help="of one micro-batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sequence",
+        type=whole(UNLIMITED_TOKENS - 1),
+        default=2048,
+        metavar="TOKENS",
+        help="of each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--partition",
+        action="store_true",
+        help="also PipeDream's partition, stages replicated unequally, beside the best that layouts can run",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _formulas(args: argparse.Namespace) -> None:
+    setup = Setup.read(args.model, args.nodes, args.hardware, dtype=DTYPE)
+    result = make_table(setup, args.batch, args.micro_batch, args.sequence)
+    if args.partition:
+        result = replace(result, pipedream=pipedream(setup, args.micro_batch, args.sequence))
+    print(json.dumps(result.to_dict(), indent=1) if args.json else formulas_text(result))
+
+
+_RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"
+
+
+def _add_reports(commands: Any) -> None:
+    """Adds the commands of pages: of a run, and of two."""
+    report = commands.add_parser("report", help="the page of a run, made anew from its record")
+    report.set_defaults(answer=_report)
+    report.add_argument("run", metavar="RUN_DIR", help=_RUN)
+    report.add_argument("-o", "--output", metavar="FILE", help=f"where to; default: {PAGE_NAME} beside the record")
+    report.add_argument("--pictures", metavar="FOLDER", help="SVG files of the main charts, too")
+    both = commands.add_parser("compare", help="two runs side by side: losses and speed")
+    both.set_defaults(answer=_compare)
+    both.add_argument("a", metavar="A", help=_RUN)
+    both.add_argument("b", metavar="B", help="the same for the other run")
+    both.add_argument("-o", "--output", metavar="FILE", help="a page of it, too")
+
+
+def _report(args: argparse.Namespace) -> None:
+    file_to_write("--output", args.output)
+    record = read_run_log(args.run)
+    target = Path(args.output) if args.output else Path(record.path).with_name(PAGE_NAME)
+    write_whole(target, report_page(record))
+    summary = summarize(record)
+    rows = [["strategy", "packs", "tokens", "compute s", "tokens/s", "wait s", "load+return s", "hidden s"]]
+    for s in summary.strategies:
+        times = (f"{s.wait_s:.2f}", f"{s.moved_s:.2f}", f"{s.hidden_s:.2f}")
+        rows.append(
+            [s.strategy, f"{s.num_packs}", f"{s.num_tokens}", f"{s.compute_s:.2f}", short(s.tokens_per_s), *times]
+        )
+    title = f"{summary.num_steps} steps, {short(summary.num_tokens)} tokens, {short(summary.tokens_per_s)} tokens/s"
+    said = [text_table(title, rows), *verdict(record), *advice(record), f"page: {target}"]
+    if args.pictures:
+        said += [f"picture: {path}" for path in save_pictures(record, args.pictures)]
+    print("\n".join(said))
+
+
+def _compare(args: argparse.Namespace) -> None:
+    file_to_write("--output", args.output)
+    a, b = read_run_log(args.a), read_run_log(args.b)
+    comparison = compare(a, b)
+    said = [text_table(f"A: {a.path}\nB: {b.path}", strategy_rows(comparison)), *sentences(comparison)]
+    if args.output:
+        said.append(f"page: {write_whole(args.output, compare_page(a, b, comparison))}")
+    print("\n".join(said))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,38 +6,63 @@ begin) and the events inside a mini-batch (`PhaseEvent`, `SwitchEvent`).
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_hotspa.typed import Count
 
-MEASURES = (
-    "load_s",
-    "compute_s",
-    "wait_s",
-    "return_s",
-    "load_busy_s",
-    "return_busy_s",
-    "load_bytes",
-    "return_bytes",
-    "start_s",
-    "others_s",
-    "unit_load_s",
-    "unit_return_s",
-    "unit_load_busy_s",
-    "unit_return_busy_s",
-    "unit_load_bytes",
-    "unit_return_bytes",
-    "products_s",
-    "left_out",
-    "expert_tokens",
-    "dropped_tokens",
-    "context_bytes",
-)
-"""What each rank measures of a phase: the columns of `RankMeasures.phases`. `start_s` counts from the agreement; `others_s`
-is the part of `compute_s` that went by in collectives and messages of the strategy, `products_s` that of matrix products that
-can migrate (0 where none can), `left_out` the share of these that this rank left out (0 in an exact run);
-`expert_tokens` and `dropped_tokens` are what its experts computed under ep, and did not compute because of their capacity;
-`context_bytes` is what it sent to the other ranks of cp so that each token's attention sees those before it."""
+
+class PhaseMeasure(NamedTuple):
+    """One rank's measures of one phase: seconds, and bytes it sent. The one list of them: all others follow from its fields.
+
+    Attributes:
+        load_s: Waiting for the weights.
+        compute_s: Forward and backward.
+        wait_s: Waiting for the busiest rank.
+        return_s: Waiting for the gradients to leave.
+        load_busy_s: The load, where it ran beside the computation.
+        return_busy_s: The return, where it ran beside the computation.
+        load_bytes: Bytes sent by the load.
+        return_bytes: Bytes sent by the return.
+        start_s: When the phase began, counted from the agreement of all ranks on the mini-batch.
+        others_s: The part of `compute_s` in collectives and messages of the strategy: waiting for other ranks.
+        unit_load_s: The part of `compute_s` in which it waited for the weights of a unit.
+        unit_return_s: The part in which it waited for a unit's gradient buffer to be free again, and for the last return.
+        unit_load_busy_s: Loads of units under way, waiting for peers included.
+        unit_return_busy_s: Returns of units under way.
+        unit_load_bytes: Bytes sent by loads of units.
+        unit_return_bytes: Bytes sent by returns of units.
+        products_s: The part in matrix products, where these can migrate; else 0.
+        left_out: The share of its columns that it left out, computed by nobody; 0 in an exact run.
+        expert_tokens: Tokens that its experts have computed under ep, each once for every expert and layer; else 0.
+        dropped_tokens: Tokens that experts have not computed, with a capacity, counted alike; once for a replica's stage.
+        context_bytes: Bytes that it sent to the other ranks of cp, forward and backward.
+    """
+
+    load_s: float
+    compute_s: float
+    wait_s: float
+    return_s: float
+    load_busy_s: float
+    return_busy_s: float
+    load_bytes: float
+    return_bytes: float
+    start_s: float = 0.0
+    others_s: float = 0.0
+    unit_load_s: float = 0.0
+    unit_return_s: float = 0.0
+    unit_load_busy_s: float = 0.0
+    unit_return_busy_s: float = 0.0
+    unit_load_bytes: float = 0.0
+    unit_return_bytes: float = 0.0
+    products_s: float = 0.0
+    left_out: float = 0.0
+    expert_tokens: float = 0.0
+    dropped_tokens: float = 0.0
+    context_bytes: float = 0.0
+
+
+MEASURES = PhaseMeasure._fields
+"""The columns of `RankMeasures.phases`."""
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 from hf_hotspa.errors import LaunchError, StrategyError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.strategy_rules import CHUNK_FIX, check_strategy
 
 AXES = ("dp", "cp", "tp", "pp")
-_STRATEGY = re.compile(r"(?:(?:dp|cp|tp|pp|ep)[0-9]+)+")
-_DEGREE = re.compile(r"(dp|cp|tp|pp|ep)([0-9]+)")
+DEGREES = (*AXES, "ep")
+MAX_DEGREE = 1 << 20
+_CHUNK_FIX = "write the most tokens of a chunk, such as +ck4096, or leave +ck out"
+_STRATEGY = re.compile(rf"(?:(?:{'|'.join(DEGREES)})[0-9]+)+")
+_DEGREE = re.compile(rf"({'|'.join(DEGREES)})([0-9]+)")
+_SWITCHES = ("sp", "kh")
 _OPTION = re.compile(r"sp|kh|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})|kg([1-9][0-9]{0,5})|z([23])|v([1-9][0-9]{0,5})")
 
 
@@ -91,7 +95,7 @@ class Strategy:
     shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_strategy(self)
+        _check_strategy(self)
 
     def __hash__(self) -> int:
         known = self.__dict__.get("_hash")  # searches look for strategies in tables a million times
@@ -102,7 +106,7 @@ class Strategy:
         return int(known)
 
     def __str__(self) -> str:
-        degrees = ((name, getattr(self, name)) for name in (*AXES, "ep"))
+        degrees = zip(DEGREES, self.degrees, strict=True)
         return ("".join(f"{name}{degree}" for name, degree in degrees if degree > 1) or "dp1") + self.options
 
     @property
@@ -125,6 +129,21 @@ class Strategy:
             ("v", self.v > 1, self.v),
         )
         return "".join(f"+{name}{number}" for name, is_on, number in named if is_on)
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Those of `DEGREES`, in that order."""
+        return tuple(getattr(self, name) for name in DEGREES)
+
+    @property
+    def is_common(self) -> bool:
+        """Whether others have it, too: nothing is sharded a layer at a time or in chunks, and no experts are divided."""
+        return not self.z and not self.ck and self.ep == 1
+
+    @property
+    def can_go_round(self) -> bool:
+        """Whether its ranks may have several stages each (`+v`)."""
+        return self.pp > 1 and not self.z and self.ep == 1
 
     @property
     def world_size(self) -> int:
@@ -229,7 +248,7 @@ class Strategy:
                     f"strategy {text!r} asks for one stage on each rank", fix="leave +v1 out, or write +v2"
                 )
             if name == "ck" and numbers["ck"] < 1:
-                raise StrategyError(f"strategy {text!r} asks for chunks of {numbers['ck']} tokens", fix=CHUNK_FIX)
+                raise StrategyError(f"strategy {text!r} asks for chunks of {numbers['ck']} tokens", fix=_CHUNK_FIX)
         if not _STRATEGY.fullmatch(base):
             raise StrategyError(f"{text!r} is not a strategy", fix=how)
         degrees: dict[str, int] = {}
@@ -239,9 +258,8 @@ class Strategy:
             if len(digits) > 7:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
-        dp, tp, pp, cp, ep = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp", "ep"))
-        rc, ck, z, kg = (numbers.get(name, 0) for name in ("rc", "ck", "z", "kg"))
-        return cls(dp, tp, pp, "sp" in numbers, rc, ck, cp, z, kg, "kh" in numbers, ep, numbers.get("v", 1))
+        named: dict[str, Any] = degrees | numbers | {name: True for name in _SWITCHES if name in numbers}
+        return cls(**named)
 
     def unsupported_reason(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""
@@ -307,7 +325,7 @@ def expert_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list
         replace(strategy, ep=ep)
         for strategy in strategies
         for ep in range(2, min(strategy.stage_size, model.num_experts) + 1)
-        if strategy.ep == 1 and not strategy.z and not strategy.ck and strategy.stage_size % ep == 0
+        if strategy.is_common and strategy.stage_size % ep == 0
     )
     return [strategy for strategy in candidates if strategy.unsupported_reason(model) is None]
 
@@ -459,3 +477,73 @@ def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShap
                 why=why,
                 fix=f"legal with {world_size} processes and this model: {legal}",
             )
+
+
+# -- which degrees and options go together, whatever the model -----------------------------------------------------
+
+
+def _check_strategy(strategy: "Strategy") -> None:
+    """Refuses a `Strategy` that cannot be (`StrategyError`, see there); it asks this when it is made."""
+    for axis in DEGREES:
+        degree = getattr(strategy, axis)
+        if type(degree) is not int or not 1 <= degree <= MAX_DEGREE:
+            raise StrategyError(
+                f"{axis} degree {degree!r} is not an integer between 1 and {MAX_DEGREE}",
+                fix="write a strategy such as dp4tp2",
+            )
+    if strategy.stage_size % strategy.ep:
+        raise StrategyError(
+            f"strategy {strategy} divides experts over {strategy.ep} ranks, and each of its stages has {strategy.stage_size}",
+            why="ep divides the experts of a layer over neighbouring ranks of its stage: dp * cp * tp of them",
+            fix="let ep divide dp * cp * tp: dp4ep4, dp4ep2, dp2tp2ep4",
+        )
+    if strategy.ep > 1 and (strategy.z or strategy.ck):
+        option = f"+z{strategy.z}" if strategy.z else f"+ck{strategy.ck}"
+        raise StrategyError(
+            f"strategy {strategy} has both experts over ranks (ep{strategy.ep}) and {option}",
+            why="ranks that exchange tokens keep step by packs, and their chunks, or the units of their layers, do not",
+            fix=f"leave {option} out, or ep{strategy.ep}",
+        )
+    if type(strategy.v) is not int or not 1 <= strategy.v <= MAX_DEGREE:
+        raise StrategyError(f"{strategy.v!r} stages on each rank", fix="write +v2, or leave it out")
+    if strategy.v > 1:
+        _check_rounds(strategy)
+    if strategy.shard_order and sorted(strategy.shard_order) != list(range(strategy.tp)):
+        raise StrategyError(f"{strategy.shard_order} is not an order of the {strategy.tp} shards of {strategy}")
+    if strategy.sp and strategy.tp == 1:
+        raise StrategyError(
+            f"strategy {strategy} is sequence parallel without tensor parallelism",
+            why="sp divides the tokens over the ranks of tp",
+            fix="use tp2 or more, or leave +sp out",
+        )
+    if strategy.z not in (0, 2, 3):
+        raise StrategyError(
+            f"there is no +z{strategy.z}", fix="use +z2 or +z3, or leave it out: that is ZeRO's stage 1"
+        )
+    if strategy.ck < 0:
+        raise StrategyError(f"a chunk of {strategy.ck} tokens", fix=_CHUNK_FIX)
+    if (strategy.kg or strategy.kh) and (not strategy.ck or strategy.pp > 1):
+        raise StrategyError(
+            f"strategy {strategy} has +kg or +kh {'in a pipeline' if strategy.ck else 'without token chunks'}",
+            why="a pipeline keeps the graphs of all chunks, and their keys and values with them"
+            if strategy.ck
+            else "they say how chunks of packs are kept",
+            fix="leave them out" if strategy.ck else "write +ck4096, too, or leave them out",
+        )
+
+
+def _check_rounds(strategy: "Strategy") -> None:
+    """Several stages on each rank: of a pipeline, and of one whose replicas go their own way."""
+    if strategy.pp == 1:
+        raise StrategyError(
+            f"strategy {strategy} has {strategy.v} stages on each rank and no pipeline",
+            why="+v cuts the stages of a pipeline finer, and packs go round over its ranks",
+            fix=f"use pp2 or more, or leave +v{strategy.v} out",
+        )
+    if strategy.z or strategy.ep > 1:
+        option = f"+z{strategy.z}" if strategy.z else f"ep{strategy.ep}"
+        raise StrategyError(
+            f"strategy {strategy} has both several stages on each rank (+v{strategy.v}) and {option}",
+            why="the stages of all replicas keep step by packs there, in the order of one stage on each rank",
+            fix=f"leave {option} or +v{strategy.v} out",
+        )

@@ -5,8 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.coefficients import Cost, Hop
-from hf_hotspa.costs.fitting import Sample
+from hf_hotspa.costs.coefficients import Cost, Hop, Sample
 from hf_hotspa.costs.measurements import CalibrationKey, Link, ModelFacts
 from hf_hotspa.model.specs import describe_model, dtype_name
 

@@ -1,4 +1,4 @@
-"""`HotSPaTrainingArguments`: a few flags on top of Hugging Face's, checked.
+"""`HotSPaTrainingArguments`: a few flags on top of Hugging Face's, checked. All that is known of a flag stands at its field.
 
 What cannot be honoured is refused by name (`refused_arguments`), and a DeepSpeed config is mapped (`deepspeed_config`).
 Everything else of `TrainingArguments` works as it is.
@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from hf_hotspa.callbacks.progress import is_watched
 from hf_hotspa.costs.context import WAYS
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.collator import EMPTY_POLICIES, ERROR, SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError, check_choice
@@ -25,12 +26,17 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.plan.planner import PLANNERS
+from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.strategy import Bucket, Strategy, check_launch, parse_buckets
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, take_fsdp, with_batch_size
 from hf_hotspa.trainer.given_arguments import (
     CHANGED,
+    SECONDS,
+    Number,
     check_values,
     explain_arguments,
+    flag,
+    flags_of,
     refuse_arguments,
     refuse_misspelt,
     warn_of_misspelt,
@@ -69,208 +75,273 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
 
     hotspa_strategies: str | None = field(
         default="auto",
-        metadata={
-            "help": "Which strategy trains which lengths, shortest first: strategy:longest sequence[@tokens per pack],... "
+        metadata=flag(
+            "Which strategy trains which lengths, shortest first: strategy:longest sequence[@tokens per pack],... "
             "such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192. Or auto: strategies and lengths are chosen at the start "
-            "by measured speed and memory, and anew for each mini-batch among those."
-        },
+            "by measured speed and memory, and anew for each mini-batch among those.",
+            recorded=True,
+        ),
     )
     hotspa_model_path: str | None = field(
         default=None,
-        metadata={
-            "help": "Folder of a saved model (safetensors) of which each process reads only its share, for models that no "
+        metadata=flag(
+            "Folder of a saved model (safetensors) of which each process reads only its share, for models that no "
             "process can hold. The same as passing the folder as the model; beside it, a config may be passed, whose dtype "
-            "is then that of the model."
-        },
+            "is then that of the model.",
+            of_one_rank=True,
+        ),
     )
     hotspa_longest: int | None = field(
         default=None,
-        metadata={
-            "help": "With auto: the longest sequence that must fit, in tokens. Default: the longest of the data; where "
-            "hotspa_overlong takes care of longer ones, the longest that model and memory allow."
-        },
+        metadata=flag(
+            "With auto: the longest sequence that must fit, in tokens. Default: the longest of the data; where "
+            "hotspa_overlong takes care of longer ones, the longest that model and memory allow.",
+            number=Number(1, UNLIMITED_TOKENS - 1, whole=True),
+        ),
     )
     hotspa_max_buckets: int = field(
-        default=3, metadata={"help": "With auto: the most buckets, each with a strategy of its own. 1 never switches."}
+        default=3,
+        metadata=flag(
+            "With auto: the most buckets, each with a strategy of its own. 1 never switches.",
+            number=Number(1, MOST_PHASES, whole=True, fix=f"use 3, say, and at most {MOST_PHASES}"),
+        ),
     )
     hotspa_calibration: str | None = field(
         default=None,
-        metadata={
-            "help": "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, as "
+        metadata=flag(
+            "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, as "
             "thoroughly, kept in the cache for this machine, model and these versions). Default: with auto about 20 s of "
             "measuring before the nearest plans are raced, none on one process; with "
             "strategies of your own what the cache holds, if anything, which then decides nothing and is shown in the log "
             "and the report."
-        },
+        ),
     )
     hotspa_mini_batch_size: int | None = field(
         default=None,
-        metadata={
-            "help": "Rows of one optimizer step, over all processes: it wins over per_device_train_batch_size, need not "
+        metadata=flag(
+            "Rows of one optimizer step, over all processes: it wins over per_device_train_batch_size, need not "
             "divide evenly, and each row comes once a pass. Default: per_device_train_batch_size * processes * "
-            "gradient_accumulation_steps, dealt out as the stock Trainer does."
-        },
+            "gradient_accumulation_steps, dealt out as the stock Trainer does.",
+            number=Number(1, 2**31 - 1, whole=True),
+        ),
     )
     hotspa_overlong: str = field(
         default="error",
-        metadata={
-            "help": "What happens to sequences longer than the longest bucket: error, truncate, split or drop. "
+        metadata=flag(
+            "What happens to sequences longer than the longest bucket: error, truncate, split or drop. "
             "Every use is counted in the log.",
-            "choices": list(OVERLONG_POLICIES),
-        },
+            choices=OVERLONG_POLICIES,
+            recorded=True,
+        ),
     )
     hotspa_empty_rows: str = field(
         default=ERROR,
-        metadata={
-            "help": "What happens to rows that are null, or have nothing to learn (an empty text, no messages, no input_ids): error "
+        metadata=flag(
+            "What happens to rows that are null, or have nothing to learn (an empty text, no messages, no input_ids): error "
             "(at what is null), or skip. A mini-batch then has fewer rows, and the log counts them.",
-            "choices": list(EMPTY_POLICIES),
-        },
+            choices=EMPTY_POLICIES,
+        ),
     )
     hotspa_pipeline_schedule: str = field(
         default="auto",
-        metadata={
-            "help": "Schedule of pipelines: auto, own (the same: 1F1B for packs of any shapes), 1f1b (interleaved "
+        metadata=flag(
+            "Schedule of pipelines: auto, own (the same: 1F1B for packs of any shapes), 1f1b (interleaved "
             "with +v2) or gpipe (torch's, which pad packs to one shape). None holds more tokens than a bucket allows.",
-            "choices": list(SCHEDULES),
-        },
+            choices=SCHEDULES,
+            option="pipeline_schedule",
+            recorded=True,
+        ),
     )
     hotspa_context_parallel: str = field(
-        default="auto", metadata={"help": "How ranks of cp attend; auto is what moves least.", "choices": list(WAYS)}
+        default="auto",
+        metadata=flag(
+            "How ranks of cp attend; auto is what moves least.", choices=WAYS, option="context_parallel", recorded=True
+        ),
     )
-    hotspa_expert_capacity: float = field(default=0.0, metadata={"help": "Tokens of an expert, per mean; 0: no limit."})
+    hotspa_expert_capacity: float = field(
+        default=0.0,
+        metadata=flag(
+            "Tokens of an expert, per mean; 0: no limit.",
+            number=Number(0, fix="use 0 for no limit, or 1.25, say"),
+            option="expert_capacity",
+            made=lambda factor: factor or None,
+            recorded=True,
+        ),
+    )
     hotspa_staging_mb: int = field(
-        default=16, metadata={"help": "Size of each of the two staging buffers of a switch, in MiB."}
+        default=16,
+        metadata=flag(
+            "Size of each of the two staging buffers of a switch, in MiB.",
+            number=Number(1, whole=True, fix="use at least 1; 16 is fast"),
+            option="staging_bytes",
+            made=lambda mib: mib << 20,
+        ),
     )
     hotspa_overlap_load: str = field(
         default="auto",
-        metadata={
-            "help": "Whether a phase starts to compute when the weights of its first layers have arrived: on, off, or auto "
+        metadata=flag(
+            "Whether a phase starts to compute when the weights of its first layers have arrived: on, off, or auto "
             "(on with accelerators, off on CPU, where a switch takes the cores from the computation).",
-            "choices": list(ON_OFF),
-        },
+            choices=ON_OFF,
+            option="overlap_load",
+            made=ON_OFF.get,
+        ),
     )
     hotspa_overlap_return: str = field(
         default="auto",
-        metadata={"help": "Whether gradients leave during the backward pass: as above.", "choices": list(ON_OFF)},
+        metadata=flag(
+            "Whether gradients leave during the backward pass: as above.",
+            choices=ON_OFF,
+            option="overlap_return",
+            made=ON_OFF.get,
+        ),
     )
     hotspa_planner: str = field(
         default="relay",
-        metadata={
-            "help": "How switches are planned: relay (what a node lacks enters it once), or, to compare, algorithm1 (the "
+        metadata=flag(
+            "How switches are planned: relay (what a node lacks enters it once), or, to compare, algorithm1 (the "
             "paper's), round_robin, first_owner.",
-            "choices": list(PLANNERS),
-        },
+            choices=PLANNERS,
+            option="planner",
+            recorded=True,
+        ),
     )
     hotspa_second_source: str = field(
         default="auto",
-        metadata={
-            "help": "Whether a phase also loads from the weights of the phase before, kept for it: on, off, or auto (on with "
+        metadata=flag(
+            "Whether a phase also loads from the weights of the phase before, kept for it: on, off, or auto (on with "
             "accelerators where a second copy of the weights is small beside the memory).",
-            "choices": list(ON_OFF),
-        },
+            choices=ON_OFF,
+            option="second_source",
+            made=ON_OFF.get,
+        ),
     )
     hotspa_grad_accum_dtype: str = field(
         default=FP32,
-        metadata={
-            "help": "The dtype in which the packs of a phase add up their gradients: fp32, or bf16 (half the memory; what is "
+        metadata=flag(
+            "The dtype in which the packs of a phase add up their gradients: fp32, or bf16 (half the memory; what is "
             "added late is rounded away). The sums over phases and ranks are fp32 all the same.",
-            "choices": list(ACCUMULATION_DTYPES),
-        },
+            choices=ACCUMULATION_DTYPES,
+        ),
     )
     hotspa_grad_wire_dtype: str = field(
         default=AUTO_DTYPE,
-        metadata={
-            "help": "The dtype in which gradients travel to the rank that sums them: fp32, bf16 (half the bytes, rounded once "
+        metadata=flag(
+            "The dtype in which gradients travel to the rank that sums them: fp32, bf16 (half the bytes, rounded once "
             "on the way), or auto (the one in which they add up).",
-            "choices": list(WIRE_DTYPES),
-        },
+            choices=WIRE_DTYPES,
+        ),
     )
     hotspa_memory_limit_mb: int | None = field(
         default=None,
-        metadata={
-            "help": "MiB that a run may take on a device: weights, gradients, master store, optimizer state, buffers of "
+        metadata=flag(
+            "MiB that a run may take on a device: weights, gradients, master store, optimizer state, buffers of "
             "switches and activations, whoever chose the strategies. Strategies that need more are refused at the start. "
-            "When left out, auto plans with nine tenths of what is free, on CPU shared by the processes of a machine."
-        },
+            "When left out, auto plans with nine tenths of what is free, on CPU shared by the processes of a machine.",
+            number=Number(1, whole=True, fix="leave it out for no limit"),
+            option="memory_limit",
+            made=lambda mib: mib << 20 if mib else None,
+        ),
     )
     hotspa_offload: str = field(
         default="none",
-        metadata={
-            "help": "master keeps the master store in host memory: fp32 weights, gradient sums, optimizer state. AdamW is "
+        metadata=flag(
+            "master keeps the master store in host memory: fp32 weights, gradient sums, optimizer state. AdamW is "
             "DeepSpeed's CPU Adam there, where DeepSpeed (the extra deepspeed) and a C++ compiler are installed.",
-            "choices": list(OFFLOADS),
-        },
+            choices=OFFLOADS,
+            option="offload_master",
+            made=lambda where: where == "master",
+        ),
     )
     hotspa_switch_timeout: float = field(
         default=120.0,
-        metadata={
-            "help": "Seconds that a switch may wait for a peer before it fails. With overlapped gradient returns, where "
-            "waiting for a peer is waiting for its computation, ddp_timeout holds instead."
-        },
+        metadata=flag(
+            "Seconds that a switch may wait for a peer before it fails. With overlapped gradient returns, where "
+            "waiting for a peer is waiting for its computation, ddp_timeout holds instead.",
+            number=replace(SECONDS, fix="use some minutes; 120 is the default"),
+            option="switch_timeout_s",
+        ),
     )
     hotspa_async_save: bool = field(
         default=False,
-        metadata={
-            "help": "Write checkpoints in the background, from a copy of the master store and the optimizer state in host "
+        metadata=flag(
+            "Write checkpoints in the background, from a copy of the master store and the optimizer state in host "
             "memory. A checkpoint exists from the first step on at which all ranks have written it."
-        },
+        ),
     )
     hotspa_stock_checkpoints: bool = field(
         default=False,
-        metadata={
-            "help": "Checkpoints also hold what the stock Trainer resumes from: optimizer.pt, scheduler.pt, rng_state*.pth and "
-            "training_args.bin. With AdamW 8 bytes a parameter more, which rank 0 gathers in host memory and writes."
-        },
+        metadata=flag(
+            "Checkpoints also hold what the stock Trainer resumes from: optimizer.pt, scheduler.pt, rng_state*.pth and "
+            "training_args.bin. With AdamW 8 bytes a parameter more, which rank 0 gathers in host memory and writes.",
+            as_stock=True,
+        ),
     )
     hotspa_max_failed_saves: int = field(
         default=3,
-        metadata={
-            "help": "How many saves in a row may fail (full disk, ...), with a warning each, before training stops."
-        },
+        metadata=flag(
+            "How many saves in a row may fail (full disk, ...), with a warning each, before training stops.",
+            number=Number(0, whole=True, fix="use 0 to stop at the first one"),
+        ),
     )
     hotspa_allow_data_order_change: bool = field(
         default=False,
-        metadata={
-            "help": "Resume although seed, mini-batch size or data set changed, so that sequences may be trained twice or "
+        metadata=flag(
+            "Resume although seed, mini-batch size or data set changed, so that sequences may be trained twice or "
             "not at all."
-        },
+        ),
     )
     hotspa_attention_dropout: float | None = field(
         default=None,
-        metadata={
-            "help": "0 leaves attention probabilities whole, whatever the model's config says (attention_dropout, attn_pdrop): "
-            "dropping them takes a slower attention. Default: as the config says."
-        },
+        metadata=flag(
+            "0 leaves attention probabilities whole, whatever the model's config says (attention_dropout, attn_pdrop): "
+            "dropping them takes a slower attention. Default: as the config says.",
+            number=Number(0, 0, fix="use 0 for none, or leave it out and set the probability in the model's config"),
+            option="attention_dropout",
+            made=lambda probability: probability is None,
+        ),
     )
     hotspa_eval_strategy: str = field(
         default="longest",
-        metadata={
-            "help": "What evaluate() and predict() run under: longest (all lengths under the strategy of the longest "
+        metadata=flag(
+            "What evaluate() and predict() run under: longest (all lengths under the strategy of the longest "
             "bucket, which fits them all), buckets (each length as it is trained), or one of hotspa_strategies, such as "
             "dp4."
-        },
+        ),
     )
     hotspa_skip_non_finite: int = field(
         default=0,
-        metadata={
-            "help": "How many mini-batches in a row may be skipped because their loss or gradient is not finite. A skipped "
-            "one changes no weight, counts as a step and is counted in the log. 0 makes the first one an error."
-        },
+        metadata=flag(
+            "How many mini-batches in a row may be skipped because their loss or gradient is not finite. A skipped "
+            "one changes no weight, counts as a step and is counted in the log. 0 makes the first one an error.",
+            number=Number(0, whole=True, fix="use 0 to skip none, or a small number"),
+        ),
     )
     hotspa_phase_table: bool = field(
-        default=False, metadata={"help": "Print a table of the phases at every logging step, on the main process."}
+        default=False,
+        metadata=flag(
+            "Print a table of the phases at every logging step, on the main process.", as_stock=True, of_one_rank=True
+        ),
     )
-    hotspa_log_all: bool = field(default=False, metadata={"help": "Print all hotspa/ numbers of a log, not one line."})
+    hotspa_log_all: bool = field(
+        default=False,
+        metadata=flag("Print all hotspa/ numbers of a log, not one line.", as_stock=True, of_one_rank=True),
+    )
     hotspa_report: bool = field(
         default=True,
-        metadata={
-            "help": "Write what the steps did into output_dir/hotspa_report: a record (hotspa_trace.jsonl), and at the "
-            "end one page of it (report.html). hf-hotspa report makes the page of a run that was stopped."
-        },
+        metadata=flag(
+            "Write what the steps did into output_dir/hotspa_report: a record (hotspa_trace.jsonl), and at the "
+            "end one page of it (report.html). hf-hotspa report makes the page of a run that was stopped.",
+            as_stock=True,
+        ),
     )
     hotspa_trace_steps: int = field(
-        default=3, metadata={"help": "Steps in perfetto_trace.json beside the record, from the second on; 0 for none."}
+        default=3,
+        metadata=flag(
+            "Steps in perfetto_trace.json beside the record, from the second on; 0 for none.",
+            number=Number(0, whole=True, fix="use 0 for no trace, or some; 3 is the default"),
+            as_stock=True,
+        ),
     )
 
     fsdp_stage = 0  # of ZeRO, that `fsdp` comes to
@@ -321,15 +392,10 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 f"{self.world_size} are running",
                 fix=_EVALUATED_BY,
             )
-        for flag in fields(self):
-            if flag.name.startswith("hotspa_") and "choices" in flag.metadata:
-                check_choice(flag.name, getattr(self, flag.name), flag.metadata["choices"])
+        for own in fields(self):
+            if own.name.startswith("hotspa_") and "choices" in own.metadata:
+                check_choice(own.name, getattr(self, own.name), own.metadata["choices"])
         self.check_stragglers(self.world_size, self.full_determinism)
-        if self.hotspa_attention_dropout not in (None, 0):
-            raise HotspaConfigError(
-                f"hotspa_attention_dropout is {self.hotspa_attention_dropout}",
-                fix="use 0 for none, or leave it out and set the probability in the model's config",
-            )
         try:
             refuse_arguments(self)
             check_optimizer_name(self.optim)
@@ -353,7 +419,8 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
             HotspaError: the refusal, where a flag asks for what the stock Trainer does not have.
         """
         asks = [f.name for f in fields(self) if f.name.startswith("hotspa_") and getattr(self, f.name) != f.default]
-        if set(asks) - AS_STOCK or self.hotspa_deepspeed is not None or self.fsdp_stage:
+        as_stock = {name for name, known in flags_of(type(self)).items() if known.as_stock}
+        if set(asks) - as_stock or self.hotspa_deepspeed is not None or self.fsdp_stage:
             raise refusal
         for name, value in vars(self).get("_given", {}).items():
             setattr(self, name, value)
@@ -446,17 +513,17 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         return every
 
 
-AS_STOCK = frozenset({
-    "hotspa_report", "hotspa_trace_steps", "hotspa_phase_table", "hotspa_log_all", "hotspa_stock_checkpoints",
-})  # fmt: skip
-"""Flags that ask for nothing else than what the stock Trainer does: what is shown, and its own checkpoints."""
-
-
-OF_ONE_RANK = frozenset({
+OF_ONE_RANK = {name for name, known in flags_of(HotSPaTrainingArguments).items() if known.of_one_rank} | {
     "local_rank", "logging_dir", "run_name", "project", "trackio_space_id", "report_to", "disable_tqdm", "log_level",
-    "log_level_replica", "log_on_each_node", "hub_token", "hotspa_phase_table", "hotspa_log_all", "deepspeed", "hotspa_model_path",
-})  # fmt: skip
+    "log_level_replica", "log_on_each_node", "hub_token", "deepspeed",
+}  # fmt: skip
 """Arguments that may differ: what a rank shows and where, and the paths of files whose contents are compared."""
+
+
+def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
+    """The options of the engine that single flags set."""
+    flags = flags_of(type(args)).items()
+    return {known.option: known.made(getattr(args, name)) for name, known in flags if known.option}
 
 
 def argument_facts(args: HotSPaTrainingArguments) -> dict[str, str]:
@@ -616,9 +683,9 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
     kind: Any = type(args)
     own: HotSPaTrainingArguments = _unfilled(kind)
     own.__dict__ = vars(args)
-    for flag in fields(HotSPaTrainingArguments):
-        if flag.name.startswith("hotspa_"):
-            own.__dict__.setdefault(flag.name, flag.default)
+    for ours in fields(HotSPaTrainingArguments):
+        if ours.name.startswith("hotspa_"):
+            own.__dict__.setdefault(ours.name, ours.default)
     refuse_launcher_settings()
     own.complete()
     if own.process_index == 0:

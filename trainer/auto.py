@@ -28,7 +28,6 @@ from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
 from hf_hotspa.costs.optimizer_state import ADAM, OPTIMIZER_STATES
-from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.memory import device_limit
@@ -55,7 +54,7 @@ from hf_hotspa.search.race import Race
 from hf_hotspa.search.single import Singles, SingleStrategy, with_single
 from hf_hotspa.stragglers.giving import GIVING
 from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
-from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
+from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments, argument_options
 from hf_hotspa.typed import reading_state
 
 logger = logging.getLogger(__name__)
@@ -71,13 +70,7 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
     options = strategies_with_options(args.world_size, shape)
     noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of whole rows
     plain = list(dict.fromkeys(s.recomputing(every) for s in options if not (s.sp and noisy)))
-    run = RunOptions(
-        args.hotspa_pipeline_schedule,
-        args.hotspa_context_parallel,
-        args.device.type,
-        args.hotspa_stragglers in GIVING,
-        args.hotspa_expert_capacity or None,
-    )
+    run = engine_options(args).of_run(args.device.type)
     wanted = [*plain, *(s for s in divided(plain, shape, run) if may_divide or s.cp == 1)]
     # with a capacity of experts every strategy computes whole packs; what no strategy can be is said by the engine
     return [s for s in wanted if run.runs(s, shape)] or wanted
@@ -90,7 +83,7 @@ def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
 
 def engine_options(
     args: HotSPaTrainingArguments,
-    loss: TokenLoss | None,
+    loss: TokenLoss | None = None,
     stage_costs: StageCosts | None = None,
     time: TimeModel | None = None,
 ) -> EngineOptions:
@@ -104,27 +97,15 @@ def engine_options(
     """
     return EngineOptions(
         compute_dtype=torch.bfloat16 if args.bf16 else None,
-        pipeline_schedule=args.hotspa_pipeline_schedule,
-        staging_bytes=args.hotspa_staging_mb << 20,
         timeout_s=float(args.ddp_timeout),
-        overlap_load=ON_OFF[args.hotspa_overlap_load],
-        overlap_return=ON_OFF[args.hotspa_overlap_return],
-        switch_timeout_s=args.hotspa_switch_timeout,
-        planner=args.hotspa_planner,
-        second_source=ON_OFF[args.hotspa_second_source],
-        memory_limit=args.hotspa_memory_limit_mb << 20 if args.hotspa_memory_limit_mb else None,
         loss=loss,
         neftune_alpha=args.neftune_noise_alpha,
         seed=args.seed,
         gradients=args.hotspa_gradients,
-        offload_master=args.hotspa_offload == "master",
-        flexible=args.hotspa_stragglers in GIVING,
-        context_parallel=args.hotspa_context_parallel,
-        expert_capacity=args.hotspa_expert_capacity or None,
         pipedream=args.hotspa_pipedream,
-        attention_dropout=args.hotspa_attention_dropout is None,
         stage_costs=stage_costs,
         pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {},
+        **argument_options(args),
     )
 
 
@@ -516,16 +497,17 @@ def trained_config(config: PreTrainedConfig, args: HotSPaTrainingArguments) -> P
 
 def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
     """What a run keeps in memory beside weights and activations."""
+    engine, on_gpu = engine_options(args), args.device.type == "cuda"
     # a second source keeps two strategies' weights; where it decides itself, the worse case counts
-    second = ON_OFF[args.hotspa_second_source]
+    second = on_gpu if engine.second_source is None else engine.second_source
     return MemoryOptions(
         optimizer=OPTIMIZER_STATES.get(str(getattr(args.optim, "value", args.optim)), ADAM),
-        switch_bytes=2 * (args.hotspa_staging_mb << 20),
-        weight_copies=2 if second or (second is None and args.device.type == "cuda") else 1,
-        schedule=args.hotspa_pipeline_schedule,
-        context_parallel=args.hotspa_context_parallel,
-        pipedream=args.hotspa_pipedream,
-        offload_master=args.hotspa_offload == "master" and args.device.type == "cuda",
+        switch_bytes=2 * engine.staging_bytes,
+        weight_copies=2 if second else 1,
+        schedule=engine.pipeline_schedule,
+        context_parallel=engine.context_parallel,
+        pipedream=engine.pipedream,
+        offload_master=engine.offload_master and on_gpu,
         scoring=args.scoring,
     )
 

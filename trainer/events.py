@@ -35,9 +35,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from hf_hotspa.callbacks.log_line import LogLine, for_trackers, memory_share
-from hf_hotspa.engine.phase import Observer, PhaseMeasure, phase_event, switch_events
+from hf_hotspa.engine.phase import Observer, phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError
 from hf_hotspa.packing.bucketing import MiniBatchPlan
+from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.switched.model_object import Apart
 
 logger = logging.getLogger(__name__)

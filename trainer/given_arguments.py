@@ -6,22 +6,21 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from itertools import chain
 from numbers import Integral, Real
 from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.data.collator import is_stream
 from hf_hotspa.errors import DataError, HotspaConfigError, UnsupportedError
 from hf_hotspa.model.options import LONGEST_TIMEOUT_S
 from hf_hotspa.rows.formats import format_of
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.trainer.launcher import OWN_LAYOUTS
 
 logger = logging.getLogger(__name__)
@@ -83,7 +82,7 @@ def refuse_misspelt(cls: Any, given: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class _Number:
+class Number:
     """What an argument may be.
 
     Args:
@@ -114,64 +113,103 @@ class _Number:
         return f"{text} of {range_}" if range_ else text
 
 
-_FROM_0, _FINITE = _Number(0), _Number()
-_BETA = _Number(0, math.nextafter(1, 0), fix="use a number of at least 0 and below 1")
-_COUNT, _WHOLE = _Number(1, whole=True), _Number(whole=True)
-_SECONDS = _Number(math.nextafter(0, 1), LONGEST_TIMEOUT_S, fix="use some minutes, in seconds")
+_FROM_0, _FINITE = Number(0), Number()
+_BETA = Number(0, math.nextafter(1, 0), fix="use a number of at least 0 and below 1")
+_COUNT, _WHOLE = Number(1, whole=True), Number(whole=True)
+SECONDS = Number(math.nextafter(0, 1), LONGEST_TIMEOUT_S, fix="use some minutes, in seconds")
 
-# of transformers' the values that train, of ours what means something; where the stock Trainer can do with a value that looks
-# odd (max_grad_norm=-1 clips nothing), so can this one
-_NUMBERS: Mapping[str, _Number] = {
+# the values that train; where the stock Trainer can do with a value that looks odd (max_grad_norm=-1 clips nothing), so can this one
+_NUMBERS: dict[str, Number] = {
     "learning_rate": _FROM_0,
     "weight_decay": _FROM_0,
     "adam_beta1": _BETA,
     "adam_beta2": _BETA,
     "adam_epsilon": _FROM_0,
-    "max_grad_norm": _Number(-math.inf, math.inf, fix="use the largest norm, or 0 to clip nothing"),
+    "max_grad_norm": Number(-math.inf, math.inf, fix="use the largest norm, or 0 to clip nothing"),
     "num_train_epochs": _FROM_0,
     "max_steps": _WHOLE,
     "warmup_steps": _FROM_0,
-    "warmup_ratio": _Number(0, 1),
-    "label_smoothing_factor": _Number(0, 1),
-    "neftune_noise_alpha": _Number(0, fix="use 5, say, or leave it out"),
+    "warmup_ratio": Number(0, 1),
+    "label_smoothing_factor": Number(0, 1),
+    "neftune_noise_alpha": Number(0, fix="use 5, say, or leave it out"),
     "logging_steps": _FINITE,
     "eval_steps": _FINITE,
     "save_steps": _FINITE,
-    "eval_delay": _Number(-math.inf, math.inf, fix="use the steps or epochs before the first evaluation"),
+    "eval_delay": Number(-math.inf, math.inf, fix="use the steps or epochs before the first evaluation"),
     "save_total_limit": _WHOLE,
     "per_device_train_batch_size": _COUNT,
     "per_device_eval_batch_size": _COUNT,
     "gradient_accumulation_steps": _COUNT,
     "eval_accumulation_steps": _COUNT,
-    "dataloader_num_workers": _Number(0, whole=True),
+    "dataloader_num_workers": Number(0, whole=True),
     "dataloader_prefetch_factor": _COUNT,
-    "seed": _Number(0, 2**32 - 1, whole=True),
+    "seed": Number(0, 2**32 - 1, whole=True),
     "data_seed": _WHOLE,
-    "ddp_timeout": _SECONDS,
-    "hotspa_longest": _Number(1, UNLIMITED_TOKENS - 1, whole=True),
-    "hotspa_max_buckets": _Number(1, MOST_PHASES, whole=True, fix=f"use 3, say, and at most {MOST_PHASES}"),
-    "hotspa_mini_batch_size": _Number(1, 2**31 - 1, whole=True),
-    "hotspa_staging_mb": _Number(1, whole=True, fix="use at least 1; 16 is fast"),
-    "hotspa_memory_limit_mb": _Number(1, whole=True, fix="leave it out for no limit"),
-    "hotspa_max_failed_saves": _Number(0, whole=True, fix="use 0 to stop at the first one"),
-    "hotspa_trace_steps": _Number(0, whole=True, fix="use 0 for no trace, or some; 3 is the default"),
-    "hotspa_skip_non_finite": _Number(0, whole=True, fix="use 0 to skip none, or a small number"),
-    "hotspa_expert_capacity": _Number(0, fix="use 0 for no limit, or 1.25, say"),
-    "hotspa_resize_period": _Number(0, whole=True, fix="use some mini-batches, or 0 for a pass"),
-    "hotspa_switch_timeout": _Number(_SECONDS.least, _SECONDS.most, fix="use some minutes; 120 is the default"),
+    "ddp_timeout": SECONDS,
 }
 
 
-def check_values(args: Any) -> None:
+@dataclass(frozen=True)
+class Flag:
+    """What a flag is beside what its field says: its name, type, default, help and choices. Lists of flags follow from this.
+
+    Args:
+        number: What its value may be; None where it is no number.
+        option: The option of the engine (`EngineOptions`) that it sets.
+        made: What that option is, of a value.
+        recorded: Whether the record of a run has it among its settings.
+        of_one_rank: Whether ranks may have different values.
+        as_stock: Whether it asks for nothing else than what the stock Trainer does.
+    """
+
+    number: Number | None = None
+    option: str = ""
+    made: Callable[[Any], Any] = lambda value: value
+    recorded: bool = False
+    of_one_rank: bool = False
+    as_stock: bool = False
+
+
+class _Help(str):
+    """The help of a flag, with the rest: `HfArgumentParser` gives all metadata of a field to argparse, which knows no more."""
+
+    flag: Flag
+
+
+def flag(text: str, choices: Iterable[str] = (), **known: Any) -> dict[str, Any]:
+    """The metadata of a field that is a flag.
+
+    Args:
+        text: Its help.
+        choices: Its values, where it has few.
+        known: As for `Flag`.
+    """
+    help_ = _Help(text)
+    help_.flag = Flag(**known)
+    return {"help": help_, "choices": list(choices)} if choices else {"help": help_}
+
+
+def flags_of(kind: type) -> dict[str, Flag]:
+    """The flags of a class of arguments, by name; also where a class of a script's gives one another default."""
+    inherited = chain.from_iterable(
+        vars(part).get("__dataclass_fields__", {}).items() for part in reversed(kind.__mro__)
+    )
+    helps = ((name, known.metadata.get("help")) for name, known in inherited)
+    return {name: help_.flag for name, help_ in helps if isinstance(help_, _Help)}
+
+
+def check_values(args: Any, kind: type | None = None) -> None:
     """Refuses numbers that are none, or that no training can use, before anything is made of them.
 
     Args:
         args: `TrainingArguments`, or what a command line gives for them.
+        kind: Their class; its flags are checked, too.
 
     Raises:
         HotspaConfigError: naming the argument, its value and what to use.
     """
-    for name, rule in _NUMBERS.items():
+    numbers = _NUMBERS | {name: known.number for name, known in flags_of(kind or type(args)).items() if known.number}
+    for name, rule in numbers.items():
         value = getattr(args, name, None)
         if value is None and getattr(type(args), name, None) is None:  # its default, or there is no such argument
             continue

@@ -7,8 +7,9 @@ from typing import Any
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.packing.pipeline_order import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.stragglers.columns import CHOICES, IMPUTATIONS
-from hf_hotspa.stragglers.giving import LOSSY, MODES
+from hf_hotspa.stragglers.giving import GIVING, LOSSY, MODES
 from hf_hotspa.strategy import Bucket
+from hf_hotspa.trainer.given_arguments import Number, flag
 
 _NAMED, _BACK = f"hotspa_pipeline_mode={PIPEDREAM}", f"hotspa_pipeline_mode={SYNCHRONOUS}"
 
@@ -31,22 +32,22 @@ class PipelineModeArguments:
 
     hotspa_pipeline_mode: str = field(
         default=SYNCHRONOUS,
-        metadata={
-            "help": "synchronous (one update a mini-batch, exact), or pipedream: stages update after the backward pass of every "
+        metadata=flag(
+            "synchronous (one update a mini-batch, exact), or pipedream: stages update after the backward pass of every "
             "pack, with weights that are behind, which is not the synchronous update. For one strategy with pp.",
-            "choices": list(PIPELINE_MODES),
-        },
+            choices=PIPELINE_MODES,
+        ),
     )
     hotspa_vertical_sync: bool = field(
         default=False,
-        metadata={"help": "With pipedream: all stages run a pack with the version of weights of the first."},
+        metadata=flag("With pipedream: all stages run a pack with the version of weights of the first."),
     )
     hotspa_clip_per_stage: bool = field(
         default=False,
-        metadata={
-            "help": "With pipedream: max_grad_norm holds for the gradient of each stage and pack, by itself. Else it must be 0: no "
+        metadata=flag(
+            "With pipedream: max_grad_norm holds for the gradient of each stage and pack, by itself. Else it must be 0: no "
             "stage knows the norm over all."
-        },
+        ),
     )
 
     @property
@@ -108,36 +109,40 @@ class StragglerArguments:
 
     hotspa_stragglers: str = field(
         default="watch",
-        metadata={
-            "help": "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
+        metadata=flag(
+            "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
             "divided over replicas, layers over stages of pipelines, and MLPs over ranks of tp, by measured speed), migrate (slow ranks of tp give columns to others), resize (they leave "
             "columns out: not exact), or semi (they do both, by what a pretest finds to cost less: not exact).",
-            "choices": list(MODES),
-        },
+            choices=MODES,
+            option="flexible",
+            made=lambda mode: mode in GIVING,
+            recorded=True,
+        ),
     )
     hotspa_resize_columns: str = field(
         default=CHOICES[0],
-        metadata={
-            "help": "Which columns resize and semi leave out: rd (at random), pri (whose weights vary least), pridiffr and "
+        metadata=flag(
+            "Which columns resize and semi leave out: rd (at random), pri (whose weights vary least), pridiffr and "
             "pridiffe (by variation, and of each layer as many as vary little; at least 0.8 of what the slow device must lose, or "
             "of one half).",
-            "choices": list(CHOICES),
-        },
+            choices=CHOICES,
+        ),
     )
     hotspa_resize_imputation: str = field(
         default=IMPUTATIONS[0],
-        metadata={
-            "help": "What the gradients of columns are that were left out: zero, same (of weights: that of the mini-batch before; a "
+        metadata=flag(
+            "What the gradients of columns are that were left out: zero, same (of weights: that of the mini-batch before; a "
             "copy of the gradient is kept), or average (the mean of the other columns).",
-            "choices": list(IMPUTATIONS),
-        },
+            choices=IMPUTATIONS,
+        ),
     )
     hotspa_resize_period: int = field(
         default=0,
-        metadata={
-            "help": "Mini-batches from one look at how weights vary to the next, for hotspa_resize_columns other than rd. 0: a "
-            "pass over the data."
-        },
+        metadata=flag(
+            "Mini-batches from one look at how weights vary to the next, for hotspa_resize_columns other than rd. 0: a "
+            "pass over the data.",
+            number=Number(0, whole=True, fix="use some mini-batches, or 0 for a pass"),
+        ),
     )
 
     def check_stragglers(self, world_size: int, deterministic: bool) -> None:

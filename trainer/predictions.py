@@ -56,6 +56,7 @@ from hf_hotspa.trainer.auto import (
     searched_strategies,
     trained_config,
 )
+from hf_hotspa.trainer.given_arguments import flags_of
 from hf_hotspa.versions import LIBRARIES, version_of
 
 logger = logging.getLogger(__name__)
@@ -173,11 +174,6 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
 
 # -- facts ------------------------------------------------------------------------------------------------------------
 
-_FLAGS = (
-    "strategies", "overlong", "planner", "pipeline_schedule", "context_parallel", "expert_capacity",
-    "stragglers",
-)  # fmt: skip
-
 
 def run_facts(
     engine: HotSPaEngine,
@@ -210,7 +206,11 @@ def run_facts(
             "compute_dtype": dtype_name(engine.description.compute_dtype),
         },
         settings={
-            **{name: getattr(args, f"hotspa_{name}") for name in _FLAGS},
+            **{
+                name.removeprefix("hotspa_"): getattr(args, name)
+                for name, flag in flags_of(type(args)).items()
+                if flag.recorded
+            },
             "mini_batch_size": args.hotspa_rows_a_step,
             "pipeline_mode": pipeline_mode(args),
             "overlap_load": engine.overlap.load,

@@ -136,7 +136,8 @@ class _Planner:
 
     def buckets(self, strategy: Strategy, limit_bytes: float | None) -> tuple[Bucket, ...]:
         """The packs that the search finds best for one strategy."""
-        from hf_hotspa.search.automatic import MARGIN, PACK_MARGIN
+        from hf_hotspa.search.automatic import PACK_MARGIN
+        from hf_hotspa.search.offers import MARGIN
         from hf_hotspa.search.search import search
 
         choice = search(

@@ -21,11 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.calibrate.exchanges import context_layouts, measure_exchanges
-from hf_hotspa.calibrate.layers import time_layers
-from hf_hotspa.calibrate.links import measure_hop, measure_link
-from hf_hotspa.calibrate.measuring import Measuring
-from hf_hotspa.calibrate.phases import time_phases
+from hf_hotspa.calibrate.measuring import Measuring, context_layouts, measure_exchanges, measure_hop, measure_link
 from hf_hotspa.calibrate.probe import (
     PeakMemory,
     Probe,
@@ -33,9 +29,11 @@ from hf_hotspa.calibrate.probe import (
     layer_counts,
     pack_lengths,
     small_copy,
+    time_layers,
+    time_packs,
+    time_phases,
     with_frozen_base,
 )
-from hf_hotspa.calibrate.timing import time_packs
 from hf_hotspa.costs.calibration import Calibration, cache_folder
 from hf_hotspa.costs.coefficients import Hop
 from hf_hotspa.costs.four_bits import FrozenBase

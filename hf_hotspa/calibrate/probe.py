@@ -1,14 +1,18 @@
-"""Runs packs through small copies of a model with the engine's own replicas, and measures time and memory.
+"""Runs a small copy of a model with the engine's own replicas, and measures time and memory.
 
-Owns `small_copy` (a model of few layers and real widths, made from its config) and `Probe` (one engine on such a copy,
-and the measurements that a calibration takes with it). Everything but `small_copy` and `layer_counts` is collective.
+Owns `small_copy` (a model of few layers and real widths, made from its config), `Probe` (one engine on such a copy), and what is
+measured with it: seconds of packs, switches and pipelines (`time_packs`), whole phases under every strategy (`time_phases`), and, where a
+model has layers of several kinds, a layer of each kind alone, as a stage that has no other (`time_layers`); of layers that are all alike
+single packs say what they take. Everything but `small_copy`, `layer_counts` and
+`kinds_of_layers` is collective.
 """
 
 import copy
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +22,18 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.measuring import Measuring
+from hf_hotspa.costs.coefficients import Sample
 from hf_hotspa.costs.four_bits import BLOCK, FrozenBase
+from hf_hotspa.costs.measurements import LayerSample, PhaseSample, SwitchSample
+from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.replica import Replica
+from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
+from hf_hotspa.packing.bucketing import pack_sequences
+from hf_hotspa.parallel.agreement import as_hotspa_error
+from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.strategy import Bucket, Strategy
 
 _BLOCK = 1 << 16
@@ -340,3 +352,318 @@ def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
 def repetitions(lengths: Sequence[int], longest: int) -> int:
     """How often a pack runs in a row: short ones twice, as one alone is lost in the noise."""
     return max(1, min(2, math.ceil(longest / sum(lengths))))
+
+
+# -- seconds of packs, of switches and of pipelines ----------------------------------------------------------------
+
+_PIPELINED = 2
+"""Packs that a replica without stages runs to compare pipelines with, which run twice as many."""
+
+_WARM_UP_PACKS = 2
+"""Of each copy, in the round before the first: short ones do, and long ones take long."""
+
+_GRADIENT_BYTES = 4
+
+_MOST_IDLE = 1.5
+"""By how much waiting for one another may raise the cost of packs on shared cores; beyond, others held the cores."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured, the same on every rank.
+
+    Args:
+        pipeline_factor: By how much packs cost more in stages, where ranks share cores; else 1.
+    """
+
+    samples: tuple[Sample, ...]
+    switches: tuple[SwitchSample, ...]
+    pipeline_factor: float
+
+
+def time_packs(
+    probes: Sequence[Probe], degrees: Sequence[int], packs: Sequence[Sequence[tuple[int, ...]]], measuring: Measuring
+) -> Timing:
+    """Measures packs and switches. Collective.
+
+    The seconds of a pack are those of the slowest rank's clock; where ranks share cores what it costs on a core
+    (`_on_shared_cores`).
+
+    Args:
+        probes: One for each copy of the model; the last has most layers.
+        degrees: Tensor-parallel degrees.
+        packs: The packs of each copy.
+    """
+    share, rounds = measuring.share, measuring.rounds
+    longest = max(map(max, packs[-1]))
+    pipeline = probes[-1].pipeline if share < 1 else None
+    measured: list[list[tuple[float, float]]] = []
+    for index in range(-1, rounds):
+        measuring.say(f"round {index + 1} of {rounds}, packs of up to {max(map(max, packs[0]))} tokens")
+        values: list[tuple[float, float]] = []
+        for probe, mine in zip(probes, packs, strict=True):
+            for strategy in map(probe.strategies.__getitem__, degrees):
+                values.append((probe.load(strategy), 0.0))
+                run = mine if index >= 0 else mine[:_WARM_UP_PACKS]
+                values += [probe.run(strategy, pack, repetitions(pack, longest)) for pack in run]
+                values.append((probe.return_gradients(strategy), 0.0))
+        if pipeline:
+            values += _both_ways(probes[-1], (longest // 4,) * 4)
+        if index >= 0:  # the first round warms caches up
+            measured.append(values)
+        if measured and measuring.is_late():
+            break
+    gathered = torch.stack([measuring.agreement.gather([n for pair in values for n in pair]) for values in measured])
+    table = gathered.unflatten(2, (-1, 2))  # [round, rank, measurement, by the clock or on a core]
+    clock, on_core = table[..., 0].amax(1), table[..., 1].mean(1)
+    slowest = _lower_quartile(clock)
+    factor = 1.0
+    if pipeline:
+        flat, staged = _lower_quartile(on_core[:, -2:]).tolist()
+        factor = min(max(1.0, staged / flat), _MOST_IDLE)
+    costs = iter((slowest if share >= 1 else _on_shared_cores(clock, on_core, share)).tolist())
+    by_clock = iter(slowest.tolist())
+    samples, switches = [], []
+    for probe, mine in zip(probes, packs, strict=True):
+        for tp in degrees:
+            load_s, *_, return_s = [next(by_clock) for _ in range(len(mine) + 2)]
+            _, *pack_s, _ = [next(costs) for _ in range(len(mine) + 2)]
+            samples += [Sample(tp, probe.num_layers, p, s, with_ends=True) for p, s in zip(mine, pack_s, strict=True)]
+            numel = _moved(probe.engine.description)
+            switches.append(SwitchSample(str(probe.strategies[tp]), numel, load_s, return_s))
+    return Timing(tuple(samples), tuple(switches), factor)
+
+
+def _moved(description: ModelDescription) -> int:
+    """Parameters that take as many bytes in a switch as a model of which all are trained: codes and scales take fewer."""
+    weights, segments = dtype_bytes(dtype_name(description.compute_dtype)), description.vector.segments
+    gradients = sum(segment.numel for segment in segments if segment.trainable)
+    loaded = sum(segment.numel * dtype_bytes(segment.dtype) for segment in segments)
+    return round((loaded + _GRADIENT_BYTES * gradients) / (weights + _GRADIENT_BYTES))
+
+
+def _both_ways(probe: Probe, pack: tuple[int, ...]) -> list[tuple[float, float]]:
+    """The same packs without stages, and in two stages; the cost of all of them on this rank."""
+    assert probe.pipeline is not None
+    pairs = []
+    for strategy in (probe.strategies[1], probe.pipeline):
+        times = _PIPELINED * strategy.pp  # half the replicas, so each has twice the packs
+        probe.load(strategy)
+        clock, on_core = probe.run(strategy, pack, times)
+        probe.return_gradients(strategy)
+        pairs.append((clock * times, on_core * times))
+    return pairs
+
+
+def _lower_quartile(rounds: Tensor) -> Tensor:
+    """Of every measurement, over the rounds: other programs only ever make things slower."""
+    return rounds.quantile(0.25, 0, interpolation="lower")
+
+
+def _on_shared_cores(clock: Tensor, on_core: Tensor, share: float) -> Tensor:
+    """What packs cost where ranks share cores.
+
+    That is what a rank's threads spend on a core: the cost is then told apart from how long the rank waited for a core.
+    But ranks of one tensor-parallel group also leave cores idle, while they wait for one another; this shows in the
+    fastest round by the clock, and is counted up to a limit.
+
+    Args:
+        clock: Seconds by the clock of the slowest rank, [rounds, measurements].
+        on_core: Seconds on a core, the mean over ranks, [rounds, measurements].
+    """
+    cost = _lower_quartile(on_core)
+    return torch.maximum(cost, torch.minimum(clock.amin(0) * share, _MOST_IDLE * cost))
+
+
+# -- whole phases under every strategy, to compare with what single packs predict ----------------------------------
+
+
+def mixed_lengths(longest: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """The lengths of both mini-batches; half a longest pack for every rank, and at least one."""
+    short, middle = max(1, longest // 16), max(1, longest // 8)
+    total = max(2, world_size // 2) * longest
+    return (longest, *[short] * ((total - longest) // short)), (middle,) * (total // middle)
+
+
+def time_phases(
+    probe: Probe, strategies: Sequence[Strategy], longest: int, measuring: Measuring
+) -> tuple[PhaseSample, ...]:
+    """Measures the phases; the fastest counts. Collective.
+
+    Args:
+        probe: Has all these strategies.
+    """
+    if len(strategies) < 2:  # nothing to choose between
+        return ()
+    measuring.say(f"whole phases under {len(strategies)} strategies")
+    world_size, quadratic = strategies[0].world_size, probe.engine.description.shape.quadratic_cost
+    works: dict[Strategy, list[tuple[tuple[tuple[int, ...], ...], ...]]] = {s: [] for s in strategies}
+    for lengths in mixed_lengths(longest, world_size):
+        for s, mine in works.items():
+            replicas = pack_sequences(lengths, capacity=longest, dp=s.dp, pp=s.pp, quadratic_cost=quadratic)
+            if all(replicas):
+                mine.append(tuple(tuple(tuple(lengths[i] for i in pack) for pack in packs) for packs in replicas))
+    measured = []
+    for _ in range(measuring.rounds + 1):
+        values = []
+        for strategy, mine in works.items():
+            probe.load(strategy)
+            values += [probe.run_phase(strategy, packs) for packs in mine]
+            probe.return_gradients(strategy)
+        measured.append(values)
+    slowest = torch.stack([measuring.agreement.gather(values) for values in measured[1:]]).amax(
+        1
+    )  # [round, measurement]
+    seconds = iter(slowest.amin(0).tolist())
+    return tuple(
+        PhaseSample(str(s), probe.num_layers, packs, next(seconds)) for s, mine in works.items() for packs in mine
+    )
+
+
+# -- layers one by one, where a model has several kinds ------------------------------------------------------------
+
+_PLACE = ("layer", "idx", "index", "number")
+"""In the names of settings that say which layer it is, not what it computes."""
+_WEIGHT = 0.02
+
+
+def kinds_of_layers(model: nn.Module, description: ModelDescription) -> tuple[tuple[int, ...], ...]:
+    """The indices of decoder layers, those of equal kind together, in the order in which kinds first appear.
+
+    Layers are of one kind where their modules, the settings of these (a window, a number of heads) and the shapes of
+    all parameters are equal. Models that no pipeline can cut have no kinds: nothing asks for them.
+
+    Args:
+        model: The whole model; on the meta device, if it likes.
+        description: What was read from it.
+    """
+    shape = description.shape
+    if shape.num_layers < 2 or Strategy(pp=shape.num_layers).unsupported_reason(shape) is not None:
+        return ()
+    layers = model.get_submodule(description.base).get_submodule(description.layers[0])
+    kinds: dict[Hashable, list[int]] = {}
+    for index, layer in enumerate(layers):
+        kinds.setdefault((description.layer_kinds[index], _signature(layer)), []).append(index)
+    return tuple(map(tuple, kinds.values()))
+
+
+def _signature(layer: nn.Module) -> Hashable:
+    modules = tuple((name, type(module).__name__, _settings(module)) for name, module in layer.named_modules())
+    return modules, tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """What a module was built with, as far as it may decide what is computed; a factor does not."""
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, int | str | None)
+        and not name.startswith("_")
+        and not (type(value) is int and any(part in name for part in _PLACE))
+    )
+
+
+class _Layer:
+    """One decoder layer on this rank, with the arguments that its model calls it with.
+
+    Args:
+        index: Which layer.
+        pack: What it runs on.
+    """
+
+    def __init__(self, description: ModelDescription, index: int, pack: MicroBatch, device: torch.device) -> None:
+        one_each = Strategy(pp=description.shape.num_layers)  # the stage of this index has this layer
+        mesh = StrategyMesh(one_each, index, one_each.coord(index), None, None)
+        options = EngineOptions(compute_dtype=description.compute_dtype)
+        self._replica = Replica(description, mesh, device, {}, options)
+        self._layer, self._pack = self._replica.layers[index], pack
+        self._dtypes = [
+            (getattr(torch, s.dtype), getattr(torch, options.gradients.accumulated(s.dtype)))
+            for s in description.vector.segments
+        ]
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def prepare(self) -> None:
+        """Gives it weights, and finds out how it is called. `release` lets go of them."""
+        replica, device = self._replica, self._replica.device
+        room = [0] * len(self._dtypes)
+        for slot in replica.slots:
+            room[slot.segment] = max(room[slot.segment], slot.offset + slot.numel)
+        weights = [
+            torch.full((n,), _WEIGHT, dtype=d, device=device) for n, (d, _) in zip(room, self._dtypes, strict=True)
+        ]
+        gradients = [torch.zeros(n, dtype=d, device=device) for n, (_, d) in zip(room, self._dtypes, strict=True)]
+        replica.bind(weights, gradients)
+        block = random_block()
+        with torch.no_grad():
+            for parameter, _ in replica.parameters:
+                parameter.copy_(probe_weights(parameter.shape, block))
+        shape = replica.hidden_shape(self._pack)
+        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, replica.compute_dtype)
+        caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        handle = self._layer.register_forward_pre_hook(
+            lambda _, args, kwargs: caught.append((args, kwargs)), with_kwargs=True
+        )
+        with torch.no_grad():
+            replica.forward(self._pack, None if replica.is_first else hidden, 1.0, with_loss=False)
+        handle.remove()
+        (self._call,) = caught
+
+    def run(self) -> None:
+        """Forward and backward."""
+        args, kwargs = self._call
+        args, kwargs = tuple(map(_leaf, args)), {name: _leaf(value) for name, value in kwargs.items()}
+        out = self._layer(*args, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        out.backward(torch.ones_like(out))
+
+    def release(self) -> None:
+        """Lets go of the weights."""
+        self._call = ((), {})
+        self._replica.release()
+
+
+def _leaf(value: Any) -> Any:
+    """The hidden state as a layer in the middle gets it: its gradient is wanted."""
+    if isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
+
+
+def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> tuple[LayerSample, ...]:
+    """Seconds of a layer of each kind; the fastest counts. Collective.
+
+    Args:
+        model: The whole model, on the meta device.
+
+    Returns:
+        A sample for each kind, the same on every rank; none where all layers are of one kind.
+    """
+    description = describe_model(model)
+    kinds = kinds_of_layers(model, description)
+    if len(kinds) < 2:
+        return ()
+    measuring.say(f"layers of {len(kinds)} kinds, one by one")
+    device, agreement = measuring.device, measuring.agreement
+    pack = micro_batch((longest,), description.shape.vocab_size, device)
+    # a layer in the middle where there is one: embedding and head are not to be held for it
+    chosen = [kind[len(kind) // 2] for kind in kinds]
+    layers = agreement.run(
+        "calibration",
+        lambda: [_Layer(description, index, pack, device) for index in chosen],
+        otherwise=lambda failure: as_hotspa_error(failure, "calibration"),
+    )
+    measured = [[_seconds(layer, measuring) for layer in layers] for _ in range(measuring.rounds + 1)]
+    gathered = torch.stack([agreement.gather(values) for values in measured[1:]])  # [round, rank, kind]
+    seconds = (gathered.mean(1) if measuring.share < 1 else gathered.amax(1)).amin(0).tolist()
+    return tuple(LayerSample(kind, (longest,), s) for kind, s in zip(kinds, seconds, strict=True))
+
+
+def _seconds(layer: _Layer, measuring: Measuring) -> float:
+    """Of one forward and backward on this rank, the second of two: the first finds its buffers. On a core, where ranks share
+    cores (`timing.time_packs`)."""
+    layer.prepare()
+    measuring.timed(layer.run)
+    clock, on_core = measuring.timed(layer.run)
+    layer.release()
+    return on_core if measuring.share < 1 else clock

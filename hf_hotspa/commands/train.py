@@ -17,7 +17,7 @@ from hf_hotspa.data.collator import SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, LaunchError
 from hf_hotspa.parallel import backends
 from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.trainer.arguments import AUTO, evaluation_strategy
+from hf_hotspa.trainer.arguments import AUTO, HotSPaTrainingArguments, evaluation_strategy
 from hf_hotspa.trainer.given_arguments import check_values
 from hf_hotspa.trainer.script import look, parse, parser_of, read, run
 
@@ -55,7 +55,7 @@ def main(words: Sequence[str]) -> int:
         return 0
     try:
         given = read(parser, rest)
-        check_values(given)
+        check_values(given, HotSPaTrainingArguments)
         evaluation_strategy(given.hotspa_eval_strategy)
         look(given, given.hotspa_empty_rows == SKIP)
         count = number_of_processes(ours.processes, given, torch.cuda.device_count())

@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop
-from hf_hotspa.costs.fitting import Sample, fit_costs, nonnegative_least_squares
+from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop, Sample, fit_costs, nonnegative_least_squares
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.costs.measurements import (

@@ -1,9 +1,15 @@
-"""The units of the time model: seconds of a pack as a quadratic in its sequence lengths, and of what ranks pass on."""
+"""The units of the time model: seconds of a pack as a quadratic in its sequence lengths, and of what ranks pass on; and how they
+are fitted to what was measured."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
-from hf_hotspa.typed import NotNegative
+import numpy as np
+import numpy.typing as npt
+
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.typed import NotNegative, Positive, PositiveCount
 
 
 @dataclass(frozen=True)
@@ -66,3 +72,102 @@ class Exchanges:
 
     all_to_all: Hop
     gather: Hop
+
+
+# -- from measurements: least squares on relative errors, with coefficients that are not negative ------------------
+#
+# Errors are relative, so that a short pack counts as much as a long one. The few unknowns allow the exact solution of the
+# non-negative problem: every choice of unknowns that are zero is solved, the best feasible one wins.
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement.
+
+    Args:
+        num_layers: Decoder layers that ran.
+        seconds: Forward and backward.
+        with_ends: Whether embedding, head and loss ran, too.
+    """
+
+    tp: PositiveCount
+    num_layers: PositiveCount
+    lengths: tuple[PositiveCount, ...]
+    seconds: Positive
+    with_ends: bool = False
+
+
+def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
+    """The x >= 0 that minimises `|matrix x - target|`, exactly, for up to about ten unknowns.
+
+    The optimum is the unconstrained solution on its own support, so trying all supports finds it. Columns are scaled
+    first: token squares and constants are ten orders of magnitude apart.
+    """
+    count = matrix.shape[1]
+    scale = np.linalg.norm(matrix, axis=0)
+    scale[scale == 0] = 1.0
+    scaled = matrix / scale
+    best, best_error = np.zeros(count), float(target @ target)
+    for size in range(1, count + 1):
+        for support in map(list, combinations(range(count), size)):
+            solution = np.linalg.lstsq(scaled[:, support], target, rcond=None)[0]
+            if (solution < 0).any():
+                continue
+            residual = scaled[:, support] @ solution - target
+            if (error := float(residual @ residual)) < best_error * (1 - 1e-12):
+                best_error = error
+                best = np.zeros(count)
+                best[support] = solution
+    return best / scale
+
+
+def fit_costs(
+    samples: Iterable[Sample], depth: Callable[[int], float] = float
+) -> tuple[dict[int, Cost], dict[int, Cost]]:
+    """Costs of one layer, and of embedding, head and loss together, by tp.
+
+    The ends are told apart from the layers only by samples with ends and different numbers of layers, or by samples
+    without them; they are absent for a tp that was never measured with ends.
+
+    Args:
+        depth: How many layers of the one to be found a sample's number of layers are, where layers differ.
+
+    Raises:
+        HotspaConfigError: no sample, a sample that is impossible, or fewer than three different packs of a tp.
+    """
+    by_tp: dict[int, list[Sample]] = {}
+    for sample in samples:
+        if not (0 < sample.seconds < float("inf") and sample.num_layers >= 1 and sample.lengths and sample.tp >= 1):
+            raise HotspaConfigError(f"{sample} is no measurement", fix="measure again")
+        by_tp.setdefault(sample.tp, []).append(sample)
+    if not by_tp:
+        raise HotspaConfigError("there are no measurements to fit", fix="measure at least three lengths for each tp")
+    layers, ends = {}, {}
+    for tp, samples_of_tp in sorted(by_tp.items()):
+        layers[tp], end = _fit(tp, samples_of_tp, depth)
+        if end is not None:
+            ends[tp] = end
+    return layers, ends
+
+
+def _fit(tp: int, samples: Sequence[Sample], depth: Callable[[int], float]) -> tuple[Cost, Cost | None]:
+    if len({s.lengths for s in samples}) < 3:
+        raise HotspaConfigError(
+            f"tp{tp} was measured with {len({s.lengths for s in samples})} different packs",
+            why="a quadratic has three coefficients",
+            fix="measure at least three lengths for each tp",
+        )
+    rows = []
+    for s in samples:
+        squares, tokens = float(sum(length * length for length in s.lengths)), float(sum(s.lengths))
+        end = [tokens, 1.0] if s.with_ends else [0.0, 0.0]
+        deep = depth(s.num_layers)
+        rows.append([deep * squares, deep * tokens, deep, *end])
+    matrix, seconds = np.array(rows), np.array([s.seconds for s in samples])
+    has_ends = any(s.with_ends for s in samples)
+    separable = has_ends and len({(s.num_layers, s.with_ends) for s in samples}) > 1
+    used = matrix if separable else matrix[:, :3]
+    x = [float(v) for v in nonnegative_least_squares(used / seconds[:, None], np.ones(len(seconds)))]
+    return Cost(*x[:3]), Cost(0.0, *x[3:]) if separable else None

@@ -15,9 +15,8 @@ from typing import Any
 
 from hf_hotspa.costs import analytic, experts
 from hf_hotspa.costs.chunks import chunked_seconds
-from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop
+from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop, Sample, fit_costs
 from hf_hotspa.costs.context import exchange_seconds
-from hf_hotspa.costs.fitting import Sample, fit_costs
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.costs.sizes import ModelSizes

@@ -39,7 +39,7 @@ from hf_hotspa.engine.low_bit import adopt, needs_adopting
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.non_finite import raise_non_finite
 from hf_hotspa.engine.packed_loading import load_below_adapter
-from hf_hotspa.engine.phase import Observer, PhaseFacts, PhaseMeasure, PhaseRunner, peak_memory, step_report
+from hf_hotspa.engine.phase import Observer, PhaseFacts, PhaseRunner, peak_memory, step_report
 from hf_hotspa.engine.pipedream import PipeDreamRunner, stage_updates
 from hf_hotspa.engine.recut import changed, take_cut, with_paces
 from hf_hotspa.engine.set_up import describe, plan_switches
@@ -54,7 +54,7 @@ from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, check_mini_batch, hotspa_cause, packed_flags
 from hf_hotspa.parallel.flexible_linear import FlexibleWork
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
-from hf_hotspa.report import StepReport
+from hf_hotspa.report import PhaseMeasure, StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_launch
 
 

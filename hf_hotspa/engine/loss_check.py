@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.model.skeleton import build_skeleton
+from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.parallel.adapters import bare_model, without_adapters
 from hf_hotspa.parallel.dropout import attention_dropouts

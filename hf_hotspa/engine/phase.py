@@ -41,62 +41,12 @@ from hf_hotspa.parallel.pipeline import PipelineRunner
 from hf_hotspa.parallel.token_chunks import PackRunner
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
-from hf_hotspa.report import PhaseEvent, PhaseReport, RankMeasures, StepReport, SwitchEvent
+from hf_hotspa.report import PhaseEvent, PhaseMeasure, PhaseReport, RankMeasures, StepReport, SwitchEvent
 from hf_hotspa.strategy import Strategy
 
 # -- measures ---------------------------------------------------------------------------------------------------------
 
 # What a rank measures of a phase, and how the measures of all ranks become reports.
-
-
-class PhaseMeasure(NamedTuple):
-    """One rank's measures of one phase: seconds, and bytes it sent.
-
-    Attributes:
-        load_s: Waiting for the weights.
-        compute_s: Forward and backward.
-        wait_s: Waiting for the busiest rank.
-        return_s: Waiting for the gradients to leave.
-        load_busy_s: The load, where it ran beside the computation.
-        return_busy_s: The return, where it ran beside the computation.
-        load_bytes: Bytes sent by the load.
-        return_bytes: Bytes sent by the return.
-        start_s: When the phase began, counted from the agreement of all ranks on the mini-batch.
-        others_s: The part of `compute_s` in collectives and messages of the strategy: waiting for other ranks.
-        unit_load_s: The part of `compute_s` in which it waited for the weights of a unit.
-        unit_return_s: The part in which it waited for a unit's gradient buffer to be free again, and for the last return.
-        unit_load_busy_s: Loads of units under way, waiting for peers included.
-        unit_return_busy_s: Returns of units under way.
-        unit_load_bytes: Bytes sent by loads of units.
-        unit_return_bytes: Bytes sent by returns of units.
-        products_s: The part in matrix products, where these can migrate; else 0.
-        left_out: The share of its columns that it left out, computed by nobody; 0 in an exact run.
-        expert_tokens: Tokens that its experts have computed under ep, each once for every expert and layer; else 0.
-        dropped_tokens: Tokens that experts have not computed, with a capacity, counted alike; once for a replica's stage.
-        context_bytes: Bytes that it sent to the other ranks of cp, forward and backward.
-    """
-
-    load_s: float
-    compute_s: float
-    wait_s: float
-    return_s: float
-    load_busy_s: float
-    return_busy_s: float
-    load_bytes: float
-    return_bytes: float
-    start_s: float = 0.0
-    others_s: float = 0.0
-    unit_load_s: float = 0.0
-    unit_return_s: float = 0.0
-    unit_load_busy_s: float = 0.0
-    unit_return_busy_s: float = 0.0
-    unit_load_bytes: float = 0.0
-    unit_return_bytes: float = 0.0
-    products_s: float = 0.0
-    left_out: float = 0.0
-    expert_tokens: float = 0.0
-    dropped_tokens: float = 0.0
-    context_bytes: float = 0.0
 
 
 class PhaseFacts(NamedTuple):
@@ -415,13 +365,13 @@ class PhaseRunner:
         wait_for_all()
         wait_s = lap()
         returned = self._hand_over() if hands_over else self.return_gradients()
-        return_s = lap()
-        flexible = self.replica.flexible
         return loss, PhaseMeasure(
-            load_s + load.exposed_s, compute_s - load.exposed_s, wait_s, return_s, load.busy_s, returned.busy_s,
-            float(load.result().sent_bytes), float(returned.result().sent_bytes), clock[0] - since, others_s, *units,
-            products_s, flexible.left_share if flexible is not None else 0.0, *self._of_experts(),
-            float(self.parts.sent_bytes - sent_before),
+            load_s=load_s + load.exposed_s, compute_s=compute_s - load.exposed_s, wait_s=wait_s, return_s=lap(),
+            load_busy_s=load.busy_s, return_busy_s=returned.busy_s, load_bytes=float(load.result().sent_bytes),
+            return_bytes=float(returned.result().sent_bytes), start_s=clock[0] - since, others_s=others_s,
+            products_s=products_s, left_out=0.0 if self.replica.flexible is None else self.replica.flexible.left_share,
+            **(units.named() if self._stream is not None else {}), **self._of_experts(),
+            context_bytes=float(self.parts.sent_bytes - sent_before),
         )  # fmt: skip
 
     def _compute_phase(self, phase: PhaseBatch, plan: PhasePlan, scale: float, is_last: bool) -> float:
@@ -445,11 +395,12 @@ class PhaseRunner:
             return self._take_over(previous)
         return self.load(previous)
 
-    def _of_experts(self) -> tuple[float, float]:
+    def _of_experts(self) -> dict[str, float]:
         """Tokens that the experts here computed, and those that were dropped, told by one rank of each stage of a replica."""
         experts = self.replica.experts
         dropped = self.parts.num_dropped if self.mesh.coord.tp == 0 else 0
-        return float(experts.num_rows) if experts is not None else 0.0, float(dropped)
+        computed = experts.num_rows if experts is not None else 0
+        return {"expert_tokens": float(computed), "dropped_tokens": float(dropped)}
 
     def shares_with(self, other: "PhaseRunner | None") -> bool:
         """Whether another phase runs on the same buffers, filled in the same way."""

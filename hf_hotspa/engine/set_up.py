@@ -11,7 +11,6 @@ from pathlib import Path
 from torch import nn
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loss_check import check_loss
 from hf_hotspa.engine.pipedream import check_pipedream_model
@@ -58,8 +57,7 @@ def describe(
         if options.record_routers:
             description = replace(description, router_layers=recordable_routers(bare_model(model)[0]))
         check_buckets(buckets, groups.world_size, description.shape)
-        of_run = options.pipeline_schedule, options.context_parallel, groups.device.type, options.flexible
-        RunOptions(*of_run, options.expert_capacity).check(buckets, description.shape)
+        options.of_run(groups.device.type).check(buckets, description.shape)
         if options.pipedream is not None:
             check_pipedream_model(buckets, description, options)
         if options.flexible and description.four_bit:

@@ -39,7 +39,7 @@ from hf_hotspa.plan.units import Program, StagePass, Visit
 
 
 class UnitMeasure(NamedTuple):
-    """What the transfers of units took on one rank in one phase: the fields `unit_...` of `PhaseMeasure`, in that order."""
+    """What the transfers of units took on one rank in one phase: the fields `unit_...` of `PhaseMeasure`."""
 
     load_s: float = 0.0
     return_s: float = 0.0
@@ -47,6 +47,10 @@ class UnitMeasure(NamedTuple):
     return_busy_s: float = 0.0
     load_bytes: float = 0.0
     return_bytes: float = 0.0
+
+    def named(self) -> dict[str, float]:
+        """By the names of `PhaseMeasure`."""
+        return {f"unit_{name}": value for name, value in self._asdict().items()}
 
 
 class _Transfer(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.model.skeleton import build_skeleton
+from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
 from hf_hotspa.model.text_half import TextForward, of_text
 from hf_hotspa.parallel.adapters import INTEGERS, bare_model, bit_sum

@@ -8,6 +8,7 @@ import torch
 
 from hf_hotspa.costs.context import WAYS
 from hf_hotspa.costs.experts import check_capacity
+from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.errors import HotspaConfigError, check_choice
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
@@ -146,6 +147,11 @@ class EngineOptions:
     def master_device(self, device: torch.device) -> torch.device:
         """Where the master store is, for a rank that computes on this device."""
         return torch.device("cpu") if self.offload_master else device
+
+    def of_run(self, device_type: str) -> RunOptions:
+        """What decides which strategies can run on such devices."""
+        way, capacity = self.context_parallel, self.expert_capacity
+        return RunOptions(self.pipeline_schedule, way, device_type, self.flexible, capacity)
 
     def overlap(self, device: torch.device) -> Overlap:
         """Which switches run beside the computation."""

@@ -14,8 +14,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.initialization import no_init_weights
 
 from hf_hotspa.costs.sizes import loss_chunk_tokens
 from hf_hotspa.data.collator import MicroBatch, is_idle
@@ -24,10 +26,10 @@ from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
-from hf_hotspa.parallel.adapters import base_layer, without_adapters
-from hf_hotspa.parallel.attention import PackedSequences
+from hf_hotspa.model.text_half import keep_text
+from hf_hotspa.parallel.adapters import base_layer, inject, without_adapters
+from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
 from hf_hotspa.parallel.dropout import (
@@ -39,7 +41,7 @@ from hf_hotspa.parallel.dropout import (
 )
 from hf_hotspa.parallel.experts import ExpertCapacity, ExpertParallel, fits_grouped_kernels
 from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
-from hf_hotspa.parallel.four_bit import products
+from hf_hotspa.parallel.four_bit import products, put_four_bit
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.isolation import take_packs
 from hf_hotspa.parallel.linear_attention import mixes_packed, set_heads_of_shard
@@ -57,6 +59,28 @@ from hf_hotspa.parallel.tensor_parallel import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+def build_skeleton(description: ModelDescription) -> Any:
+    """The whole model with parameters on the meta device and buffers as the class computes them.
+
+    Returns:
+        An instance of `description.model_class` that attends with the packed attention, without a PEFT wrapper.
+    """
+    with init_empty_weights(include_buffers=False):
+        with no_init_weights():  # drawing numbers for parameters without data takes most of the time
+            model = description.model_class._from_config(
+                copy.deepcopy(description.config), attn_implementation=ATTENTION, dtype=description.compute_dtype
+            )
+        keep_text(model)
+        model.tie_weights()
+        put_four_bit(model, description.four_bit)
+        if description.adapters is not None:
+            inject(model, description.adapters)
+    for name, module in model.named_modules():
+        if name in description.paddings:
+            module.padding_idx = description.paddings[name]
+    return model
 
 
 # -- storage ----------------------------------------------------------------------------------------------------------

@@ -19,12 +19,10 @@ from hf_hotspa.packing.bucketing import check_lengths, cut_rows
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice
-from hf_hotspa.search.offers import choose
+from hf_hotspa.search.offers import MARGIN, choose
 from hf_hotspa.search.plan import Plan, all_buckets
 from hf_hotspa.strategy import Bucket, Strategy
 
-MARGIN = 0.03
-"""How much better than the best static strategy a pool must be: less is within the error of a calibrated time model."""
 PACK_MARGIN = 0.01
 """How much slower a bucket may be with packs of half the size or less, by the time model: they take less memory."""
 NEAR = 0.5
@@ -49,7 +47,6 @@ def make_auto_plan(
     longest: int | None = None,
     policy: str = "error",
     max_phases: int = 3,
-    margin: float = MARGIN,
     most_tokens: Mapping[Strategy, int] | None = None,
     evaluated: Sequence[SequenceTable] = (),
     sampled: bool = False,
@@ -65,7 +62,6 @@ def make_auto_plan(
         limit_bytes: Memory of a device for this program; None for no limit. `limit_source` says where it is from.
         longest: The longest sequence that must fit, in tokens. None: the data's, or with a policy what model and memory allow.
         policy: One of `OVERLONG_POLICIES`.
-        margin: See `MARGIN`; so much better must a single strategy be, too, than one with fewer ranks to a replica.
         most_tokens: See `Capacities.most`.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
         sampled: Whether longer rows may come than those of the tables: all that model and memory allow must fit.
@@ -86,8 +82,8 @@ def make_auto_plan(
     def chosen(lengths: Sequence[int], near: float = 0.0) -> Choice:
         return choose(
             lengths, strategies, cost, capacities, mini_batch_size=size, longest=top, may_chunk=may_chunk,
-            has_host_memory=has_host_memory, may_go_round=may_go_round, max_phases=max_phases, margin=margin,
-            pack_margin=PACK_MARGIN, plain_margin=margin, near=near,
+            has_host_memory=has_host_memory, may_go_round=may_go_round, max_phases=max_phases,
+            pack_margin=PACK_MARGIN, plain_margin=MARGIN, near=near,
         )  # fmt: skip
 
     with _naming_limit(limit_source):

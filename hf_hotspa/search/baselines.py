@@ -9,7 +9,7 @@ can:
 * stage 2: gradients are reduced behind each backward pass;
 * stage 3 (FSDP's full shard): weights are gathered behind each forward and each backward pass, and gradients reduced.
 
-Under stages 2 and 3 all replicas wait for one another in each pack. Bytes are those of `zero`; on top of the model
+Under stages 2 and 3 all replicas wait for one another in each pack. Bytes are those of `formulas`; on top of the model
 states come the activations of the memory model, and what is whole for a moment: under stage 2 the gradients of one unit
 (a layer, or embedding and head), under stage 3 the weights of the layer that runs, of the next one and of embedding
 and head, too. Where a run is faster with gradient checkpointing, or fits with it only, it has it.
@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 
 from hf_hotspa.costs.analytic import LINK_EFFICIENCY
 from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.formulas import model_state_bytes, traffic
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, most_within
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.costs.zero import model_state_bytes, traffic
 from hf_hotspa.search.estimate import pack_choices, packed
 from hf_hotspa.strategy import Strategy
 

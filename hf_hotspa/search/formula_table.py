@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_hotspa.costs import formulas
-from hf_hotspa.costs.zero import STAGES, model_state_bytes
+from hf_hotspa.costs.formulas import STAGES, model_state_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.layout.stages import Partition, StageCosts, partition
 from hf_hotspa.reporting.terminal import text_table

@@ -24,6 +24,9 @@ from hf_hotspa.search.long_sequences import with_chunks
 from hf_hotspa.search.search import mini_batches, search
 from hf_hotspa.strategy import Strategy, expert_strategies
 
+MARGIN = 0.03
+"""How much better than the best single strategy a pool must be, in a run and in a plan, and in a run a single one than one with fewer
+ranks to a replica: less is within the error of a calibrated time model."""
 _FAMILIES = 3
 """Layouts whose replicas share packs that are searched by themselves: those that could be the fastest."""
 _DEGREES = 2
@@ -95,6 +98,7 @@ def choose(
         quadratic_cost=shape.quadratic_cost,
         may_go_round=may_go_round and runs_rounds(schedule),
         families=families,
+        margin=MARGIN,
         evaluator=evaluator,
         **options,
     )
@@ -121,7 +125,7 @@ def sharing_layouts(
     """
     layouts: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
-        if not strategy.z and not strategy.ck and strategy.ep == 1 and cost.time.knows(strategy):
+        if strategy.is_common and cost.time.knows(strategy):
             whole = replace(strategy, dp=strategy.dp * strategy.cp, cp=1)
             layouts.setdefault(whole, []).append(strategy)
     able = [own for own in layouts.values() if len(own) > 1 and any(tokens(s) >= longest for s in own)]

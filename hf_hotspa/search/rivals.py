@@ -129,7 +129,7 @@ def people_run(pricing: Pricing, strategies: Sequence[Strategy], devices_per_nod
         strategies: All that may run.
     """
     # they have sequence parallelism and recomputation; what is sharded or in chunks is no part of them
-    plain = [s for s in strategies if not s.z and not s.ck and s.ep == 1]
+    plain = [s for s in strategies if s.is_common]
     whole = [s for s in plain if s.cp == 1]
     in_node = [s for s in whole if s.pp == 1 and 1 < s.tp <= devices_per_node]
     rivals = [pricing.best(IN_NODE, in_node)] if in_node else []

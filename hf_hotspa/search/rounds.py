@@ -17,7 +17,7 @@ Phases = tuple[tuple[Strategy, int, int, int], ...]
 
 def can_go_round(strategy: Strategy, num_layers: int) -> bool:
     """Whether the ranks of its pipeline can have two stages each."""
-    return strategy.pp > 1 and not strategy.z and strategy.ep == 1 and 2 * strategy.pp <= num_layers
+    return strategy.can_go_round and 2 * strategy.pp <= num_layers
 
 
 def going_round(

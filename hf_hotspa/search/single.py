@@ -61,8 +61,7 @@ def known_strategies(world_size: int) -> tuple[Strategy, ...]:
 def _kind(strategy: Strategy) -> tuple[int, ...]:
     """What tells those apart that have a name: their degrees, and of replicas alone how they are sharded. Nothing that is
     computed in chunks has one."""
-    s = strategy
-    return s.dp, s.cp, s.tp, s.pp, s.ep, s.ck, s.z if s.dp == s.world_size else 0
+    return *strategy.degrees, strategy.ck, strategy.z if strategy.dp == strategy.world_size else 0
 
 
 @dataclass(frozen=True)

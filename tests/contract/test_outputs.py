@@ -64,7 +64,7 @@ def test_plans_of_the_pages_take_little(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     make_files(tmp_path)
     phases: Counter[str] = Counter()
-    simulate = Evaluator._phase
+    simulate = Evaluator._simulate
     for text in dict.fromkeys(command.text for command in all_commands()):
         if is_plan(text):
 
@@ -72,7 +72,7 @@ def test_plans_of_the_pages_take_little(tmp_path: Path, monkeypatch: pytest.Monk
                 phases[text] += 1
                 return simulate(self, *key)
 
-            monkeypatch.setattr(Evaluator, "_phase", counted)
+            monkeypatch.setattr(Evaluator, "_simulate", counted)
             printed(f"{text} --json")
         else:
             prepared(text)

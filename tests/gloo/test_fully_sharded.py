@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hotspa.costs.zero import traffic
+from hf_hotspa.costs.formulas import traffic
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.families import FAMILIES, tiny_model

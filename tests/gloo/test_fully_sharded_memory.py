@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_hotspa.costs.formulas import model_state_bytes
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.costs.zero import model_state_bytes
 from hf_hotspa.engine.loading import open_model
 from hf_hotspa.layout.placement import MASTER_ALIGNMENT
 from hf_hotspa.layout.units import Units

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from hf_hotspa.costs.calibration import Calibration, cache_folder
-from hf_hotspa.costs.coefficients import Cost, Hop
-from hf_hotspa.costs.fitting import Sample
+from hf_hotspa.costs.coefficients import Cost, Hop, Sample
 from hf_hotspa.costs.measurements import (
     CalibrationKey,
     Link,

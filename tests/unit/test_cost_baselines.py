@@ -8,9 +8,9 @@ import pytest
 from hf_hotspa.cli import main
 from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.formulas import Traffic, traffic
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.costs.zero import Traffic, traffic
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.search.baselines import STAGES, DataParallel

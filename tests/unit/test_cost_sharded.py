@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_hotspa.costs.formulas import model_state_bytes
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.costs.zero import model_state_bytes
 from hf_hotspa.engine.switching import arena_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import strategy_layout

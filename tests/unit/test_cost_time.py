@@ -17,8 +17,7 @@ from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.cards import load_hardware
-from hf_hotspa.costs.coefficients import Cost, Hop
-from hf_hotspa.costs.fitting import Sample, nonnegative_least_squares
+from hf_hotspa.costs.coefficients import Cost, Hop, Sample, nonnegative_least_squares
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate

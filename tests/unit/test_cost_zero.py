@@ -8,10 +8,10 @@ from hf_hotspa.costs.formulas import (
     bubble_fraction,
     inter_elements,
     intra_elements,
+    model_state_bytes,
     parameters_per_device,
     state_bytes_per_device,
 )
-from hf_hotspa.costs.zero import model_state_bytes
 from hf_hotspa.errors import HotspaConfigError
 from tests.gpt_formulas import gpt_activation_bytes, gpt_parameters
 

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from hf_hotspa.engine.loss_check import check_model_loss
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.model.model_check import changed_facts, check_model, module_facts
-from hf_hotspa.model.skeleton import build_skeleton
+from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import describe_model
 from tests.families import FAMILIES, MIXTURE, tiny_model
 from tests.tiny_families import tiny_model_of

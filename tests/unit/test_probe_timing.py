@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hf_hotspa.calibrate.probe import layer_counts
-from hf_hotspa.calibrate.timing import _on_shared_cores
+from hf_hotspa.calibrate.probe import _on_shared_cores, layer_counts
 
 
 def cost(clock: list[float], on_core: list[float], share: float = 0.5) -> float:

@@ -9,9 +9,7 @@ import pytest
 
 from hf_hotspa.callbacks import step_reports
 from hf_hotspa.callbacks.step_reports import RunLogWriter
-from hf_hotspa.engine.phase import PhaseMeasure
 from hf_hotspa.errors import RunLogError
-from hf_hotspa.report import MEASURES
 from hf_hotspa.reporting import run_log
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import report_page
@@ -43,10 +41,6 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     assert run.saves == [6]
     assert run.callback_s == {"ReportCallback": 0.002, "ProgressCallback": 0.001}
     assert (run.starts, len(run.steps)) == (1, 6)
-
-
-def test_the_columns_are_those_of_the_engine():
-    assert PhaseMeasure._fields == MEASURES
 
 
 def test_a_record_of_an_earlier_version_reads_with_nothing_of_what_it_does_not_know(tmp_path):
