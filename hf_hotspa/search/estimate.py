@@ -267,13 +267,14 @@ class Evaluator:
     def _simulate(self, key: tuple[Strategy, int, int, int], switch_s: float, most: float) -> None:
         """Packs and simulates a phase, until it is known to take more than so many seconds."""
         strategy, low, high, pack_tokens = key
-        computed = num_packs = used = 0.0
+        computed = num_packs = 0.0
         most_tokens = Bucket(strategy, high, pack_tokens).most_tokens
         bounds = self._bounds(strategy, low, high, pack_tokens) if most < math.inf else {}
         if strategy.pp > 1 and strategy.v == 1 and not strategy.ck:
             bounds = {index: max(bound, self._queueing(index, *key)) for index, bound in bounds.items()}
         least = sum(bounds.values())
-        room = most * (1 + _ROUNDING) - switch_s * self._used(low, high)
+        used = self._used(low, high)
+        room = most * (1 + _ROUNDING) - switch_s * used
         if least > room:
             self._above[key] = least
             return
@@ -283,7 +284,7 @@ class Evaluator:
                 continue
             least -= bounds.get(index, 0.0)
             replicas = packed(lengths, strategy, pack_tokens, self._quadratic_cost, high)
-            num_packs, used = num_packs + weight * sum(map(len, replicas)), used + weight
+            num_packs += weight * sum(map(len, replicas))
             enough = (room - computed - least) / weight
             computed += weight * self._time.phase_seconds(strategy, replicas, most_tokens, enough=enough)
             if computed + least > room:
@@ -317,7 +318,7 @@ class Evaluator:
             shares: Whether replicas may share packs (cp), which divides what one sequence takes: without that sequence.
         """
         computed = self._bounds(strategy, low, high, pack_tokens, shares)
-        return sum(computed.values()) + self.switch[strategy] * sum(self._batches[index][1] for index in computed)
+        return sum(computed.values()) + self.switch[strategy] * self._used(low, high)
 
     def _bounds(
         self, strategy: Strategy, low: int, high: int, pack_tokens: int, shares: bool = False

@@ -15,7 +15,7 @@ What is exact and what is not:
 * Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best single
   pipeline that can have them (`search.rounds`).
 * Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others capacity. The search
-  runs once for each size of arena (sizes within 1 % count as one, the larger holds). A pipeline whose memory does not hold
+  runs once for each size of arena (those that hardly differ count as one, the larger holds). A pipeline whose memory does not hold
   as many of the longest sequences as it has stages takes smaller packs, and these sequences one by one (`Bucket`).
 
 Times are means over mini-batches drawn from the histogram; a phase that a mini-batch does not need costs it nothing.
@@ -365,12 +365,12 @@ class _Search:
     def _arenas(self) -> list[int]:
         """Sizes of arena that are worth a search, descending. One of nearly that size, or of which the difference is hardly anything
         of the limit, tells the same strategies apart; the pools are packed with what they need themselves."""
-        limit, arenas = self.capacities.limit_bytes, list[int]()
-        for arena in sorted({self.capacities.arena(s) for s in self.pool}, reverse=True):
-            last = arenas[-1] if arenas else math.inf
-            if limit is None:
-                return [arena]
-            if arena <= limit and arena < last * 0.9 and arena < last - _SAME_ARENA * limit:
+        sizes, limit = sorted({self.capacities.arena(s) for s in self.pool}, reverse=True), self.capacities.limit_bytes
+        if limit is None:
+            return sizes[:1]
+        arenas: list[int] = []
+        for arena in sizes:
+            if arena <= limit and (not arenas or arena < min(arenas[-1] * 0.9, arenas[-1] - _SAME_ARENA * limit)):
                 arenas.append(arena)
         return arenas
 
@@ -464,13 +464,12 @@ class _Search:
             improved = False
             for index in range(len(best) - 1):
                 (first, low, edge, capacity), (second, _, high, other) = best[index : index + 2]
-                at = int(np.searchsorted(edges, edge))
+                at, both = int(np.searchsorted(edges, edge)), self._seconds(best[index : index + 2])
                 for near in (at + step for step in _STEPS):
                     if 0 < near < len(edges) and low < edges[near] < high and edges[near] <= max(capacity, edge):
                         moved = edges[near]
                         trial = (*best[:index], (first, low, moved, capacity), (second, moved, high, other))
                         trial = (*trial, *best[index + 2 :])
-                        both = self._seconds(best[index : index + 2])
                         if not self._may_take(trial[index : index + 2], both):
                             continue
                         if (seconds := self._seconds(trial)) < best_seconds:
