@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache, wraps
+from functools import wraps
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -331,8 +331,6 @@ def leave_to_stock(trainer: Any, refusal: HotspaError) -> None:
         raise refusal
     trainer.args.leave_to_stock(refusal)
     trainer._hotspa_refusal = refusal
-    for mixin in _MIXINS:
-        _let_aside(mixin)
     if trainer.args.process_index == 0:
         logger.warning("%s\nNothing is switched: %s trains as without hf_hotspa.", refusal, type(trainer).__name__)
     if isinstance(handler := vars(trainer).get("callback_handler"), CallbackEvents):  # the constructor has ended
@@ -369,17 +367,8 @@ def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> 
         raise refusal from failure
 
 
-_MIXINS: list[Any] = []
-
-
 def unless_stock(mixin: Any) -> None:
-    """Says of a mixin that its overrides step aside where the class behind trains alone (`leave_to_stock`)."""
-    _MIXINS.append(mixin)
-
-
-@cache
-def _let_aside(mixin: Any) -> None:
-    """Makes the overrides of a mixin look, at each call, whether the class behind trains alone: once a trainer is left to it."""
+    """Makes the overrides of a mixin step aside where the class behind trains alone."""
 
     def aside(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
