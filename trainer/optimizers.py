@@ -395,15 +395,11 @@ class MasterOptimizer:
 
     Args:
         trainer: Its `optimizer` and `lr_scheduler` are looked at.
-
-    Attributes:
-        taken: The optimizer of the trainer, perhaps in accelerate's wrapper, that the last step of this engine began with.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._watched: weakref.ref[Optimizer] | None = None  # taken over last
-        self.taken: weakref.ref[Any] | None = None
+        self._watched: weakref.ref[Optimizer] | None = None  # taken over last, by this engine
         self._made: weakref.ref[Optimizer] | None = None  # from the arguments
 
     @property
@@ -420,7 +416,7 @@ class MasterOptimizer:
     def let_go(self, restarts: bool) -> None:
         """Before the engine is closed. The optimizer goes on with a new engine, as with the stock Trainer, if one is
         about to start or the user gave it; else its memory is freed with the engine's. Not collective."""
-        trainer, optimizer, self.taken = self._trainer, self._trainer.optimizer, None
+        trainer, optimizer, self._watched = self._trainer, self._trainer.optimizer, None
         if optimizer is None:
             return
         if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
@@ -474,11 +470,10 @@ class MasterOptimizer:
         optimizer, updates = self._trainer.optimizer, self._engine.updates
         if optimizer is None:
             return
-        if self.taken is None or not self._is_watched(optimizer):
+        if not self._is_watched(optimizer):
             self._on_master_store(optimizer)
         if updates is not None:
             updates.step = bare_optimizer(optimizer).step
-        self.taken = weakref.ref(optimizer)
 
     def settings(self) -> dict[str, str]:
         """What is the optimizer's and may be changed at any time: by a scheduler, a callback, the user."""

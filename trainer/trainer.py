@@ -547,9 +547,7 @@ class SwitchedMixin(_Base):
             switched.announce(batches, num_items if given else None)
         if (devices := self._hotspa_watchers.devices) is not None and batches:
             devices.begin(self.state.global_step, self._hotspa_pass)
-        taken = self._hotspa_optimizer.taken
-        if taken is None or taken() is not self.optimizer or switched.engine.updates is not None:
-            self._hotspa_optimizer.begin_step()
+        self._hotspa_optimizer.begin_step()
         return batches, num_items
 
     def _prepare_inputs(self, inputs: Any) -> Any:

@@ -443,7 +443,7 @@ class SwitchedModel(DistributedDataParallel):
         """
         asks = input_ids, others, self._rules.columns, self.engine.rank
         error = unreadable(*asks) if others or input_ids is None else None
-        wanted = [i for i, name in enumerate(FIELDS) if name in self._head_fields] if fused_lm_head else [-1]
+        fields = [n for n, name in enumerate(FIELDS, 1) if name in self._head_fields][-1] if fused_lm_head else 0
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         batch: dict[str, Tensor | None] = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
         for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns):
@@ -451,13 +451,13 @@ class SwitchedModel(DistributedDataParallel):
         request = Request(
             batch,
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
-            fields=1 + wanted[-1],
+            fields=fields,
             wants_loss=not fused_lm_head and (labels is not None or shift_labels is not None),
             routers=self._passes.routers is not None and self._wants_routers(output_router_logits),
             kept=logits_to_keep,
             expected=expected_seeds,
             trains=torch.is_grad_enabled() and self._store is None and self.trains,
-            adapters=not self._is_adapted or self._uses_adapters(),
+            adapters=self._uses_adapters(),
             given_items=num_items_in_batch,
         )
         call = self._take(request, error)
@@ -472,7 +472,7 @@ class SwitchedModel(DistributedDataParallel):
         return bool(of_config if asked is None else asked)
 
     def _uses_adapters(self) -> bool:
-        layers = lora_layers(self._bare)
+        layers = lora_layers(self._bare) if self._is_adapted else []
         return not (layers and layers[0].disable_adapters)
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
@@ -589,8 +589,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def _run(self, call: Call, request: Request) -> None:
         """Computes what the caller will get, by the cheapest way; all ranks take the same."""
-        if self._is_adapted:
-            self._use_adapters(request.adapters)
+        self._use_adapters(request.adapters)
         mode = self.training, request.trains
         if not request.trains:
             self._look[mode] = self._looked.pop(mode, False)
@@ -713,7 +712,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def _use_adapters(self, on: bool) -> None:
         """Replicas use their LoRA layers, or leave them out, as the model does at this moment."""
-        for model in self.engine.part_models:
+        for model in self.engine.part_models if self._is_adapted else ():
             for layer in lora_layers(model):
                 layer._disable_adapters = not on
 
@@ -798,8 +797,7 @@ class SwitchedModel(DistributedDataParallel):
         self._looked[self.training, request.trains] = True
         numbers = call.numbers
         if not call.with_logits:
-            if self._is_adapted:
-                self._use_adapters(request.adapters)
+            self._use_adapters(request.adapters)
             numbers = self._score_documents(call, call.everything, request, 0, True)
         call.with_logits = False  # they are the caller's now
         parts = [numbers.logits.pop(number) for number in call.mine]
@@ -841,8 +839,7 @@ class SwitchedModel(DistributedDataParallel):
             self._drop()
             self.report, self.step = None, self.step + 1
             return
-        if self._is_adapted:
-            self._use_adapters(True)
+        self._use_adapters(True)
         scale, seeds, sent = self._gradients.compare(calls, self._documents, self._where, list(self._sent.values()))
         if scale is None:
             self.engine.drop_gradients()
