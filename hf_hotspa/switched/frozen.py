@@ -1,12 +1,12 @@
 """A second model on the replicas of a switched one: a reference that is never trained."""
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from typing import Any
 
 from torch import nn
 
 from hf_hotspa.engine.loading import whole_parameters
-from hf_hotspa.errors import HotspaError
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.switched.model_object import as_built, unroute
 
@@ -34,7 +34,8 @@ class Frozen(_Base):
         self._take_object(model)
         self._own, self._guards, self._in_pass = None, False, False
         object.__setattr__(self, "_owner", owner)  # not a submodule
-        self._meeting = owner._meeting
+        self._meet = copy(owner._meet)
+        self._meet.of_model = ", of a frozen model"
         self._version = self._written = self.missed = 0
         self._calls, self._waiting, self._window = [], [], None
         self.eval()
@@ -42,10 +43,6 @@ class Frozen(_Base):
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """None: nothing of it is trained."""
         return iter(())
-
-    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False, size: int = 0) -> list[bool]:
-        flags: list[bool] = self._owner._meet(f"{what}, of a frozen model", error, flag, size)
-        return flags
 
     def _drop(self) -> None:
         self._owner._drop()
