@@ -416,7 +416,7 @@ MUTATIONS = [
     Mutation(
         "weights that a callback has changed are lost",
         "hf_hotspa/switched/model_object.py",
-        "weights = self._digest is not None and weights_digest(self._model) != self._digest",
+        "weights = self.digest is not None and weights_digest(self._model) != self.digest",
         "weights = False",
         UNIT + "test_arguments.py::test_training_again_continues_from_the_trained_weights",
     ),

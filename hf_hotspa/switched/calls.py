@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from queue import SimpleQueue
 from threading import Thread
@@ -60,25 +61,18 @@ class LazyLogits(Tensor):
     """Logits that are computed when something is done with them; most callers never look at them.
 
     The first use is collective: one rank alone must not look.
+
+    Attributes:
+        whole: Gives the logits, as a plain tensor.
     """
 
-    _fetch: Callable[[], Tensor]
-    _whole: Tensor | None
+    whole: Callable[[], Tensor]
 
     @staticmethod
     def __new__(cls, fetch: Callable[[], Tensor]) -> "LazyLogits":
         lazy: LazyLogits = torch.Tensor._make_subclass(cls, torch.empty(0))
-        object.__setattr__(lazy, "_fetch", fetch)
-        object.__setattr__(lazy, "_whole", None)
+        lazy.whole = cache(fetch)
         return lazy
-
-    def whole(self) -> Tensor:
-        """The logits, as a plain tensor."""
-        whole = object.__getattribute__(self, "_whole")
-        if whole is None:
-            whole = object.__getattribute__(self, "_fetch")()
-            object.__setattr__(self, "_whole", whole)
-        return whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -360,14 +354,14 @@ def logits_are_gone(where: str) -> UnsupportedError:
     )
 
 
-def too_many_logits(call: Call, of_token: int, most: int, where: str) -> UnsupportedError | None:
-    """For logits of more than `most` bytes, with so many for each token; None for fewer."""
-    size = call.shape[0] * call.shape[1] * of_token
+def too_many_logits(call: Call, passes: Passes, most: int) -> UnsupportedError | None:
+    """For logits of more than `most` bytes; None for fewer."""
+    size = call.shape[0] * call.shape[1] * passes.num_logits * passes.wide.itemsize
     if size <= most:
         return None
     return UnsupportedError(
         f"the logits of {call.shape[0]} rows of {call.shape[1]} tokens take {size:,} bytes, and the limit is {most:,}",
-        where=where,
+        where=f"rank {passes.engine.rank}",
         why="logits, and the gradients by them, are in host memory of the rank that has the rows",
         fix="use the loss or log-probabilities (fused_lm_head=True) in the place of logits, smaller batches, or a larger "
         "logit_bytes",

@@ -27,6 +27,7 @@ What a call costs depends on what is asked for:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,6 @@ from hf_hotspa.switched.calls import (
     too_many_logits,
     unreadable,
 )
-from hf_hotspa.switched.frozen import Frozen
 from hf_hotspa.switched.model_object import (
     ObjectChanges,
     as_built,
@@ -142,7 +142,7 @@ class SwitchedModel(DistributedDataParallel):
             self.engine = HotSPaEngine(model, buckets, options, weights=weights, device=device)
         self._own = options.loss if isinstance(options.loss, TokenLoss) else None
         columns = self._own.columns if self._own is not None else ()
-        self._passes, self._logit_bytes, self._guards = Passes(self.engine, columns), logit_bytes, guards
+        self._passes, self._logit_bytes, self._guards = Passes(self.engine, columns, self._drop), logit_bytes, guards
         self._take_object(model, columns)
         self._changes = ObjectChanges(model, self.engine)
         self._changes.show(self.engine.model_digest)
@@ -150,7 +150,7 @@ class SwitchedModel(DistributedDataParallel):
         self.report: StepReport | None = None
         self.passes: Sequence[tuple[MiniBatchPlan, StepReport]] = ()
         self.step = self._version = self._written = self.missed = 0
-        self._in_pass, self.cut = False, dict.fromkeys(CUT, 0)
+        self.cut = dict.fromkeys(CUT, 0)
         place: Callable[[], str] = lambda: self._where  # noqa: E731
         self._gradients = CallGradients(self._passes, self._own is not None, place, self._look)
         beside = Exchange(self.engine.side_agreement(), self.engine.world_size)
@@ -162,14 +162,10 @@ class SwitchedModel(DistributedDataParallel):
     def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
         """Stands in the place of a model object."""
         self.module, self.longest = model, self.engine.longest
-        self.__dict__.update(module=model, _bare=bare_model(model)[0])  # read at each call: without a search in submodules
-        head = fused_head(self._bare)
-        if head.get("cast_lm_head_to_fp32") and self.engine.description.compute_dtype.itemsize < 4:
-            raise UnsupportedError(
-                "cast_lm_head_to_fp32 in 16-bit training",
-                why="the head computes in the dtype of the weights, and its logits are widened then",
-                fix="leave it out",
-            )
+        self.__dict__.update(
+            module=model, _bare=bare_model(model)[0]
+        )  # read at each call: without a search in submodules
+        head = fused_head(self._bare, self.engine.description.compute_dtype)
         self._is_adapted = self.engine.description.adapters is not None
         self._columns = columns
         self._read: Callable[[Mapping[str, Tensor | None]], list[Document]] = partial(
@@ -179,7 +175,8 @@ class SwitchedModel(DistributedDataParallel):
             rank=self.engine.rank,
             rules=RowRules(absolute_positions=has_absolute_positions(self._bare.config), columns=columns),
         )
-        self._head_fields: tuple[str, ...] = ("log_probs", *head.get("outputs", ("log_probs",)))
+        asked = ("log_probs", *head.get("outputs", ()))
+        self._head_fields = [name for name in FIELDS if name in asked]
         self._temperature = float(head.get("temperature", 1.0))
         # by mode: whether logits were looked at after a loss, in the last step or call and in this one
         self._look, self._looked = dict[tuple[bool, bool], bool](), dict[tuple[bool, bool], bool]()
@@ -248,9 +245,9 @@ class SwitchedModel(DistributedDataParallel):
         if norm_type != 2.0:
             raise UnsupportedError(f"clipping by the {norm_type}-norm", fix="use the 2-norm")
         self.flush()
-        if self.engine.updates is not None:  # stages have clipped, or none
-            return torch.tensor(self.engine.grad_norm, dtype=torch.float64)
-        return torch.tensor(self.engine.clip_grad_norm_(float(max_norm)), dtype=torch.float64)
+        engine = self.engine  # stages have clipped, or none
+        norm = engine.clip_grad_norm_(float(max_norm)) if engine.updates is None else engine.grad_norm
+        return torch.tensor(norm, dtype=torch.float64)
 
     @property
     def is_current(self) -> bool:
@@ -284,11 +281,8 @@ class SwitchedModel(DistributedDataParallel):
         words, error = self._changes.look()
         self._meet(f"go on{words}", error)
         if words:
-            self._apply(words)
-
-    def _apply(self, words: str) -> None:
-        self._passes.let_go()  # of what is loaded
-        self._changes.apply()
+            self._passes.let_go()  # of what is loaded
+            self._changes.apply()
 
     def weights_are(self, current: bool) -> None:
         """Says that somebody has put other weights into the engine, which the model has, or does not have. On all ranks."""
@@ -438,9 +432,7 @@ class SwitchedModel(DistributedDataParallel):
             HotspaError: on every rank: what one cannot read, or ranks that call differently. Nothing was computed, and
                 calls that were not flushed are dropped.
         """
-        asks = input_ids, others, self._columns, self.engine.rank
-        error = unreadable(*asks) if others or input_ids is None else None
-        fields = [n for n, name in enumerate(FIELDS, 1) if name in self._head_fields][-1] if fused_lm_head else 0
+        error = unreadable(input_ids, others, self._columns, self.engine.rank) if others or input_ids is None else None
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         batch: dict[str, Tensor | None] = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
         for name in ("seq_idx", *FLAT_COLUMNS, *self._columns):
@@ -450,7 +442,7 @@ class SwitchedModel(DistributedDataParallel):
         request = Request(
             batch,
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
-            fields=fields,
+            fields=FIELDS.index(self._head_fields[-1]) + 1 if fused_lm_head else 0,
             wants_loss=wants_loss,
             routers=self._passes.routers is not None and self._wants_routers(output_router_logits),
             kept=logits_to_keep,
@@ -508,7 +500,8 @@ class SwitchedModel(DistributedDataParallel):
             if is_new and coming:  # it has come, or other batches in its place
                 coming.pop(0)
         if request.changes:
-            self._apply(request.changes)
+            self._passes.let_go()  # of what is loaded
+            self._changes.apply()
         if begins:  # until the step has ended and the object is shown again, its weights are old
             self._changes.digest = None
             if self._guards and self._written == self._version:  # else it is guarded
@@ -610,7 +603,7 @@ class SwitchedModel(DistributedDataParallel):
     def _score(self, call: Call, request: Request, with_logits: bool = False) -> None:
         together = [call] if with_logits or not request.trains else [call, *self._waiting]
         if with_logits:
-            self._meet("score with logits", self._too_many_logits(call))
+            self._meet("score with logits", too_many_logits(call, self._passes, self._logit_bytes))
         fields = max(request.fields, 1)
         for one in together:
             one.temperature = self._temperature if request.fields else 1.0
@@ -622,23 +615,19 @@ class SwitchedModel(DistributedDataParallel):
     def _score_documents(
         self, call: Call, numbers: Sequence[int], request: Request, fields: int, with_logits: bool, own: bool = False
     ) -> Numbers:
-        try:
-            return self._passes.score(
-                call.of_step,
-                numbers,
-                step=self.step,
-                training=self.training,
-                temperature=call.temperature,
-                fields=fields,
-                with_logits=with_logits,
-                with_routers=request.routers and fields > 0,
-                store=self._store,
-                of_step=request.trains,
-                own=own,
-            )
-        except BaseException:
-            self._drop()
-            raise
+        return self._passes.score(
+            call.of_step,
+            numbers,
+            step=self.step,
+            training=self.training,
+            temperature=call.temperature,
+            fields=fields,
+            with_logits=with_logits,
+            with_routers=request.routers and fields > 0,
+            store=self._store,
+            of_step=request.trains,
+            own=own,
+        )
 
     def _train_at_once(self, calls: Sequence[Call], request: Request, known: Assumed) -> None:
         """Forward and backward of some calls, before the caller's backward has said what the gradients are. Documents whose given
@@ -670,17 +659,10 @@ class SwitchedModel(DistributedDataParallel):
         Args:
             mode: Whether in training mode, and the temperature.
         """
-        self._in_pass = True
-        try:
-            trained = self._passes.train(
-                self._documents, numbers, seeds, step=self.step, add=self._has_gradients,
-                training=mode[0], temperature=mode[1], fields=fields, sums=sums,
-            )  # fmt: skip
-        except BaseException:
-            self._drop()
-            raise
-        finally:
-            self._in_pass = False
+        trained = self._passes.train(
+            self._documents, numbers, seeds, step=self.step, add=self._has_gradients,
+            training=mode[0], temperature=mode[1], fields=fields, sums=sums,
+        )  # fmt: skip
         self._has_gradients = True
         self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
         return trained
@@ -719,32 +701,25 @@ class SwitchedModel(DistributedDataParallel):
                 if request.trains:
                     (loss,) = Leaf.apply(ANCHOR, call.add_factor, loss)
             if request.routers:
-                aux = self._balance_loss(call, request)
-                loss = loss + self._coefficient * aux
+                loss, aux = self._with_balance(loss, call, request)
         if self._passes.routers is not None:
             return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, logits=logits)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    @property
-    def _coefficient(self) -> float:
+    def _with_balance(self, loss: Tensor, call: Call, request: Request) -> tuple[Tensor, Tensor]:
+        """The loss with transformers' `load_balancing_loss_func` of this rank's batch, and that alone."""
         routers = self._passes.routers
-        return routers.coefficient if routers is not None else 0.0
-
-    def _balance_loss(self, call: Call, request: Request) -> Tensor:
-        """transformers' `load_balancing_loss_func` of this rank's batch."""
-        assert self._passes.routers is not None
-        value, _ = call.balance(self._passes.routers)
-        loss = value.to(call.device, self._passes.wide)
-        if not request.trains:
-            return loss
-        return Leaf.apply(ANCHOR, call.add_router_factor, loss)[0]
+        assert routers is not None
+        aux = call.balance(routers)[0].to(call.device, self._passes.wide)
+        if request.trains:
+            (aux,) = Leaf.apply(ANCHOR, call.add_router_factor, aux)
+        return loss + routers.coefficient * aux, aux
 
     def _fused_output(self, call: Call, request: Request) -> Any:
         from trl.trainer.utils import FusedCausalLMOutput
 
         wide = self._passes.wide
-        names = [name for name in FIELDS if name in self._head_fields]
-        columns = {name: call.column(FIELDS.index(name), wide) for name in names}
+        columns = {name: call.column(FIELDS.index(name), wide) for name in self._head_fields}
         if request.trains:
             with_gradient = [name for name in ("log_probs", "entropy") if name in columns]
             of_caller = Leaf.apply(ANCHOR, call.add_seeds, *(columns[name] for name in with_gradient))
@@ -755,14 +730,17 @@ class SwitchedModel(DistributedDataParallel):
         of = mask.sum().clamp(min=1) if request.num_items is None else request.num_items
         loss, aux = -columns["log_probs"].sum() / of, None
         if request.routers:
-            aux = self._balance_loss(call, request)
-            loss = loss + self._coefficient * aux
+            loss, aux = self._with_balance(loss, call, request)
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux, **columns)
 
     def _logits(self, call: Call, request: Request) -> Tensor:
         """[B, L, V], or the columns that were asked for; a leaf where gradients are enabled. Collective."""
         is_gone = call.version != self._version or (request.trains and call not in self._calls)
-        error = logits_are_gone(f"rank {self.engine.rank}, {self._where}") if is_gone else self._too_many_logits(call)
+        error = (
+            logits_are_gone(f"rank {self.engine.rank}, {self._where}")
+            if is_gone
+            else too_many_logits(call, self._passes, self._logit_bytes)
+        )
         self._meet("look at logits", error)
         self._looked[self.training, request.trains] = True
         numbers = call.numbers
@@ -779,15 +757,11 @@ class SwitchedModel(DistributedDataParallel):
             return logits[:, request.kept]
         return logits[:, -request.kept :] if request.kept else logits
 
-    def _too_many_logits(self, call: Call) -> HotspaError | None:
-        of_token = self._passes.num_logits * self._passes.wide.itemsize
-        return too_many_logits(call, of_token, self._logit_bytes, f"rank {self.engine.rank}")
-
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
         """An optimizer is about to change the weights: flushes. Collective."""
-        if self._in_pass:  # a stage that updates by itself
+        if self._passes.tape.is_running:  # a stage that updates by itself
             return
         self.flush()
         self._passes.let_go()
@@ -870,5 +844,50 @@ class SwitchedModel(DistributedDataParallel):
         return FrozenModel(self, model)
 
 
-class FrozenModel(Frozen, SwitchedModel):
-    """See `SwitchedModel.frozen`."""
+class FrozenModel(SwitchedModel):
+    """See `SwitchedModel.frozen`.
+
+    Args:
+        owner: On whose replicas it runs.
+    """
+
+    step: Any = property(lambda self: self._owner.step)
+
+    def __init__(self, owner: SwitchedModel, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.engine, self._passes, self._logit_bytes = owner.engine, owner._passes, owner._logit_bytes
+        with as_built(bare_model(model)[0]):
+            self._store = owner.engine.frozen_weights(model)
+        self._take_object(model)
+        self._own, self._guards = None, False
+        object.__setattr__(self, "_owner", owner)  # not a submodule
+        self._meet, self._drop = copy(owner._meet), owner._drop  # type: ignore[method-assign]
+        self._meet.of_model = ", of a frozen model"
+        self._version = self._written = self.missed = 0
+        self._calls, self._waiting, self._window = [], [], None
+        self.eval()
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """None: nothing of it is trained."""
+        return iter(())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: there are no gradients."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Other weights for the second model. On all ranks, the same."""
+        keys = self.module.load_state_dict(state_dict, strict, assign)
+        assert self._store is not None
+        self._passes.let_go()
+        self._store.fill(whole_parameters(self.module))
+        return keys
+
+    def write_back(self) -> None:
+        """Nothing: the model has its weights."""
+
+    def flush(self) -> None:
+        """Nothing: there are no gradients."""
+
+    def close(self) -> None:
+        """Calls of the model object are its own again. The engine stays."""
+        unroute(self._bare)

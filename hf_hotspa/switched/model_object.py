@@ -53,11 +53,25 @@ def only_requires_grad(hook: Any) -> bool:
     return (given is None or given is output) and output.requires_grad and torch.equal(output, before)
 
 
-def fused_head(model: nn.Module) -> dict[str, Any]:
-    """What TRL's `add_fused_lm_head` was asked for; it tells nobody, but the closure of the forward has it."""
+def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    """What TRL's `add_fused_lm_head` was asked for; it tells nobody, but the closure of the forward has it.
+
+    Args:
+        dtype: What the engine computes in.
+
+    Raises:
+        UnsupportedError: what it was asked for cannot be had.
+    """
     forward = vars(model).get("forward")
     function = getattr(forward, "__func__", None)
-    return dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
+    head = dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
+    if head.get("cast_lm_head_to_fp32") and dtype.itemsize < 4:
+        raise UnsupportedError(
+            "cast_lm_head_to_fp32 in 16-bit training",
+            why="the head computes in the dtype of the weights, and its logits are widened then",
+            fix="leave it out",
+        )
+    return head
 
 
 @contextmanager

@@ -162,7 +162,7 @@ class Documents:
         lengths, labels, owners: Of each document its tokens, targets that count, and the rank that read it.
         rows: The tokens of this rank's documents, and of those that it has got.
         holders: Which ranks have the tokens of a document.
-        planned: Plans of some of them that were made, and this rank's parts.
+        planned: Plans of some of them, for evaluation or not, that were made, and this rank's parts.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Documents:
     owners: list[int] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     holders: list[set[int]] = field(default_factory=list)
-    planned: dict[tuple[int, ...], tuple[MiniBatchPlan, MiniBatch]] = field(default_factory=dict)
+    planned: dict[tuple[tuple[int, ...], bool], tuple[MiniBatchPlan, MiniBatch]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -399,6 +399,7 @@ class Passes:
     Args:
         engine: The engine; a tape is attached to it.
         columns: What its token loss reads beside tokens.
+        drop: Called where a pass breaks off, on all ranks.
 
     Attributes:
         exchange: How rows and numbers travel.
@@ -412,8 +413,8 @@ class Passes:
         evaluated: The buckets for documents in eval mode without gradients.
     """
 
-    def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...] = ()) -> None:
-        self.engine, self.tape = engine, Tape()
+    def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...], drop: Callable[[], None]) -> None:
+        self.engine, self.tape, self._drop = engine, Tape(), drop
         self.wide = torch.promote_types(engine.description.compute_dtype, torch.float32)
         self.exchange = Exchange(engine.agreement, engine.world_size)
         shape = engine.description.shape
@@ -460,14 +461,14 @@ class Passes:
             exchange: Over another group, for a coming step beside what runs now.
             evaluates: Whether they are evaluated.
         """
-        key = tuple(numbers)
-        if key not in documents.planned:
+        some = tuple(numbers)
+        if (some, evaluates) not in documents.planned:
             buckets, speeds = self.evaluated if evaluates else self.engine.buckets, None
             if self.choose is not None and not evaluates:
-                buckets, speeds = self.choose(step, [*map(documents.lengths.__getitem__, key)])
-            made = documents.plan(key, buckets, speeds, self.collator, exchange or self.exchange)
-            documents.planned[key] = made
-        return documents.planned[key]
+                buckets, speeds = self.choose(step, [*map(documents.lengths.__getitem__, some)])
+            made = documents.plan(some, buckets, speeds, self.collator, exchange or self.exchange)
+            documents.planned[some, evaluates] = made
+        return documents.planned[some, evaluates]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -497,24 +498,29 @@ class Passes:
             of_step: Whether the documents are those of the step, which will be trained: graphs are kept then.
             own: Whether the engine's token loss is wanted.
         """
-        evaluates = not (of_step or training or store is not None)
-        plan, mini_batch = self.planned(documents, numbers, step, evaluates=evaluates)
+        evaluates, keeps = (
+            not (of_step or training or store is not None),
+            of_step and store is None and not with_routers,
+        )
         key = None if store is None else id(store), training, step
-        if self._held is None or self._held[0] != key:
-            self.let_go()
-            self._held = key, self.engine.evaluation(store, training, step)
-        self.tape.temperature = temperature
-        self._begin(documents, plan, fields, with_logits, with_routers, own=(1.0, 0.0) if own else None)
-        keeps = of_step and store is None and not with_routers
         try:
+            plan, mini_batch = self.planned(documents, numbers, step, evaluates=evaluates)
+            if self._held is None or self._held[0] != key:
+                self.let_go()
+                self._held = key, self.engine.evaluation(store, training, step)
+            self.tape.temperature = temperature
+            self._begin(documents, plan, fields, with_logits, with_routers, own=(1.0, 0.0) if own else None)
             with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
                 result = self._held[1].run(mini_batch, keep_graphs=keeps)
+            if store is not None:  # what is loaded must not be trained
+                self.let_go()
+            self.counts["scoring"] += 1
+            return replace(self._collect(documents, plan, fields), own=result.loss_sum)
+        except BaseException:
+            self._drop()
+            raise
         finally:
             self.tape.end()
-        if store is not None:  # what is loaded must not be trained
-            self.let_go()
-        self.counts["scoring"] += 1
-        return replace(self._collect(documents, plan, fields), own=result.loss_sum)
 
     def train(
         self,
@@ -529,55 +535,50 @@ class Passes:
         fields: int = 0,
         sums: bool = False,
     ) -> Numbers:
-        """Forward and backward of some documents with the objective that seeds say. Collective.
+        """Forward and backward of some documents with the objective that seeds say; else as `score`. Collective.
 
         Args:
             step: Mini-batches before this one in the run.
             add: Whether gradients are added to those that are there.
-            training: Whether the model is in training mode.
-            temperature: As of `score`.
             fields: How many numbers of each token are wanted.
             sums: Whether, in their place, the sum of the log-probabilities of each document is.
         """
-        plan, mini_batch = self.planned(documents, numbers, step)
-        if self._held is not None and self._held[0] != (None, training, step):
-            self.let_go()
-        held, self._held = self._held, None
-        self.tape.temperature = temperature
-        self._coming = {}
         tape, device, sends = self.tape, self.engine.device, list[Any]()
-        self._begin(
-            documents, plan, 1 if sums else fields, own=seeds.own, by_probability=seeds.by_probability,
-            weights=None if seeds.weights is None else seeds.weights.to(device),
-            router_seeds=None if seeds.routers is None else seeds.routers.to(device),
-        )  # fmt: skip
         try:
+            plan, mini_batch = self.planned(documents, numbers, step)
+            if self._held is not None and self._held[0] != (None, training, step):
+                self.let_go()
+            held, self._held = self._held, None
+            tape.temperature, self._coming = temperature, {}
+            self._begin(
+                documents, plan, 1 if sums else fields, own=seeds.own, by_probability=seeds.by_probability,
+                weights=None if seeds.weights is None else seeds.weights.to(device),
+                router_seeds=None if seeds.routers is None else seeds.routers.to(device),
+            )  # fmt: skip
             if seeds.columns:
                 tape.seeds = self._token_seeds(documents, plan, seeds)
             if seeds.of_logits:
                 sends = self._send_logit_seeds(plan, seeds)
-                self._coming = self._logit_seeds_to_come(documents, plan, seeds)
                 tape.logit_seeds = lambda number: self._receive_logit_seeds(documents, seeds, number)
             with torch.autocast(device.type, enabled=False), torch.enable_grad():
+                facts = self.facts() if self.engine.world_size > 1 else None
+                scored = held[1] if held is not None else None
                 report = self.engine.forward_backward(
-                    mini_batch,
-                    step,
-                    self.facts() if self.engine.world_size > 1 else None,
-                    add=add,
-                    needs_labels=False,
-                    training=training,
-                    scored=held[1] if held is not None else None,
+                    mini_batch, step, facts, add=add, needs_labels=False, training=training, scored=scored
                 )
             for number in list(self._coming):  # of documents so short that this rank of cp has no token of them
                 self._receive_logit_seeds(documents, seeds, number)
             if sends:
                 self.engine.agreement.wait(sends)
+            self.counts["training"] += 1
+            self.trained.append((plan, report))
+            self.report = report if self.report is None else merged(self.report, report)
+            return replace(self._collect(documents, plan, fields, sums), own=report.loss)
+        except BaseException:
+            self._drop()
+            raise
         finally:
             tape.end()
-        self.counts["training"] += 1
-        self.trained.append((plan, report))
-        self.report = report if self.report is None else merged(self.report, report)
-        return replace(self._collect(documents, plan, fields, sums), own=report.loss)
 
     def let_go(self) -> None:
         """Lets go of the weights and graphs of the last scoring pass. Not collective."""
@@ -640,32 +641,24 @@ class Passes:
 
     def _send_logit_seeds(self, plan: MiniBatchPlan, seeds: Seeds) -> list[Any]:
         """Starts to send each document's seeds to the ranks that have its logits, who take them when its pack begins."""
-        sends, self._here = [], dict[int, Tensor]()
+        sends, self._here, own = [], dict[int, Tensor](), self.engine.rank
         for number, strategy, replica in places(plan):
-            whole = seeds.logits.pop(number, None)
-            if whole is None:
+            if number not in seeds.of_logits:
                 continue
-            mesh, widths = self._widths(strategy)
+            whole, (mesh, widths) = seeds.logits.pop(number, None), self._widths(strategy)
             for rank in last_ranks(strategy, replica):
                 shard = mesh.shard_index(mesh.coord(rank).tp)
+                if whole is None:
+                    if rank == own:
+                        self._coming[number] = widths[shard]
+                    continue
                 part = whole[:, sum(widths[:shard]) : sum(widths[: shard + 1])].to("cpu", self.wide).contiguous()
-                if rank == self.engine.rank:
+                if rank == own:
                     self._here[number] = part
                 elif part.numel():
                     sends.append(self.engine.agreement.start_send(part, rank, number))
                     self.exchange.sent["seeds_bytes"] += part.nbytes
         return sends
-
-    def _logit_seeds_to_come(self, documents: Documents, plan: MiniBatchPlan, seeds: Seeds) -> dict[int, int]:
-        """The documents of other ranks whose seeds this rank is sent, and the logits of each token that it has."""
-        coming = dict[int, int]()
-        for number, strategy, replica in places(plan):
-            if number not in seeds.of_logits or documents.owners[number] == self.engine.rank:
-                continue
-            if self.engine.rank in last_ranks(strategy, replica):
-                mesh, widths = self._widths(strategy)
-                coming[number] = widths[mesh.shard_index(mesh.coord(self.engine.rank).tp)]
-        return coming
 
     def _receive_logit_seeds(self, documents: Documents, seeds: Seeds, number: int) -> Tensor | None:
         """[length, v] of a document; None where it has none."""
