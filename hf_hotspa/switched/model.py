@@ -117,6 +117,7 @@ class SwitchedModel(DistributedDataParallel):
         step: Steps before the present one in the run; a resumed run sets it. Dropout hangs on it.
         missed: Steps that were announced, and that other batches came for.
         cut: Rows of this rank's batches in the present step that their reader has cut, for the report.
+        assumptions: What the steps before say of the gradients to come; a resumed run needs its `state_dict` for the same bits.
         trains: Whether calls where autograd is on are training; else they are scored, and have no gradients.
         looks: Whether each call that is scored honours what was changed on the model object (`take_changes`).
     """
@@ -151,20 +152,18 @@ class SwitchedModel(DistributedDataParallel):
         self.passes: Sequence[tuple[MiniBatchPlan, StepReport]] = ()
         self.step = self._version = self._written = self.missed = 0
         self.cut = dict.fromkeys(CUT, 0)
-        place: Callable[[], str] = lambda: self._where  # noqa: E731
-        self._gradients = CallGradients(self._passes, self._own is not None, place, self._look)
+        self.assumptions = CallGradients(self._passes, self._own is not None, self._place, self._look)
         beside = Exchange(self.engine.side_agreement(), self.engine.world_size)
         announced = self._announcements = Announcements(beside, self._read, self._passes.planned, columns)
-        self._meet = Meeting(self.engine.agreement, place, self._was_cleared, self._drop, announced)
+        self._meet = Meeting(self.engine.agreement, self._place, self._was_cleared, self._drop, announced)
         self._begin_step()
         self._hook = before_steps(self)
 
     def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
         """Stands in the place of a model object."""
         self.module, self.longest = model, self.engine.longest
-        self.__dict__.update(
-            module=model, _bare=bare_model(model)[0]
-        )  # read at each call: without a search in submodules
+        # both are read in each step: without a search in submodules
+        self.__dict__.update(module=model, _bare=bare_model(model)[0])
         head = fused_head(self._bare, self.engine.description.compute_dtype)
         self._is_adapted = self.engine.description.adapters is not None
         self._columns = columns
@@ -352,11 +351,6 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.facts = facts or self._passes.facts
         self._passes.evaluated = evaluated or self._passes.evaluated
 
-    @property
-    def assumptions(self) -> CallGradients:
-        """What the steps before say of the gradients to come; a resumed run needs its `state_dict` for the same bits."""
-        return self._gradients
-
     def same_batches(self, number: int, error: HotspaError | None = None, flag: bool = False) -> bool:
         """Says how many batches this rank has got for the coming step, or what is wrong with them. Collective. Returns whether
         some rank has given the flag.
@@ -368,8 +362,7 @@ class SwitchedModel(DistributedDataParallel):
 
     # -- ranks together -----------------------------------------------------------------------------------------------
 
-    @property
-    def _where(self) -> str:
+    def _place(self) -> str:
         return f"step {self.step + 1}"
 
     def _begin_step(self) -> None:
@@ -515,7 +508,7 @@ class SwitchedModel(DistributedDataParallel):
         sizes: list[int] | None = self._meet.sizes
         if any(flags):  # another rank was given another batch than it had announced
             read = self.engine.agreement.run
-            documents = read(self._where, lambda: self._read(request.batch) if comes_next else documents)
+            documents = read(self._place(), lambda: self._read(request.batch) if comes_next else documents)
             mine, sizes = facts_of(documents, request.num_items), None
         if request.trains:
             self._window, self._waiting = None, []
@@ -532,10 +525,10 @@ class SwitchedModel(DistributedDataParallel):
             window.ready.result()
             if window.of_step is None:
                 self._drop()
-                self.engine.agreement.check({}, window.error, self._where)
+                self.engine.agreement.check({}, window.error, self._place())
                 raise PlanMismatchError(
                     "ranks have announced different numbers of batches",
-                    where=self._where,
+                    where=self._place(),
                     fix="announce as many batches on all ranks; a batch may have no rows",
                 )
             of_step, mode = self._documents, (self.engine.rank, self._version, self.training)
@@ -572,9 +565,9 @@ class SwitchedModel(DistributedDataParallel):
             return
         look = request.wants_loss and (self._look.get(mode, False) or request.function is not None)
         if request.trains and call.fields < 0 and not request.routers and not look:
-            known = self._gradients.linear
+            known = self.assumptions.linear
             if request.wants_loss:
-                known = Assumed(by_loss=self._gradients.expected)
+                known = Assumed(by_loss=self.assumptions.expected)
             elif request.expected is not None:
                 known = Assumed(given=request.expected)
             if known.by_loss or known.by_token or known.given is not None:
@@ -595,10 +588,10 @@ class SwitchedModel(DistributedDataParallel):
         elif call.assumed is None:
             together = [call] if request.num_items is None else [call, *self._waiting]
             everything = [number for one in together for number in one.everything]
-            seeds = Seeds(own=(1.0 / items, self._gradients.expected / world))
+            seeds = Seeds(own=(1.0 / items, self.assumptions.expected / world))
             numbers = self._train(everything, seeds, (self.training, 1.0))
             for one in together:
-                one.assumed, one.own = self._gradients.expected, numbers.own / len(together) / world
+                one.assumed, one.own = self.assumptions.expected, numbers.own / len(together) / world
 
     def _score(self, call: Call, request: Request, with_logits: bool = False) -> None:
         together = [call] if with_logits or not request.trains else [call, *self._waiting]
@@ -637,8 +630,8 @@ class SwitchedModel(DistributedDataParallel):
         for call in calls:
             call.temperature = self._temperature if request.fields else 1.0
             everything += call.everything
-        seeds, numbers = self._gradients.assume(calls, known), Numbers()
-        active = set(everything) if known.given is None else self._gradients.active(seeds)
+        seeds, numbers = self.assumptions.assume(calls, known), Numbers()
+        active = set(everything) if known.given is None else self.assumptions.active(seeds)
         if idle := sorted(set(everything) - active):
             scored = replace(request, trains=False)  # no graphs are kept of them
             numbers = self._score_documents(calls[0], idle, scored, request.fields, False)
@@ -737,7 +730,7 @@ class SwitchedModel(DistributedDataParallel):
         """[B, L, V], or the columns that were asked for; a leaf where gradients are enabled. Collective."""
         is_gone = call.version != self._version or (request.trains and call not in self._calls)
         error = (
-            logits_are_gone(f"rank {self.engine.rank}, {self._where}")
+            logits_are_gone(f"rank {self.engine.rank}, {self._place()}")
             if is_gone
             else too_many_logits(call, self._passes, self._logit_bytes)
         )
@@ -778,7 +771,7 @@ class SwitchedModel(DistributedDataParallel):
             went_back |= call.went_back
             reads_padding |= call.reads_padding
         if calls:
-            error = of_padding(f"rank {self.engine.rank}, {self._where}") if reads_padding else None
+            error = of_padding(f"rank {self.engine.rank}, {self._place()}") if reads_padding else None
             went_back = any(self._meet("flush", error, went_back))
         if not self._calls:  # or they were dropped, here or on another rank
             return
@@ -790,7 +783,7 @@ class SwitchedModel(DistributedDataParallel):
             self._use_adapters(True)
         exchange = self._passes.exchange
         counts = exchange.sent | self.cut  # fields of the report
-        scale, seeds, of_all = self._gradients.compare(calls, self._documents, map(float, counts.values()))
+        scale, seeds, of_all = self.assumptions.compare(calls, self._documents, map(float, counts.values()))
         if scale is None:
             self.engine.drop_gradients()
             self._has_gradients = False
@@ -817,11 +810,11 @@ class SwitchedModel(DistributedDataParallel):
 
     def _train_seeds(self, calls: Sequence[Call], seeds: Seeds) -> None:
         """The training pass of what the callers' backward has said of their numbers."""
-        active = self._gradients.active(seeds)
+        active = self.assumptions.active(seeds)
         if self.engine.updates is not None and active:
             raise UnsupportedError(
                 "gradients by logits or log-probabilities, where stages update after every pack",
-                where=self._where,
+                where=self._place(),
                 fix="use the loss of the model, or hotspa_pipeline_mode=synchronous",
             )
         of_modes = dict[tuple[bool, float], list[int]]()  # in eval mode nothing is dropped

@@ -439,12 +439,14 @@ class Passes:
     @property
     def num_logits(self) -> int:
         """V."""
-        return sum(self._widths(next(iter(self.engine.phases)))[1])
+        return sum(next(iter(self.engine.phases.values())).replica.objective.logit_widths)
 
-    def _widths(self, strategy: Strategy) -> tuple[Strategy, tuple[int, ...]]:
-        """The strategy with the engine's order of shards, and the logits that each shard has."""
+    def _columns_of(self, strategy: Strategy, rank: int) -> slice:
+        """The logits, of V, that a rank computes."""
         replica = self.engine.phases[strategy].replica
-        return replica.mesh.strategy, replica.objective.logit_widths
+        mesh, widths = replica.mesh.strategy, replica.objective.logit_widths  # with the engine's order of shards
+        shard = mesh.shard_index(mesh.coord(rank).tp)
+        return slice(sum(widths[:shard]), sum(widths[: shard + 1]))
 
     def planned(
         self,
@@ -602,9 +604,9 @@ class Passes:
             if engine.rank in last_ranks(strategy, replica):
                 offsets[number], total = total, total + documents.lengths[number]
                 if with_logits:
-                    mesh, widths = self._widths(strategy)
-                    width = widths[mesh.shard_index(mesh.coord(engine.rank).tp)]
-                    logits[number] = torch.zeros(documents.lengths[number], width, dtype=self.wide)
+                    columns = self._columns_of(strategy, engine.rank)
+                    shape = documents.lengths[number], columns.stop - columns.start
+                    logits[number] = torch.zeros(shape, dtype=self.wide)
         self._offsets = offsets
         router_values, routers = None, self.routers
         if with_routers and routers is not None:
@@ -645,14 +647,14 @@ class Passes:
         for number, strategy, replica in places(plan):
             if number not in seeds.of_logits:
                 continue
-            whole, (mesh, widths) = seeds.logits.pop(number, None), self._widths(strategy)
+            whole = seeds.logits.pop(number, None)
             for rank in last_ranks(strategy, replica):
-                shard = mesh.shard_index(mesh.coord(rank).tp)
+                columns = self._columns_of(strategy, rank)
                 if whole is None:
                     if rank == own:
-                        self._coming[number] = widths[shard]
+                        self._coming[number] = columns.stop - columns.start
                     continue
-                part = whole[:, sum(widths[:shard]) : sum(widths[: shard + 1])].to("cpu", self.wide).contiguous()
+                part = whole[:, columns].to("cpu", self.wide).contiguous()
                 if rank == own:
                     self._here[number] = part
                 elif part.numel():
@@ -713,28 +715,25 @@ class Passes:
             if documents.owners[number] != engine.rank:
                 continue
             whole = numbers.logits[number] = torch.zeros(documents.lengths[number], num_logits, dtype=self.wide)
-            mesh, widths = self._widths(strategy)
             for rank in last_ranks(strategy, replica):
-                shard = mesh.shard_index(mesh.coord(rank).tp)
-                first, width = sum(widths[:shard]), widths[shard]
+                columns = self._columns_of(strategy, rank)
+                part = torch.empty(len(whole), columns.stop - columns.start, dtype=self.wide)
                 if rank == engine.rank:
                     part = logits[number]
-                elif width:
-                    part = torch.empty(documents.lengths[number], width, dtype=self.wide)
+                elif part.numel():
                     engine.agreement.receive(part, rank, number)
-                whole[:, first : first + width] += part
+                whole[:, columns] += part
         engine.agreement.wait(sends)
 
     def _collect_routers(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
         table = self.tape.router_values
         assert table is not None
-        on_host, moves = table.to("cpu"), []
+        rows, moves = dict(enumerate(table.to("cpu"))), list[Move]()
         for number, strategy, replica in places(plan):
             for rank in replica_ranks(strategy, replica):
                 coord = strategy.coord(rank)
                 if coord.tp == coord.cp == 0:
                     moves.append(Move(number, rank, documents.owners[number], table.shape[1]))
-        rows = dict(enumerate(on_host))
         for move, values in self.exchange.deliver("numbers", moves, rows, torch.float64):
             before = numbers.routers.get(move.document)
             numbers.routers[move.document] = values.clone() if before is None else before + values
