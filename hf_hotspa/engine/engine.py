@@ -38,8 +38,7 @@ from hf_hotspa.engine.low_bit import adopt, needs_adopting
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import Observer, PhaseRunner, peak_memory
 from hf_hotspa.engine.pipedream import PipeDreamRunner, stage_updates
-from hf_hotspa.engine.recut import changed, take_cut, with_paces
-from hf_hotspa.engine.set_up import describe, plan_switches
+from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, with_paces
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import ParameterSpec
