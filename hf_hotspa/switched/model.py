@@ -381,14 +381,9 @@ class SwitchedModel(DistributedDataParallel):
 
     def _was_cleared(self) -> bool:
         """Whether somebody has cleared the gradients since the first call of the step (`optimizer.zero_grad()`)."""
-        master = self.engine.master
         if not self._calls or self.engine.updates is not None:
             return False
-        if not master.is_bound:
-            return True
-        if master.gradient_version == self._gradient_version:
-            return False
-        return not any(bool(g.any()) for g in master.gradients if g is not None)
+        return self.engine.master.are_cleared(self._gradient_version)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
