@@ -41,9 +41,9 @@ from planner_targets import CHAINS, chain_row
 from straggler_trace import measured_seconds, read_trace, replica_seconds
 from written_plans import traffic_of
 
-from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost
-from hf_hotspa.costs.context import ulysses_unsupported_reason
+from hf_hotspa.costs.divided import ulysses_unsupported_reason
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration

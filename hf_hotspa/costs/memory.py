@@ -20,9 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hf_hotspa.costs.breakdown import MemoryBreakdown, round_up, size
-from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
-from hf_hotspa.costs.context import gathered_bytes, repeated_bytes
-from hf_hotspa.costs.experts import returned_bytes
+from hf_hotspa.costs.divided import carried_bytes, gathered_bytes, repeated_bytes, returned_bytes, tokens_at_a_time
 from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
@@ -104,7 +102,7 @@ class MemoryOptions:
         weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         offload_master: Whether the master store and the optimizer's state are in the memory of the host.
-        context_parallel: How ranks of cp attend, one of `costs.context.WAYS`.
+        context_parallel: How ranks of cp attend, one of `costs.divided.WAYS`.
         pipedream: How stages update by themselves; None for the synchronous update. Each stage then has the master store of its
             own weights, and several versions of them.
         scoring: What a step runs beside its training pass.

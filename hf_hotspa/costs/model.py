@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes

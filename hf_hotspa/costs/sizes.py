@@ -13,8 +13,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_hotspa.costs.adapter import Adapter
-from hf_hotspa.costs.four_bits import WEIGHT_BYTES, FourBits
+from hf_hotspa.costs.adapter import WEIGHT_BYTES, Adapter, FourBits
 from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout

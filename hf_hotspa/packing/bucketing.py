@@ -189,7 +189,7 @@ class MiniBatchPlan:
 #    full), the packs of step 1 are kept and the costliest are halved up to the number of step 2.
 # 4. Packs go to replicas, costliest first, each to the replica with the least cost so far.
 # 5. A pipeline of three packs or more begins with its second cheapest: the stages behind the first wait for all of the
-#    first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `costs.pipelines`).
+#    first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `costs.time`).
 #
 # Where replicas differ in speed (`stragglers/`), each sequence first goes to a replica, longest first, to the one that would
 # be done with it first; each replica then packs what it has by itself.

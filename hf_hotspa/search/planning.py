@@ -11,12 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from hf_hotspa.costs.adapter import Adapter
+from hf_hotspa.costs.adapter import Adapter, FourBits, FrozenBase
 from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.cards import load_hardware
-from hf_hotspa.costs.four_bits import FourBits, FrozenBase
-from hf_hotspa.costs.hardware import Hardware, parse_bytes, parse_nodes
+from hf_hotspa.costs.hardware import Hardware, load_hardware, parse_bytes, parse_nodes
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.model_config import ModelConfig, load_model

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hf_hotspa.costs.adapter import WEIGHT_BYTES
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import WEIGHT_BYTES
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.page import picture
 from hf_hotspa.reporting.panels import lengths_figure

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_hotspa.costs.context import (
+from hf_hotspa.costs.divided import (
     AUTO,
     GATHER,
     RING,

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes

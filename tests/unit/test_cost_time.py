@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost, Hop, Sample, nonnegative_least_squares
-from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
-from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.costs.time import Pipeline, TimeModel, pipeline_seconds, shared_pipelines
 from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts

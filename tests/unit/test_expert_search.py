@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from hf_hotspa.costs.analytic import layer_cost
-from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, activation_bytes
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
