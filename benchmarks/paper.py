@@ -54,12 +54,12 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.plan.plan import DST, LENGTH, SRC, START, SwitchPlan
 from hf_hotspa.plan.planner import plan_load
 from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.search.baselines import Pricing
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.estimate import packed
 from hf_hotspa.search.histogram import read_lengths, synthetic_lengths
 from hf_hotspa.search.offers import choose
 from hf_hotspa.search.planning import Setup
-from hf_hotspa.search.rivals import Pricing
 from hf_hotspa.search.search import mini_batches
 from hf_hotspa.strategy import Strategy
 

@@ -47,7 +47,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
-from hf_hotspa.search.lengths_seen import LengthsSeen
+from hf_hotspa.search.histogram import LengthsSeen
 from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.race import Race

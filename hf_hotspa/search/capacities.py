@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hf_hotspa.costs.breakdown import round_up, size
-from hf_hotspa.costs.memory import MemoryModel
+from hf_hotspa.costs.memory import MemoryModel, round_up, size
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.strategy import Strategy
 
