@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop
 from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.chunk_cuts import cut_into_chains
+from hf_hotspa.packing.cuts import cut_into_chains
 from hf_hotspa.strategy import Strategy
 
 AUTO, ULYSSES, GATHER, RING = "auto", "ulysses", "allgather", "ring"

@@ -25,7 +25,7 @@ from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.chunk_cuts import num_chunks
+from hf_hotspa.packing.cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import PipeDream, most_packs
 from hf_hotspa.strategy import Bucket, Strategy
 

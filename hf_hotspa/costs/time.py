@@ -31,7 +31,7 @@ from hf_hotspa.layout.shares import fastest_stages, paces_of_groups
 from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
+from hf_hotspa.packing.cuts import cut_for, cut_into_chains, squared_lengths
 from hf_hotspa.packing.passes import joint_passes
 from hf_hotspa.packing.pipeline_order import (
     Turn,

@@ -21,8 +21,7 @@ from torch import Tensor
 from hf_hotspa.costs.divided import ULYSSES, choose_way
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.chunk_cuts import cut_for
-from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_tokens
+from hf_hotspa.packing.cuts import Shares, cut_for, share_by_cost, share_by_tokens
 from hf_hotspa.parallel.collectives import CLOCK, gather_rows, start_gather, with_gradient
 from hf_hotspa.parallel.mesh import StrategyMesh
 

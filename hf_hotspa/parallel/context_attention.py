@@ -39,7 +39,7 @@ from torch.nn import functional
 from hf_hotspa.costs.divided import RING, ULYSSES, head_repeats
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.packing.context_cuts import Piece, Shares
+from hf_hotspa.packing.cuts import Piece, Shares
 from hf_hotspa.parallel.attention import (
     AttendsDivided,
     AttentionCall,

@@ -25,7 +25,7 @@ from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
-from hf_hotspa.packing.chunk_cuts import num_chunks
+from hf_hotspa.packing.cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import choose_passes, operations, reaches
 from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.search.histogram import synthetic_lengths
