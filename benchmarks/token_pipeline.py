@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, prints and writes."""
     options = parse_options(arguments)
     pair_cost = options.pair_cost
-    if pair_cost is None:  # t(x) = b x + a x^2 of the chunks of equal tokens, see `chunk_cuts`
+    if pair_cost is None:  # t(x) = b x + a x^2 of the chunks of equal tokens, see `packing.cuts`
         first = run_world(2, run_side, options, options.chunk, 0.0)
         pair_cost = _pair_cost(first, options)
     whole = run_world(2, run_side, options, 0, pair_cost)

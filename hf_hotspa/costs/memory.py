@@ -242,17 +242,19 @@ class MemoryModel:
     sizes: ModelSizes
     world_size: int
     options: MemoryOptions = MemoryOptions()
+    _known_stages: dict[tuple[Strategy, int], "_Stage"] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _of_layers: dict[Strategy, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_fullest: dict[Strategy, list["_Fullest"]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def _master(self) -> MasterSizes:
         if self.options.offload_master:
             return MasterSizes(0, 0, 0)
         return self.sizes.master(self.world_size, self.options.optimizer)
-
-    def _master_of(self, strategy: Strategy, stage: int) -> MasterSizes:
-        if self.options.pipedream is None:
-            return self._master
-        return self.sizes.master_of_stage(strategy, stage, self.options.optimizer)
 
     def arena_bytes(self, strategy: Strategy) -> int:
         """Weights (as many copies as are kept) and gradients of the strategy on its fullest rank."""
@@ -289,13 +291,16 @@ class MemoryModel:
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
         own, sizes = self._stage_of(bucket.strategy, stage), self.sizes.stages(bucket.strategy)[stage]
-        master = self._master_of(bucket.strategy, stage)
+        options, master, weights = self.options, self._master, self.options.weight_copies * sizes.weight_bytes
         num_packs, chain = self._packs_or_chunks(bucket, num_packs)
+        if options.pipedream is not None:
+            master = self.sizes.master_of_stage(bucket.strategy, stage, options.optimizer)
+            versions = options.pipedream.most_versions(bucket.strategy.pp, stage, num_packs)
+            weights += (versions - 1) * sizes.trained_bytes
         in_flight, held_tokens = self._in_flight(bucket, stage, num_packs, chain)
         activations, logits = self._of_packs(own, bucket, in_flight, held_tokens)
-        weights = self._weight_bytes(bucket.strategy, stage, num_packs)
         return MemoryBreakdown(
-            master_weights=master.weight_bytes * (2 if self.options.scoring.reference else 1),
+            master_weights=master.weight_bytes * (2 if options.scoring.reference else 1),
             master_gradients=master.gradient_bytes,
             optimizer=master.optimizer_bytes,
             weights=weights,
@@ -303,24 +308,12 @@ class MemoryModel:
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
             activations=activations,
             logits=logits,
-            switch=min(self.options.switch_bytes, self._most_moved(sizes, arena_bytes)),
+            switch=min(options.switch_bytes, self._most_moved(sizes, arena_bytes)),
             stage=stage,
             in_flight=in_flight,
             held_tokens=held_tokens,
             pack_tokens=tokens_at_a_time(bucket.strategy, bucket.capacity),
         )
-
-    def _weight_bytes(self, strategy: Strategy, stage: int, num_packs: int | None) -> float:
-        options, sizes = self.options, self.sizes.stages(strategy)[stage]
-        weights = options.weight_copies * sizes.weight_bytes
-        if options.pipedream is not None:
-            versions = options.pipedream.most_versions(strategy.pp, stage, num_packs)
-            weights += (versions - 1) * sizes.trained_bytes
-        return weights
-
-    @cached_property
-    def _known_stages(self) -> dict[tuple[Strategy, int], "_Stage"]:
-        return {}
 
     def _stage_of(self, strategy: Strategy, stage: int) -> "_Stage":
         if (strategy, stage) not in self._known_stages:
@@ -332,10 +325,12 @@ class MemoryModel:
         hidden = shape.hidden_size * width
         rows = -(-shape.vocab_size // strategy.tp)
         last = stage == strategy.pp - 1
-        num_layers, of_layer = self._layers_that_hold(strategy, stage), self._layer_bytes(strategy)
+        # of several stages as if all were as long as the longest, which may hold most of the packs
+        parts = self.sizes.layers_of_stages(strategy.pp, strategy.v)[stage :: strategy.pp]
+        num_layers, of_layer = strategy.v * max(map(len, parts)), self._layer_bytes(strategy)
         # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
         copies = 1 if options.schedule in ("auto", "own") else 2
-        sent = copies * hidden / self._sharers(strategy) * strategy.v
+        sent = copies * hidden / (strategy.tp if strategy.sp else 1) * strategy.v
         return _Stage(
             num_layers=num_layers,
             carrying=self.sizes.stages(strategy)[stage].num_layers,
@@ -407,11 +402,6 @@ class MemoryModel:
             logits += own.kept_by_loss * held_tokens
         return held, logits
 
-    def _layers_that_hold(self, strategy: Strategy, stage: int) -> int:
-        """Layers of a rank; of several stages as if all were as long as the longest, which may hold most of the packs."""
-        parts = self.sizes.layers_of_stages(strategy.pp, strategy.v)[stage :: strategy.pp]
-        return strategy.v * max(map(len, parts))
-
     def _most_moved(self, stage: StageSizes, arena_bytes: int) -> float:
         """What a rank sends and receives at most when it switches: of a small model less than the buffers may hold.
 
@@ -420,17 +410,13 @@ class MemoryModel:
         own = self._stage_arena(stage)
         return 2 * max(arena_bytes, own) * max(stage.weight_bytes, stage.gradient_bytes) / own
 
-    def _sharers(self, strategy: Strategy) -> int:
-        """Over how many ranks the hidden state between layers is divided."""
-        return strategy.tp if strategy.sp else 1
-
     def _recomputing(self, strategy: Strategy, num_layers: int, of_layer: float, hidden: int) -> tuple[float, float]:
         """Bytes of a token that the layers of a stage keep where every n-th recomputes, and when the last one does.
 
         The layers 0, n, 2n, ... keep their input; each makes its activations anew, with a gradient at either end and one inside of
         its MLP, which sequence parallelism gathers.
         """
-        sharers, every, shape = self._sharers(strategy), strategy.rc, self.sizes.shape
+        sharers, every, shape = strategy.tp if strategy.sp else 1, strategy.rc, self.sizes.shape
         element_bytes = dtype_bytes(self.options.compute_dtype)
         inner = shape.active_mlp_parameters / ((3 if shape.gated else 2) * shape.hidden_size) * element_bytes
         inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
@@ -441,10 +427,6 @@ class MemoryModel:
         kept = recomputed * hidden / sharers + (num_layers - recomputed) * of_layer
         # the last one that recomputes: the layers behind it are through
         return kept, kept - (num_layers - 1) % every * of_layer - hidden / sharers + of_layer + gradients
-
-    @cached_property
-    def _of_layers(self) -> dict[Strategy, float]:
-        return {}
 
     def _layer_bytes(self, strategy: Strategy) -> float:
         """Bytes of a token in one layer that keeps all, measured where possible (without cp), on the rank with the most columns."""
@@ -475,36 +457,26 @@ class MemoryModel:
         strategy: Strategy,
         limit_bytes: float | None,
         *,
-        longest: int = 0,
+        longest: int | None = 0,
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> int:
-        """The most tokens that a pack may have.
+        """The most tokens that a pack may have; where `longest` is None, a sequence beside packs of one token.
 
         Returns:
             Tokens; 0 when not even one fits, `UNLIMITED_TOKENS` without a limit.
         """
-        return self._most_tokens(strategy, limit_bytes, longest, num_packs, arena_bytes)
-
-    def longest_alone(self, strategy: Strategy, limit_bytes: float | None, arena_bytes: int = 0) -> int:
-        """The longest sequence that a pipeline holds beside the smallest packs; as `largest_pack`."""
-        return self._most_tokens(strategy, limit_bytes, None, None, arena_bytes)
-
-    def _most_tokens(
-        self, strategy: Strategy, limit_bytes: float | None, longest: int | None, num_packs: int | None, arena: int
-    ) -> int:
-        """Of a pack, or of the longest sequence beside packs of one token where that is None."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         # arenas of other sizes add the same to every pack, so what was found for one is near what is found for another
         shifts = self.options.pipedream is None
         most = UNLIMITED_TOKENS
         for stage, sizes, risings in self._fullest(strategy):
-            key = longest, num_packs, 0 if shifts else arena
+            key = longest, num_packs, 0 if shifts else arena_bytes
             rising = risings.get(key)
             if rising is None:
                 rising = risings[key] = Rising(self._totals(strategy, stage, *key), UNLIMITED_TOKENS)
-            more = self._more_for_arena(sizes, arena) if shifts else 0.0
+            more = self._more_for_arena(sizes, arena_bytes) if shifts else 0.0
             most = min(most, rising.most_within(limit_bytes - more))
         return most
 
@@ -537,10 +509,6 @@ class MemoryModel:
             return 0.0
         moved = min(most, self._most_moved(stage, arena)) - min(most, self._most_moved(stage, 0))
         return arena - own + moved
-
-    @cached_property
-    def _known_fullest(self) -> dict[Strategy, list["_Fullest"]]:
-        return {}
 
     def _fullest(self, strategy: Strategy) -> list["_Fullest"]:
         """The stages of which one is the fullest, whatever the packs: behind an earlier one that is as large in every

@@ -17,7 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from hf_hotspa.costs import analytic
@@ -320,6 +319,13 @@ class TimeModel:
     context_parallel: str = "auto"
     context_exchanges: Mapping[tuple[int, int], Exchanges] = field(default_factory=dict)
     forwards: int = 0
+    _kinds: dict[Strategy, Strategy] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stage_costs: dict[tuple[int, ...], tuple[Cost, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _different_costs: dict[Strategy, tuple[Mapping[Cost, int], Cost]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
@@ -385,10 +391,6 @@ class TimeModel:
             self._kinds[strategy] = replace(strategy, sp=False, kh=False)
         return self._kinds[strategy]
 
-    @cached_property
-    def _kinds(self) -> dict[Strategy, Strategy]:
-        return {}
-
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
         """The cost of each stage of a replica: v for each of its pp ranks, in the order of the pipeline.
 
@@ -414,14 +416,6 @@ class TimeModel:
             times = Counter(self.rank_costs(strategy))
             self._different_costs[strategy] = times, sum([cost * number for cost, number in times.items()], Cost())
         return self._different_costs[strategy]
-
-    @cached_property
-    def _different_costs(self) -> dict[Strategy, tuple[Mapping[Cost, int], Cost]]:
-        return {}
-
-    @cached_property
-    def _stage_costs(self) -> dict[tuple[int, ...], tuple[Cost, ...]]:
-        return {}
 
     def _shared_layer(self, strategy: Strategy) -> Cost:
         """One layer on a rank: its share of the tokens of a pack, and of the pairs that attend, and the exchanges."""

@@ -343,12 +343,8 @@ class PackedBucketCollator:
                     micro_batches.append(self._micro_batch(pack, read))
                 phases.append(PhaseBatch(phase.bucket, tuple(micro_batches)))
         except HotspaError as error:
-            return self.failed(plan, error)
+            return MiniBatch(plan, tuple(PhaseBatch(phase.bucket, ()) for phase in plan.phases), error)
         return MiniBatch(plan, tuple(phases))
-
-    def failed(self, plan: MiniBatchPlan, error: HotspaError) -> MiniBatch:
-        """A mini-batch that carries an error."""
-        return MiniBatch(plan, tuple(PhaseBatch(phase.bucket, ()) for phase in plan.phases), error)
 
     def _check_scan(self, table: SequenceTable, read: Row, row: int) -> None:
         if len(read.ids) != (scanned := int(table.lengths[row])):
@@ -604,7 +600,12 @@ class RowCollator:
             except HotspaError as error:
                 raise _within_batch(error) from None
             kept = [{name: e[name] for name in self.loss_columns if name in e} for e in examples]
-            _refuse_two_maskings(self.collator, rendered)
+            if type(self.collator) is stock.DataCollatorForLanguageModeling and "labels" in rendered[0]:
+                raise UnsupportedError(
+                    "DataCollatorForLanguageModeling, and a dataset of conversations or completions",
+                    why="the collator makes every token a label, also those of prompts, which carry none here",
+                    fix="pass no data_collator, or tokenise the dataset yourself",
+                )
             examples = [{**row, **own} for row, own in zip(rendered, kept, strict=True)]
         elif self._passes_masks_over:
             examples = [*map(with_masks, examples, count())]
@@ -800,15 +801,6 @@ def say_left_out() -> None:
         logger.warning(
             "Rows are padded on the left, and the first token after the padding has a label: it is left out, of the mean, too. The "
             "stock Trainer would train it from the padding before it."
-        )
-
-
-def _refuse_two_maskings(collator: Any, rendered: Sequence[Mapping[str, Any]]) -> None:
-    if type(collator) is stock.DataCollatorForLanguageModeling and "labels" in rendered[0]:
-        raise UnsupportedError(
-            "DataCollatorForLanguageModeling, and a dataset of conversations or completions",
-            why="the collator makes every token a label, also those of prompts, which carry none here",
-            fix="pass no data_collator, or tokenise the dataset yourself",
         )
 
 

@@ -310,7 +310,9 @@ class _Search:
         self.longest, self.max_phases = longest, max_phases
         self.families: list[list[Strategy]] = []
         self.most_tokens = max(longest, *map(sum, self.batches))
-        pool = [strategy for strategy in pool if not self._needs_no_shards(strategy, pool)]
+        # the same without `+z2` and `+z3` is never slower: shards are for where memory limits it
+        unlimited = {s for s in pool if not s.z and capacities.tokens(s) >= self.most_tokens}
+        pool = [s for s in pool if not s.z or replace(s, z=0) not in unlimited]
         # what `+sp` changes is the memory: it is looked at in place of the same without, and left out where packs fit
         twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
         self.plain = {sp: s for sp, s in twins.items() if s in pool and self._has_more_capacity(sp, s)}
@@ -318,13 +320,6 @@ class _Search:
         self.num_drawn = round(1 / self.weights[0])
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
-
-    def _needs_no_shards(self, strategy: Strategy, pool: Sequence[Strategy]) -> bool:
-        """Whether there is the same without `+z2` and `+z3`, which is never slower, and memory does not limit it."""
-        whole = replace(strategy, z=0)
-        if not strategy.z or whole not in pool:
-            return False
-        return self.capacities.tokens(whole) >= self.most_tokens
 
     def _has_more_capacity(self, sp: Strategy, plain: Strategy) -> bool:
         """Whether there is nothing that the one without `+sp` does better."""
