@@ -416,7 +416,9 @@ class HotSPaEngine:
         for index, measured in zip(order, measures, strict=True):
             runner = self.phases[mini_batch.phases[index].bucket.strategy]
             for part in runner.parts:
-                here |= part.reached
+                for parameter, slot in part.parameters:
+                    if parameter in part.reached:
+                        here.add(slot.spec.name)
             context = runner.replica.context
             facts.append(PhaseFacts(runner.name, runner.frozen_bytes, context.way if context is not None else ""))
             numbers += measured
@@ -558,4 +560,4 @@ def adopt_before_steps(master: MasterStore) -> RemovableHandle:
 
 def _attach(make: Callable[[Replica], Attachment], runner: PhaseRunner) -> None:
     for part in runner.parts:
-        part.attachments.append(make(part))
+        part.attach(make(part))

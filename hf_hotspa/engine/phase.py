@@ -210,15 +210,10 @@ class Parts(tuple[Replica, ...]):
 
     __slots__ = ()
 
-    def bind(self, weights: Sequence[Tensor | None], gradients: Sequence[Tensor | None] | None) -> None:
+    def bind(self, weights: Sequence[Tensor | None] | None, gradients: Sequence[Tensor | None] | None) -> None:
         """See `Replica.bind`."""
         for part in self:
             part.bind(weights, gradients)
-
-    def bind_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
-        """See `Replica.bind_gradients`."""
-        for part in self:
-            part.bind_gradients(gradients)
 
     def release(self) -> None:
         """See `Replica.release`."""
@@ -389,7 +384,7 @@ class PhaseRunner:
         if is_loaded:
             self.act, self.frozen_bytes = "load", 0
             self._take_gradients()
-            self.parts.bind_gradients(self._gradients)
+            self.parts.bind(None, self._gradients)
             return self._switching.nothing(f"weights of {self.mesh.strategy}, which are there")
         if previous is not None and self.shares_with(previous):
             return self._take_over(previous)

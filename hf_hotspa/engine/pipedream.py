@@ -214,7 +214,9 @@ class PipeDreamRunner(PhaseRunner):
         if self._labels[k]:
             self._master.zero_gradients()
             self._return(None).result()
-            self._updates.update({name for part in self.parts for name in part.reached})
+            self._updates.update(
+                {slot.spec.name for part in self.parts for p, slot in part.parameters if p in part.reached}
+            )
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.zero_()

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from hf_hotspa.errors import ModelError
 from hf_hotspa.parallel.fused_attention import (
@@ -354,7 +354,7 @@ class AttentionCall:
     @property
     def is_plain(self) -> bool:
         """Whether `scaled_dot_product_attention` computes it."""
-        return self.is_fusable and self.sinks is None
+        return self.softcap is None and self.sinks is None and not self.dropout
 
     def slides(self, length: int) -> bool:
         """Whether a position does not see all of so many tokens before it."""
@@ -432,14 +432,12 @@ class PackedSequences:
         sums = torch.tensor((0, *accumulate(self.key_lengths)), dtype=torch.int32)
         return sums.to(self.cu_seqlens.device, non_blocking=True)
 
-    def prefixes(self, before: tuple[Tensor, Tensor] | None) -> list[tuple[Tensor, Tensor] | None]:
-        """For each sequence its part of what a `Prefix` gives; None where it has none."""
-        none: list[tuple[Tensor, Tensor] | None] = [None] * len(self.lengths)
-        if self.prefix is None or before is None:
-            return none
+    def prefixes(self, before: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor] | None]:
+        """For each sequence its part of what the `Prefix` gave; None where it has none."""
+        assert self.prefix is not None
         parts = zip(*(x.split(self.prefix.lengths, dim=2) for x in before), strict=True)
         pairs = [(k, v) if k.shape[2] else None for k, v in parts]
-        return [*pairs, *none[len(pairs) :]]
+        return [*pairs, *[None] * (len(self.lengths) - len(pairs))]
 
     def joined(
         self, before: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor, most_before: int | None = None
@@ -550,7 +548,10 @@ def packed_attention(
             why="the sequences of a pack would attend to each other",
             fix="this family cannot be trained packed; report its model_type",
         )
-    refused = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _HARMLESS]
+    refused = []
+    for name, given in kwargs.items():
+        if isinstance(given, Tensor) and name not in _HARMLESS:
+            refused.append(name)
     if refused or not getattr(module, "is_causal", True):
         raise ModelError(
             f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
@@ -600,7 +601,7 @@ def _attend(
         key, value, key_lengths = pack.joined(before, key, value)
         out = explicit_attention(query[0], key[0], value[0], call.sinks, pack.lengths, scores, key_lengths)
         return out.transpose(0, 1)[None]
-    if varlen_takes(query, value):
+    if call.softcap is not None or (query.is_cuda and varlen_takes(query, value)):  # no other kernel caps
         key, value, _ = pack.joined(before, key, value)
         return varlen(query, key, value, pack, call)
     is_windowed = call.sliding_window is not None and call.slides(max(pack.key_lengths))
@@ -612,7 +613,8 @@ def _attend(
         return fused_attention(query, key, value, call.sinks, of_row).transpose(1, 2).contiguous()
     lengths, outs = pack.lengths, []
     parts = query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
-    for q, k, v, prefix in zip(*parts, pack.prefixes(before), strict=True):
+    prefixes = [None] * len(lengths) if before is None else pack.prefixes(before)
+    for q, k, v, prefix in zip(*parts, prefixes, strict=True):
         outs.append(_one_sequence(q, k, v, prefix, call, takes).transpose(1, 2))
     return torch.cat(outs, dim=1)
 
@@ -747,7 +749,7 @@ def _one_sequence(
     attention = partial(
         functional.scaled_dot_product_attention, scale=call.scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
-    if length == key_length and not call.slides(length):
+    if length == key_length and (call.sliding_window is None or call.sliding_window >= length):
         return attention(query, key, value, is_causal=True)
     before, position, parts = key_length - length, torch.arange(key_length, device=query.device), []
     for first in range(0, length, _MASKED_QUERIES):  # a mask of all of them would be as large as the square
@@ -763,4 +765,3 @@ def _one_sequence(
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.errors import ModelError
 from hf_hotspa.parallel.collectives import CLOCK, gather_rows, with_gradient
 from hf_hotspa.parallel.isolation import LayerKind
@@ -57,12 +58,24 @@ class ExpertCapacity:
         factor: Times the share of tokens that an expert would have if all had as many.
 
     Attributes:
-        num_dropped: Tokens that an expert has not computed since it was set to 0, each time counted; forward.
+        num_dropped: Tokens that an expert has not computed in this phase, each time counted; forward.
         is_counting: Whether they are counted now.
     """
 
     def __init__(self, factor: float) -> None:
         self.factor, self.num_dropped, self.is_counting = factor, 0, False
+
+    def bind(self) -> None:
+        """A phase begins, see `Attachment`."""
+        self.num_dropped = 0
+
+    def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
+        """A forward begins, see `Attachment`."""
+        self.is_counting = not is_idle(whole)
+
+    def end(self) -> None:
+        """It is over: a layer that is computed again in the backward has been counted."""
+        self.is_counting = False
 
     def kept(self, index: Tensor, num_experts: int) -> Tensor:
         """Which pairs of a token and an expert are computed.
@@ -199,7 +212,7 @@ class ExpertParallel:
         capacity: The most tokens of a pack that an expert computes; None for all.
 
     Attributes:
-        num_rows: Rows that this rank's experts have computed forward since it was set to 0, of packs that are counted.
+        num_rows: Rows that this rank's experts have computed forward in this phase, of packs that are counted.
         is_counting: Whether rows are counted now.
         is_idle: Whether this rank's own tokens are padding, which is not counted anywhere.
     """
@@ -211,6 +224,18 @@ class ExpertParallel:
         self._shared = mesh.tensor.group if mesh.tensor is not None and not mesh.strategy.sp else None
         self.num_rows = 0
         self.is_counting = self.is_idle = False
+
+    def bind(self) -> None:
+        """A phase begins, see `Attachment`."""
+        self.num_rows = 0
+
+    def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
+        """A forward begins, see `Attachment`."""
+        self.is_counting, self.is_idle = True, is_idle(whole)
+
+    def end(self) -> None:
+        """It is over: a layer that is computed again in the backward has been counted."""
+        self.is_counting = False
 
     def divide(self, model: nn.Module, names: Iterable[str]) -> None:
         """Makes modules of experts, whose parameters are (or become) those of this rank's shard, compute those of all.

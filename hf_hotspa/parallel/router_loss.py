@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.parallel.attention import Prefix, names_in_forward
 from hf_hotspa.parallel.collectives import with_gradient
@@ -152,7 +153,7 @@ class RouterLoss:
         num_layers: The routers of the whole model.
 
     Attributes:
-        value: fp64 scalar, what was added since `reset`.
+        value: fp64 scalar, what was added since `bind`.
         coefficient: What the balance loss is multiplied by.
         num_experts, top_k: How many a router has, and chooses of them.
     """
@@ -169,9 +170,13 @@ class RouterLoss:
             router.register_forward_hook(partial(self._record, index, recorder.index))
         self.value = torch.zeros((), dtype=torch.float64)
 
-    def reset(self) -> None:
-        """Begins a phase."""
+    def bind(self) -> None:
+        """A phase begins."""
         self.value = torch.zeros((), dtype=torch.float64)
+
+    def begin(self, *of_pack: object) -> None:
+        """A forward begins: drops what a recomputation may have recorded."""
+        self.clear()
 
     def _record(self, index: int, output: int, module: nn.Module, args: Any, out: Any) -> None:
         logits = out[output] if isinstance(out, tuple | list) else out
@@ -183,14 +188,13 @@ class RouterLoss:
         return [torch.cat(logits) for logits in self._logits]
 
     def clear(self) -> None:
-        """Before each forward: drops what a recomputation may have recorded."""
+        """Drops what is recorded."""
         for logits in self._logits:
             logits.clear()
 
     def of(
         self,
-        lengths: Sequence[int],
-        labels: Tensor,
+        pack: MicroBatch,
         scale: float,
         tokens: Callable[[Tensor], Tensor] = lambda logits: logits,
         is_counted: bool = True,
@@ -199,8 +203,7 @@ class RouterLoss:
         """The loss of the forward that has just run; None where this rank has no router.
 
         Args:
-            lengths: Of the pack's sequences.
-            labels: int64 [T], `IGNORE` where there is none.
+            pack: The whole pack, T tokens.
             tokens: Of the logits [t, E] of the tokens that are here, those of the pack [T, E].
             is_counted: Whether this rank's value counts; else it is 0, with the same gradients.
             chunk: Where the first sequence is a part of one; None where all are whole.
@@ -210,8 +213,9 @@ class RouterLoss:
         """
         if not self._logits:
             return None
-        counts = [int((own != IGNORE).sum()) for own in labels.split(list(lengths))]
-        of_routers = [tokens(logits).split(list(lengths)) for logits in self.recorded]
+        labels, lengths = pack.labels[0], list(pack.lengths)
+        counts = [int((own != IGNORE).sum()) for own in labels.split(lengths)]
+        of_routers = [tokens(logits).split(lengths) for logits in self.recorded]
         self.clear()
         loss_of = partial(self._loss_of, scale)
         if chunk is not None:

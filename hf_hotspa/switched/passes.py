@@ -22,7 +22,7 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DataError, HotspaError, OverlongError, PlanMismatchError, TokenRangeError, UnsupportedError
-from hf_hotspa.model.tape import Tape, TapedReplica
+from hf_hotspa.model.tape import Tape, TapedReplica, Taping
 from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, rank_names, replica_ranks
 from hf_hotspa.parallel.router_loss import RouterLoss
@@ -485,7 +485,7 @@ class Passes:
     """
 
     def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...] = ()) -> None:
-        self.engine, self.tape = engine, Tape()
+        self.engine, self.tape, self.taping = engine, Tape(), Taping()
         self.wide = torch.promote_types(engine.description.compute_dtype, torch.float32)
         self.exchange = Exchange(engine.agreement, engine.world_size)
         shape = engine.description.shape
@@ -501,7 +501,7 @@ class Passes:
         self.choose: Callable[[int, Sequence[int]], Chosen] | None = None
         self.facts: Callable[[], Mapping[str, str]] = dict
         self.evaluated = engine.buckets
-        engine.attach(lambda replica: TapedReplica(replica, self.tape))
+        engine.attach(lambda replica: TapedReplica(replica, self.taping))
         self._held: tuple[Any, Evaluation] | None = None
         self._planned: dict[tuple[int, ...], tuple[MiniBatchPlan, MiniBatch]] = {}
         self._here, self._coming = dict[int, Tensor](), dict[int, int]()
@@ -611,15 +611,14 @@ class Passes:
         if self._held is None or self._held[0] != key:
             self.let_go()
             self._held = key, self.engine.evaluation(store, training, step)
-        self.tape.temperature = temperature
-        self._begin(documents, plan, fields, with_logits, with_routers)
+        self._begin(documents, plan, temperature, fields, with_logits, with_routers)
         self.tape.own = (1.0, 0.0) if own else None
         keeps = of_step and store is None and not with_routers
         try:
             with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
                 result = self._held[1].run(mini_batch, keep_graphs=keeps)
         finally:
-            self.tape.end()
+            self.taping.tape = None
         if store is not None:  # what is loaded must not be trained
             self.let_go()
         self.counts["scoring"] += 1
@@ -652,9 +651,8 @@ class Passes:
         if self._held is not None and self._held[0] != (None, training, step):
             self.let_go()
         held, self._held = self._held, None
-        self.tape.temperature = temperature
         self._coming = {}
-        self._begin(documents, plan, 1 if sums else fields, False, False)
+        self._begin(documents, plan, temperature, 1 if sums else fields, False, False)
         tape, sends = self.tape, list[Any]()
         try:
             self._take_seeds(documents, plan, seeds)
@@ -677,7 +675,7 @@ class Passes:
             if sends:
                 self.engine.agreement.wait(sends)
         finally:
-            tape.end()
+            self.taping.tape = None
         self.counts["training"] += 1
         self.trained.append((plan, report))
         return replace(self._collect(documents, plan, fields, sums), own=report.loss)
@@ -689,7 +687,13 @@ class Passes:
             self._held = None
 
     def _begin(
-        self, documents: Documents, plan: MiniBatchPlan, fields: int, with_logits: bool, with_routers: bool
+        self,
+        documents: Documents,
+        plan: MiniBatchPlan,
+        temperature: float,
+        fields: int,
+        with_logits: bool,
+        with_routers: bool,
     ) -> None:
         """Lays out the tables of this rank."""
         engine, device = self.engine, self.engine.device
@@ -706,7 +710,8 @@ class Passes:
         if with_routers and routers is not None:
             size = routers.num_experts * (routers.top_k + 1)
             router_values = torch.zeros(len(documents), size, dtype=torch.float64, device=device)
-        self.tape.begin(
+        self.taping.tape = self.tape = Tape(
+            temperature,
             offsets=torch.tensor(offsets, dtype=torch.int64, device=device),
             fields=fields,
             values=torch.zeros(total, fields, dtype=self.wide, device=device) if fields else None,
@@ -812,7 +817,7 @@ class Passes:
             self._collect_logits(documents, plan, numbers)
         if tape.router_values is not None:
             self._collect_routers(documents, plan, numbers)
-        tape.values = tape.logits = tape.router_values = None
+        self.tape = Tape()
         return numbers
 
     def _collect_logits(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
