@@ -267,7 +267,7 @@ MUTATIONS = [
     # -- computation
     Mutation(
         "the loss is not scaled",
-        "hf_hotspa/model/logit_loss.py",
+        "hf_hotspa/parallel/head_loss.py",
         "log_probabilities(logits, tokens).sum(dtype=torch.float64) * -scale",
         "-log_probabilities(logits, tokens).sum(dtype=torch.float64)",
         ALONE,

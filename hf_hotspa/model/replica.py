@@ -24,14 +24,13 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
-from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
+from hf_hotspa.model.model_kind import keep_text
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.pass_through import PassThrough, take_hidden_state
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
-from hf_hotspa.model.text_half import keep_text
 from hf_hotspa.parallel.adapters import base_layer, inject, without_adapters
 from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
-from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
-from hf_hotspa.parallel.context_attention import divided_pack
+from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens, divided_pack
 from hf_hotspa.parallel.dropout import (
     DropoutMasks,
     EmbeddingNoise,
@@ -39,17 +38,29 @@ from hf_hotspa.parallel.dropout import (
     use_attention_dropout,
     use_keyed_dropout,
 )
-from hf_hotspa.parallel.experts import ExpertCapacity, ExpertParallel, fits_grouped_kernels
+from hf_hotspa.parallel.experts import (
+    ChunkPrefix,
+    ExpertCapacity,
+    ExpertParallel,
+    RouterLoss,
+    attach_loss,
+    fits_grouped_kernels,
+)
 from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
 from hf_hotspa.parallel.four_bit import products, put_four_bit
-from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
-from hf_hotspa.parallel.isolation import take_packs
-from hf_hotspa.parallel.linear_attention import mixes_packed, set_heads_of_shard
+from hf_hotspa.parallel.head_loss import (
+    LogitLoss,
+    LossOfLogits,
+    Objective,
+    Tail,
+    chunked_loss,
+    chunks_of_sequences,
+    chunks_of_tokens,
+)
+from hf_hotspa.parallel.isolation import mixes_packed, set_heads_of_shard, take_packs
 from hf_hotspa.parallel.loss import SequenceLoss
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.rope import RopeByRow, with_counted_positions
-from hf_hotspa.parallel.router_loss import ChunkPrefix, RouterLoss, attach_loss
-from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.parallel.tensor_parallel import (
     apply_sequence_parallel,
     apply_tensor_parallel,
@@ -511,7 +522,8 @@ class Replica:
         whole, division, num_tokens = micro_batch, None, micro_batch.num_tokens
         if self.context is not None:
             division = self.context.divide(whole.lengths)
-            micro_batch, pack = divided_pack(self.context, division, whole, prefix, self.dropout)
+            let_attend = None if self.dropout is None else self.dropout.let_attend
+            micro_batch, pack = divided_pack(self.context, division, whole, prefix, let_attend)
             num_tokens = division.num_tokens
         else:
             if self._num_shares > 1:

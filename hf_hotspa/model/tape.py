@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch, is_idle
-from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.replica import Attachment, Replica
+from hf_hotspa.parallel.head_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.parallel.loss import TokenLoss, of_nothing, token_scores, tokens_of, vocab_parallel_log_probabilities
 
 

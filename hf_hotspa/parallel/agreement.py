@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from hf_hotspa.data.collator import MicroBatch, MiniBatch
 from hf_hotspa.errors import DataError, HotspaError, PeerError, PlanMismatchError, SilentPeerError, TransferError
-from hf_hotspa.parallel.nodes import known_nodes
+from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.strategy import Strategy
 
 T = TypeVar("T")

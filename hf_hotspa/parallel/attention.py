@@ -372,7 +372,7 @@ DropsAttention = Callable[[nn.Module, float, int, "PackedSequences"], AttentionD
 dropped, the heads that it has here, and the row."""
 
 AttendsDivided = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionCall, "PackedSequences"], Tensor]
-"""How a rank attends to a pack of which it has some tokens only (`parallel.context_attention`): [1, t, H, D] for queries
+"""How a rank attends to a pack of which it has some tokens only (`parallel.context`): [1, t, H, D] for queries
 [1, H, t, D], keys and values of its row. Collective among the ranks that share the pack."""
 
 
@@ -394,7 +394,7 @@ class PackedSequences:
         visible: Which tokens of the row the running layer sees, `(first, last + 1)`; None for all.
         attention_dropout: Which attention probabilities are dropped; None where none are.
         first_tokens: The place of each sequence's first token in its row, for that.
-        carried: The states of linear attention before and behind the row (`parallel.linear_attention`); None where the row
+        carried: The states of linear attention before and behind the row (`parallel.isolation`); None where the row
             begins and ends with whole sequences.
         division: Where the row is a part of a pack, how that is divided.
         plans: What layers of linear attention have worked out for the pack, by the width of their convolution.

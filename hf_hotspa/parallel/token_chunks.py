@@ -15,9 +15,9 @@ no graph holds what was fetched. A chain of one chunk runs forward and backward 
 In a pipeline each chunk runs forward once, in the order of its tokens, and keeps its graph until it runs backward, against
 that order (`packing.pipeline_order`); each stage keeps the keys and values of its layers.
 
-Layers of linear attention leave a state behind each chunk (`linear_attention`); its gradient comes from the next one alone.
+Layers of linear attention leave a state behind each chunk (`isolation`); its gradient comes from the next one alone.
 
-The balance loss of routers is of whole sequences: each chunk adds its part of the gradient (`router_loss.ChunkRouters`).
+The balance loss of routers is of whole sequences: each chunk adds its part of the gradient (`experts.ChunkRouters`).
 
 Promises: each chunk has one backward; the losses of a pack's chunks are one entry of `losses` of the stage.
 
@@ -44,8 +44,8 @@ from hf_hotspa.errors import ModelError
 from hf_hotspa.packing.chunk_cuts import cut_for
 from hf_hotspa.packing.pipeline_order import Operation
 from hf_hotspa.parallel.collectives import with_gradient
+from hf_hotspa.parallel.experts import ChunkPrefix, ChunkRouters, RoutersOfChunks
 from hf_hotspa.parallel.fused_attention import TakesGradients
-from hf_hotspa.parallel.router_loss import ChunkPrefix, ChunkRouters, RoutersOfChunks
 from hf_hotspa.strategy import Strategy
 
 Pair = tuple[Tensor, Tensor]
@@ -329,7 +329,7 @@ class _Carry:
         return self._sequence.fetched(module, before, device)
 
     def state(self, key: StateKey, takes_gradient: bool) -> Tensor | None:
-        """See `linear_attention.StatePrefix`."""
+        """See `isolation.StatePrefix`."""
         place = key, len(self.chunks) - 1
         state = self._sequence.states.get(place)
         if state is None:
@@ -342,7 +342,7 @@ class _Carry:
         return leaf
 
     def leave_state(self, key: StateKey, state: Tensor) -> None:
-        """See `linear_attention.StatePrefix`."""
+        """See `isolation.StatePrefix`."""
         if self._is_over:  # a layer that is computed again
             return
         self._sequence.states[key, len(self.chunks)] = state.detach()

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.packing.bucketing import MiniBatchPlan
-from hf_hotspa.parallel.router_loss import RouterLoss
+from hf_hotspa.parallel.experts import RouterLoss
 from hf_hotspa.rows.features import IGNORED_LABEL
 from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, Numbers, Passes, Seeds
 from hf_hotspa.typed import reading_state

@@ -25,7 +25,7 @@ from hf_hotspa.errors import DataError, HotspaError, OverlongError, PlanMismatch
 from hf_hotspa.model.tape import Tape, TapedReplica, Taping
 from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, rank_names, replica_ranks
-from hf_hotspa.parallel.router_loss import RouterLoss
+from hf_hotspa.parallel.experts import RouterLoss
 from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
