@@ -104,24 +104,22 @@ def to_storage(tensor: Tensor, shard_dim: int | None) -> Tensor:
     return (tensor if shard_dim is None else tensor.movedim(shard_dim, 0)).reshape(-1)
 
 
-def from_storage(flat: Tensor, shape: Sequence[int], shard_dim: int | None) -> Tensor:
+def from_storage(flat: Tensor | None, shape: Sequence[int], shard_dim: int | None, offset: int | None = None) -> Tensor:
     """A view of stored elements with the Hugging Face shape: the inverse of `to_storage`.
 
     Args:
         flat: 1-D, contiguous.
         shape: The shape, of the whole parameter or of a shard.
         shard_dim: The dim that is outermost in storage; None for the natural order.
+        offset: Where the elements begin; None where they are all of `flat`.
     """
+    assert flat is not None
+    if offset is not None:
+        flat = flat[offset : offset + prod(shape)]
     if shard_dim is None:
         return flat.view(shape)
     stored = [shape[shard_dim], *shape[:shard_dim], *shape[shard_dim + 1 :]]
     return flat.view(stored).movedim(0, shard_dim)
-
-
-def slot_view(buffer: Tensor | None, slot: Slot) -> Tensor:
-    """A slot's part of a flat buffer, in the Hugging Face order of dims."""
-    assert buffer is not None
-    return from_storage(buffer[slot.offset : slot.offset + prod(slot.shape)], slot.shape, slot.dim)
 
 
 # -- what is attached -------------------------------------------------------------------------------------------------
@@ -467,12 +465,13 @@ class Replica:
                 trained. None altogether where only forwards will run.
         """
         for parameter, slot in self.parameters:
+            place = slot.shape, slot.dim, slot.offset
             if weights is not None:
-                parameter.data = slot_view(weights[slot.segment], slot)
+                parameter.data = from_storage(weights[slot.segment], *place)
             if gradients is None or not slot.spec.trainable:
                 bind_gradient(parameter, None)
             else:
-                bind_gradient(parameter, slot_view(gradients[slot.segment], slot))
+                bind_gradient(parameter, from_storage(gradients[slot.segment], *place))
         self.losses = []
         for bind in self._calls["bind"]:
             bind()
@@ -484,7 +483,7 @@ class Replica:
         """
         for parameter, slot in self.parameters:
             if slot.spec.trainable:
-                parameter.data = slot_view(weights[slot.segment], slot)
+                parameter.data = from_storage(weights[slot.segment], slot.shape, slot.dim, slot.offset)
 
     def release(self) -> None:
         """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
@@ -555,7 +554,12 @@ class Replica:
             end()
         if with_loss and self.check_weights is not None:
             self.check_weights()
-        pack.check_calls(self._num_attentions, type(self.model).__name__)
+        # layers that run in cycles attend several times
+        if pack.num_calls < self._num_attentions or pack.num_calls % max(self._num_attentions, 1):
+            raise ModelError(
+                f"{type(self.model).__name__} attended {pack.num_calls} times instead of {self._num_attentions}",
+                why="layers that do not use the packed attention would mix the sequences of a pack",
+            )
         return out
 
     def _positions(self, whole: MicroBatch, counts_from: int) -> Tensor:

@@ -463,19 +463,6 @@ class PackedSequences:
             rows.append(torch.cat(parts, 2))
         return rows[0], rows[1], tuple(counts)
 
-    def check_calls(self, num_attentions: int, model: str) -> None:
-        """Checks, after a forward of a model, that all of its attentions came through here.
-
-        Raises:
-            ModelError: one did not.
-        """
-        # layers that run in cycles attend several times
-        if self.num_calls < num_attentions or self.num_calls % max(num_attentions, 1):
-            raise ModelError(
-                f"{model} attended {self.num_calls} times instead of {num_attentions}",
-                why="layers that do not use the packed attention would mix the sequences of a pack",
-            )
-
 
 def code_of_forward(module: nn.Module) -> CodeType | None:
     """The code of a module's own forward, inside of decorators; None where it is not Python."""

@@ -151,9 +151,8 @@ def of_nothing(logits: Tensor, tokens: slice) -> Tensor:
 # * log_sum_sq_probs: log(sum(p^2)), mean_logits: the mean of z over the vocabulary, is_top1: whether the label has the
 #   largest z. Without a gradient.
 #
-# These are the fields of TRL's `FusedCausalLMOutput`. All are 0 where there is no label. Shapes: T tokens, V local
-# rows of the
-# vocabulary.
+# These are the fields of TRL's `FusedCausalLMOutput`. All are 0 where there is no label. Shapes: T tokens, V local rows
+# of the vocabulary.
 
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
