@@ -305,6 +305,8 @@ class Replica:
         dropped = use_keyed_dropout(self.model, masks, specs, held, self.hidden_size, mesh.tensor)
         dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
         self.dropout = masks if dropped else None
+        if dropped and self.context is not None:
+            self.context.let_attend = masks.let_attend
         if strategy.rc:
             again = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
             recompute_layers(self.model, again, every=strategy.rc)
@@ -521,8 +523,7 @@ class Replica:
         whole, division, num_tokens = micro_batch, None, micro_batch.num_tokens
         if self.context is not None:
             division = self.context.divide(whole.lengths)
-            let_attend = None if self.dropout is None else self.dropout.let_attend
-            micro_batch, pack = divided_pack(self.context, division, whole, prefix, let_attend)
+            micro_batch, pack = divided_pack(self.context, division, whole, prefix)
             num_tokens = division.num_tokens
         else:
             if self._num_shares > 1:
@@ -531,14 +532,8 @@ class Replica:
             pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, kh, carried=prefix)
         for begin in self._calls["begin"]:
             begin(pack, micro_batch, whole)
-        inputs: dict[str, Any] = {
-            "position_ids": micro_batch.position_ids
-            if self._counts_from is None
-            else self._positions(whole, self._counts_from),
-            "attention_mask": None,
-            "use_cache": False,
-            "hotspa_pack": pack,
-        }
+        positions = micro_batch.position_ids if self._counts_from is None else self._positions(whole, self._counts_from)
+        inputs = dict[str, Any](position_ids=positions, attention_mask=None, use_cache=False, hotspa_pack=pack)
         inputs |= {"input_ids": micro_batch.input_ids} if self.is_first else {"inputs_embeds": hidden}
         has_loss = self.is_last and with_loss
         if has_loss:

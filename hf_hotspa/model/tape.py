@@ -125,16 +125,14 @@ class TapedReplica(Attachment, Objective):
                 numbers = (vocab_parallel_log_probabilities(z, labels[tokens], first, group, vocab_size=vocab_size),)
             log_probs = numbers[0]
             if tape.values is not None and writes:
-                with torch.no_grad():
-                    written = torch.stack(numbers[: tape.values.shape[1]], 1)
+                written = torch.stack([*map(Tensor.detach, numbers[: tape.values.shape[1]])], 1)
                 tape.values[where[kept]] = written[kept].to(tape.values)
             if tape.logits is not None:
                 _write_logits(tape.logits, micro_batch, logits.detach(), tokens)
             if own is not None and tape.own is not None:
                 assert pack is not None
                 of_tokens = own.of(log_probs, pack, tokens, tape.own[0])
-                factor = tape.own[1]
-                return of_tokens * factor + of_tokens.detach() * (1.0 - factor)
+                return of_tokens * tape.own[1] + of_tokens.detach() * (1.0 - tape.own[1])
             value = log_probs.detach().sum(dtype=torch.float64) * -scale
             terms = list[Tensor]()
             if tape.weights is not None:

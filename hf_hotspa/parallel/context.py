@@ -142,6 +142,7 @@ class ContextParallel:
     Attributes:
         way: How it attends, see `costs.context`.
         context: The ranks that share each pack.
+        let_attend: That of `DropoutMasks`, called with the whole pack where attention will see it; None without dropout.
 
     Raises:
         StrategyError: the way cannot run the model, see `choose_way`.
@@ -154,6 +155,7 @@ class ContextParallel:
         self._strategy = strategy = mesh.strategy
         self.way, self.device = choose_way(strategy, shape, way), device
         self.context = ContextGroup(mesh.context, strategy.cp, mesh.coord.cp)
+        self.let_attend: Callable[[PackedSequences, MicroBatch, int], None] | None = None
         self._quadratic_cost = shape.quadratic_cost
         self._pair_cost = pair_costs.get(strategy.tp, shape.quadratic_cost)
         self._multiple = strategy.tp if strategy.sp else 1
@@ -537,14 +539,12 @@ def divided_pack(
     division: Division,
     whole: MicroBatch,
     prefix: Prefix | None = None,
-    let_attend: Callable[[PackedSequences, MicroBatch, int], None] | None = None,
 ) -> tuple[MicroBatch, PackedSequences]:
     """This rank's row of a pack, and the row as attention sees it.
 
     Args:
         whole: The pack.
         prefix: What comes before its first sequence.
-        let_attend: See `DropoutMasks`; called with the whole pack, where attention will see it.
     """
     row = context.row_of(whole)
     attends: AttendsDivided
@@ -553,8 +553,8 @@ def divided_pack(
         for pad in division.pads:
             whole = whole.padded_to(whole.num_tokens + pad, 0)
         sequences = PackedSequences(whole.lengths, whole.cu_seqlens, prefix)
-        if let_attend is not None:
-            let_attend(sequences, whole, context.context.index)
+        if context.let_attend is not None:
+            context.let_attend(sequences, whole, context.context.index)
         attends = partial(_attend_by_heads, division, sequences)
     elif context.way == RING:
         attends = Ring(division).attend
