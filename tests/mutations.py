@@ -267,7 +267,7 @@ MUTATIONS = [
     # -- computation
     Mutation(
         "the loss is not scaled",
-        "hf_hotspa/model/logit_loss.py",
+        "hf_hotspa/parallel/head_loss.py",
         "log_probabilities(logits, tokens).sum(dtype=torch.float64) * -scale",
         "-log_probabilities(logits, tokens).sum(dtype=torch.float64)",
         ALONE,
@@ -303,8 +303,8 @@ MUTATIONS = [
     Mutation(
         "keys and values of a chunk have no gradients of later chunks",
         "hf_hotspa/parallel/token_chunks.py",
-        "            roots += [*self._carry.roots(), *self._carry.routers.roots()]\n",
-        "            roots += self._carry.routers.roots()\n",
+        "            roots += [*self.carry.roots(), *self.carry.routers.roots()]\n",
+        "            roots += self.carry.routers.roots()\n",
         "tests/gloo/test_token_chunks.py::test_other_attentions[gpt_neox]",
     ),
     Mutation(

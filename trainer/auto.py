@@ -42,7 +42,7 @@ from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.dropout import without_attention_dropout
 from hf_hotspa.parallel.loss import TokenLoss
-from hf_hotspa.parallel.nodes import known_nodes
+from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan

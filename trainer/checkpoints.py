@@ -72,7 +72,7 @@ from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.adapters import is_adapted
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.nodes import nodes_of
+from hf_hotspa.parallel.mesh import nodes_of
 from hf_hotspa.switched.model_object import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.model_source import argument_files, side_files, write_each

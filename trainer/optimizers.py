@@ -40,8 +40,8 @@ from hf_hotspa.engine.low_bit import (
 )
 from hf_hotspa.engine.master import MasterShare, bare_optimizer
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
-from hf_hotspa.model.text_half import other_half
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
 from hf_hotspa.versions import version_of

@@ -35,7 +35,7 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.four_bit import is_four_bit
-from hf_hotspa.parallel.nodes import known_nodes
+from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.report import ModelFlops, RunFacts, StepReport
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.rows.table import SequenceTable

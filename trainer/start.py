@@ -30,7 +30,7 @@ from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.parallel.four_bit import refuse_quantized
 from hf_hotspa.parallel.loss import TokenLoss
-from hf_hotspa.parallel.nodes import nodes_of
+from hf_hotspa.parallel.mesh import nodes_of
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel

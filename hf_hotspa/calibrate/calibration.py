@@ -55,8 +55,7 @@ from hf_hotspa.model.specs import describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, as_hotspa_error, hotspa_cause
-from hf_hotspa.parallel.mesh import ProcessGroups
-from hf_hotspa.parallel.nodes import nodes_of
+from hf_hotspa.parallel.mesh import ProcessGroups, nodes_of
 from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.versions import version_of
 

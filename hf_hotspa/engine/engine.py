@@ -412,7 +412,9 @@ class HotSPaEngine:
         for index, measured in zip(order, measures, strict=True):
             runner = self.phases[mini_batch.phases[index].bucket.strategy]
             for part in runner.parts:
-                here |= part.reached
+                for parameter, slot in part.parameters:
+                    if parameter in part.reached:
+                        here.add(slot.spec.name)
             numbers += measured
         reached = packed_flags(map(here.__contains__, trained)) if self.world_size > 1 else []
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
@@ -565,4 +567,4 @@ def adopt_before_steps(master: MasterStore) -> RemovableHandle:
 
 def _attach(make: Callable[[Replica], Attachment], runner: PhaseRunner) -> None:
     for part in runner.parts:
-        part.attachments.append(make(part))
+        part.attach(make(part))

@@ -304,10 +304,7 @@ class PhaseRunner:
             if gradient is not None:
                 gradient.zero_()
         for part in self.parts:
-            if is_loaded:
-                part.bind_gradients(self._gradients)
-            else:
-                part.bind(self.weights, self._gradients)
+            part.bind(None if is_loaded else self.weights, self._gradients)
         return job
 
     def load_for_forward(self, store: MasterStore | None = None, training: bool = False) -> None:
