@@ -295,20 +295,24 @@ class TraceCallback(TrainerCallback):
         self._traced: list[TracedStep] = []
         self._trace_is_done = steps == 0
         self._began = self._trace_zero = 0.0
+        self._groups: Any = None
         self._report: StepReport | None = None
         self._report_at = 0.0
         self._lr: float | None = None
         self._seconds: Callable[[], dict[str, float]] | None = None
 
-    def _try(self, what: Callable[..., Any], *args: Any) -> None:
+    def _try(self, what: Callable[..., Any], *args: Any, **values: Any) -> None:
         """Writes something; a failure ends the record, not the training."""
         try:
-            what(*args)
+            what(*args, **values)
         except OSError as error:
-            logger.warning("the record of the run ends here, training goes on: %s", error)
-            with suppress(OSError):  # what is still in its buffer cannot be written either
-                self._close()
-            self._writer = None
+            self._end_record(error)
+
+    def _end_record(self, error: OSError) -> None:
+        logger.warning("the record of the run ends here, training goes on: %s", error)
+        with suppress(OSError):  # what is still in its buffer cannot be written either
+            self._close()
+        self._writer = None
 
     # -- the events of a run ----------------------------------------------------------------------------------------
 
@@ -344,19 +348,6 @@ class TraceCallback(TrainerCallback):
         self._try(begin)
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Starts the clock of the step."""
-        self._began, self._report = time.perf_counter(), None
-
-    def on_step_report(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
-    ) -> None:
-        """Takes the report of a mini-batch."""
-        if self._writer is not None:
-            self._report, self._report_at = report, time.perf_counter()
-
-    def on_pre_optimizer_step(
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -364,9 +355,16 @@ class TraceCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Takes the learning rate of the update."""
-        groups = getattr(optimizer, "param_groups", None)
-        self._lr = float(groups[0]["lr"]) if groups else None
+        """Starts the clock of the step."""
+        self._began, self._report, self._groups = time.perf_counter(), None, getattr(optimizer, "param_groups", None)
+
+    def on_step_report(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
+    ) -> None:
+        """Takes the report of a mini-batch, and the learning rate of the update, which is next."""
+        if self._writer is not None:
+            self._report, self._report_at = report, time.perf_counter()
+            self._lr = float(self._groups[0]["lr"]) if self._groups else None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes the line of the step."""
@@ -374,7 +372,10 @@ class TraceCallback(TrainerCallback):
         if report is None or writer is None:
             return
         wall_s = time.perf_counter() - self._began
-        self._try(writer.step, state.global_step, report, wall_s, self._lr)
+        try:
+            writer.write("step", report, step=state.global_step, wall_s=wall_s, lr=self._lr)
+        except OSError as error:
+            self._end_record(error)
         if not self._trace_is_done:
             start = self._report_at - report.total_s
             self._trace_zero = self._trace_zero if self._traced else start
@@ -400,9 +401,8 @@ class TraceCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Writes that a checkpoint was saved."""
-        writer = self._writer
-        if writer is not None:
-            self._try(writer.save, state.global_step)
+        if self._writer is not None:
+            self._try(self._writer.write, "save", step=state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -413,7 +413,8 @@ class TraceCallback(TrainerCallback):
             return
         if not self._trace_is_done:
             self._try(self._save_trace)
-        self._try(writer.end, state.global_step, self._seconds() if self._seconds is not None else {})
+        seconds = self._seconds() if self._seconds is not None else {}
+        self._try(writer.write, "end", step=state.global_step, callback_s=seconds)
         self._close()
 
     def on_gain_measured(
@@ -426,7 +427,7 @@ class TraceCallback(TrainerCallback):
 
         def add() -> None:
             self._writer = RunLogWriter(folder, goes_on=True)
-            self._writer.gain(gain)
+            self._writer.write("gain", **gain.to_dict())
 
         self._try(add)
         self._close()
@@ -486,8 +487,17 @@ class RunLogWriter:
             if data and not data.endswith(b"\n"):
                 os.truncate(self.path, data.rfind(b"\n") + 1)
 
-    def _write(self, kind: str, **values: Any) -> None:
+    def write(self, kind: str, report: StepReport | None = None, **values: Any) -> None:
+        """One line."""
         values = {"kind": kind, **values, "time": time.time()}
+        if report is not None:
+            values["report"] = report.to_dict()
+            memory, before = report.ranks.memory_bytes if report.ranks is not None else self._memory, self._memory
+            grown = len(memory) != len(before)
+            for new, old in zip(memory, before, strict=False):
+                grown = grown or new > _GROWTH * old
+            if grown:
+                self._memory = values["memory"] = memory
         try:
             line = json.dumps(values, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError):  # what JSON does not know
@@ -518,38 +528,13 @@ class RunLogWriter:
 
     def header(self, facts: RunFacts) -> None:
         """The first line."""
-        self._write("header", format=FORMAT, **facts.to_dict())
-
-    def step(self, step: int, report: StepReport, wall_s: float, lr: float | None) -> None:
-        """One mini-batch."""
-        values: dict[str, Any] = {"step": step, "wall_s": wall_s, "lr": lr, "report": report.to_dict()}
-        if report.ranks is not None:
-            memory = report.ranks.memory_bytes
-            grown = len(memory) != len(self._memory) or any(
-                new > _GROWTH * old for new, old in zip(memory, self._memory, strict=True)
-            )
-            if grown:
-                self._memory = values["memory"] = memory
-        self._write("step", **values)
+        self.write("header", format=FORMAT, **facts.to_dict())
 
     def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         """An evaluation; metrics that are no numbers are left out."""
         numbers = {key: plain(value) for key, value in metrics.items()}
-        self._write(
-            "eval", step=step, metrics={k: v for k, v in numbers.items() if v is None or isinstance(v, int | float)}
-        )
-
-    def save(self, step: int) -> None:
-        """A checkpoint was saved."""
-        self._write("save", step=step)
-
-    def end(self, step: int, callback_s: dict[str, float]) -> None:
-        """The last line."""
-        self._write("end", step=step, callback_s=callback_s)
-
-    def gain(self, gain: MeasuredGain) -> None:
-        """What was measured after training."""
-        self._write("gain", **gain.to_dict())
+        numbers = {key: value for key, value in numbers.items() if value is None or isinstance(value, int | float)}
+        self.write("eval", step=step, metrics=numbers)
 
     def close(self) -> None:
         """Closes the file; nothing may follow."""

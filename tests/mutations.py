@@ -453,8 +453,8 @@ MUTATIONS = [
     Mutation(
         "only one rank hears of SIGTERM",
         "hf_hotspa/engine/engine.py",
-        "float(self.observer.wants_stop())",
-        "float(self.observer.wants_stop() and self.rank == 0)",
+        "self.stop is not None and self.stop.requested",
+        "self.stop is not None and self.stop.requested and self.rank == 0",
         "tests/gloo/test_preemption.py::test_without_checkpoints_it_only_stops",
     ),
     Mutation(

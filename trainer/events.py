@@ -27,7 +27,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import chain
 from typing import Any
 
 from tqdm import tqdm
@@ -35,7 +35,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from hf_hotspa.callbacks.log_line import LogLine, for_trackers, memory_share
-from hf_hotspa.engine.phase import Observer, phase_event, switch_events
+from hf_hotspa.engine.phase import phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import PhaseMeasure
@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 COLLECTIVE_EVENTS = ("on_train_begin", "on_epoch_begin", "on_epoch_end")
 """The events before which ranks may communicate: the Trainer gets to them on all ranks alike."""
+
+PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")
+"""Those inside a mini-batch."""
 
 _OF_TRANSFORMERS = frozenset(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
@@ -86,6 +89,7 @@ class CallbackEvents(CallbackHandler):
 
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
+        error: What waits to be agreed on, and then ends training.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class CallbackEvents(CallbackHandler):
         self._logged_s, self._steps_since_log = 0.0, 0
         self._defers = self._alone = False
         self._line = LogLine()
-        self._error: HotspaError | None = None
+        self.error: HotspaError | None = None
         self._cause: Exception | None = None
 
     # -- whom to call ---------------------------------------------------------------------------------------------
@@ -144,13 +148,13 @@ class CallbackEvents(CallbackHandler):
 
     @contextmanager
     def deferring_errors(self, alone: bool = False) -> Iterator[None]:
-        """Inside, errors wait to be agreed on (`take_error`); outside, callbacks raise where they are.
+        """Inside, errors wait to be agreed on (`error`); outside, callbacks raise where they are.
 
         Args:
             alone: There are no other ranks: only those of our own events wait, which come in the middle of a mini-batch,
                 and those of our own callbacks.
         """
-        self._defers, self._alone, self._error, self._cause = True, alone, None, None
+        self._defers, self._alone, self.error, self._cause = True, alone, None, None
         try:
             yield
         except CallbackError as error:
@@ -159,11 +163,6 @@ class CallbackEvents(CallbackHandler):
             raise
         finally:
             self._defers = False
-
-    def take_error(self) -> HotspaError | None:
-        """The error that waits to be agreed on, once."""
-        error, self._error = self._error, None
-        return error
 
     def _call(self, callback: TrainerCallback, event: str, step: int, *args: Any, **kwargs: Any) -> Any:
         """Calls one callback; what it raises waits for the next agreement, where there is going to be one."""
@@ -177,9 +176,9 @@ class CallbackEvents(CallbackHandler):
             if not self._defers or as_it_is:
                 raise
             logger.exception("%s.%s raised; training ends when all ranks know", name, event)
-            if self._error is None:
+            if self.error is None:
                 self._cause = error
-                self._error = CallbackError(
+                self.error = CallbackError(
                     f"{name}.{event} raised {type(error).__name__}: {error}",
                     where=f"step {step}",
                     why="callbacks run on every rank, and an error in one of them ends training on all",
@@ -204,7 +203,7 @@ class CallbackEvents(CallbackHandler):
             "train_dataloader": self.train_dataloader,
             "eval_dataloader": self.eval_dataloader,
         }
-        for callback in self.every:
+        for callback in chain(self.callbacks, self._own.values()):
             given = kwargs
             if event == "on_log" and (logs := kwargs.get("logs")) is not None:
                 if type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
@@ -231,15 +230,19 @@ class CallbackEvents(CallbackHandler):
         functions += [getattr(callback, event, None) for callback in self.callbacks for event in events]
         return any(map(is_users, functions))
 
-    def defined(self, event: str) -> bool:
-        """Whether any callback wants the event."""
-        return any(map(hasattr, self.every, repeat(event)))
+    def defined(self, events: Sequence[str]) -> bool:
+        """Whether any callback wants one of the events."""
+        for callback in chain(self.callbacks, self._own.values()):
+            for event in events:
+                if hasattr(callback, event):
+                    return True
+        return False
 
     def dispatch(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: Any
     ) -> None:
         """An event of ours, to the callbacks that define it."""
-        for callback in self.every:
+        for callback in chain(self.callbacks, self._own.values()):
             if hasattr(callback, event):
                 self._call(callback, event, state.global_step, args, state, control, **facts)
         self._steps_since_log += event == "on_step_report"
@@ -263,38 +266,29 @@ def _is(callback: TrainerCallback, wanted: Any) -> bool:
     return isinstance(callback, wanted) if isinstance(wanted, type) else callback is wanted
 
 
-class PhaseDispatcher(Observer):
-    """Tells callbacks of the phases while a mini-batch runs, and the engine of a SIGTERM.
+class PhaseDispatcher:
+    """Tells callbacks of the phases while a mini-batch runs.
 
     Args:
-        trainer: Gives `args`, `state`, `control`, the `CallbackEvents` and the `Preemption`.
+        trainer: Gives `args`, `state`, `control` and the `CallbackEvents`.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-
-    def wants_stop(self) -> bool:
-        requested: bool = self._trainer._hotspa_preemption.requested
-        return requested
 
     def _dispatch(self, name: str, **facts: Any) -> None:
         trainer = self._trainer
         trainer.callback_handler.dispatch(name, trainer.args, trainer.state, trainer.control, **facts)
 
     def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
-        if self._trainer.callback_handler.defined("on_phase_begin"):
-            self._dispatch("on_phase_begin", phase=phase_event(step, plan, order, index))
+        self._dispatch("on_phase_begin", phase=phase_event(step, plan, order, index))
 
     def phase_ended(
         self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure
     ) -> None:
-        handler = self._trainer.callback_handler
-        if handler.defined("on_switch"):
-            strategy = str(plan.phases[order[index]].bucket.strategy)
-            for switch in switch_events(step, strategy, measured):
-                self._dispatch("on_switch", switch=switch)
-        if handler.defined("on_phase_end"):
-            self._dispatch("on_phase_end", phase=phase_event(step, plan, order, index, measured))
+        for switch in switch_events(step, str(plan.phases[order[index]].bucket.strategy), measured):
+            self._dispatch("on_switch", switch=switch)
+        self._dispatch("on_phase_end", phase=phase_event(step, plan, order, index, measured))
 
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
