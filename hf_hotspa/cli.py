@@ -30,8 +30,7 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import PIPEDREAM, PIPELINE_MODES, SCHEDULES, SYNCHRONOUS, PipeDream
 from hf_hotspa.reporting.compare import compare, compare_page, sentences, strategy_rows
 from hf_hotspa.reporting.page import PAGE_NAME, SUFFIX, report_page, save_pictures
-from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
-from hf_hotspa.reporting.summary import advice, summarize, verdict
+from hf_hotspa.reporting.run_log import FILE_NAME, advice, read_run_log, summarize, verdict
 from hf_hotspa.reporting.svg import short
 from hf_hotspa.reporting.terminal import CleanOutput, text_table
 from hf_hotspa.search.formula_table import formulas_text, make_table, pipedream

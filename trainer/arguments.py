@@ -33,16 +33,20 @@ from hf_hotspa.trainer.given_arguments import (
     CHANGED,
     SECONDS,
     Number,
+    PipelineModeArguments,
+    StragglerArguments,
+    check_processes,
     check_values,
     explain_arguments,
     flag,
     flags_of,
+    recompute_argument,
     refuse_arguments,
+    refuse_launcher_settings,
     refuse_misspelt,
+    wants_bf16,
     warn_of_misspelt,
 )
-from hf_hotspa.trainer.launcher import check_processes, recompute_argument, refuse_launcher_settings, wants_bf16
-from hf_hotspa.trainer.mode_arguments import PipelineModeArguments, StragglerArguments
 from hf_hotspa.trainer.optimizers import check_optimizer_name, text_of
 from hf_hotspa.uncaught import show_errors_once
 from hf_hotspa.versions import warn_of_untried_versions

@@ -44,8 +44,7 @@ from hf_hotspa.trainer.auto import (
 from hf_hotspa.trainer.events import CallbackEvents, is_users
 from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others
 from hf_hotspa.trainer.optimizers import check_elementwise
-from hf_hotspa.trainer.predictions import Predictions, find_calibration
-from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
+from hf_hotspa.trainer.predictions import DeviceWatch, Predictions, find_calibration, watch_devices
 from hf_hotspa.versions import library_facts
 
 logger = logging.getLogger(__name__)

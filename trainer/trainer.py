@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from hf_hotspa.callbacks.progress import PhaseProgressCallback, is_watched
-from hf_hotspa.callbacks.report import ReportCallback
-from hf_hotspa.callbacks.settings import SettingsCallback
-from hf_hotspa.callbacks.step_reports import SwitchOverheadCallback, TraceCallback
+from hf_hotspa.callbacks.progress import PhaseProgressCallback, SettingsCallback, is_watched
+from hf_hotspa.callbacks.step_reports import ReportCallback, SwitchOverheadCallback, TraceCallback
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.tensors import saved_tensors
@@ -463,7 +461,7 @@ class SwitchedMixin(_Base):
         """Weights, optimizer, scheduler, and what the strategies' choice has learned."""
         if checkpoint is None:
             return
-        resumption, restorer = self._hotspa_resumption, self._hotspa_restorer()
+        resumption, restorer = self._hotspa_resumption, Restorer(self.switched, self.model, self._hotspa_base)
         assert resumption is not None
         assert self.optimizer is not None
         with restorer.naming_other_settings(self.optimizer, self.is_world_process_zero()):
@@ -480,9 +478,6 @@ class SwitchedMixin(_Base):
         if devices is not None and resumption.manifest.world_size == args.world_size:
             name = rank_columns(args.process_index, args.world_size)
             devices.load_rank_tensors(saved_tensors(resumption.path, resumption.manifest, name))
-
-    def _hotspa_restorer(self) -> Restorer:
-        return Restorer(self.switched, self.model, self._hotspa_base)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The generators of this rank; see `load_random_state`."""
@@ -522,15 +517,16 @@ class SwitchedMixin(_Base):
         if self._hotspa_place["epoch"] != epoch:
             self._hotspa_place = next_pass(self._hotspa_place, epoch, self._hotspa_has_ended)
         self._hotspa_has_ended = False
-        self.switched.engine.agreement.run("beginning of an epoch", self._hotspa_check_hooks)
+
+        def check() -> None:
+            with structure_only(), as_built(bare_model(self.model)[0]):  # those at the start were found with the model
+                check_hooks(self.model)
+
+        self.switched.engine.agreement.run("beginning of an epoch", check)
         if not self._hotspa_tried and self.args.save_strategy != SaveStrategy.NO:  # callbacks have begun, too
             self.switched.engine.agreement.run("start of training", lambda: try_files(self))
             self._hotspa_tried = True
         super()._run_epoch(**kwargs)
-
-    def _hotspa_check_hooks(self) -> None:
-        with structure_only(), as_built(bare_model(self.model)[0]):  # those at the start were found with the model
-            check_hooks(self.model)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As of the class behind. What one rank cannot read is raised by all; batches of one step are announced."""
@@ -557,7 +553,11 @@ class SwitchedMixin(_Base):
                 cut = cut + batch.pop(COUNTS)
         switched.cut = dict(zip(CUT, cut.tolist() if isinstance(cut, Tensor) else [0] * len(CUT), strict=True))
         switched.step = self.state.global_step
-        if len(batches) > 1 and self._hotspa_announces(batches[0]):
+        models_own = (
+            self.label_smoother is None and self.compute_loss_func is None
+        )  # else each batch is scored by itself
+        first = batches[0] if len(batches) > 1 and models_own and switched.missed < _MISSED else None
+        if isinstance(first, dict) and "labels" in first:
             given = self.model_accepts_loss_kwargs and self._hotspa_prepares  # TRL's losses divide by it themselves
             switched.announce(batches, num_items if given else None)
         if (devices := self._hotspa_watchers.devices) is not None and batches:
@@ -571,11 +571,6 @@ class SwitchedMixin(_Base):
         if (read := without_padded_from(inputs)) is not inputs:
             say_left_out()
         return super()._prepare_inputs(read)
-
-    def _hotspa_announces(self, batch: Any) -> bool:
-        """Whether the loss will be the model's own: of one from logits each batch is scored by itself."""
-        own = self.label_smoother is None and self.compute_loss_func is None
-        return own and isinstance(batch, dict) and "labels" in batch and self.switched.missed < _MISSED
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As of the class behind, over the switched model. A mini-batch that cannot be trained may be skipped."""
@@ -705,7 +700,8 @@ class SwitchedMixin(_Base):
         """The weights of the best checkpoint, into the master store and the model. Collective."""
         best = self.state.best_model_checkpoint
         assert best is not None
-        self._hotspa_restorer().weights(Path(best), self._hotspa_ranks.agreement(), self.args.world_size)
+        restorer = Restorer(self.switched, self.model, self._hotspa_base)
+        restorer.weights(Path(best), self._hotspa_ranks.agreement(), self.args.world_size)
         self.switched.show()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:

@@ -21,12 +21,16 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.calibrate.measuring import Measuring, context_layouts, measure_exchanges, measure_hop, measure_link
 from hf_hotspa.calibrate.probe import (
+    Measuring,
     PeakMemory,
     Probe,
+    context_layouts,
     freeing_at_once,
     layer_counts,
+    measure_exchanges,
+    measure_hop,
+    measure_link,
     pack_lengths,
     small_copy,
     time_layers,

@@ -136,7 +136,7 @@ def _export(args: argparse.Namespace) -> None:
     limit = parse_bytes(args.max_shard_size, "--max-shard-size")
     checkpoint, output = Path(args.checkpoint), Path(args.output)
     if args.merge:
-        from hf_hotspa.checkpoint.merging import merge  # imports torch
+        from hf_hotspa.checkpoint.model_files import merge  # imports torch
 
         files = merge(
             checkpoint, output, max_shard_bytes=limit, dtype=args.dtype, base=args.base, quantization=args.quantization,

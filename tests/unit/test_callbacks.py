@@ -20,16 +20,14 @@ from hf_hotspa.callbacks import (
     step_reports,
 )
 from hf_hotspa.callbacks import progress as progress_module
-from hf_hotspa.callbacks.log_line import LogLine
 from hf_hotspa.errors import CallbackError, HotspaConfigError, HotspaError
 from hf_hotspa.process_lock import LOCK_NAME
 from hf_hotspa.report import PhaseEvent
 from hf_hotspa.reporting.measured import MeasuredGain
-from hf_hotspa.reporting.run_log import read_run_log
-from hf_hotspa.reporting.summary import verdict
+from hf_hotspa.reporting.run_log import read_run_log, verdict
 from hf_hotspa.trainer import trainer as trainer_module
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.events import CallbackEvents
+from hf_hotspa.trainer.events import CallbackEvents, LogLine
 from tests.families import tiny_model
 from tests.run_logs import LONG, SHORT, made_facts, made_phase, made_report
 
@@ -532,7 +530,7 @@ def test_a_printed_line_has_a_few_numbers_and_every_other_reader_all(events, cap
 
 def test_a_line_says_what_a_person_asks_for(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("hf_hotspa.callbacks.log_line.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hf_hotspa.trainer.events.time.perf_counter", lambda: now[0])
     lines, state = LogLine(), TrainerState(max_steps=1000)
     logs = {"loss": 3.25, "grad_norm": 1.234, "learning_rate": 2e-5, "hotspa/tokens_per_s": 12345.6}
     logs |= {"hotspa/memory_share": 0.81, "hotspa/switch_share": 0.0123, "hotspa/truncated": 3.0, "epoch": 0.1}
