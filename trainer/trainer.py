@@ -62,10 +62,8 @@ from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
 from hf_hotspa.trainer.model_source import (
     ModelSource,
     argument_files,
-    model_not_saved,
     save_whole,
     tokenizer_files,
-    write_beside,
 )
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
 from hf_hotspa.trainer.predictions import run_facts
@@ -731,17 +729,10 @@ class SwitchedMixin(_Base):
             return
 
         def save() -> None:
-            if not self.args.should_save:
-                return
-            try:
-                target.mkdir(parents=True, exist_ok=True)
-                with as_built(bare_model(self.model)[0]):
-                    save_whole(self.model, target, state_dict)
-                write_beside(tokenizer_files(tokenizer_of(self)) | argument_files(self.args), target)
-            except HotspaError:
-                raise
-            except Exception as failure:  # of the disk, or of a tokenizer
-                raise model_not_saved(target, failure) from failure
+            if self.args.should_save:
+                save_whole(
+                    self.model, target, state_dict, tokenizer_files(tokenizer_of(self)) | argument_files(self.args)
+                )
 
         settled(f"the model saved in {target}", save, self.is_world_process_zero(), float(self.args.ddp_timeout))
 
