@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from hf_hotspa.report import PhaseEvent, RunFacts
 
@@ -37,9 +37,7 @@ class PhaseProgressCallback(TrainerCallback):
     def _is_quiet(self) -> bool:
         return not is_watched() if self.disable is None else self.disable
 
-    def on_phase_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, phase: PhaseEvent, **kwargs: Any
-    ) -> None:
+    def on_phase_begin(self, args: Any, state: TrainerState, control: Any, phase: PhaseEvent, **kwargs: Any) -> None:
         """Names the phase."""
         if not state.is_world_process_zero or self._is_quiet():
             return
@@ -53,17 +51,13 @@ class PhaseProgressCallback(TrainerCallback):
                 phase.index, f"step {phase.step}: {phase.strategy}, {phase.num_packs} packs, {phase.num_tokens} tokens"
             )
 
-    def on_phase_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, phase: PhaseEvent, **kwargs: Any
-    ) -> None:
+    def on_phase_end(self, args: Any, state: TrainerState, control: Any, phase: PhaseEvent, **kwargs: Any) -> None:
         """Counts the phase."""
         if phase.index + 1 == phase.num_phases:
             self._last_s = time.perf_counter() - self._began
             self._close()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Takes the line away."""
         self._close()
         self._notebook_line = None
@@ -157,15 +151,11 @@ class SettingsCallback(TrainerCallback):
     def __init__(self) -> None:
         self._facts: RunFacts | None = None
 
-    def on_run_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, run: RunFacts, **kwargs: Any
-    ) -> None:
+    def on_run_begin(self, args: Any, state: TrainerState, control: Any, *, run: RunFacts, **kwargs: Any) -> None:
         """The engine has been started."""
         self._facts = run
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """The number of steps is known."""
         if self._facts is not None and state.is_world_process_zero:
             tqdm.write(settings_text(self._facts, args, state.max_steps))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
@@ -247,9 +247,7 @@ class SwitchOverheadCallback(TrainerCallback):
         self._last: StepReport | None = None
         self._flops: ModelFlops | None = None
 
-    def on_run_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, run: RunFacts, **kwargs: Any
-    ) -> None:
+    def on_run_begin(self, args: Any, state: TrainerState, control: Any, run: RunFacts, **kwargs: Any) -> None:
         """Prints the buckets."""
         self._flops = run.flops
         if self.print_table and state.is_world_process_zero:
@@ -257,9 +255,7 @@ class SwitchOverheadCallback(TrainerCallback):
             rows += [[f"{b['low'] + 1} - {b['longest']}", b["strategy"], str(b["pack_tokens"])] for b in run.buckets]
             tqdm.write(text_table(f"buckets on {run.world_size} ranks", rows, left=2))
 
-    def on_step_report(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
-    ) -> None:
+    def on_step_report(self, args: Any, state: TrainerState, control: Any, report: StepReport, **kwargs: Any) -> None:
         """Takes the report of a mini-batch; called by `HotSPaTrainer`."""
         self._new.append(report)
         self._last = report
@@ -333,9 +329,7 @@ class SwitchOverheadCallback(TrainerCallback):
         }
         return {f"hotspa/{name}": round(value, 6) for name, value in metrics.items()}
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Prints the phases of the last step."""
         if self.print_table and state.is_world_process_zero and self._last is not None:
             last, self._last = self._last, None
@@ -344,9 +338,7 @@ class SwitchOverheadCallback(TrainerCallback):
             of_step.add(last)
             tqdm.write(_table(title, of_step.by_strategy, last.total_s))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prints the sums of the run."""
         self._add_new()
         totals = self._whole_run
@@ -435,9 +427,9 @@ class TraceCallback(TrainerCallback):
 
     def on_run_begin(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         run: RunFacts,
         callback_seconds: Callable[[], dict[str, float]] | None = None,
         **kwargs: Any,
@@ -445,9 +437,7 @@ class TraceCallback(TrainerCallback):
         """Takes what is known of the run."""
         self._facts, self._seconds = run, callback_seconds
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins the record, or goes on with it where the run was resumed."""
         self._close()
         self._traced, self._trace_is_done, self._lr, self._report = [], self.steps == 0, None, None
@@ -464,26 +454,17 @@ class TraceCallback(TrainerCallback):
 
         self._try(begin)
 
-    def on_step_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Starts the clock of the step."""
         self._began, self._report, self._groups = time.perf_counter(), None, getattr(optimizer, "param_groups", None)
 
-    def on_step_report(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
-    ) -> None:
+    def on_step_report(self, args: Any, state: TrainerState, control: Any, report: StepReport, **kwargs: Any) -> None:
         """Takes the report of a mini-batch, and the learning rate of the update, which is next."""
         if self._writer is not None:
             self._report, self._report_at = report, time.perf_counter()
             self._lr = float(self._groups[0]["lr"]) if self._groups else None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Writes the line of the step."""
         report, writer = self._report, self._writer
         if report is None or writer is None:
@@ -508,22 +489,18 @@ class TraceCallback(TrainerCallback):
             save_trace(self.folder / TRACE_NAME, [TracedStep(t.step, t.start_s - zero, t.report) for t in traced])
         self._traced = []
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Writes an evaluation."""
         writer = self._writer
         if writer is not None and metrics:
             self._try(writer.evaluation, state.global_step, metrics)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Writes that a checkpoint was saved."""
         if self._writer is not None:
             self._try(self._writer.write, "save", step=state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Writes the last line, and the trace of a run that was shorter than it."""
         writer = self._writer
         if writer is None:
@@ -534,9 +511,7 @@ class TraceCallback(TrainerCallback):
         self._try(writer.write, "end", step=state.global_step, callback_s=seconds)
         self._close()
 
-    def on_gain_measured(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, gain: MeasuredGain, **kwargs: Any
-    ) -> None:
+    def on_gain_measured(self, args: Any, state: TrainerState, control: Any, gain: MeasuredGain, **kwargs: Any) -> None:
         """Adds what was measured after training to the record."""
         if self.folder is None or self._writer is not None:
             return
@@ -686,26 +661,20 @@ class ReportCallback(TraceCallback):
         """Where the page is, or will be at the end of training; None where no record is kept."""
         return None if self.folder is None else self.folder / PAGE_NAME
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Ends the record and writes the page."""
         had_record = self._writer is not None
         super().on_train_end(args, state, control, **kwargs)
         if had_record and (run := self._make_page(self.gain_follows)) is not None:
             tqdm.write(f"{verdict(run, self.gain_follows)[0]}. The run in one page: {self.page}")
 
-    def on_gain_measured(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, gain: MeasuredGain, **kwargs: Any
-    ) -> None:
+    def on_gain_measured(self, args: Any, state: TrainerState, control: Any, gain: MeasuredGain, **kwargs: Any) -> None:
         """Writes the page anew, with what was measured after training."""
         super().on_gain_measured(args, state, control, gain, **kwargs)
         if self._make_page() is not None:
             tqdm.write(f"The run in one page: {self.page}")
 
-    def on_train_interrupted(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_interrupted(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Writes the page of a run that Ctrl-C has ended; its record has no end."""
         had_record = self._writer is not None
         self._close()
