@@ -155,9 +155,7 @@ def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _add_quantization(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--quantization",
-        choices=KINDS,
-        help="the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora",
+        "--quantization", choices=KINDS, help="the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora"
     )
 
 

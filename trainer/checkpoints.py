@@ -388,10 +388,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        args: HotSPaTrainingArguments,
-        agreement: Callable[[], Agreement],
-        pushes: "CheckpointPushes",
+        self, args: HotSPaTrainingArguments, agreement: Callable[[], Agreement], pushes: "CheckpointPushes"
     ) -> None:
         self._args, self._agreement, self._pushes = args, agreement, pushes
         self.writer: CheckpointWriter | None = None

@@ -155,11 +155,7 @@ class CallbackEvents(CallbackHandler):
         error: What waits to be agreed on, and then ends training.
     """
 
-    def __init__(
-        self,
-        handler: CallbackHandler,
-        before: Callable[[str], None] = lambda event: None,
-    ) -> None:
+    def __init__(self, handler: CallbackHandler, before: Callable[[str], None] = lambda event: None) -> None:
         # not super().__init__: it would add the callbacks anew, with warnings about those that are there already
         self.__dict__.update(handler.__dict__)
         self._before = before

@@ -663,8 +663,7 @@ class PipelineModeArguments:
         ),
     )
     hotspa_vertical_sync: bool = field(
-        default=False,
-        metadata=flag("With pipedream: all stages run a pack with the version of weights of the first."),
+        default=False, metadata=flag("With pipedream: all stages run a pack with the version of weights of the first.")
     )
     hotspa_clip_per_stage: bool = field(
         default=False,

@@ -192,10 +192,7 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
 
 
 def run_facts(
-    engine: HotSPaEngine,
-    trainer: Any,
-    table: SequenceTable | None,
-    predictions: AutoStrategies | Predictions | None,
+    engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, predictions: AutoStrategies | Predictions | None
 ) -> RunFacts:
     """The facts of a run. No communication, no host names.
 
@@ -400,14 +397,7 @@ class DeviceWatch:
         UnsupportedError: `migrate`, `resize` or `semi` with a strategy of `+z` or cp.
     """
 
-    def __init__(
-        self,
-        engine: HotSPaEngine,
-        mode: str,
-        delay: int,
-        resizing: Resizing,
-        stages: StageCuts,
-    ) -> None:
+    def __init__(self, engine: HotSPaEngine, mode: str, delay: int, resizing: Resizing, stages: StageCuts) -> None:
         self.mode, self.decides, self._engine = mode, mode != "watch", engine
         if mode == "balance":
             why = "packs are divided over the replicas of dp, layers over the stages of pp, and dense MLPs over the shards of tp"

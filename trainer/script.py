@@ -211,9 +211,7 @@ def _switching(trainer: "SwitchedMixin") -> Side:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
     chooser = auto.chooser
     return Side(
-        SWITCHING,
-        auto.pool,
-        lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets,
+        SWITCHING, auto.pool, lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets
     )
 
 

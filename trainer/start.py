@@ -35,12 +35,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, evaluation_buckets, given_buckets
-from hf_hotspa.trainer.auto import (
-    AutoStrategies,
-    check_given,
-    engine_options,
-    prepare_auto,
-)
+from hf_hotspa.trainer.auto import AutoStrategies, check_given, engine_options, prepare_auto
 from hf_hotspa.trainer.events import CallbackEvents, is_users
 from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others
 from hf_hotspa.trainer.optimizers import check_elementwise

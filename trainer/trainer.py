@@ -59,12 +59,7 @@ from hf_hotspa.trainer.events import (
     is_users,
 )
 from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
-from hf_hotspa.trainer.model_source import (
-    ModelSource,
-    argument_files,
-    save_whole,
-    tokenizer_files,
-)
+from hf_hotspa.trainer.model_source import ModelSource, argument_files, save_whole, tokenizer_files
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
 from hf_hotspa.trainer.predictions import run_facts
 from hf_hotspa.trainer.preemption import (

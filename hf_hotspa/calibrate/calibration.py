@@ -346,10 +346,7 @@ class _Session:
             lambda: [self._trained(self._copy(count, self.device)) for count in layer_counts(self.config)],
             otherwise=_of_any_kind,
         )
-        return [
-            Probe(few, degrees, self.dtype, measuring),
-            Probe(more, degrees, self.dtype, measuring, whole),
-        ]
+        return [Probe(few, degrees, self.dtype, measuring), Probe(more, degrees, self.dtype, measuring, whole)]
 
     def _links(self, shape: ModelShape, measuring: Measuring) -> dict[str, Any]:
         """The fields of a calibration that say how fast links are."""

@@ -148,11 +148,7 @@ def _rank_main(
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as launchers do
     dist.init_process_group(
-        _backend(),
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=count,
-        timeout=_TIMEOUT,
+        _backend(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count, timeout=_TIMEOUT
     )
     try:
         calibration = _measure(data, dtype, force, quiet, base)

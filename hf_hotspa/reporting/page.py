@@ -572,12 +572,7 @@ def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460
 
 
 SUFFIX = ".svg"
-_MAIN = {
-    "loss": loss_panel,
-    "step_time": time_panel,
-    "switch_share": share_panel,
-    "tokens_per_second": rate_panel,
-}
+_MAIN = {"loss": loss_panel, "step_time": time_panel, "switch_share": share_panel, "tokens_per_second": rate_panel}
 _MARGIN, _ROW, _KEY = 12, 16, 14
 """Pixels: around text, from one row of it to the next, and what a key of the legend takes."""
 
