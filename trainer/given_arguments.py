@@ -324,17 +324,18 @@ class _Help(str):
     flag: Flag
 
 
-def flag(text: str, choices: Iterable[str] = (), **known: Any) -> dict[str, Any]:
-    """The metadata of a field that is a flag.
+def flag(default: Any, text: str, choices: Iterable[str] = (), **known: Any) -> Any:
+    """A field that is a flag.
 
     Args:
+        default: Its value where nothing is said.
         text: Its help.
         choices: Its values, where it has few.
         known: As for `Flag`.
     """
     help_ = _Help(text)
     help_.flag = Flag(**known)
-    return {"help": help_, "choices": list(choices)} if choices else {"help": help_}
+    return field(default=default, metadata={"help": help_} | ({"choices": list(choices)} if choices else {}))
 
 
 def flags_of(kind: type) -> dict[str, Flag]:
@@ -654,23 +655,19 @@ _NOT_WITH: Mapping[str, tuple[tuple[Any, ...], str]] = {
 class PipelineModeArguments:
     """How the stages of a pipeline update. The last two flags have a meaning with `hotspa_pipeline_mode=pipedream` alone."""
 
-    hotspa_pipeline_mode: str = field(
-        default=SYNCHRONOUS,
-        metadata=flag(
-            "synchronous (one update a mini-batch, exact), or pipedream: stages update after the backward pass of every "
-            "pack, with weights that are behind, which is not the synchronous update. For one strategy with pp.",
-            choices=PIPELINE_MODES,
-        ),
+    hotspa_pipeline_mode: str = flag(
+        SYNCHRONOUS,
+        "synchronous (one update a mini-batch, exact), or pipedream: stages update after the backward pass of every "
+        "pack, with weights that are behind, which is not the synchronous update. For one strategy with pp.",
+        choices=PIPELINE_MODES,
     )
-    hotspa_vertical_sync: bool = field(
-        default=False, metadata=flag("With pipedream: all stages run a pack with the version of weights of the first.")
+    hotspa_vertical_sync: bool = flag(
+        False, "With pipedream: all stages run a pack with the version of weights of the first."
     )
-    hotspa_clip_per_stage: bool = field(
-        default=False,
-        metadata=flag(
-            "With pipedream: max_grad_norm holds for the gradient of each stage and pack, by itself. Else it must be 0: no "
-            "stage knows the norm over all."
-        ),
+    hotspa_clip_per_stage: bool = flag(
+        False,
+        "With pipedream: max_grad_norm holds for the gradient of each stage and pack, by itself. Else it must be 0: no "
+        "stage knows the norm over all.",
     )
 
     @property
@@ -730,42 +727,34 @@ class PipelineModeArguments:
 class StragglerArguments:
     """What is done about slow devices. Flags of `hotspa_resize` have a meaning where products are resized alone."""
 
-    hotspa_stragglers: str = field(
-        default="watch",
-        metadata=flag(
-            "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
-            "divided over replicas, layers over stages of pipelines, and MLPs over ranks of tp, by measured speed), migrate (slow ranks of tp give columns to others), resize (they leave "
-            "columns out: not exact), or semi (they do both, by what a pretest finds to cost less: not exact).",
-            choices=MODES,
-            option="flexible",
-            made=lambda mode: mode in GIVING,
-            recorded=True,
-        ),
+    hotspa_stragglers: str = flag(
+        "watch",
+        "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
+        "divided over replicas, layers over stages of pipelines, and MLPs over ranks of tp, by measured speed), migrate (slow ranks of tp give columns to others), resize (they leave "
+        "columns out: not exact), or semi (they do both, by what a pretest finds to cost less: not exact).",
+        choices=MODES,
+        option="flexible",
+        made=lambda mode: mode in GIVING,
+        recorded=True,
     )
-    hotspa_resize_columns: str = field(
-        default=CHOICES[0],
-        metadata=flag(
-            "Which columns resize and semi leave out: rd (at random), pri (whose weights vary least), pridiffr and "
-            "pridiffe (by variation, and of each layer as many as vary little; at least 0.8 of what the slow device must lose, or "
-            "of one half).",
-            choices=CHOICES,
-        ),
+    hotspa_resize_columns: str = flag(
+        CHOICES[0],
+        "Which columns resize and semi leave out: rd (at random), pri (whose weights vary least), pridiffr and "
+        "pridiffe (by variation, and of each layer as many as vary little; at least 0.8 of what the slow device must lose, or "
+        "of one half).",
+        choices=CHOICES,
     )
-    hotspa_resize_imputation: str = field(
-        default=IMPUTATIONS[0],
-        metadata=flag(
-            "What the gradients of columns are that were left out: zero, same (of weights: that of the mini-batch before; a "
-            "copy of the gradient is kept), or average (the mean of the other columns).",
-            choices=IMPUTATIONS,
-        ),
+    hotspa_resize_imputation: str = flag(
+        IMPUTATIONS[0],
+        "What the gradients of columns are that were left out: zero, same (of weights: that of the mini-batch before; a "
+        "copy of the gradient is kept), or average (the mean of the other columns).",
+        choices=IMPUTATIONS,
     )
-    hotspa_resize_period: int = field(
-        default=0,
-        metadata=flag(
-            "Mini-batches from one look at how weights vary to the next, for hotspa_resize_columns other than rd. 0: a "
-            "pass over the data.",
-            number=Number(0, whole=True, fix="use some mini-batches, or 0 for a pass"),
-        ),
+    hotspa_resize_period: int = flag(
+        0,
+        "Mini-batches from one look at how weights vary to the next, for hotspa_resize_columns other than rd. 0: a "
+        "pass over the data.",
+        number=Number(0, whole=True, fix="use some mini-batches, or 0 for a pass"),
     )
 
     def check_stragglers(self, world_size: int, deterministic: bool) -> None:

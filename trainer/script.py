@@ -18,7 +18,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,7 @@ from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, given_buckets
 from hf_hotspa.trainer.auto import engine_options
-from hf_hotspa.trainer.given_arguments import unknown_flag
+from hf_hotspa.trainer.given_arguments import flag, unknown_flag
 from hf_hotspa.trainer.start import Ranks
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -286,59 +286,36 @@ _FP32 = "float32"
 class ScriptArguments:
     """What is trained on what."""
 
-    model: str | None = field(
-        default=None,
-        metadata={
-            "help": "The model to fine-tune: a folder or a hub name. Each process reads only its share of the weights."
-        },
+    model: str | None = flag(
+        None, "The model to fine-tune: a folder or a hub name. Each process reads only its share of the weights."
     )
-    dataset: str | None = field(
-        default=None,
-        metadata={
-            "help": "A json, jsonl, csv, parquet or txt file, a folder of such files, a folder of save_to_disk, or a hub name."
-        },
+    dataset: str | None = flag(
+        None,
+        "A json, jsonl, csv, parquet or txt file, a folder of such files, a folder of save_to_disk, or a hub name.",
     )
-    config: str | None = field(
-        default=None,
-        metadata={"help": "Instead of --model: train a new model of this config (a folder or a hub name)."},
+    config: str | None = flag(None, "Instead of --model: train a new model of this config (a folder or a hub name).")
+    tokenizer: str | None = flag(None, "A folder or hub name; default: that of the model.")
+    dataset_split: str = flag("train", "The split, or a part of it such as 'train[:90%%]'; a file is all 'train'.")
+    eval_dataset: str | None = flag(
+        None, "What is evaluated, as --dataset; after each epoch where --eval_strategy says nothing else."
     )
-    tokenizer: str | None = field(default=None, metadata={"help": "A folder or hub name; default: that of the model."})
-    dataset_split: str = field(
-        default="train", metadata={"help": "The split, or a part of it such as 'train[:90%%]'; a file is all 'train'."}
+    eval_split: str | None = flag(
+        None,
+        "The split that is evaluated: of --eval_dataset (default: train), or else of --dataset, such as "
+        "'train[90%%:]' or 'validation'.",
     )
-    eval_dataset: str | None = field(
-        default=None,
-        metadata={"help": "What is evaluated, as --dataset; after each epoch where --eval_strategy says nothing else."},
+    dtype: str = flag(
+        "auto",
+        "The dtype in which weights are read: float32, bfloat16, or auto (float32; for the frozen base of an "
+        "adapter that of its files). With --bf16, computation is in bfloat16 all the same.",
     )
-    eval_split: str | None = field(
-        default=None,
-        metadata={
-            "help": "The split that is evaluated: of --eval_dataset (default: train), or else of --dataset, such as "
-            "'train[90%%:]' or 'validation'."
-        },
-    )
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "The dtype in which weights are read: float32, bfloat16, or auto (float32; for the frozen base of an "
-            "adapter that of its files). With --bf16, computation is in bfloat16 all the same."
-        },
-    )
-    lora_r: int = field(
-        default=0, metadata={"help": "Train a LoRA adapter of this rank instead of all weights, such as 16."}
-    )
-    lora_alpha: int | None = field(
-        default=None, metadata={"help": "The adapter's factor is lora_alpha / lora_r; default: twice the rank."}
-    )
-    lora_targets: str = field(
-        default="all-linear", metadata={"help": "Layers with an adapter, separated by commas; or 'all-linear'."}
-    )
-    measure_gain: int = field(
-        default=0,
-        metadata={
-            "help": "After training, time so many mini-batches with switching and under single strategies that fit (DDP, FSDP, "
-            "tensor parallelism, a pipeline, the best as predicted), and say how much faster switching is; 0 for none."
-        },
+    lora_r: int = flag(0, "Train a LoRA adapter of this rank instead of all weights, such as 16.")
+    lora_alpha: int | None = flag(None, "The adapter's factor is lora_alpha / lora_r; default: twice the rank.")
+    lora_targets: str = flag("all-linear", "Layers with an adapter, separated by commas; or 'all-linear'.")
+    measure_gain: int = flag(
+        0,
+        "After training, time so many mini-batches with switching and under single strategies that fit (DDP, FSDP, "
+        "tensor parallelism, a pipeline, the best as predicted), and say how much faster switching is; 0 for none.",
     )
 
 
