@@ -34,18 +34,19 @@ class PhaseProgressCallback(TrainerCallback):
         self._began = 0.0
         self._last_s = float("inf")  # the first step warms up, and is long
 
-    def _is_quiet(self) -> bool:
-        return not is_watched() if self.disable is None else self.disable
-
     def on_phase_begin(self, args: Any, state: TrainerState, control: Any, phase: PhaseEvent, **kwargs: Any) -> None:
         """Names the phase."""
-        if not state.is_world_process_zero or self._is_quiet():
+        if not state.is_world_process_zero or (not is_watched() if self.disable is None else self.disable):
             return
         if phase.index == 0:
             self._close()  # of a mini-batch that was abandoned
             self._began = time.perf_counter()
             if self._last_s > self.delay_s:
-                self._line = self._new_line(phase.num_phases)
+                if in_notebook():  # one line a training: each takes a place in the output of the cell
+                    self._line = self._notebook_line = self._notebook_line or _NotebookLine()
+                    self._notebook_line.num_phases = phase.num_phases
+                else:
+                    self._line = _Bar(phase.num_phases)
         if self._line is not None:
             self._line.show(
                 phase.index, f"step {phase.step}: {phase.strategy}, {phase.num_packs} packs, {phase.num_tokens} tokens"
@@ -61,14 +62,6 @@ class PhaseProgressCallback(TrainerCallback):
         """Takes the line away."""
         self._close()
         self._notebook_line = None
-
-    def _new_line(self, num_phases: int) -> "_Bar | _NotebookLine":
-        if not in_notebook():
-            return _Bar(num_phases)
-        if self._notebook_line is None:  # one a training: each takes a place in the output of the cell
-            self._notebook_line = _NotebookLine()
-        self._notebook_line.num_phases = num_phases
-        return self._notebook_line
 
     def _close(self) -> None:
         if self._line is not None:

@@ -565,19 +565,13 @@ class RunLogWriter:
     def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
         own, self._lock = _own_folder(Path(folder))
         self.path = own / FILE_NAME
-        if goes_on:
-            self._cut_torn_line()
-        elif self.path.exists():
+        if self.path.exists() and not goes_on:
             os.replace(self.path, self.path.with_name(_PREVIOUS))
+        elif self.path.exists() and (data := self.path.read_bytes()) and not data.endswith(b"\n"):  # a torn line
+            os.truncate(self.path, data.rfind(b"\n") + 1)
         self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
         self._memory: list[int] = []
         self._bytes = self.path.stat().st_size
-
-    def _cut_torn_line(self) -> None:
-        if self.path.exists():
-            data = self.path.read_bytes()
-            if data and not data.endswith(b"\n"):
-                os.truncate(self.path, data.rfind(b"\n") + 1)
 
     def write(self, kind: str, report: StepReport | None = None, **values: Any) -> None:
         """One line."""

@@ -308,7 +308,11 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         check_values(self)  # before transformers compares them, and meets other processes
         refuse_launcher_settings()
         given: Any = vars(self)["deepspeed"]
-        self._deepspeed: DeepSpeedMapping | None = self._map_deepspeed(given)
+        self._deepspeed: DeepSpeedMapping | None = None
+        if given:
+            self._deepspeed = map_config(read_config(given), vars(self), {f.name: f.default for f in fields(self)})
+            for name, value in self._deepspeed.arguments.items():
+                setattr(self, name, value)
         self.deepspeed: Any = None  # the parent would start DeepSpeed
         take_fsdp(self)
         super().__post_init__()
@@ -376,15 +380,6 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     def refusal(self) -> HotspaError | None:
         """Why a run with these arguments is the stock Trainer's; None where it is not."""
         return vars(self).get("_refusal")
-
-    def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
-        """Sets the arguments that a DeepSpeed config stands for."""
-        if not given:
-            return None
-        mapping = map_config(read_config(given), vars(self), {f.name: f.default for f in fields(self)})
-        for name, value in mapping.arguments.items():
-            setattr(self, name, value)
-        return mapping
 
     @property
     def hotspa_deepspeed(self) -> DeepSpeedMapping | None:

@@ -524,12 +524,12 @@ def _texts(trainer: Any, share: Share) -> dict[str, str]:
         assert trainer.optimizer is not None
         scheduler, kind = trainer.lr_scheduler, type(trainer.lr_scheduler).__name__
 
-        def of_scheduler() -> Any:
-            return state_to_json(scheduler.state_dict())
-
         saved: dict[str, Any] = {
             "optimizer": made("the state of the optimizer", lambda: optimizer_to_json(trainer.optimizer, share)),
-            "scheduler": {"class": kind, "state": made(f"the state of the scheduler {kind}", of_scheduler)},
+            "scheduler": {
+                "class": kind,
+                "state": made(f"the state of the scheduler {kind}", lambda: state_to_json(scheduler.state_dict())),
+            },
             "data": {"order": trainer._hotspa_order, "epoch": state.epoch, "mini_batches": state.global_step},
             "hotspa": trainer.hotspa_state(),
         }

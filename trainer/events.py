@@ -118,11 +118,6 @@ _PRINTERS = (ProgressCallback, PrinterCallback)
 """The callbacks of transformers that print whatever is logged."""
 
 
-def _short(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is printed of other logs than those of training."""
-    return {name: value for name, value in logs.items() if not name.startswith("hotspa/")}
-
-
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"
 
 _LOOKERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -194,7 +189,9 @@ class CallbackEvents(CallbackHandler):
         """Takes a callback out, the user's or our own, by its class or itself, and returns it; None where there is none."""
         popped: TrainerCallback | None = super().pop_callback(callback)
         if popped is None:
-            popped = next((own for own in self._own.values() if _is(own, callback)), None)
+            kind = callback if isinstance(callback, type) else None
+            own = [own for own in self._own.values() if (own is callback if kind is None else isinstance(own, kind))]
+            popped = own[0] if own else None
             self._own = {kind: own for kind, own in self._own.items() if own is not popped}
         return popped
 
@@ -267,20 +264,17 @@ class CallbackEvents(CallbackHandler):
             if event == "on_log" and (logs := kwargs.get("logs")) is not None:
                 if type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
                     if "loss" in logs:
-                        self._print_line(logs, state)
+                        if state.is_world_process_zero:
+                            tqdm.write(self._line.text(logs, state))
                         continue
-                    given = {**kwargs, "logs": _short(logs)}
+                    short = {name: value for name, value in logs.items() if not name.startswith("hotspa/")}
+                    given = {**kwargs, "logs": short}
                 elif type(callback).__module__.startswith("transformers.integrations"):
                     given = {**kwargs, "logs": for_trackers(logs)}
             result = self._call(callback, event, state.global_step, args, state, control, **shared, **given)
             if result is not None:
                 control = result
         return control
-
-    def _print_line(self, logs: Mapping[str, Any], state: TrainerState) -> None:
-        """Prints a log of training, once a world."""
-        if state.is_world_process_zero:
-            tqdm.write(self._line.text(logs, state))
 
     def is_looked_at(self, occasion: str, trainer: Any) -> bool:
         """Whether code of the user's may look at the model on an occasion: an event, or log, evaluation and save."""
@@ -319,10 +313,6 @@ class CallbackEvents(CallbackHandler):
             metrics["hotspa/memory_share"] = round(share, 6)
         self._logged_s, self._steps_since_log = total_s, 0
         return metrics
-
-
-def _is(callback: TrainerCallback, wanted: Any) -> bool:
-    return isinstance(callback, wanted) if isinstance(wanted, type) else callback is wanted
 
 
 class PhaseDispatcher:

@@ -260,15 +260,12 @@ class FlagParser(HfArgumentParser):
         """As `ArgumentParser.parse_args`; what is not known ends the program with code 2."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self._refuse(unknown)
+            flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            if not flags:
+                self.error(f"{unknown[0]!r} belongs to no flag; names follow --model and --dataset")
+            known = {action.dest for action in self._actions}
+            self.error("; ".join(unknown_flag(word, known) for word in flags))
         return parsed
-
-    def _refuse(self, unknown: list[str]) -> None:
-        flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-        if not flags:
-            self.error(f"{unknown[0]!r} belongs to no flag; names follow --model and --dataset")
-        known = {action.dest for action in self._actions}
-        self.error("; ".join(unknown_flag(flag, known) for flag in flags))
 
 
 logger = logging.getLogger(__name__)
@@ -402,7 +399,8 @@ def look(script: Any, skips_empty: bool) -> None:
         raise HotspaConfigError("--dataset is missing", fix="give a file, a folder or a hub name: --dataset my.jsonl")
     if script.lora_r:
         _peft()
-    _check_dtype(script.dtype)
+    if script.dtype != "auto" and not isinstance(getattr(torch, script.dtype, None), torch.dtype):
+        raise HotspaConfigError(f"--dtype is {script.dtype!r}", fix="use float32, bfloat16 or auto")
     _open_config(_folder(script.model) or script.model if script.model is not None else script.config)
     for dataset in (_rows(script), _evaluated_rows(script)):
         if dataset is not None and "input_ids" not in dataset.column_names:
@@ -419,11 +417,6 @@ def look_together(settings: Settings) -> None:
     script, args = settings.script, settings.args
     agreement = Ranks(args).agreement()
     agreement.run("what the command line names", lambda: look(script, args.hotspa_skips_empty))
-
-
-def _check_dtype(name: str) -> None:
-    if name != "auto" and not isinstance(getattr(torch, name, None), torch.dtype):
-        raise HotspaConfigError(f"--dtype is {name!r}", fix="use float32, bfloat16 or auto")
 
 
 def _peft() -> Any:

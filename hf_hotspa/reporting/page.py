@@ -141,7 +141,9 @@ def time_panel(run: RunLog) -> Panel:
         Series("load and return", "load", [r.load_return_s for r in reports]),
         Series("switching", "switch", [r.switch_s for r in reports]),
         Series(
-            "the rest", "other", [_rest(r.total_s, r.moved_s + sum(p.compute_s for p in r.phases)) for r in reports]
+            "the rest",
+            "other",
+            [max(0.0, r.total_s - r.moved_s - sum(p.compute_s for p in r.phases)) for r in reports],
         ),
     ]
     body = svg.stacked("Seconds of a step", _steps(run), series, " s")
@@ -150,10 +152,6 @@ def time_panel(run: RunLog) -> Panel:
         "is moved beyond that; both as far as they are not hidden. The rest is waiting and agreeing."
     )
     return Panel(name, title, len(reports), body, note, _legend(series))
-
-
-def _rest(total: float, known: float) -> float:
-    return max(0.0, total - known)
 
 
 def share_panel(run: RunLog) -> Panel:
