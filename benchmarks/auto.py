@@ -145,24 +145,24 @@ def compare(trainer: Any, repeats: int, cores: int) -> dict[str, Any]:
     """Seconds of each side, by mini-batch: `auto`, static strategies, and the computation alone. Collective."""
     from hf_hotspa.strategy import Strategy
     from hf_hotspa.switched.model_object import as_built
-    from hf_hotspa.trainer import script
+    from hf_hotspa.trainer import gain
 
     world_size = trainer.args.world_size
-    hot = script._switching(trainer)
+    hot = gain._switching(trainer)
     kinds: dict[Any, Any] = {}
-    for bucket in script._singles(trainer, hot).fitting:  # the fastest as predicted first
+    for bucket in gain._singles(trainer, hot).fitting:  # the fastest as predicted first
         s = bucket.strategy
         kinds.setdefault((s.dp, s.cp, s.tp, s.pp), bucket)
-    sides = [hot, *(script.Side(str(bucket.strategy), (bucket,)) for bucket in kinds.values())]
+    sides = [hot, *(gain.Side(str(bucket.strategy), (bucket,)) for bucket in kinds.values())]
     alone, longest = Strategy(world_size), max(bucket.longest for bucket in hot.buckets)
     packs = kinds[world_size, 1, 1, 1].pack_tokens if (world_size, 1, 1, 1) in kinds else longest
-    known = [*sides, script.Side("alone", (replace(hot.buckets[-1], strategy=alone, low=0),))]
+    known = [*sides, gain.Side("alone", (replace(hot.buckets[-1], strategy=alone, low=0),))]
     trainer._hotspa_model.refresh()
     with as_built(trainer.model):
-        engine = script._engine(trainer, known)
-    batches = script._first_mini_batches(trainer, engine, hot, repeats)
-    seconds, _ = script._take_turns(engine, sides, batches, repeats, trainer)
-    of_dp = script.Side("alone", (replace(known[-1].buckets[0], longest=longest, pack_tokens=max(packs, longest)),))
+        engine = gain._engine(trainer, known)
+    batches = gain._first_mini_batches(trainer, engine, hot, repeats)
+    seconds, _ = gain._take_turns(engine, sides, batches, repeats, trainer)
+    of_dp = gain.Side("alone", (replace(known[-1].buckets[0], longest=longest, pack_tokens=max(packs, longest)),))
     seconds["computation alone"] = computed_alone(engine, of_dp, batches, repeats, cores)
     engine.close()
     chosen = {bucket.strategy for bucket in hot.buckets} if len(hot.buckets) == 1 else set()
@@ -178,13 +178,15 @@ def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int,
     from hf_hotspa.switched.passes import Exchange
 
     (bucket,), shape = side.buckets, engine.description.shape
-    collator = PackedBucketCollator(engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size)
+    collator = PackedBucketCollator(
+        engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost
+    )
     exchange, runner = Exchange(engine.agreement, engine.world_size), engine.phases[bucket.strategy]
     seconds = []
     for number in range(-1, repeats):
         documents = batches[max(number, 0) % len(batches)]
-        plan = documents.plan(range(len(documents)), side.buckets, shape.quadratic_cost, None)
-        (phase,) = documents.mini_batch(plan, collator, exchange).phases
+        _, mini_batch = documents.plan(range(len(documents)), side.buckets, None, collator, exchange)
+        (phase,) = mini_batch.phases
         runner.load()
         took = 0.0
         for first in range(0, engine.world_size, cores):

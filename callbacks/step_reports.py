@@ -34,17 +34,8 @@ from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 from hf_hotspa.report import MEASURES, ModelFlops, RunFacts, StepReport
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_pictures
-from hf_hotspa.reporting.run_log import (
-    FILE_NAME,
-    FOLDER_NAME,
-    FORMAT,
-    MOST_BYTES,
-    RunLog,
-    plain,
-    read_run_log,
-    thinned,
-    verdict,
-)
+from hf_hotspa.reporting.run_log import FILE_NAME, FOLDER_NAME, FORMAT, MOST_BYTES, RunLog, plain, read_run_log, thinned
+from hf_hotspa.reporting.summary import verdict
 from hf_hotspa.reporting.terminal import once, text_table
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.whole_file import write_whole

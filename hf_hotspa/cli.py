@@ -19,7 +19,7 @@ from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoints, inputs
 from hf_hotspa.commands.inputs import file_to_write, whole
 from hf_hotspa.commands.train_help import HELP, OVERVIEW
-from hf_hotspa.costs.four_bits import KINDS, FrozenBase
+from hf_hotspa.costs.adapter import KINDS, FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
@@ -30,7 +30,8 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import PIPEDREAM, PIPELINE_MODES, SCHEDULES, SYNCHRONOUS, PipeDream
 from hf_hotspa.reporting.compare import compare, compare_page, sentences, strategy_rows
 from hf_hotspa.reporting.page import PAGE_NAME, SUFFIX, report_page, save_pictures
-from hf_hotspa.reporting.run_log import FILE_NAME, advice, read_run_log, summarize, verdict
+from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
+from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import short
 from hf_hotspa.reporting.terminal import CleanOutput, text_table
 from hf_hotspa.search.formula_table import formulas_text, make_table, pipedream

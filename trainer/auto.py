@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
@@ -30,8 +30,8 @@ from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
 from hf_hotspa.costs.optimizer_state import ADAM, OPTIMIZER_STATES
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs
 from hf_hotspa.engine.memory import device_limit
-from hf_hotspa.engine.out_of_memory import FILE, fewest_tokens, largest_packs
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
@@ -47,7 +47,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
-from hf_hotspa.search.lengths_seen import LengthsSeen
+from hf_hotspa.search.histogram import LengthsSeen
 from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.race import Race

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.calibrate.calibration import cached_calibration, calibration_key
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.cards import PRESETS
+from hf_hotspa.costs.hardware import PRESETS
 from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.pretest import pretest

@@ -3,244 +3,28 @@
 Owns what is trained on what (`ScriptArguments`), the settings for fine-tuning a model that has its weights, and the way
 from a name (a folder, a file, the hub) to a model and its rows. What is wrong with a name is found by `look` before any
 process is started.
-
-Whether switching paid, measured: the same mini-batches with switching and under single strategies, in turn.
-
-`measure_gain` runs after training, on an engine of its own that knows the strategies of all sides. It runs forward and
-backward passes and makes no update, so nothing of the trainer changes: not its weights, its optimizer, its choice of
-strategies or any random generator. Sides take turns in another order for each mini-batch, after one that is not timed. All
-single strategies run the first mini-batches; those that are clearly slower than another are left out of the others.
 """
 
 import argparse
 import logging
 import os
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedConfig, set_seed
 
 from hf_hotspa.callbacks.step_reports import ReportCallback
-from hf_hotspa.checkpoint.rng import random_state, set_random_state
-from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator, is_stream, without_padded_from
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
-from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.loading import has_weights
-from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
-from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.reporting.measured import MeasuredGain, known_as
-from hf_hotspa.rows.features import RowRules
-from hf_hotspa.search.single import Singles
-from hf_hotspa.strategy import Bucket
-from hf_hotspa.switched.calls import facts_of, pairs_in
-from hf_hotspa.switched.model_object import as_built
-from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, given_buckets
-from hf_hotspa.trainer.auto import engine_options
+from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.gain import measure_gain
 from hf_hotspa.trainer.given_arguments import flag, unknown_flag
 from hf_hotspa.trainer.start import Ranks
 from hf_hotspa.trainer.trainer import HotSPaTrainer
-
-if TYPE_CHECKING:
-    from hf_hotspa.trainer.trainer import SwitchedMixin
-
-SWITCHING = "switching"
-_ALL_SIDES, _SLOWER = 2, 1.2
-"""After so many mini-batches single strategies are left out that took so many times as long as the fastest of them."""
-
-
-@dataclass(frozen=True)
-class Side:
-    """One way to run a mini-batch.
-
-    Args:
-        buckets: What it runs under.
-        choose: Chooses among them for the lengths of a mini-batch; None where they stay the same.
-    """
-
-    name: str
-    buckets: tuple[Bucket, ...]
-    choose: Callable[[Sequence[int]], tuple[Bucket, ...]] | None = None
-
-    def of(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
-        """The buckets of a mini-batch."""
-        return self.buckets if self.choose is None else self.choose(lengths)
-
-
-def measure_gain(trainer: "SwitchedMixin", steps: int = 5) -> MeasuredGain | None:
-    """Measures how much faster switching is than single strategies: the best one that fits as predicted, and what people
-    run (DDP, FSDP, tensor parallelism, a pipeline) where it fits. Collective.
-
-    The engine of the trainer may be closed, and should be where memory is short: this makes one beside it.
-
-    Args:
-        trainer: One that has trained.
-        steps: Mini-batches that are timed, the first of the run. Without a time model single strategies are those of the
-            list that hold every row.
-
-    Returns:
-        What was measured, which is printed, and told to callbacks (`on_gain_measured`); None where the run has one strategy.
-
-    Raises:
-        HotspaError: on every rank: `auto` has not chosen strategies, the data set is a stream, or no single strategy fits.
-    """
-    if steps < 1:
-        raise HotspaConfigError(
-            f"the gain of switching is to be measured on {steps} mini-batches", fix="use at least 1"
-        )
-    if is_stream(trainer.train_dataset):
-        raise UnsupportedError(
-            "the gain of switching cannot be measured on a stream",
-            why="every side needs the same rows, and a stream gives them once",
-            fix="use a data set with random access",
-        )
-    hot = _switching(trainer)
-    if len(hot.buckets) < 2:
-        return None
-    rivals, left_out = _singles(trainer, hot).rivals(trainer.args.world_size)
-    sides = [hot, *(Side(str(bucket.strategy), (bucket,)) for bucket in rivals)]
-    if len(sides) < 2:
-        raise HotspaConfigError(
-            "no single strategy is known to hold every row, so there is nothing to compare with",
-            fix="hotspa_calibration=measure finds out which of them fit",
-        )
-    if trainer._hotspa_model is not None:
-        trainer._hotspa_model.refresh()
-    with as_built(bare_model(trainer.model)[0]):
-        engine = _engine(trainer, sides)
-    seconds, differences = _take_turns(engine, sides, _first_mini_batches(trainer, engine, hot, steps), steps, trainer)
-    engine.close()
-    singles = {side.name: tuple(seconds[side.name]) for side in sides[1:]}
-    measured = MeasuredGain(tuple(seconds[hot.name]), singles, max(differences), left_out)
-    if trainer.is_world_process_zero():
-        tqdm.write(str(measured))
-    trainer.callback_handler.dispatch("on_gain_measured", trainer.args, trainer.state, trainer.control, gain=measured)
-    return measured
-
-
-def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Side, steps: int) -> list[Documents]:
-    """The rows of the first mini-batches of the run; fewer than `steps` where an epoch has fewer. Collective."""
-    longest, shape = max(bucket.longest for bucket in hot.buckets), engine.description.shape
-    loader, rules = trainer.get_train_dataloader(), RowRules(columns=_columns(trainer))
-    trainer._hotspa_rows.take_longest(longest)
-    accumulation: int = vars(trainer.args)["gradient_accumulation_steps"]
-    exchange, mini_batches, state = Exchange(engine.agreement, engine.world_size), list[Documents](), random_state()
-
-    names = (*ROW_COLUMNS, *FLAT_COLUMNS, *rules.columns)
-
-    def read() -> list[list[Document]]:
-        batches = map(without_padded_from, islice(loader, steps * accumulation))
-        known = ({name: batch[name] for name in names if name in batch} for batch in batches)
-        return [read_batch(batch, shape.vocab_size, longest, engine.rank, rules) for batch in known]
-
-    try:  # a loader draws a seed for its workers
-        parts = engine.agreement.run("gain", read, lambda parts: {"number of batches": str(len(parts))})
-    finally:
-        set_random_state(state, "the first mini-batches")
-    for first in range(0, len(parts), accumulation):
-        documents = Documents()
-        for mine in parts[first : first + accumulation]:
-            facts = exchange.facts(facts_of(mine, None))
-            documents.add([pairs_in(of_rank) for of_rank in facts], mine, engine.rank)
-        mini_batches.append(documents)
-    return mini_batches
-
-
-def _columns(trainer: "SwitchedMixin") -> tuple[str, ...]:
-    return trainer._hotspa_loss.columns if trainer._hotspa_loss is not None else ()
-
-
-def _take_turns(
-    engine: HotSPaEngine, sides: Sequence[Side], batches: Sequence[Documents], steps: int, trainer: Any
-) -> tuple[dict[str, list[float]], list[float]]:
-    """Runs the mini-batches under each side, after one that is not timed. Collective.
-
-    Args:
-        sides: Switching first.
-        batches: The mini-batches; they come again where there are fewer than `steps`.
-
-    Returns:
-        The seconds of each side by its name, and how far the losses of the sides of each mini-batch differ.
-    """
-    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    differences, verbose = [], trainer.is_world_process_zero()
-    shape = engine.description.shape
-    rules = RowRules(columns=_columns(trainer))
-    collator = PackedBucketCollator(engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, rules=rules)
-    exchange = Exchange(engine.agreement, engine.world_size)
-
-    def made(documents: Documents, side: Side) -> MiniBatch:
-        plan = documents.plan(range(len(documents)), side.of(documents.lengths), shape.quadratic_cost, None)
-        return documents.mini_batch(plan, collator, exchange)
-
-    for number in range(-1, steps):
-        documents = batches[max(number, 0) % len(batches)]
-        if number == _ALL_SIDES:
-            least = min(sum(seconds[side.name]) for side in sides[1:])
-            sides = [side for side in sides if side is sides[0] or sum(seconds[side.name]) <= _SLOWER * least]
-        if verbose:
-            shown = f"mini-batch {number + 1} of {steps}" if number >= 0 else "a first mini-batch, not timed,"
-            tqdm.write(f"measuring {shown} under {', '.join(known_as(side.name) for side in sides)}")
-        losses = []
-        for turn in range(len(sides)):
-            side = sides[(number + turn) % len(sides)]
-            mini_batch = made(documents, side)
-            engine.agreement.barrier()
-            begin = time.perf_counter()
-            losses.append(engine.forward_backward(mini_batch).loss)
-            took = float(engine.agreement.gather([time.perf_counter() - begin]).max())
-            if number >= 0:
-                seconds[side.name].append(took)
-        differences.append((max(losses) - min(losses)) / max(map(abs, losses)) if any(losses) else 0.0)
-    return seconds, differences
-
-
-def _switching(trainer: "SwitchedMixin") -> Side:
-    """The strategies of the run; under `auto` each mini-batch chooses as the next one of the run would."""
-    auto = trainer._hotspa_watchers.auto
-    if not trainer.args.hotspa_auto:
-        return Side(SWITCHING, given_buckets(trainer.args, trainer.model))
-    if auto is None or auto.chooser is None:
-        raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
-    chooser = auto.chooser
-    return Side(
-        SWITCHING, auto.pool, lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets
-    )
-
-
-def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:
-    """The single strategies that fit: as a time model and a memory model have it, or those of the list."""
-    predictions = trainer._hotspa_watchers.auto or trainer._hotspa_watchers.predictions
-    singles = predictions.singles() if predictions is not None else Singles()
-    if singles.fitting:
-        return singles
-    longest = max(bucket.longest for bucket in hot.buckets)
-    own = (replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest)
-    return Singles(tuple(own), singles.refused, "without a calibration nobody knows whether it fits")
-
-
-def _engine(trainer: "SwitchedMixin", sides: Sequence[Side]) -> HotSPaEngine:
-    """An engine that knows the strategies of all sides; they share its weights and its memory."""
-    strategies = dict.fromkeys(bucket.strategy for side in sides for bucket in side.buckets)
-    buckets = [
-        Bucket(s, s.cp, s.cp) for s in strategies
-    ]  # mini-batches come with buckets of their own; cp needs a token a rank
-    weights = None if has_weights(trainer.model) else trainer._hotspa_source.folder
-    measured = trainer.engine.description.vector.measured if trainer.engine is not None else None
-    auto = trainer._hotspa_watchers.auto
-    options = engine_options(trainer.args, trainer._hotspa_loss, measured, auto.time if auto is not None else None)
-    return HotSPaEngine(trainer.model, buckets, options, weights=weights, device=trainer.args.device)
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
 
 MORE = "All flags of transformers' TrainingArguments work, too: --learning_rate, --num_train_epochs, --save_steps, ..."
 

@@ -33,13 +33,13 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_hotspa.costs.adapter import BLOCK, FrozenBase
+from hf_hotspa.costs.calibration import ExchangeSample, LayerSample, Link, PhaseSample, SwitchSample
 from hf_hotspa.costs.coefficients import Hop, Sample
-from hf_hotspa.costs.four_bits import BLOCK, FrozenBase
-from hf_hotspa.costs.measurements import ExchangeSample, LayerSample, Link, PhaseSample, SwitchSample
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.phase import synchronize
+from hf_hotspa.engine.phase import moment
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
@@ -82,8 +82,7 @@ class Measuring:
         self.agreement.barrier()
         begin, on_core = time.perf_counter(), time.process_time()
         run()
-        synchronize(self.device)
-        return time.perf_counter() - begin, time.process_time() - on_core
+        return moment(self.device) - begin, time.process_time() - on_core
 
     def repeated(self, run: Callable[[], object]) -> Tensor:
         """Seconds by the clock of what runs a few times, after one that warms up: [rank, time]."""

@@ -8,7 +8,8 @@ from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import StepReport
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.page import Panel, document, plan_panel, run_panel, table
-from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals, summarize
+from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals
+from hf_hotspa.reporting.summary import summarize
 from hf_hotspa.reporting.svg import Series, short
 
 

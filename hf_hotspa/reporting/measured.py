@@ -1,6 +1,6 @@
 """Switching against single strategies, measured: seconds of the same mini-batches under both, and what follows from them.
 
-Owns the numbers of `trainer/script.py` as plain data, their JSON in the record of a run, and all that is said about them: in a
+Owns the numbers of `trainer/gain.py` as plain data, their JSON in the record of a run, and all that is said about them: in a
 terminal, in a log and on the page of the run. Promises: one statistic, the mean, so that a ratio is that of the seconds
 beside it; switching paid, or did not, only where the 95% interval of the ratio excludes 1, and else it is not clear.
 """

@@ -20,15 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from hf_hotspa.reporting import svg
-from hf_hotspa.reporting.run_log import (
-    RunLog,
-    advice,
-    length_histogram,
-    read_run_log,
-    strategy_order,
-    summarize,
-    verdict,
-)
+from hf_hotspa.reporting.run_log import RunLog, length_histogram, read_run_log
+from hf_hotspa.reporting.summary import advice, strategy_order, summarize, verdict
 from hf_hotspa.reporting.svg import WIDTH, Mark, Series, short, text_width
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.whole_file import write_whole

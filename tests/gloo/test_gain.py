@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hf_hotspa.costs.coefficients import Cost, Hop
-from hf_hotspa.reporting.run_log import read_run_log, verdict
+from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.reporting.summary import verdict
 from tests.calibrations import made_calibration
 from tests.families import tiny_model
 from tests.gloo.test_auto import LIMITED, data_of
@@ -35,7 +36,7 @@ def make_trainer(folder, strategies, rows=None, dtype=torch.float32, **options):
 
 def train_twice(folder, measured, **options):
     """Weights, optimizer state, random state and state of the strategies after two trainings, with a measurement between."""
-    from hf_hotspa.trainer.script import measure_gain
+    from hf_hotspa.trainer.gain import measure_gain
 
     rows = data_of(2, tiny_model(FAMILY).config.vocab_size)
     trainer = make_trainer(folder, "auto", rows, torch.float64, **options)
@@ -80,7 +81,7 @@ def test_training_goes_on_bit_by_bit_as_if_nothing_had_been_measured(tmp_path):
 
 
 def of_given_strategies(rank, world_size, folder):
-    from hf_hotspa.trainer import script as module
+    from hf_hotspa.trainer import gain as module
 
     trainer = make_trainer(folder, "dp2:16@32,tp2:48", hotspa_overlong="truncate")
     trainer.train()
@@ -133,7 +134,7 @@ def test_sides_take_turns_on_the_same_rows_and_the_report_has_the_answer(tmp_pat
 
 def refused(rank, world_size, folder):
     from hf_hotspa.errors import HotspaError
-    from hf_hotspa.trainer.script import measure_gain
+    from hf_hotspa.trainer.gain import measure_gain
 
     said = []
     for strategies, steps in (("dp2:16@32,tp2:60", 0), ("auto", 1)):
@@ -153,7 +154,7 @@ def test_what_cannot_be_measured(tmp_path):
 
 
 def beside_cp(rank, world_size, folder):
-    from hf_hotspa.trainer.script import measure_gain
+    from hf_hotspa.trainer.gain import measure_gain
 
     trainer = make_trainer(folder, "dp2:16@32,cp2:60")
     trainer.train()

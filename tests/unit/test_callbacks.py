@@ -24,7 +24,8 @@ from hf_hotspa.errors import CallbackError, HotspaConfigError, HotspaError
 from hf_hotspa.process_lock import LOCK_NAME
 from hf_hotspa.report import PhaseEvent
 from hf_hotspa.reporting.measured import MeasuredGain
-from hf_hotspa.reporting.run_log import read_run_log, verdict
+from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.reporting.summary import verdict
 from hf_hotspa.trainer import trainer as trainer_module
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.events import CallbackEvents, LogLine

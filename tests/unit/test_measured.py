@@ -10,7 +10,8 @@ from hf_hotspa.callbacks.step_reports import RunLogWriter
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.reporting.measured import MeasuredGain, Rival, known_as
 from hf_hotspa.reporting.page import report_page
-from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log, verdict
+from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
+from hf_hotspa.reporting.summary import verdict
 from tests.run_logs import made_facts, write_run
 
 LEFT_OUT = {"dp4": "does not fit in 144 MiB", "tp8": "tp8 is more than the 4 attention heads"}

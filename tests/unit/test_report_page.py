@@ -12,7 +12,8 @@ from hf_hotspa.report import ModelFlops
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.compare import compare, compare_page
 from hf_hotspa.reporting.page import report_page, show_lengths, show_report, strategies_panel
-from hf_hotspa.reporting.run_log import advice, read_run_log, summarize, verdict
+from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import Mark, Series
 from hf_hotspa.whole_file import write_whole
 from tests.run_logs import LONG, SHORT, made_report, write_run

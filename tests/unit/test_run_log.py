@@ -21,8 +21,8 @@ from hf_hotspa.reporting.run_log import (
     length_histogram,
     plain,
     read_run_log,
-    summarize,
 )
+from hf_hotspa.reporting.summary import summarize
 from tests.run_logs import made_facts, made_report, of_earlier_releases, write_run
 
 

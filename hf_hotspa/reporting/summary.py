@@ -1,0 +1,210 @@
+"""What a record says in a few numbers and sentences: totals, rates by strategy, and whether switching paid.
+
+Pure functions of a `RunLog`. Promises: a claim that was measured says so, and one that rests on a prediction or a rate
+taken from other lengths says that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from hf_hotspa.report import PhaseReport
+from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals, sums_of
+
+_CLEAR = 0.03
+"""Differences below this are not called a gain or a loss, in what is predicted."""
+_MUCH_SWITCHING = 0.25
+_MUCH_WAITING = 0.2
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in numbers. Seconds are those of `StepReport.total_s`: forward, backward and switches. `utilization` is MFU with the
+    optimizer's step; None where the devices' speed is not known. `rows` counts those that were cut or left out, by what was done."""
+
+    num_steps: int
+    num_tokens: int
+    seconds: float
+    wall_s: float
+    switch_s: float
+    load_return_s: float
+    hidden_s: float
+    wait_s: float
+    first_loss: float | None
+    last_loss: float | None
+    strategies: tuple[StrategyTotals, ...]
+    median_step_s: float
+    callback_s: float
+    utilization: float | None
+    rows: dict[str, int]
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over wall-clock time of steps, optimizer included."""
+        return self.num_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def switch_share(self) -> float:
+        """Exposed seconds of switching by seconds of steps, 0 to 1."""
+        return self.switch_s / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def load_return_share(self) -> float:
+        """The same for the load and the return that a single strategy needs, too."""
+        return self.load_return_s / self.seconds if self.seconds > 0 else 0.0
+
+
+def strategy_order(run: RunLog) -> list[str]:
+    """The strategies of a run, shortest bucket first; those that no bucket names at the end."""
+    named = [bucket["strategy"] for bucket in run.facts.buckets]
+    ran = [totals.strategy for totals in sums_of(run.steps).strategies]
+    return list(dict.fromkeys([*named, *ran]))
+
+
+def summarize(run: RunLog) -> Summary:
+    """The numbers of a run; all zero for one without steps."""
+    reports = [record.report for record in run.steps]
+    every = sums_of(run.steps)
+    by_name = {totals.strategy: totals for totals in every.strategies}
+    strategies = tuple(by_name[name] for name in strategy_order(run) if name in by_name)
+    flops, squares = run.facts.flops, sum(totals.squared_tokens for totals in strategies)
+    num_tokens = sum(totals.num_tokens for totals in strategies)
+    last = reports[-max(1, len(reports) // 10) :]
+    return Summary(
+        num_steps=every.num_steps,
+        num_tokens=num_tokens,
+        seconds=every.seconds,
+        wall_s=every.wall_s,
+        switch_s=every.switch_s,
+        load_return_s=sum(totals.moved_s for totals in strategies) - every.switch_s,
+        hidden_s=sum(totals.hidden_s for totals in strategies),
+        wait_s=sum(totals.wait_s for totals in strategies),
+        first_loss=reports[0].loss if reports else None,
+        last_loss=sum(r.loss for r in last) / len(last) if last else None,
+        strategies=strategies,
+        median_step_s=median(r.total_s for r in reports) if reports else 0.0,
+        callback_s=sum(run.callback_s.values()),
+        utilization=flops.utilization(num_tokens, squares, every.wall_s) if flops is not None and squares else None,
+        rows=every.rows,
+    )
+
+
+def measured_steps(run: RunLog) -> list[StepRecord]:
+    """The steps that timings are taken from: without the first, which warms up, where there are others."""
+    return run.steps[1:] if len(run.steps) > 2 else run.steps
+
+
+def verdict(run: RunLog, to_be_measured: bool = False) -> list[str]:
+    """Whether switching paid, in sentences; the first is the answer, a heading without a full stop.
+
+    Switching is compared with the best single strategy that fits, on the rows that were trained.
+
+    Args:
+        to_be_measured: Whether a measurement follows: nothing is claimed before.
+    """
+    summary = summarize(run)
+    if not summary.num_steps:
+        return ["No mini-batch was recorded"]
+    cost = (
+        f"Measured: switching took {summary.switch_share:.1%} of the step time ({summary.switch_s:.2f} s). Loading weights "
+        f"and returning gradients once a mini-batch, as one strategy would have, too, took {summary.load_return_share:.1%}."
+        + (f" {summary.hidden_s:.2f} s more ran beside computation." if summary.hidden_s else "")
+    )
+    if run.gain is not None:
+        return [*run.gain.sentences, cost]
+    if to_be_measured and len(run.facts.buckets) > 1:
+        return ["Whether switching paid is measured after training", cost]
+    used = summary.strategies
+    if len(used) < 2:
+        name = used[0].strategy if used else "none"
+        predicted_s = (
+            ["Predicted: for these lengths switching is not worth it here."] if run.facts.plan is not None else []
+        )
+        return [f"One strategy trained everything ({name}): nothing was switched", *predicted_s]
+    return [*(_against_prediction(run) or _against_own_rates(run, summary)), cost]
+
+
+def _against_prediction(run: RunLog) -> list[str] | None:
+    """The answer where a time model has said what the best single strategy would take; None without one."""
+    known = [(r.report, r.report.single_s, r.report.predicted_s) for r in measured_steps(run)]
+    compared = [(report, single, predicted_s) for report, single, predicted_s in known if single and predicted_s]
+    if not compared or run.facts.single is None:
+        return None
+    measured = sum(phase.seconds for report, *_ in compared for phase in report.phases)
+    predicted = sum(predicted_s for *_, predicted_s in compared)
+    # how far the model is off in what ran is taken for how far it is off in what did not
+    own = [p for report, *_ in compared for p in report.phases if p.strategy == run.facts.single and p.predicted_s]
+    ratio = measured / predicted
+    if own:
+        ratio = sum(p.seconds for p in own) / sum(p.predicted_s or 0.0 for p in own)
+    alone = ratio * sum(single for _, single, _ in compared)
+    gain = alone / measured if measured else 1.0
+    error = _error([phase for report, *_ in compared for phase in report.phases], ratio)
+    basis = (
+        f"{len(compared)} steps took {measured:.2f} s in their phases. {run.facts.single} alone, the best single strategy "
+        f"that fits, would have taken about {alone:.2f} s for the same rows: as predicted, times {ratio:.2f}, measured by "
+        f"predicted seconds of {'its own phases' if own else 'what ran'}."
+    )
+    return [_answer(gain, error, run.facts.single), basis]
+
+
+def _error(phases: Sequence[PhaseReport], ratio: float) -> float:
+    """How far off predictions are, corrected by a ratio, as a share: the most of the strategies that ran."""
+    known = [phase for phase in phases if phase.predicted_s]
+    off = []
+    for strategy in {phase.strategy for phase in known}:
+        own = [phase for phase in known if phase.strategy == strategy]
+        off.append(sum(p.seconds for p in own) / sum(ratio * (p.predicted_s or 0.0) for p in own))
+    return max((max(each, 1 / each) if each else float("inf") for each in off), default=1.0) - 1
+
+
+def _answer(gain: float, error: float, single: str) -> str:
+    apart = max(gain, 1 / gain) - 1
+    if error > max(apart, _CLEAR):
+        return f"Whether switching paid is not known: predictions are off by {error:.0%}, and the difference to {single} is {apart:.0%}"
+    if gain > 1 + _CLEAR:
+        return f"Switching paid: about {gain:.2f}x as fast as {single} alone (predicted)"
+    if gain < 1 - _CLEAR:
+        return f"Switching did not pay: {single} alone would have been about {1 / gain:.2f}x as fast (predicted)"
+    return f"One strategy would have been as fast: {single} (predicted)"
+
+
+def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:
+    """What can be said without a time model: of strategies that ran, and whose packs hold every sequence."""
+    longest = max(phase.longest_tokens for record in run.steps for phase in record.report.phases)
+    holds = {b["strategy"] for b in run.facts.buckets if max(b["pack_tokens"], b["longest"]) >= longest}
+    took = sum(s.compute_s + s.moved_s for s in summary.strategies)
+    measure = (
+        "hotspa_calibration=measure predicts it, and a run under a single strategy with hf-hotspa compare measures it."
+    )
+    for s in summary.strategies:
+        if s.strategy not in holds or not s.tokens_per_s:
+            continue
+        alone = summary.num_tokens / s.tokens_per_s + s.moved_s / s.num_phases * summary.num_steps
+        if alone <= took * (1 + _CLEAR):
+            basis = (
+                f"The packs of {s.strategy} hold the longest sequence ({longest} tokens), and at the rate that it had on its "
+                f"own bucket it would have taken about {alone:.2f} s for everything, instead of {took:.2f} s. This is rough: "
+            )
+            return [f"One strategy may have been as fast: {s.strategy} (an estimate)", basis + measure]
+    return ["Whether switching paid is not known", f"No single strategy was measured or predicted: {measure}"]
+
+
+def advice(run: RunLog) -> list[str]:
+    """What to do about what costs most; empty when nothing stands out."""
+    summary = summarize(run)
+    sentences = []
+    if len(summary.strategies) > 1 and summary.switch_share > _MUCH_SWITCHING:
+        sentences.append(
+            f"Switching takes {summary.switch_share:.0%} of the step: use a larger hotspa_mini_batch_size, fewer strategies, "
+            "or hotspa_overlap_load and hotspa_overlap_return."
+        )
+    if summary.seconds > 0 and summary.wait_s / summary.seconds > _MUCH_WAITING:
+        sentences.append(
+            f"Ranks wait for the busiest one for {summary.wait_s / summary.seconds:.0%} of the step: use smaller packs "
+            "(strategy:longest@tokens) or a larger mini-batch, so that replicas balance."
+        )
+    if summary.callback_s > 0.01 * summary.wall_s and summary.num_steps > 10:
+        worst = max(run.callback_s, key=lambda name: run.callback_s[name])
+        sentences.append(f"Callbacks take {summary.callback_s / summary.wall_s:.1%} of the time, most in {worst}.")
+    return sentences
