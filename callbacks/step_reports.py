@@ -257,7 +257,6 @@ class SwitchOverheadCallback(TrainerCallback):
                 self._warn()
 
     def _add_new(self) -> None:
-        """Adds the reports that have come since the last time."""
         for report in self._new:
             self._since_log.add(report)
             self._whole_run.add(report)

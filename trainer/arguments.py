@@ -583,7 +583,6 @@ def named(
 
 @functools.cache
 def _with_flags(kind: Any) -> Any:
-    """A class of arguments of the user's, with the `hotspa_*` flags."""
     namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": _pickled}
     made = type(kind.__name__, (HotSPaTrainingArguments, kind), namespace)
     return dataclasses.dataclass(init=False, repr=False, eq=False)(made)

@@ -560,7 +560,6 @@ def watch_devices(
 
 
 def _most(by_strategy: Mapping[str, Sequence[float]]) -> list[float]:
-    """For each rank the largest of its shares."""
     return [max(shares) for shares in zip(*by_strategy.values(), strict=True)]
 
 

@@ -90,7 +90,6 @@ def find_checkpoint(
 def _newest(
     folder: Path, args: HotSPaTrainingArguments, agreement: Agreement, model: PreTrainedModel
 ) -> Resumption | StockCheckpoint:
-    """The checkpoint of the highest step that verifies."""
     names = json.loads(agreement.texts(json.dumps([path.name for path in checkpoints(folder)]))[0])
     for path in (folder / name for name in names):
         resumption, reason = None, ""
@@ -280,7 +279,6 @@ class Restorer:
         self._switched.weights_are(current=False)
 
     def _read(self, path: Path, manifest: Manifest, state: dict[str, Any] | None, optimizer: Optimizer | None) -> None:
-        """What this rank reads."""
         engine = self._engine
         adapted = engine.description.adapters is not None
         check_model(manifest, saved_vector(engine.description.vector, adapted), str(path))

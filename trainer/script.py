@@ -216,7 +216,6 @@ def _rows(script: Any) -> Any:
 
 
 def _evaluated_rows(script: Any) -> Any:
-    """What is evaluated, or None."""
     if script.eval_dataset is None and script.eval_split is None:
         return None
     return load_source(script.eval_dataset or script.dataset, script.eval_split or "train")
@@ -239,7 +238,6 @@ def _folder(name: str) -> Path | None:
 
 
 def _not_there(what: str, name: str, error: Exception) -> ModelError:
-    """What to raise for a name that nobody has."""
     said = str(error).strip().splitlines() or [""]
     return ModelError(
         f"{what} {name!r} is no folder here, and the hub did not give it",
@@ -316,7 +314,6 @@ def _model(script: Any, args: HotSPaTrainingArguments) -> Any:
 
 
 def _with_adapter(model: Any, script: Any, args: HotSPaTrainingArguments) -> Any:
-    """The model with an adapter, if one is asked for."""
     if not script.lora_r:
         return model
     peft = _peft()

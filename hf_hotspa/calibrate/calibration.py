@@ -280,7 +280,6 @@ class _Session:
         return small_copy(self.config, num_layers, self.dtype, device)
 
     def _trained(self, model: PreTrainedModel) -> nn.Module:
-        """A copy as it is trained."""
         return model if self.base is None else with_frozen_base(model, self.base)
 
     def _from_first(self, data: Any) -> Any:
@@ -348,7 +347,6 @@ class _Session:
         )
 
     def _links(self, shape: ModelShape, measuring: Measuring) -> dict[str, Any]:
-        """The fields of a calibration that say how fast links are."""
         if self.world_size == 1:
             return {"intra": Link(0.0, 1e12), "hop_intra": Hop()}
         self.say("links")
@@ -385,7 +383,6 @@ class _Session:
         return longest
 
     def _most(self, value: float) -> float:
-        """The largest over ranks."""
         return float(self.agreement.gather([value]).max())
 
     def _memory(self, probes: list[Probe], degrees: list[int], longest: int, most: int) -> list[MemorySample]:

@@ -493,7 +493,6 @@ class Probe:
         return self._timed(strategy, replicas[strategy.coord(self.engine.rank).dp])[0]
 
     def _timed(self, strategy: Strategy, packs: Packs) -> tuple[float, float]:
-        """Seconds of these packs by the clock, and on a core."""
         made, scale = [self._pack(lengths) for lengths in packs], 1.0 / sum(map(sum, packs))
         return self._measuring.timed(lambda: self.engine.phases[strategy].compute(made, scale))
 

@@ -182,7 +182,6 @@ class ModelWeights:
                 yield from ((saved, weight) for saved, weight in made.items() if saved in wanted)
 
     def _saved(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What is saved of one weight, by saved name."""
         if self._adapted:
             return {adapter_name(name): tensor}
         return dict(revert_weight_conversion(self._model, {name: tensor})) if self._converts else {name: tensor}

@@ -140,7 +140,6 @@ def _rank_main(
     quiet: bool,
     base: FrozenBase | None,
 ) -> None:
-    """One process of `_run_own`."""
     backends.prefer_loopback(os.environ)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)

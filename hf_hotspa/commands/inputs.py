@@ -157,7 +157,6 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
 
 
 def _of_model(model: str | None) -> str:
-    """The tokenizer of a model."""
     if model is None or model in preset_names() or Path(model).is_file():
         of = "" if model is None else f"{model} comes without one; "
         raise HotspaConfigError(

@@ -197,7 +197,6 @@ def grad_norm_panel(run: RunLog) -> Panel:
 
 
 def _curve(run: RunLog, name: str, title: str, style: str, values: Sequence[float | None], note: str) -> Panel:
-    """One line over the steps, from zero."""
     known = sum(value is not None for value in values)
     if not known:
         return _empty(name, title, "Not recorded." if run.steps else "No mini-batch was recorded.")
