@@ -644,10 +644,8 @@ MUTATIONS = [
 ]
 
 FAST = (
-    "ranks count dp first",
     "edges of buckets belong to the longer one",
     "replicated gradients are counted once a shard",
-    "tied weights are missing on the last stage",
     "names are not synced before the commit",
 )
 """Those that the default suite runs: their tests need no processes and no torch."""

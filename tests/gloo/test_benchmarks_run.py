@@ -114,6 +114,7 @@ def test_pipedream_loss(tmp_path: Path) -> None:
     assert every["idle"] == 0.5 > one["idle"] == asynchronous[0]["idle"]
 
 
+@pytest.mark.slow
 def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("long_sequences", tmp_path / "out" / "long.json")
     chunks = "dp1+ck128"
@@ -142,6 +143,7 @@ def test_packed_hybrids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert all(f"{ratio:.2f} times as fast" in text for ratio in found["ratios"].values())
 
 
+@pytest.mark.slow
 def test_token_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("token_pipeline", tmp_path / "token_pipeline.json")
     assert sum(found["chunks"]) == 512
@@ -341,6 +343,7 @@ def test_peers(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -
     assert "losses of the exact sides agree to" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_switched_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("switched_model", tmp_path / "out" / "switched_model.json", "--ranks", "2")
     text = capsys.readouterr().out

@@ -24,6 +24,7 @@ def run_script(rank: int, world_size: int, arguments: list[str], log: str) -> No
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_from_conversations(tmp_path, monkeypatch):
     arguments = ["--use_cpu", "--output_dir", str(tmp_path / "out"), "--max_steps", "8", "--hotspa_report", "False"]
     arguments += ["--hotspa_strategies", "dp2:256@1024,tp2:1024", "--logging_steps", "1", "--save_strategy", "no"]

@@ -107,6 +107,7 @@ def tiny_errors(rank, world_size, families):
     return found
 
 
+@pytest.mark.slow
 def test_sinks_partial_rotations_latent_attention_and_two_rotary_tables():
     families = list(product(("gpt_oss", "gpt_neox", "deepseek_v3", "gemma3_text"), ("ulysses", "allgather")))
     for found in run_ranks(2, tiny_errors, families):
@@ -275,12 +276,14 @@ def objectives_in_every_way(rank, world_size):
     return {way: objectives(rank, world_size, way) for way in WAYS}
 
 
+@pytest.mark.slow
 def test_objectives_do_not_see_the_cuts():
     for ways in run_ranks(2, objectives_in_every_way):
         for way, found in ways.items():
             assert max(found.values()) <= 1e-11, (way, found)
 
 
+@pytest.mark.slow
 def test_the_loss_of_routers_is_of_whole_sequences():
     buckets = ["cp4:24@32", "cp2pp2:24@32", "dp4:4@8,dp2cp2+rc:24@30"]
     for way in ("ulysses", "allgather"):
@@ -307,7 +310,7 @@ def dropped(rank, world_size, names):
 @pytest.mark.parametrize(
     "names",
     [
-        ["lora allgather", "attention ulysses", "soft caps allgather"],
+        pytest.param(["lora allgather", "attention ulysses", "soft caps allgather"], marks=pytest.mark.slow),
         pytest.param(["lora ulysses", "attention allgather", "soft caps ulysses"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
@@ -333,6 +336,7 @@ def adapted(rank, world_size):
     return errors
 
 
+@pytest.mark.slow
 def test_adapters():
     errors = run_ranks(2, adapted)[0]
     assert max(errors) <= 1e-11

@@ -34,7 +34,10 @@ def hot_switched(rank, world_size, family):
     return max(errors)
 
 
-@pytest.mark.parametrize("family", ["llama_gqa_bias", "qwen3_qk_norm_tied", "phi3_fused"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama_gqa_bias", *(pytest.param(f, marks=pytest.mark.slow) for f in ("qwen3_qk_norm_tied", "phi3_fused"))],
+)
 def test_five_strategies_in_one_mini_batch(family):
     assert max(run_ranks(4, hot_switched, family)) <= 1e-11
 

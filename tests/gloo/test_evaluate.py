@@ -83,8 +83,8 @@ def engine_world(rank, world_size, family, dtype, strategies):
     ("family", "dtype", "strategies"),
     [
         ("llama_gqa_bias", torch.float64, THREE),
-        ("llama_gqa_bias", torch.float64, NESTED),
-        ("qwen3_qk_norm_tied", torch.float32, THREE),
+        pytest.param("llama_gqa_bias", torch.float64, NESTED, marks=pytest.mark.slow),
+        pytest.param("qwen3_qk_norm_tied", torch.float32, THREE, marks=pytest.mark.slow),
     ],
 )
 def test_loss_and_logits_equal_the_plain_models(family, dtype, strategies):

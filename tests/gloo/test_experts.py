@@ -81,11 +81,13 @@ def test_two_families_with_switches_beside_the_computation():
 SOME = ("deepseek_v3", "gpt_oss", "granitemoe", "glm4_moe")
 
 
+@pytest.mark.slow
 def test_other_families():
     """Shared experts and latent attention, biases and interleaved halves, one fused linear, layers without experts."""
     check(run_ranks(4, errors_of, SOME, ["dp4ep4:24@32"]))
 
 
+@pytest.mark.slow
 def test_sequence_parallel_with_shared_experts_and_latent_attention():
     """Shared experts on rows without a batch dim, layers without experts, experts that tp cuts in a pipeline of two stages."""
     check(run_ranks(4, errors_of, ("deepseek_v2", "glm4_moe"), ["tp4ep4+sp:24@32", "tp2pp2+sp:24@32"]))

@@ -113,11 +113,13 @@ def other_models(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 def test_experts_and_frozen_weights():
     for found in run_ranks(4, other_models, timeout=280):
         assert max(found.values()) <= 1e-11, found
 
 
+@pytest.mark.slow
 def test_adapters_stream_the_frozen_base():
     buckets = "dp4+z3:5@24,dp2tp2+z3:10@20,tp2pp2+z3:16,pp4+z2:45@48,dp4+rc+ck17+z3:60"
     cases = [

@@ -67,7 +67,9 @@ def errors(rank: int, world_size: int, cases: dict[tuple[str, int], list[Case]])
     return found
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("world", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)], ids=["2", "4"]
+)
 def test_it_is_exact(world: int, cases: dict[tuple[str, int], list[Case]]) -> None:
     for found in run_ranks(world, errors, cases, timeout=280):
         assert len(found) == sum(map(len, cases.values())) + (world == 2)

@@ -164,7 +164,7 @@ def assert_equal_models(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "family"), [pytest.param(2, "qwen3_qk_norm_tied", marks=pytest.mark.slow), (4, "llama_uneven")]
+    ("world_size", "family"), [(2, "qwen3_qk_norm_tied"), pytest.param(4, "llama_uneven", marks=pytest.mark.slow)]
 )
 def test_a_run_is_the_same_to_the_last_bit(world_size, family, folders, tmp_path):
     runs = {}

@@ -31,7 +31,7 @@ def option_buckets(world_size: int, family: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param("llama_gqa_bias", marks=pytest.mark.slow), "gemma2_soft_caps", "phi3_fused"]
+    "family", ["gemma2_soft_caps", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama_gqa_bias", "phi3_fused"))]
 )
 def test_sequence_parallel_and_recomputing_with_the_loss_in_chunks(family):
     buckets = option_buckets(4, family)
@@ -62,7 +62,7 @@ def one_mini_batch(rank, world_size, family, options):
     return error, strategies, abs(found.loss_sum / found.num_labels - loss) / abs(loss)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_all_of_it_in_one_mini_batch(overlap):
     options = {**CHUNKS, "overlap_load": overlap, "overlap_return": overlap}
     for error, strategies, evaluated in run_ranks(4, one_mini_batch, "qwen3_qk_norm_tied", options):

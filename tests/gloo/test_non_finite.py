@@ -89,7 +89,7 @@ def skip_world(rank, world_size, folder, limit, poisoned_steps):
     return changed, logs, error, trainer.state.global_step
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_mini_batches_are_skipped_up_to_a_limit(world_size, tmp_path):
     for changed, logs, error, step in run_ranks(world_size, skip_world, str(tmp_path), 2, (0, 1, 4)):
         assert error is None

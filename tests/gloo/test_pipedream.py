@@ -195,6 +195,7 @@ def digests(rank: int, world_size: int) -> list[tuple[list[dict[str, str]], int]
     return found
 
 
+@pytest.mark.slow
 def test_forward_and_backward_of_a_pack_have_the_same_bits_of_weights() -> None:
     for stage, (plain, synced, limited, none) in enumerate(run_ranks(4, digests)):
         for packs, held in (plain, synced, limited):
@@ -286,6 +287,7 @@ def on_two_ranks(rank: int, world_size: int) -> tuple[list[list[float]], list[bo
     return against_simulation(rank, world_size, TWO), one_in_flight(rank, world_size), refusals(rank, world_size)
 
 
+@pytest.mark.slow
 def test_two_stages() -> None:
     """Equal to PipeDream's rule in one process; with one pack in flight to synchronous training; refusals on all ranks."""
     for simulated, same, messages in run_ranks(2, on_two_ranks):

@@ -68,6 +68,7 @@ def dequantized(rank, world_size, strategies):
     return found
 
 
+@pytest.mark.slow
 def test_one_dequantized_weight_at_a_time():
     for found in run_ranks(2, dequantized, ["tp2+rc", "dp2+z3"]):
         for strategy, (most, count, weights) in found.items():

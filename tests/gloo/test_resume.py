@@ -99,6 +99,10 @@ CASES = {
 
 
 SLOW = {
+    "one rank",
+    "accumulation",
+    "a token loss",
+    "factors of ranks",
     "workers",
     "momentum",
     "rmsprop",
@@ -200,7 +204,7 @@ def check_other_layouts(tmp_path, checkpoint, losses, world, pools, family="qwen
         assert relative_error(*ends) <= 1e-5, output.name
 
 
-DIAGONAL = [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow), (4, 2), (3, 4)]
+DIAGONAL = [(2, 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 3), (4, 2), (3, 4)))]
 
 
 @pytest.mark.parametrize(("saved", "world"), DIAGONAL)

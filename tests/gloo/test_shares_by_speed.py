@@ -84,7 +84,10 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO), pytest.param(2, MORE, marks=pytest.mark.slow), (4, FOUR)])
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [(2, TWO), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, MORE), (4, FOUR)))],
+)
 def test_every_division_is_exact(world_size: int, cases: list[Any]) -> None:
     ranks = run_ranks(world_size, divisions, cases)
     for index, (_, _, slow, *_) in enumerate(cases):

@@ -24,6 +24,9 @@ HOT = {
     "fully sharded": "dp2+z3:16@32,dp2+rc+z2:32@40,pp2+z3:60@64",
 }
 kinds = pytest.mark.parametrize("kind", HOT)
+one_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "fully sharded" else pytest.mark.slow) for kind in HOT]
+)
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_a_run_is_that_of_one_process(folder, kind):
         assert math.isclose(found[5], one[5], rel_tol=1e-4)
 
 
-@kinds
+@one_kind
 def test_a_signal_saves_and_a_resumed_run_ends_with_the_same_bits(folder, kind):
     options = {"hotspa_strategies": HOT[kind], "save_steps": 2, "hotspa_async_save": True}
     for found in run_ranks(2, terminated_run, str(folder / "a"), (1,), "on_phase_begin", dict(options)):
@@ -98,14 +101,14 @@ def resumed(rank, world, folder, strategies):
     return train(trainer, True)
 
 
-@kinds
+@one_kind
 def test_a_checkpoint_of_dp_goes_on_under_others(folder, kind):
     run_ranks(2, one_run, str(folder), None, {"hotspa_strategies": "dp2:60@64", "save_steps": STEPS})
     for losses in run_ranks(2, resumed, str(folder), HOT[kind]):
         assert sorted(losses) == [STEPS + 1, STEPS + 2]
 
 
-@kinds
+@one_kind
 def test_mini_batches_are_skipped(folder, kind):
     for changed, logs, error, step in run_ranks(2, skipped, str(folder), kind):
         assert (error, step) == (None, 6)

@@ -197,7 +197,7 @@ RESUMED = {
 }
 
 
-def resumed_runs(rank, world_size, folder):
+def resumed_runs(rank, world_size, folder, kinds):
     rows = random_rows(ROWS, 160, longest=60, seed=3)
     wrong = []
 
@@ -213,7 +213,8 @@ def resumed_runs(rank, world_size, folder):
         logs = [[log["step"], log["epoch"], log["loss"]] for log in trainer.state.log_history if "loss" in log]
         return logs, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
-    for kind, (cls, options, saved, ends) in RESUMED.items():
+    for kind in kinds:
+        cls, options, saved, ends = RESUMED[kind]
         path = f"{folder}/{kind}"
         logs, weights = run(cls(rows), path, SaveAt(saved, ends) if saved else None, **options)
         assert len(logs) == 10, kind
@@ -224,8 +225,16 @@ def resumed_runs(rank, world_size, folder):
     return wrong
 
 
-def test_a_resumed_run_goes_on_in_the_stream_bit_for_bit(tmp_path):
-    for wrong in run_ranks(2, resumed_runs, str(tmp_path)):
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["unsized", "passes ended early"],
+        pytest.param(["sized", "no set_epoch", "save_strategy=epoch"], marks=pytest.mark.slow),
+    ],
+    ids=", ".join,
+)
+def test_a_resumed_run_goes_on_in_the_stream_bit_for_bit(kinds, tmp_path):
+    for wrong in run_ranks(2, resumed_runs, str(tmp_path), kinds):
         assert not wrong
 
 

@@ -68,7 +68,7 @@ def test_every_way_to_switch_is_exact(planner, second_source, overlap):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama_uneven", "phi3_fused", pytest.param("gemma2_soft_caps", marks=pytest.mark.slow)]
+    "family", ["llama_uneven", *(pytest.param(f, marks=pytest.mark.slow) for f in ("phi3_fused", "gemma2_soft_caps"))]
 )
 def test_relays_are_exact_for_awkward_families(family):
     options = {"second_source": True, "devices_per_node": 2, "staging_bytes": 1 << 13, "overlap_load": True}
@@ -142,7 +142,7 @@ def moved(rank, world_size, buckets, options):
     ("second_source", "overlap"),
     [
         (False, OVERLAPS[0]),
-        (True, OVERLAPS[1]),
+        pytest.param(True, OVERLAPS[1], marks=pytest.mark.slow),
         pytest.param(False, OVERLAPS[1], marks=pytest.mark.slow),
         pytest.param(True, OVERLAPS[0], marks=pytest.mark.slow),
     ],

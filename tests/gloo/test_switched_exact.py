@@ -370,7 +370,9 @@ def references(rank, world_size, buckets):
     return found, message, refused, list(frozen.parameters())
 
 
-@pytest.mark.parametrize("buckets", ["dp2:14@64,tp2:64@96", "pp2:14@64,dp2+z3:64@96"])
+@pytest.mark.parametrize(
+    "buckets", ["dp2:14@64,tp2:64@96", pytest.param("pp2:14@64,dp2+z3:64@96", marks=pytest.mark.slow)]
+)
 def test_references_are_the_model_without_its_adapter_or_a_second_model(buckets):
     for found, error, refused, parameters in run_ranks(2, references, buckets):
         assert max(found) <= 1e-11

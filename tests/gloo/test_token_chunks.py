@@ -229,6 +229,7 @@ def adapted(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 def test_adapters_and_frozen_weights():
     errors = run_ranks(2, adapted)[0]
     assert max(errors) <= 1e-11

@@ -31,7 +31,7 @@ CASES = {
         reference=True,
     ),
     "kto": Case("KTO", SIX, "judged", {"precompute_ref_log_probs": True, **EVALUATES}),
-    "dpo with adapters": Case("DPO", TWO, "pairs", {"gradient_accumulation_steps": 2}, lora=True),
+    "dpo with adapters": Case("DPO", TWO, "pairs", {"gradient_accumulation_steps": 2}, lora=True, wide=True),
     "sft, dft of what the assistant says": Case(
         "SFT", TWO, "chats", {**FREE, "assistant_only_loss": True, "loss_type": "dft", **EVALUATES}, wide=True
     ),
@@ -103,7 +103,7 @@ def both(rank: int, world_size: int, names: list[str], folder: str) -> Any:
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [
-        (2, [name for name, case in CASES.items() if not case.wide]),
+        *((2, [name]) for name, case in CASES.items() if not case.wide),
         pytest.param(2, [name for name, case in CASES.items() if case.wide], marks=pytest.mark.slow),
         pytest.param(4, list(CASES), marks=pytest.mark.slow),
     ],
