@@ -231,12 +231,7 @@ class PhaseRunner:
         return loss, self._measure(load, returned, units, since, (begin, loaded, computed, met, moment(device)))
 
     def _measure(
-        self,
-        load: SwitchJob,
-        returned: SwitchJob,
-        units: dict[str, float],
-        since: float,
-        moments: Sequence[float],
+        self, load: SwitchJob, returned: SwitchJob, units: dict[str, float], since: float, moments: Sequence[float]
     ) -> PhaseMeasure:
         """What was measured of a phase, whose acts these moments divide."""
         begin, loaded, computed, met, end = moments
@@ -390,11 +385,7 @@ class PhaseRunner:
         return self._counted(loss)
 
     def compute_forward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        scale: float,
-        plan: PhasePlan | None = None,
-        most_kept: int = 0,
+        self, micro_batches: Sequence[MicroBatch], scale: float, plan: PhasePlan | None = None, most_kept: int = 0
     ) -> Tensor:
         """Forward only, after `load_for_forward`; this rank's part of the loss, as `compute` returns it.
 
