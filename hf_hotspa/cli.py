@@ -19,7 +19,7 @@ from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoints, inputs
 from hf_hotspa.commands.inputs import file_to_write, whole
 from hf_hotspa.commands.train_help import HELP, OVERVIEW
-from hf_hotspa.costs.four_bits import KINDS, FrozenBase
+from hf_hotspa.costs.adapter import KINDS, FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES

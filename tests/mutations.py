@@ -39,9 +39,9 @@ MUTATIONS = [
     # -- data
     Mutation(
         "labels are not shifted",
-        "hf_hotspa/rows/features.py",
-        "(self.ids if self.labels is None else self.labels)[start + 1 : stop]",
-        "(self.ids if self.labels is None else self.labels)[start : stop - 1]",
+        "hf_hotspa/data/collator.py",
+        "whole[sequence.start + 1 : sequence.stop]",
+        "whole[sequence.start : sequence.stop - 1]",
         UNIT + "test_collator.py::test_the_tensors_of_a_pack",
     ),
     Mutation(
@@ -416,7 +416,7 @@ MUTATIONS = [
     Mutation(
         "weights that a callback has changed are lost",
         "hf_hotspa/switched/model_object.py",
-        "weights = self._digest is not None and weights_digest(self._model) != self._digest",
+        "weights = self.digest is not None and weights_digest(self._model) != self.digest",
         "weights = False",
         UNIT + "test_arguments.py::test_training_again_continues_from_the_trained_weights",
     ),

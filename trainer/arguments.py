@@ -15,7 +15,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_hotspa.callbacks.progress import is_watched
-from hf_hotspa.costs.context import WAYS
+from hf_hotspa.costs.divided import WAYS
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.collator import EMPTY_POLICIES, ERROR, SKIP

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
@@ -47,7 +47,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
-from hf_hotspa.search.lengths_seen import LengthsSeen
+from hf_hotspa.search.histogram import LengthsSeen
 from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.race import Race

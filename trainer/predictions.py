@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.calibrate.calibration import cached_calibration, calibration_key
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.cards import PRESETS
+from hf_hotspa.costs.hardware import PRESETS
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.stages import StageCosts

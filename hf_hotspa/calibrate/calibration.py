@@ -34,10 +34,18 @@ from hf_hotspa.calibrate.probe import (
     time_phases,
     with_frozen_base,
 )
-from hf_hotspa.costs.calibration import Calibration, cache_folder
+from hf_hotspa.costs.adapter import FrozenBase
+from hf_hotspa.costs.calibration import (
+    Calibration,
+    CalibrationKey,
+    ExchangeSample,
+    Link,
+    MemorySample,
+    ModelFacts,
+    cache_folder,
+    config_digest,
+)
 from hf_hotspa.costs.coefficients import Hop
-from hf_hotspa.costs.four_bits import FrozenBase
-from hf_hotspa.costs.measurements import CalibrationKey, ExchangeSample, Link, MemorySample, ModelFacts, config_digest
 from hf_hotspa.costs.memory import activation_bytes
 from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_hotspa.costs.calibration import ExchangeSample, Link
 from hf_hotspa.costs.coefficients import Hop
-from hf_hotspa.costs.measurements import ExchangeSample, Link
 from hf_hotspa.engine.phase import moment
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.parallel.agreement import Agreement

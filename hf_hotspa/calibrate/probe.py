@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.measuring import Measuring
+from hf_hotspa.costs.adapter import BLOCK, FrozenBase
+from hf_hotspa.costs.calibration import LayerSample, PhaseSample, SwitchSample
 from hf_hotspa.costs.coefficients import Sample
-from hf_hotspa.costs.four_bits import BLOCK, FrozenBase
-from hf_hotspa.costs.measurements import LayerSample, PhaseSample, SwitchSample
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine

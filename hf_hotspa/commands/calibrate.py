@@ -16,8 +16,8 @@ import torch.multiprocessing as multiprocessing
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError

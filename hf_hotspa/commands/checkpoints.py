@@ -21,7 +21,7 @@ from hf_hotspa.checkpoint.format.manifest import (
     stored_as,
     verify,
 )
-from hf_hotspa.costs.four_bits import KINDS
+from hf_hotspa.costs.adapter import KINDS
 from hf_hotspa.costs.hardware import parse_bytes
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
 from hf_hotspa.reporting.terminal import text_table

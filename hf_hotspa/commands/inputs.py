@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_hotspa.costs.cards import PRESETS, load_hardware, template
+from hf_hotspa.costs.hardware import PRESETS, load_hardware, template
 from hf_hotspa.costs.model_config import hub_file, preset_names
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.terminal import text_table

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_hotspa.costs.context import ULYSSES, choose_way
+from hf_hotspa.costs.divided import ULYSSES, choose_way
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.chunk_cuts import cut_for
-from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_tokens
+from hf_hotspa.packing.cuts import Shares, cut_for, share_by_cost, share_by_tokens
 from hf_hotspa.parallel.collectives import CLOCK, gather_rows, start_gather, with_gradient
 from hf_hotspa.parallel.mesh import StrategyMesh
 
@@ -104,7 +103,7 @@ class ContextParallel:
         pair_costs: See the options of the engine: what chunks are cut by.
 
     Attributes:
-        way: How it attends, see `costs.context`.
+        way: How it attends, see `costs.divided`.
         context: The ranks that share each pack.
 
     Raises:

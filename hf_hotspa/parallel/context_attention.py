@@ -1,4 +1,4 @@
-"""Attention among the ranks of cp, in the three ways of `costs.context`.
+"""Attention among the ranks of cp, in the three ways of `costs.divided`.
 
 * `_attend_by_heads` (Ulysses) exchanges tokens for heads, and runs the packed attention as it is on whole sequences.
 * `_attend_gathered` gathers the keys and values of the sequences that are cut, and runs each of this rank's pieces as a
@@ -36,10 +36,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.costs.context import RING, ULYSSES, head_repeats
+from hf_hotspa.costs.divided import RING, ULYSSES, head_repeats
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.packing.context_cuts import Piece, Shares
+from hf_hotspa.packing.cuts import Piece, Shares
 from hf_hotspa.parallel.attention import (
     AttendsDivided,
     AttentionCall,
