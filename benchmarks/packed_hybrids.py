@@ -64,7 +64,7 @@ def layer_seconds(model: Any, lengths: Sequence[int], rounds: int) -> dict[str, 
     import torch
 
     from hf_hotspa.parallel.attention import PackedSequences
-    from hf_hotspa.parallel.linear_attention import mix_packed, mixes_packed
+    from hf_hotspa.parallel.isolation import mix_packed, mixes_packed
 
     net: Any = next(module for module in model.modules() if mixes_packed(module))
     hidden, alone = torch.randn(1, sum(lengths), net.hidden_size, requires_grad=True), net.forward

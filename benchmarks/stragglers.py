@@ -35,19 +35,18 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.pretest import pretest
 from hf_hotspa.layout.shares import shard_widths
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.pass_through import PassThrough
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.parallel.collectives import PRODUCTS, ProductClock
 from hf_hotspa.parallel.flexible_linear import Exchange
-from hf_hotspa.parallel.stage_input import PassThrough
 from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.rows.features import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers import giving as rates
 from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.stragglers.giving import GIVING
-from hf_hotspa.stragglers.speeds import Speeds
-from hf_hotspa.stragglers.stage_cuts import cut_by_speed, shares_by_speed
+from hf_hotspa.stragglers.speeds import Speeds, cut_by_speed, shares_by_speed
 from hf_hotspa.strategy import parse_buckets
 
 SLOW = "HOTSPA_BENCHMARK_SLOW"

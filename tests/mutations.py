@@ -267,7 +267,7 @@ MUTATIONS = [
     # -- computation
     Mutation(
         "the loss is not scaled",
-        "hf_hotspa/model/logit_loss.py",
+        "hf_hotspa/parallel/head_loss.py",
         "log_probabilities(logits, tokens).sum(dtype=torch.float64) * -scale",
         "-log_probabilities(logits, tokens).sum(dtype=torch.float64)",
         ALONE,
@@ -303,8 +303,8 @@ MUTATIONS = [
     Mutation(
         "keys and values of a chunk have no gradients of later chunks",
         "hf_hotspa/parallel/token_chunks.py",
-        "            roots += [*self._carry.roots(), *self._carry.routers.roots()]\n",
-        "            roots += self._carry.routers.roots()\n",
+        "            roots += [*self.carry.roots(), *self.carry.routers.roots()]\n",
+        "            roots += self.carry.routers.roots()\n",
         "tests/gloo/test_token_chunks.py::test_other_attentions[gpt_neox]",
     ),
     Mutation(
@@ -453,8 +453,8 @@ MUTATIONS = [
     Mutation(
         "only one rank hears of SIGTERM",
         "hf_hotspa/engine/engine.py",
-        "float(self.observer.wants_stop())",
-        "float(self.observer.wants_stop() and self.rank == 0)",
+        "self.stop is not None and self.stop.requested",
+        "self.stop is not None and self.stop.requested and self.rank == 0",
         "tests/gloo/test_preemption.py::test_without_checkpoints_it_only_stops",
     ),
     Mutation(
@@ -572,14 +572,14 @@ MUTATIONS = [
     ),
     Mutation(
         "processes that each train alone are not noticed",
-        "hf_hotspa/trainer/launcher.py",
+        "hf_hotspa/trainer/given_arguments.py",
         "    if started > 1:\n",
         "    if started > 99:\n",
         UNIT + "test_launcher.py::test_processes_that_would_train_alone",
     ),
     Mutation(
         "one process in place of several is not noticed",
-        "hf_hotspa/trainer/launcher.py",
+        "hf_hotspa/trainer/given_arguments.py",
         "(meant := _meant()) != 1:",
         "(meant := _meant()) == 0:",
         UNIT + "test_launcher.py::test_one_process_where_more_were_meant",

@@ -14,7 +14,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.parallel.nodes import known_nodes
+from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switched.model import SwitchedModel
 from tests.families import tiny_model

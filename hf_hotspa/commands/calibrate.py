@@ -140,7 +140,6 @@ def _rank_main(
     quiet: bool,
     base: FrozenBase | None,
 ) -> None:
-    """One process of `_run_own`."""
     backends.prefer_loopback(os.environ)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)
@@ -148,11 +147,7 @@ def _rank_main(
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as launchers do
     dist.init_process_group(
-        _backend(),
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=count,
-        timeout=_TIMEOUT,
+        _backend(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count, timeout=_TIMEOUT
     )
     try:
         calibration = _measure(data, dtype, force, quiet, base)

@@ -23,8 +23,8 @@ from hf_hotspa.errors import ModelError
 from hf_hotspa.layout.placement import Slot
 from hf_hotspa.layout.units import Units, name_of_unit
 from hf_hotspa.layout.vector import EMBEDDING, HEAD
+from hf_hotspa.model.pass_through import modules_of_units
 from hf_hotspa.model.replica import Replica
-from hf_hotspa.model.unit_order import modules_of_units
 from hf_hotspa.plan.units import Program, StagePass, Visit
 
 # -- the weights and gradients of a phase ------------------------------------------------------------------------------

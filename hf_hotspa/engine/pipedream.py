@@ -215,7 +215,9 @@ class PipeDreamRunner(PhaseRunner):
             self._master.zero_gradients()
             plan = self._switching.pool.return_gradients(self.mesh.strategy)
             self._switching.start(plan, self._gradients, self._master.gradients)
-            self._updates.update({name for part in self.parts for name in part.reached})
+            self._updates.update(
+                {slot.spec.name for part in self.parts for p, slot in part.parameters if p in part.reached}
+            )
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.zero_()

@@ -27,9 +27,8 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
-from hf_hotspa.parallel.nodes import nodes_of
-from hf_hotspa.parallel.router_loss import recordable_routers
+from hf_hotspa.parallel.experts import recordable_routers
+from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh, nodes_of
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets
 from hf_hotspa.versions import library_facts
 

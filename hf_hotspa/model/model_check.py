@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.model.model_kind import TextForward, of_text
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
-from hf_hotspa.model.text_half import TextForward, of_text
 from hf_hotspa.parallel.adapters import INTEGERS, bare_model, bit_sum
 from hf_hotspa.parallel.dropout import attention_dropouts
 from hf_hotspa.parallel.four_bit import stored_tensors

@@ -20,18 +20,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers.initialization import no_init_weights
 
 from hf_hotspa.costs.sizes import loss_chunk_tokens
-from hf_hotspa.data.collator import MicroBatch, is_idle
+from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
-from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
+from hf_hotspa.model.model_kind import keep_text
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.pass_through import PassThrough, take_hidden_state
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
-from hf_hotspa.model.text_half import keep_text
 from hf_hotspa.parallel.adapters import base_layer, inject, without_adapters
 from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
-from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
-from hf_hotspa.parallel.context_attention import divided_pack
+from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens, divided_pack
 from hf_hotspa.parallel.dropout import (
     DropoutMasks,
     EmbeddingNoise,
@@ -39,17 +38,29 @@ from hf_hotspa.parallel.dropout import (
     use_attention_dropout,
     use_keyed_dropout,
 )
-from hf_hotspa.parallel.experts import ExpertCapacity, ExpertParallel, fits_grouped_kernels
+from hf_hotspa.parallel.experts import (
+    ChunkPrefix,
+    ExpertCapacity,
+    ExpertParallel,
+    RouterLoss,
+    attach_loss,
+    fits_grouped_kernels,
+)
 from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
 from hf_hotspa.parallel.four_bit import products, put_four_bit
-from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
-from hf_hotspa.parallel.isolation import take_packs
-from hf_hotspa.parallel.linear_attention import mixes_packed, set_heads_of_shard
+from hf_hotspa.parallel.head_loss import (
+    LogitLoss,
+    LossOfLogits,
+    Objective,
+    Tail,
+    chunked_loss,
+    chunks_of_sequences,
+    chunks_of_tokens,
+)
+from hf_hotspa.parallel.isolation import mixes_packed, set_heads_of_shard, take_packs
 from hf_hotspa.parallel.loss import SequenceLoss
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.rope import RopeByRow, with_counted_positions
-from hf_hotspa.parallel.router_loss import ChunkPrefix, RouterLoss, attach_loss
-from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.parallel.tensor_parallel import (
     apply_sequence_parallel,
     apply_tensor_parallel,
@@ -93,59 +104,38 @@ def to_storage(tensor: Tensor, shard_dim: int | None) -> Tensor:
     return (tensor if shard_dim is None else tensor.movedim(shard_dim, 0)).reshape(-1)
 
 
-def from_storage(flat: Tensor, shape: Sequence[int], shard_dim: int | None) -> Tensor:
+def from_storage(flat: Tensor | None, shape: Sequence[int], shard_dim: int | None, offset: int | None = None) -> Tensor:
     """A view of stored elements with the Hugging Face shape: the inverse of `to_storage`.
 
     Args:
         flat: 1-D, contiguous.
         shape: The shape, of the whole parameter or of a shard.
         shard_dim: The dim that is outermost in storage; None for the natural order.
+        offset: Where the elements begin; None where they are all of `flat`.
     """
+    assert flat is not None
+    if offset is not None:
+        flat = flat[offset : offset + prod(shape)]
     if shard_dim is None:
         return flat.view(shape)
     stored = [shape[shard_dim], *shape[:shard_dim], *shape[shard_dim + 1 :]]
     return flat.view(stored).movedim(0, shard_dim)
 
 
-def slot_view(buffer: Tensor | None, slot: Slot) -> Tensor:
-    """A slot's part of a flat buffer, in the Hugging Face order of dims."""
-    assert buffer is not None
-    return from_storage(buffer[slot.offset : slot.offset + prod(slot.shape)], slot.shape, slot.dim)
-
-
 # -- what is attached -------------------------------------------------------------------------------------------------
-
-# What rides on a replica without being a part of the model: it is told when steps, phases and forwards begin and end.
 
 
 class Attachment:
-    """Nothing, at every moment; a subclass overrides what it needs. `HotSPaEngine.attach` hangs it on.
+    """What rides on a replica without being a part of the model; `HotSPaEngine.attach` hangs it on.
 
-    The calls come in this order: `begin_step` (once a mini-batch), `bind` (the weights of a phase are there), and for each
-    forward `begin` and `end`.
+    It has those of these methods that it needs, which are called in this order:
+
+    * `begin_step(step)`: a mini-batch begins, of which `step` came before in the run;
+    * `bind()`: a phase begins, whose weights are there;
+    * `begin(pack, micro_batch, whole)`: a forward begins. `whole` is the pack, or the chunk of it; `micro_batch` the tokens of
+      this rank, its row under cp, with padding under sequence parallelism; `pack` is what attention sees;
+    * `end()`: the forward is over; its backward may be still to come.
     """
-
-    def begin_step(self, step: int) -> None:
-        """A mini-batch begins, of which `step` came before in the run."""
-
-    def bind(self) -> None:
-        """A phase begins."""
-
-    def begin(self, micro_batch: MicroBatch, whole: MicroBatch, with_loss: bool) -> None:
-        """A forward begins.
-
-        Args:
-            micro_batch: The tokens of this rank: its row of the pack under cp, padding under sequence parallelism included.
-            whole: The pack, or the chunk of it.
-            with_loss: Whether the last stage computes logits.
-        """
-
-    def end(self) -> None:
-        """The forward is over; its backward may be still to come."""
-
-    def measures(self) -> Mapping[str, float]:
-        """What it counted since the last `bind`, by name."""
-        return {}
 
 
 # -- gradients of parameters ------------------------------------------------------------------------------------------
@@ -153,19 +143,13 @@ class Attachment:
 # Gradients that accumulate in a wider dtype than their parameter has: bf16 weights, fp32 sums.
 #
 # A torch that has `Tensor.grad_dtype` adds to such a `.grad` itself. For an older one, which refuses it, a hook adds
-# what
-# each backward has left to the buffer, and takes it from the parameter: the same sums, bit for bit, but for a weight
-# that one
-# backward uses several times (tied embeddings), whose uses are summed in its own dtype first; and a gradient of one
-# parameter more in memory while it is added.
+# what each backward has left to the buffer, and takes it from the parameter: the same sums, bit for bit, but for a
+# weight that one backward uses several times (tied embeddings), whose uses are summed in its own dtype first; and a
+# gradient of one parameter more in memory while it is added.
 
 
 KNOWS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 _BUFFER = "_hotspa_gradient"
-
-
-def _nothing() -> None:
-    """Stands for what a replica need not do."""
 
 
 def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -240,14 +224,14 @@ class Replica:
         context: How the ranks of cp divide packs; None where cp is 1.
         experts: How tokens travel to the ranks of ep; None where ep is 1.
         capacity: How many tokens an expert computes at most; None for all.
-        check_weights: Called at the end of every forward that has a loss or leaves the stage.
+        check_weights: Called at the end of every forward that has a loss or leaves the stage; None for nothing.
         objective: What a last stage makes of logits.
         routers: The routers of the layers here, whose balance loss `balance_of` computes; None where none is wanted.
-        attachments: What is told of steps, phases and forwards.
-        reached: The names of the parameters that a backward of the present mini-batch has given a gradient.
+        reached: The parameters that a backward of the present mini-batch has given a gradient.
         keeps_graphs: Whether forwards on a stage that has all layers keep their graphs, in `kept`: the next forward with the
             loss of the same pack begins behind the layers.
-        begin_pass, end_pass: Called around each forward and each backward; `end_pass` before another stage is waited for.
+        begin_pass, end_pass: Called around each forward and each backward, if set; `end_pass` before another stage is waited
+            for.
     """
 
     def __init__(
@@ -262,7 +246,7 @@ class Replica:
         options = options or EngineOptions()
         self.mesh, self.device = mesh, device
         self.losses: list[Tensor] = []
-        self.reached = set[str]()
+        self.reached = set[Tensor]()
         self.logits: list[Tensor] | None = None
         self._vocab_size, self._own_loss = vocabulary_of_logits(description), options.loss
         self._gradients, self._counts_from = options.gradients, description.counts_from
@@ -281,12 +265,13 @@ class Replica:
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
         self.model = self._build(description)
         self._base = self.model.get_submodule(description.base)
-        self._rope = RopeByRow(self._base)
+        rope = RopeByRow(self._base)
         self.layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
         self.parameters = self._own_parameters(description)
-        self.check_weights: Callable[[], None] = _nothing
-        self.begin_pass: Callable[[], None] = _nothing
-        self.end_pass: Callable[[], None] = _nothing
+        self.check_weights: Callable[[], None] | None = None
+        self.begin_pass: Callable[[], None] | None = None
+        self.end_pass: Callable[[], None] | None = None
+        self._calls: dict[str, list[Callable[..., None]]] = {"begin_step": [], "bind": [], "begin": [], "end": []}
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
@@ -295,10 +280,18 @@ class Replica:
         self._drop(description, options)
         self._divide(description, options)
         self._take_loss(description, options)
-        self.attachments: list[Attachment] = []
+        self.attach(rope if rope.is_needed else None)
+        for attachment in (self.dropout, self.noise, self.routers, self.experts, self.capacity, self.flexible):
+            self.attach(attachment)
         self.keeps_graphs = False
         self.kept: dict[tuple[Any, ...], KeptForward] = {}
         self.release()
+
+    def attach(self, attachment: object) -> None:
+        """Hangs something on it, which has some of the methods of an `Attachment`; None for nothing."""
+        for name, calls in self._calls.items():
+            if hasattr(attachment, name):
+                calls.append(getattr(attachment, name))
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -312,6 +305,8 @@ class Replica:
         dropped = use_keyed_dropout(self.model, masks, specs, held, self.hidden_size, mesh.tensor)
         dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
         self.dropout = masks if dropped else None
+        if dropped and self.context is not None:
+            self.context.let_attend = masks.let_attend
         if strategy.rc:
             again = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
             recompute_layers(self.model, again, every=strategy.rc)
@@ -337,7 +332,8 @@ class Replica:
         self.experts = ExpertParallel(mesh, self.capacity) if mesh.experts is not None else None
         if self.experts is not None:
             self.experts.divide(self.model, description.experts)
-        self._after_forward = self._shard(description) if mesh.tensor is not None else _nothing
+        if mesh.tensor is not None:
+            self._shard(description)
         self._tail = Tail(self.model, description.base, description.head) if self.is_last else None
         if self.capacity is not None and self.experts is None:
             modules = dict(self.model.named_modules())  # without those of other stages
@@ -396,7 +392,7 @@ class Replica:
             parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=spec.trainable)
             if spec.trainable:
                 widen(parameter, getattr(torch, self._gradients.accumulated(spec.dtype)))
-                parameter.register_post_accumulate_grad_hook(lambda _, name=spec.name: self.reached.add(name))
+                parameter.register_post_accumulate_grad_hook(self.reached.add)
             for name in (spec.name, *spec.tied_names):
                 module, _, leaf = description.local_name(name).rpartition(".")
                 if leaf in getattr(modules.get(module), "_parameters", {}):
@@ -410,7 +406,7 @@ class Replica:
             )
         return owned
 
-    def _shard(self, description: ModelDescription) -> Any:
+    def _shard(self, description: ModelDescription) -> None:
         strategy, tensor = self.mesh.strategy, self.mesh.tensor
         assert tensor is not None
         whole = description.experts if self.experts is not None else ()
@@ -440,8 +436,8 @@ class Replica:
         self.flexible = make_flexible(present, styles, widths, tensor) if self._is_flexible else None
         if strategy.sp:
             apply_sequence_parallel(present, styles, widths, tensor)
-            return _nothing
-        return apply_tensor_parallel(present, styles, widths, tensor)
+        else:
+            self._calls["end"].append(apply_tensor_parallel(present, styles, widths, tensor))
 
     def _use_four_bit(self, description: ModelDescription) -> None:
         """Products with this rank's shards of weights in 4 bits."""
@@ -461,34 +457,26 @@ class Replica:
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
-    def bind(self, weights: Sequence[Tensor | None], gradients: Sequence[Tensor | None] | None) -> None:
-        """Makes the parameters views into flat buffers.
+    def bind(self, weights: Sequence[Tensor | None] | None, gradients: Sequence[Tensor | None] | None) -> None:
+        """A phase begins: makes the parameters views into flat buffers.
 
         Args:
-            weights: By segment, 1-D, of the segment's dtype; None where this rank holds nothing.
+            weights: By segment, 1-D, of the segment's dtype; None where this rank holds nothing. None altogether where they are
+                bound already.
             gradients: By segment, 1-D, of the dtype in which they accumulate (`GradientDtypes`); None where nothing is
                 trained. None altogether where only forwards will run.
         """
         for parameter, slot in self.parameters:
-            parameter.data = slot_view(weights[slot.segment], slot)
-        self.bind_gradients(gradients)
-
-    def bind_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
-        """The part of `bind` for weights that are bound already: a phase begins in which they are trained, or none is."""
-        self.losses = []
-        if self.experts is not None:
-            self.experts.num_rows = 0
-        if self.capacity is not None:
-            self.capacity.num_dropped = 0
-        if self.routers is not None:
-            self.routers.reset()
-        for attachment in self.attachments:
-            attachment.bind()
-        for parameter, slot in self.parameters:
+            place = slot.shape, slot.dim, slot.offset
+            if weights is not None:
+                parameter.data = from_storage(weights[slot.segment], *place)
             if gradients is None or not slot.spec.trainable:
                 bind_gradient(parameter, None)
             else:
-                bind_gradient(parameter, slot_view(gradients[slot.segment], slot))
+                bind_gradient(parameter, from_storage(gradients[slot.segment], *place))
+        self.losses = []
+        for bind in self._calls["bind"]:
+            bind()
 
     def use_weights(self, weights: Sequence[Tensor | None]) -> None:
         """Puts other values of the trained weights in place until the next call, as `bind` does; nothing else changes.
@@ -497,7 +485,7 @@ class Replica:
         """
         for parameter, slot in self.parameters:
             if slot.spec.trainable:
-                parameter.data = slot_view(weights[slot.segment], slot)
+                parameter.data = from_storage(weights[slot.segment], slot.shape, slot.dim, slot.offset)
 
     def release(self) -> None:
         """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
@@ -535,22 +523,17 @@ class Replica:
         whole, division, num_tokens = micro_batch, None, micro_batch.num_tokens
         if self.context is not None:
             division = self.context.divide(whole.lengths)
-            micro_batch, pack = divided_pack(self.context, division, whole, prefix, self.dropout)
+            micro_batch, pack = divided_pack(self.context, division, whole, prefix)
             num_tokens = division.num_tokens
         else:
             if self._num_shares > 1:
                 micro_batch = self._divisible(micro_batch)
             kh = self.mesh.strategy.kh
             pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, kh, carried=prefix)
-        self._begin(micro_batch, whole, pack, with_loss)
-        inputs: dict[str, Any] = {
-            "position_ids": micro_batch.position_ids
-            if self._counts_from is None
-            else self._positions(whole, self._counts_from),
-            "attention_mask": None,
-            "use_cache": False,
-            "hotspa_pack": pack,
-        }
+        for begin in self._calls["begin"]:
+            begin(pack, micro_batch, whole)
+        positions = micro_batch.position_ids if self._counts_from is None else self._positions(whole, self._counts_from)
+        inputs = dict[str, Any](position_ids=positions, attention_mask=None, use_cache=False, hotspa_pack=pack)
         inputs |= {"input_ids": micro_batch.input_ids} if self.is_first else {"inputs_embeds": hidden}
         has_loss = self.is_last and with_loss
         if has_loss:
@@ -562,37 +545,17 @@ class Replica:
             out = out + beside if has_loss else attach_loss(out, beside)
         if has_loss:
             self.losses.append(out.detach())
-        self._end(with_loss)
-        pack.check_calls(self._num_attentions, type(self.model).__name__)
-        return out
-
-    def _begin(self, micro_batch: MicroBatch, whole: MicroBatch, pack: PackedSequences, with_loss: bool) -> None:
-        if self._rope.is_needed:
-            self._rope.begin(micro_batch)
-        if self.dropout is not None:
-            self.dropout.begin(pack, micro_batch)
-        if self.routers is not None:
-            self.routers.clear()
-        if self.experts is not None:
-            self.experts.is_counting, self.experts.is_idle = True, is_idle(whole)
-        if self.capacity is not None:
-            self.capacity.is_counting = not is_idle(whole)
-        if self.noise is not None:
-            self.noise.micro_batch = micro_batch
-        for attachment in self.attachments:
-            attachment.begin(micro_batch, whole, with_loss)
-
-    def _end(self, with_loss: bool) -> None:
-        self._after_forward()
-        # a layer that is computed again in the backward has been counted
-        if self.experts is not None:
-            self.experts.is_counting = False
-        if self.capacity is not None:
-            self.capacity.is_counting = False
-        for attachment in self.attachments:
-            attachment.end()
-        if with_loss:
+        for end in self._calls["end"]:
+            end()
+        if with_loss and self.check_weights is not None:
             self.check_weights()
+        # layers that run in cycles attend several times
+        if pack.num_calls < self._num_attentions or pack.num_calls % max(self._num_attentions, 1):
+            raise ModelError(
+                f"{type(self.model).__name__} attended {pack.num_calls} times instead of {self._num_attentions}",
+                why="layers that do not use the packed attention would mix the sequences of a pack",
+            )
+        return out
 
     def _positions(self, whole: MicroBatch, counts_from: int) -> Tensor:
         """[1, T] int64, the positions of this rank's tokens as a family counts them that does not count from 0."""
@@ -603,15 +566,10 @@ class Replica:
         return num_tokens if self.context is None else self.context.tokens_kept(num_tokens)
 
     def begin_step(self, step: int) -> None:
-        """What is random draws from the number of the mini-batch that begins; no gradient has come yet."""
+        """A mini-batch begins, of which `step` came before in the run; no gradient has come yet."""
         self.reached.clear()
-        for random in (self.noise, self.dropout):
-            if random is not None:
-                random.step = step
-        for attachment in self.attachments:
-            attachment.begin_step(step)
-        if self.flexible is not None:
-            self.flexible.begin_step(step)
+        for begin_step in self._calls["begin_step"]:
+            begin_step(step)
 
     def _loss(
         self, inputs: dict[str, Any], micro_batch: MicroBatch, whole: MicroBatch, scale: float, num_tokens: int
@@ -622,7 +580,9 @@ class Replica:
         if not (in_chunks or self.keeps_graphs or self._sharers is not None):
             # squeezed, not indexed: the gradient of an index is a second buffer of zeros as large as the logits
             logits = self.model(**inputs).logits.squeeze(0)
-            return self._loss_of_logits(logits, micro_batch, loss_of, num_tokens)
+            if self.logits is not None:
+                self.logits.append(logits[:num_tokens])
+            return loss_of(logits, slice(0, micro_batch.num_tokens))
         hidden = self._base(**inputs).last_hidden_state
         if self._sharers is not None:
             hidden = gather_tokens(hidden, self._sharers)
@@ -638,33 +598,26 @@ class Replica:
         tail, most = self._tail, self._chunk_tokens
         assert tail is not None
         if self.logits is not None or num_tokens <= most:
-            return self._loss_of_logits(tail(hidden, inputs), micro_batch, loss_of, num_tokens)
+            logits = tail(hidden, inputs)
+            if self.logits is not None:
+                self.logits.append(logits[:num_tokens])
+            return loss_of(logits, slice(0, micro_batch.num_tokens))
         if isinstance(self._own_loss, SequenceLoss):
             chunks = chunks_of_sequences(micro_batch.lengths, most)
         else:
             chunks = chunks_of_tokens(micro_batch.num_tokens, most)
         return chunked_loss(lambda part, tokens: loss_of(tail(part, inputs), tokens), hidden, tail.parameters, chunks)
 
-    def _loss_of_logits(
-        self, logits: Tensor, micro_batch: MicroBatch, loss_of: LossOfLogits, num_tokens: int
-    ) -> Tensor:
-        if self.logits is not None:
-            self.logits.append(logits[:num_tokens])
-        return loss_of(logits, slice(0, micro_batch.num_tokens))
-
     def _resumed(self, whole: MicroBatch, scale: float) -> Tensor | None:
         """The loss of a pack whose layers have run already, in a forward that kept its graph (`keeps_graphs`)."""
         kept = self.kept.pop((whole.keys, whole.lengths), None)
         if kept is None:
             return None
-        for attachment in self.attachments:
-            attachment.begin(kept.micro_batch, whole, True)
         loss_of = self.objective.of(kept.micro_batch, whole, scale)
         out = self._loss_of_hidden(kept.hidden, kept.inputs, kept.micro_batch, loss_of, kept.hidden.shape[1])
-        for attachment in self.attachments:
-            attachment.end()
         self.losses.append(out.detach())
-        self.check_weights()
+        if self.check_weights is not None:
+            self.check_weights()
         return out
 
     def _divisible(self, micro_batch: MicroBatch) -> MicroBatch:
@@ -674,7 +627,7 @@ class Replica:
 
     def _balance(self, whole: MicroBatch, division: Division | None, scale: float, prefix: ChunkPrefix | None) -> Any:
         chunk = None if prefix is None else prefix.routers
-        loss_of = partial(self.balance_of, whole.lengths, whole.labels[0], scale, chunk=chunk)
+        loss_of = partial(self.balance_of, whole, scale, chunk=chunk)
         if division is None:
             return loss_of(partial(same_tokens, group=self._sharers, num_tokens=whole.num_tokens))
         row = partial(same_tokens, group=self._sharers, num_tokens=division.shares.rows[division.context.index])

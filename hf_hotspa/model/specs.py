@@ -15,20 +15,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
-from hf_hotspa.model.model_kind import refuse_other_models, refuse_own_attention
+from hf_hotspa.model.model_kind import (
+    of_text,
+    refuse_idle_adapters,
+    refuse_other_models,
+    refuse_own_attention,
+    text_base,
+)
+from hf_hotspa.model.pass_through import order_unsupported_reason, stage_unsupported_reason
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
-from hf_hotspa.model.text_half import of_text, refuse_idle_adapters, text_base
-from hf_hotspa.model.unit_order import order_unsupported_reason
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel import experts
 from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, bare_model, plain_parameters, unwrap
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends
 from hf_hotspa.parallel.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
+from hf_hotspa.parallel.experts import router_layers
 from hf_hotspa.parallel.four_bit import FourBit, packed_specs, read_four_bit
 from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
-from hf_hotspa.parallel.router_loss import router_layers
-from hf_hotspa.parallel.stage_input import stage_unsupported_reason
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
 
 _RANDOM_ROUTERS = {"phimoe"}

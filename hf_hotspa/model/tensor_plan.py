@@ -18,7 +18,7 @@ from hf_hotspa.layout.vector import Part
 from hf_hotspa.parallel.adapters import base_layer, plain_parameters, without_adapters
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.four_bit import is_four_bit
-from hf_hotspa.parallel.linear_attention import mixes_packed, projections
+from hf_hotspa.parallel.isolation import mixes_packed, projections
 from hf_hotspa.parallel.tensor_parallel import (
     COLWISE,
     COLWISE_GATHER,

@@ -118,7 +118,7 @@ def beats(
 
 
 def _passes(strategy: Strategy, packs: Sequence[Lengths], is_trained: bool) -> list[bool]:
-    """The passes of a replica, whether each is backward: those of `token_chunks.run_chain` for every chain of a pack."""
+    """The passes of a replica, whether each is backward: those of `token_chunks.PackRunner` for every chain of a pack."""
     passes: list[bool] = []
     for lengths in packs:
         for chunks in map(len, cut_into_chains(lengths, strategy.ck)) if strategy.ck else (1,):

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from hf_hotspa.data.collator import MicroBatch, MiniBatch
 from hf_hotspa.errors import DataError, HotspaError, PeerError, PlanMismatchError, SilentPeerError, TransferError
-from hf_hotspa.parallel.nodes import known_nodes
+from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.strategy import Strategy
 
 T = TypeVar("T")
@@ -41,10 +41,8 @@ T = TypeVar("T")
 #
 # A rank that hangs says nothing; what its peers see is a collective that times out, or, where another rank was sooner,
 # a connection that is closed. Each of them leaves its name in the rendezvous store. The ones that timed out wait a few
-# seconds for the names of all others: ranks that wait for each other give up at about the same moment, so whose name
-# is
-# missing then hangs, is stopped, or works on something that takes longer than the rest waits. Nothing is written
-# before
+# seconds for the names of all others: ranks that wait for each other give up at about the same moment, so whose name is
+# missing then hangs, is stopped, or works on something that takes longer than the rest waits. Nothing is written before
 # a collective has failed: a run in which all is well pays nothing.
 
 
@@ -416,7 +414,8 @@ class Agreement:
 
     def gather(self, values: list[float]) -> torch.Tensor:
         """fp64 [world size, number of values] of every rank's values; a collective call."""
-        return torch.stack(self._gather(torch.tensor(values, dtype=torch.float64)))
+        own = torch.tensor(values, dtype=torch.float64)
+        return own[None] if self.group is None else torch.stack(self._gather(own))
 
     def vectors(self, values: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Every rank's 1-D tensor, of any size each and one dtype, in host memory; a collective call.
@@ -588,10 +587,8 @@ class Mailbox:
 # The ranks of a replica (tp, pp) train each of its packs together, so each reads the rows for itself: where a data set
 # gives them another crop, or another order, the activations of one row would be mixed with another's, with a plausible
 # loss. The collator leaves a digest of each pack (`MicroBatch.content`); a rank hands in their sum, weighted so that
-# the
-# sums of all ranks add up to zero where every replica agrees. Ranks of different replicas hold different rows, and are
-# not
-# compared. Only where they do not agree are the rows themselves compared and named.
+# the sums of all ranks add up to zero where every replica agrees. Ranks of different replicas hold different rows, and
+# are not compared. Only where they do not agree are the rows themselves compared and named.
 
 
 _MODULUS = 1 << 64

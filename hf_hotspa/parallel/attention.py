@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from hf_hotspa.errors import ModelError
 from hf_hotspa.parallel.fused_attention import (
@@ -354,7 +354,7 @@ class AttentionCall:
     @property
     def is_plain(self) -> bool:
         """Whether `scaled_dot_product_attention` computes it."""
-        return self.is_fusable and self.sinks is None
+        return self.softcap is None and self.sinks is None and not self.dropout
 
     def slides(self, length: int) -> bool:
         """Whether a position does not see all of so many tokens before it."""
@@ -372,7 +372,7 @@ DropsAttention = Callable[[nn.Module, float, int, "PackedSequences"], AttentionD
 dropped, the heads that it has here, and the row."""
 
 AttendsDivided = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionCall, "PackedSequences"], Tensor]
-"""How a rank attends to a pack of which it has some tokens only (`parallel.context_attention`): [1, t, H, D] for queries
+"""How a rank attends to a pack of which it has some tokens only (`parallel.context`): [1, t, H, D] for queries
 [1, H, t, D], keys and values of its row. Collective among the ranks that share the pack."""
 
 
@@ -394,7 +394,7 @@ class PackedSequences:
         visible: Which tokens of the row the running layer sees, `(first, last + 1)`; None for all.
         attention_dropout: Which attention probabilities are dropped; None where none are.
         first_tokens: The place of each sequence's first token in its row, for that.
-        carried: The states of linear attention before and behind the row (`parallel.linear_attention`); None where the row
+        carried: The states of linear attention before and behind the row (`parallel.isolation`); None where the row
             begins and ends with whole sequences.
         division: Where the row is a part of a pack, how that is divided.
         plans: What layers of linear attention have worked out for the pack, by the width of their convolution.
@@ -432,14 +432,12 @@ class PackedSequences:
         sums = torch.tensor((0, *accumulate(self.key_lengths)), dtype=torch.int32)
         return sums.to(self.cu_seqlens.device, non_blocking=True)
 
-    def prefixes(self, before: tuple[Tensor, Tensor] | None) -> list[tuple[Tensor, Tensor] | None]:
-        """For each sequence its part of what a `Prefix` gives; None where it has none."""
-        none: list[tuple[Tensor, Tensor] | None] = [None] * len(self.lengths)
-        if self.prefix is None or before is None:
-            return none
+    def prefixes(self, before: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor] | None]:
+        """For each sequence its part of what the `Prefix` gave; None where it has none."""
+        assert self.prefix is not None
         parts = zip(*(x.split(self.prefix.lengths, dim=2) for x in before), strict=True)
         pairs = [(k, v) if k.shape[2] else None for k, v in parts]
-        return [*pairs, *none[len(pairs) :]]
+        return [*pairs, *[None] * (len(self.lengths) - len(pairs))]
 
     def joined(
         self, before: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor, most_before: int | None = None
@@ -464,19 +462,6 @@ class PackedSequences:
                 parts.append(own)
             rows.append(torch.cat(parts, 2))
         return rows[0], rows[1], tuple(counts)
-
-    def check_calls(self, num_attentions: int, model: str) -> None:
-        """Checks, after a forward of a model, that all of its attentions came through here.
-
-        Raises:
-            ModelError: one did not.
-        """
-        # layers that run in cycles attend several times
-        if self.num_calls < num_attentions or self.num_calls % max(num_attentions, 1):
-            raise ModelError(
-                f"{model} attended {self.num_calls} times instead of {num_attentions}",
-                why="layers that do not use the packed attention would mix the sequences of a pack",
-            )
 
 
 def code_of_forward(module: nn.Module) -> CodeType | None:
@@ -550,7 +535,10 @@ def packed_attention(
             why="the sequences of a pack would attend to each other",
             fix="this family cannot be trained packed; report its model_type",
         )
-    refused = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _HARMLESS]
+    refused = []
+    for name, given in kwargs.items():
+        if isinstance(given, Tensor) and name not in _HARMLESS:
+            refused.append(name)
     if refused or not getattr(module, "is_causal", True):
         raise ModelError(
             f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
@@ -600,7 +588,7 @@ def _attend(
         key, value, key_lengths = pack.joined(before, key, value)
         out = explicit_attention(query[0], key[0], value[0], call.sinks, pack.lengths, scores, key_lengths)
         return out.transpose(0, 1)[None]
-    if varlen_takes(query, value):
+    if call.softcap is not None or (query.is_cuda and varlen_takes(query, value)):  # no other kernel caps
         key, value, _ = pack.joined(before, key, value)
         return varlen(query, key, value, pack, call)
     is_windowed = call.sliding_window is not None and call.slides(max(pack.key_lengths))
@@ -612,7 +600,8 @@ def _attend(
         return fused_attention(query, key, value, call.sinks, of_row).transpose(1, 2).contiguous()
     lengths, outs = pack.lengths, []
     parts = query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2)
-    for q, k, v, prefix in zip(*parts, pack.prefixes(before), strict=True):
+    prefixes = [None] * len(lengths) if before is None else pack.prefixes(before)
+    for q, k, v, prefix in zip(*parts, prefixes, strict=True):
         outs.append(_one_sequence(q, k, v, prefix, call, takes).transpose(1, 2))
     return torch.cat(outs, dim=1)
 
@@ -747,7 +736,7 @@ def _one_sequence(
     attention = partial(
         functional.scaled_dot_product_attention, scale=call.scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
-    if length == key_length and not call.slides(length):
+    if length == key_length and (call.sliding_window is None or call.sliding_window >= length):
         return attention(query, key, value, is_causal=True)
     before, position, parts = key_length - length, torch.arange(key_length, device=query.device), []
     for first in range(0, length, _MASKED_QUERIES):  # a mask of all of them would be as large as the square
@@ -763,4 +752,3 @@ def _one_sequence(
 
 
 AttentionInterface.register(ATTENTION, packed_attention)
-AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)

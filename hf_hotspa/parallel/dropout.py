@@ -184,8 +184,8 @@ class DropoutMasks:
         sequence_parallel: Whether tensors between blocks hold this rank's share of the tokens only.
 
     Attributes:
-        step: The number of the mini-batch, to be set before its first forward.
-        pack: The pack that is computed, with its token keys; to be set before each forward.
+        step: The number of the mini-batch.
+        pack: The pack that is computed, with its token keys.
         attentions: The attention modules that may drop probabilities: the name of each in the whole model, and the first
             head of the whole model that this rank computes.
     """
@@ -198,8 +198,12 @@ class DropoutMasks:
         if tensor is not None and sequence_parallel:
             self._sharers, self._place = tensor.size, tensor.order[tensor.shard]
 
-    def begin(self, pack: PackedSequences, micro_batch: MicroBatch) -> None:
-        """A forward of this pack begins."""
+    def begin_step(self, step: int) -> None:
+        """A mini-batch begins, see `Attachment`."""
+        self.step = step
+
+    def begin(self, pack: PackedSequences, micro_batch: MicroBatch, whole: MicroBatch) -> None:
+        """A forward begins, see `Attachment`."""
         self.pack = pack
         self.let_attend(pack, micro_batch)
 
@@ -448,14 +452,22 @@ class EmbeddingNoise:
         alpha: `neftune_noise_alpha`.
 
     Attributes:
-        step: The number of the mini-batch, to be set before its first forward.
-        micro_batch: The pack that is embedded next, to be set before each forward.
+        step: The number of the mini-batch.
+        micro_batch: The pack that is embedded next.
     """
 
     def __init__(self, alpha: float, seed: int) -> None:
         self._alpha, self._seed = alpha, seed
         self.step = 0
         self.micro_batch: MicroBatch | None = None
+
+    def begin_step(self, step: int) -> None:
+        """A mini-batch begins, see `Attachment`."""
+        self.step = step
+
+    def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
+        """A forward begins, see `Attachment`."""
+        self.micro_batch = micro_batch
 
     def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
         """[1, T, H] with the noise of each sequence of the pack added; None, the output as it is, in eval mode."""

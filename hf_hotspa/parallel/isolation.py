@@ -5,6 +5,21 @@ convolutions would carry something from one sequence into the next; attention th
 chunks, scores that depend on the position in the row) would not know where a sequence begins. Such a layer is called
 once for each sequence of the pack, with that sequence's slice of everything that it is given, so that nothing can pass
 whatever it computes. All else in a decoder layer works token by token, so the results are the same.
+
+Gated delta nets run whole packs: each document has a state and a short convolution of its own. A gated delta net (Yang et al., 2024, "Gated Delta Networks", arXiv 2412.06464) reads tokens one after the other into a state
+[K, V] of each head. The families of transformers (qwen3_next, qwen3_5, olmo_hybrid, ...) mix tokens in two functions alone,
+`causal_conv1d_fn` and `torch_chunk_gated_delta_rule`: a layer runs the family's own forward with these two replaced by
+`_Mixer.convolve` and `_Mixer.recur`. What they need of other tokens than the row's comes from the pack:
+
+* other documents: nothing. Before each of them stand as many rows of zeros as the convolution looks back, and its state is 0;
+* the chunk before (`+ck`): the state, and the last tokens before the convolution (`StatePrefix`);
+* other ranks of cp: the last tokens of each piece before the convolution, gathered; and for the recurrence all tokens of some
+  heads in exchange for some tokens of all heads (`parallel.context`), with heads of zeros where they do not divide.
+
+Where fla is installed its kernel runs the recurrence, with the family's own arguments; else `delta_rule` here, in torch.
+
+Shapes: T tokens of a pack, t of this rank's row, C channels of the convolution, w its width, G heads of queries and keys,
+H of values (a multiple of G), K and V widths of these heads.
 """
 
 import copy
@@ -13,14 +28,27 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from importlib.util import find_spec
+from inspect import unwrap
+from itertools import accumulate
+from types import FunctionType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedConfig
 
 from hf_hotspa.parallel.attention import PackedSequences, calls_attention, code_of_forward, names_in_forward
-from hf_hotspa.parallel.linear_attention import mix_packed, mixes_packed
+from hf_hotspa.parallel.collectives import CLOCK, with_gradient
+from hf_hotspa.parallel.context import (
+    ContextGroup,
+    Division,
+    gathered,
+    heads_to_tokens,
+    scattered_sum,
+    tokens_to_heads,
+)
 
 _PACKABLE = {"full_attention", "sliding_attention", "attention", "dense", "sparse"}
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
@@ -36,7 +64,7 @@ class LayerKind:
         window: Tokens that the mask lets a position see, itself included; all before it when None.
         chunk: Length of the stretches that the mask keeps apart; none when None.
         hands_on: Whether its attention must be given the pack past the layer, which keeps what it has no name for (StableLM).
-        is_linear: Whether it is linear attention that runs whole packs (`parallel.linear_attention`).
+        is_linear: Whether it is linear attention that runs whole packs (`mix_packed`).
     """
 
     num_attentions: int
@@ -222,3 +250,413 @@ def _each_sequence(
         return torch.cat(outs, dim=1)
     beside = zip(*(out[1:] for out in outs), strict=True)
     return (torch.cat([out[0] for out in outs], dim=1), *map(_PerSequence, beside))
+
+
+# -- gated delta nets --------------------------------------------------------------------------------------------------
+
+
+CONVOLUTION, RECURRENCE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
+"""The names under which the forwards of families call the two functions that mix tokens."""
+_CHUNKS = (16, 32, 64)
+"""Tokens of a chunk of `delta_rule`, of which the cheapest is taken."""
+_STEP = 1e6
+"""What a step of the scan costs beside its products, in multiplications of one head."""
+
+
+class StatePrefix(Protocol):
+    """What a layer keeps of the tokens before those of a row, and leaves for those behind it.
+
+    Attributes:
+        continues: Whether the first sequence goes on behind the row.
+    """
+
+    continues: bool
+
+    def state(self, key: tuple[nn.Module, str], takes_gradient: bool) -> Tensor | None:
+        """What the chunk before left, a leaf whose gradient goes back there; None for the first chunk."""
+        ...
+
+    def leave_state(self, key: tuple[nn.Module, str], state: Tensor) -> None:
+        """Leaves a state for the chunk behind."""
+        ...
+
+
+def mixes_packed(module: nn.Module) -> bool:
+    """Whether a module is a gated delta net of transformers, whose forward is known to mix tokens in two functions alone."""
+    of_library = type(module).__module__.startswith("transformers.models.")
+    members = all(hasattr(module, name) for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"))
+    return of_library and members and {CONVOLUTION, RECURRENCE} <= names_in_forward(module)
+
+
+def mix_packed(module: nn.Module) -> None:
+    """Makes a gated delta net keep the documents of its packs apart."""
+    own = unwrap(type(module).forward)
+    assert isinstance(own, FunctionType)
+    mixer = _Mixer(module, own.__globals__[CONVOLUTION], own.__globals__[RECURRENCE])
+    ours = {CONVOLUTION: mixer.convolve, RECURRENCE: mixer.recur}
+    forward = FunctionType(own.__code__, own.__globals__ | ours, own.__name__, own.__defaults__, own.__closure__)
+    forward.__kwdefaults__ = own.__kwdefaults__
+    module.forward = partial(forward, module)
+
+
+def projections(module: nn.Module) -> tuple[list[str], str, str]:
+    """The names of a gated delta net's projections into it, of that out of it, and of its norm."""
+    names = [name for name, child in module.named_children() if list(child.parameters())]
+    out, norm = (
+        next(name for name in names if name in known) for known in (("out_proj", "o_proj"), ("norm", "o_norm"))
+    )
+    return [name for name in names if name not in (out, norm, "conv1d")], out, norm
+
+
+def set_heads_of_shard(module: Any, num_heads: int) -> None:
+    """Tells a gated delta net how many heads of queries and keys this rank of tp has, 0 included."""
+    values_each, key, value = module.num_v_heads // module.num_k_heads, module.head_k_dim, module.head_v_dim
+    module.num_k_heads, module.num_v_heads = num_heads, num_heads * values_each
+    module.key_dim, module.value_dim = num_heads * key, num_heads * values_each * value
+    module.conv_dim = 2 * module.key_dim + module.value_dim
+    if not num_heads:  # families divide by their number
+        module.forward = partial(_without_heads, module)
+
+
+def _without_heads(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """The forward of a rank without heads, which takes part in the collectives of the projections."""
+    into, out, _ = projections(module)
+    given: Tensor = module.get_submodule(out)(
+        torch.cat([module.get_submodule(name)(hidden_states) for name in into], -1)
+    )
+    return given
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether the family's own function runs the recurrence of packed sequences on the device of a tensor."""
+    return x.is_cuda and find_spec("fla") is not None
+
+
+class _Mixer:
+    """The two functions of one gated delta net.
+
+    Args:
+        convolution: The family's own, which looks back from each token of a row.
+        recurrence: The family's own.
+    """
+
+    def __init__(self, module: nn.Module, convolution: Callable[..., Tensor], recurrence: Callable[..., Any]) -> None:
+        self._module, self._convolution, self._recurrence = module, convolution, recurrence
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        *,
+        hotspa_pack: PackedSequences,
+        **kwargs: Any,
+    ) -> Tensor:
+        """[1, C, t] of the convolution with [C, w], within each sequence."""
+        pack, rows, key = hotspa_pack, x[0].transpose(0, 1), (self._module, CONVOLUTION)
+        places = pack.plans.get(weight.shape[-1])
+        if places is None:
+            places = pack.plans[weight.shape[-1]] = _Places(pack, weight.shape[-1], x.device)
+        spread = rows.new_zeros(places.num_rows, rows.shape[1]).index_copy_(0, places.own, rows)
+        others = []
+        if pack.carried is not None:
+            before = pack.carried.state(key, x.requires_grad)
+            others.append(rows.new_zeros(weight.shape[-1] - 1, rows.shape[1]) if before is None else before)
+        if pack.division is not None and places.most:
+            others.append(_tails(rows, places.mine, places.most, pack.division.context))
+        if others:
+            source = torch.cat(others)
+            spread = spread.index_copy(0, places.into, source.index_select(0, places.of))
+            if pack.carried is not None and pack.carried.continues:
+                last = spread if pack.division is None else source
+                pack.carried.leave_state(key, last.index_select(0, places.left))
+        out = self._convolution(spread.transpose(0, 1)[None], weight, bias, activation=activation)
+        return out.index_select(2, places.own)
+
+    def recur(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        g: Tensor,
+        beta: Tensor,
+        hotspa_pack: PackedSequences,
+        use_qk_l2norm_in_kernel: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """[1, t, H, V] of the recurrence, within each sequence; arguments as for the family's function."""
+        pack, lengths, heads = hotspa_pack, hotspa_pack.lengths, value.shape[2]
+        inputs = query, key, value, g[..., None], beta[..., None]
+        if pack.division is not None:
+            inputs = _to_heads(pack.division, *inputs)
+            lengths = (*pack.division.shares.lengths, *pack.division.pads)
+        query, key, value, g, beta = inputs
+        named = self._module, RECURRENCE
+        takes_gradient = any(x.requires_grad for x in inputs)
+        state = None if pack.carried is None else pack.carried.state(named, takes_gradient)
+        continues = pack.carried is not None and pack.carried.continues
+        run = self._by_kernel if has_kernel(value) else delta_rule
+        out, last = run(query, key, value, g[..., 0], beta[..., 0], lengths, state, continues, use_qk_l2norm_in_kernel)
+        if continues and pack.carried is not None:
+            pack.carried.leave_state(named, last)
+        if pack.division is not None:
+            out = heads_to_tokens(pack.division, out.transpose(1, 2))[0].transpose(1, 2)[:, :, :heads]
+        return out, None
+
+    def _by_kernel(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        lengths: Sequence[int],
+        state: Tensor | None,
+        continues: bool,
+        normalizes: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As `delta_rule`, by the family's own function, which takes borders and states of packed sequences."""
+        borders = torch.tensor((0, *accumulate(lengths)), dtype=torch.int64).to(value.device, non_blocking=True)
+        states = None
+        if state is not None:
+            states = torch.cat([state[None], state.new_zeros(len(lengths) - 1, *state.shape)])
+        out, last = self._recurrence(
+            query, key, value, g=decay, beta=beta, initial_state=states, output_final_state=continues,
+            use_qk_l2norm_in_kernel=normalizes, cu_seqlens=borders,
+        )  # fmt: skip
+        return out, last[0] if continues else last
+
+
+# -- the convolution ----------------------------------------------------------------------------------------------------
+
+
+class _Places:
+    """Where rows are that a convolution reads: before each piece of a sequence stand the w - 1 tokens before it, or zeros.
+
+    Attributes:
+        num_rows: Of all that the convolution is given.
+        own: int64 [t], where the row's own tokens are among these.
+        into, of: int64 [n] each, where rows of others are among these, and which of those carried and gathered they are.
+        left: int64 [w - 1], the last tokens of the first sequence, for the chunk behind: among the rows, or with cp as `of`.
+        mine: int64 [m], the row's tokens that other ranks may read.
+        most: The most that a rank has of these.
+    """
+
+    def __init__(self, pack: PackedSequences, width: int, device: torch.device) -> None:
+        division, back_by, is_carried = pack.division, width - 1, pack.carried is not None
+        pieces, ends, mine, self.most = (
+            [(i, 0, n) for i, n in enumerate(pack.lengths)],
+            dict[Any, int](),
+            list[int](),
+            0,
+        )
+        if division is not None:
+            ends, mine, self.most = _ends(division, back_by, back_by if is_carried else 0)
+            pieces = list(division.shares.pieces[division.context.index])
+            pad = sum(pack.lengths) - sum(stop - start for _, start, stop in pieces)
+            pieces += [(len(division.shares.lengths), 0, pad)] if pad else []
+
+        def source(sequence: int, token: int) -> int | None:
+            if token < 0:
+                return back_by + token if sequence == 0 and is_carried else None
+            return ends[sequence, token]
+
+        at, own, into, of = 0, list[int](), list[int](), list[int]()
+        for sequence, start, stop in pieces:
+            for place, token in enumerate(range(start - back_by, start)):
+                if (row := source(sequence, token)) is not None:
+                    into.append(at + place)
+                    of.append(row)
+            at += back_by
+            own += range(at, at + stop - start)
+            at += stop - start
+        left = list[int]()
+        if is_carried and division is None:
+            left += range(pack.lengths[0], pack.lengths[0] + back_by)
+        elif is_carried:
+            length = division.shares.lengths[0]
+            left += (source(0, token) or 0 for token in range(length - back_by, length))
+        self.num_rows = at + width  # a convolution of no rows is an error
+        self.own, self.into, self.of, self.left, self.mine = (
+            torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (own, into, of, left, mine)
+        )
+
+
+def _ends(division: Division, back_by: int, first: int) -> tuple[dict[tuple[int, int], int], list[int], int]:
+    """The last tokens of the pieces of all ranks: where each is once they are gathered, behind `first` rows; which tokens of
+    this rank's row they are; and the most that a rank has."""
+    of_ranks, mine = [], list[int]()
+    for rank, pieces in enumerate(division.shares.pieces):
+        ends, at = list[tuple[int, int]](), 0
+        for sequence, start, stop in pieces:
+            # whole sequences are read by nobody else; the first one may go on in the next chunk
+            is_read = sequence == 0 or stop - start < division.shares.lengths[sequence]
+            low = max(start, stop - back_by) if is_read else stop
+            ends += ((sequence, token) for token in range(low, stop))
+            if rank == division.context.index:
+                mine += range(at + low - start, at + stop - start)
+            at += stop - start
+        of_ranks.append(ends)
+    most = max(map(len, of_ranks))
+    places = {end: first + rank * most + i for rank, ends in enumerate(of_ranks) for i, end in enumerate(ends)}
+    return places, mine, most
+
+
+def _tails(rows: Tensor, mine: Tensor, most: int, context: ContextGroup) -> Tensor:
+    """[P * most, C]: some tokens of every rank's row [t, C], with gradients. Collective in cp."""
+    num_tokens = len(rows)
+
+    def gather(rows: Tensor) -> Tensor:
+        work, whole = gathered(rows.index_select(0, mine), most, context)
+        CLOCK.wait(work)
+        return whole.flatten(0, 1)
+
+    def scatter(grad: Tensor) -> Tensor:
+        work, parts = scattered_sum(grad.view(context.size, most, -1), context)
+        CLOCK.wait(work)
+        own = parts.sum(0)[: len(mine)]
+        return own.new_zeros(num_tokens, own.shape[1]).index_add_(0, mine, own)
+
+    out: Tensor = with_gradient(gather, scatter, rows)
+    return out
+
+
+# -- the recurrence -----------------------------------------------------------------------------------------------------
+
+
+def _to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """[1, t, h, D] of this rank's row each to [1, T, h / P, D] of its heads, those of values as those of their keys."""
+    size, groups = division.context.size, tensors[0].shape[2]
+    more = -groups % size  # heads of zeros
+    by_heads = []
+    for x in tensors:
+        padded = functional.pad(x, (0, 0, 0, more * (x.shape[2] // groups)))
+        by_heads.append(padded.transpose(1, 2))
+    return tuple(x.transpose(1, 2) for x in tokens_to_heads(division, *by_heads))
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Where the tokens of sequences are among chunks of so many tokens, the first chunks of all sequences first.
+
+    Args:
+        places: int64 [T].
+        counts: Chunks of each step of the scan: those of the sequences that are long enough, the longest ones first.
+        size: Tokens of a chunk.
+        first: Of the first sequence, its place in each step.
+        last: The last step that it has a chunk in.
+    """
+
+    places: Tensor
+    counts: tuple[int, ...]
+    size: int
+    first: int
+    last: int
+
+
+def _cheapest_size(lengths: Sequence[int], key: int, value: int) -> int:
+    """Tokens of a chunk, by the widths of heads: short ones waste less on short sequences, long ones need fewer steps."""
+
+    def cost(size: int) -> float:
+        padded = sum(-(-n // size) * size for n in lengths)
+        return padded * (2 * (key + value) * size + 3 * key * value) + _STEP * max(lengths, default=0) / size
+
+    return min(_CHUNKS, key=cost)
+
+
+def _chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> _Chunks:
+    counts = [-(-n // size) for n in lengths]
+    order = sorted(range(len(lengths)), key=lambda i: -counts[i])
+    steps = [sum(count > step for count in counts) for step in range(max(counts, default=0))]
+    begins = torch.tensor([0, *accumulate(steps)])
+    rank = {sequence: place for place, sequence in enumerate(order)}
+    places = [torch.empty(0, dtype=torch.int64)]
+    for sequence, length in enumerate(lengths):
+        token = torch.arange(length)
+        places.append((begins[token // size] + rank[sequence]) * size + token % size)
+    return _Chunks(torch.cat(places).to(device, non_blocking=True), tuple(steps), size, rank[0], counts[0] - 1)
+
+
+def _chunked(x: Tensor, heads: tuple[int, int], chunks: _Chunks) -> Tensor:
+    """[T, h, D] as [chunks, *heads, tokens, D], zeros where a sequence has ended."""
+    rows = x.new_zeros(sum(chunks.counts) * chunks.size, *x.shape[1:]).index_copy_(0, chunks.places, x)
+    whole = rows.view(-1, chunks.size, *x.shape[1:]).transpose(1, 2).contiguous()
+    return whole.view(-1, *heads, chunks.size, x.shape[2])
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    lengths: Sequence[int],
+    state: Tensor | None = None,
+    continues: bool = False,
+    normalizes: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule within each sequence of a row: `S = exp(decay) S`, `S = S + beta k (v - k S)`, `out = q S`.
+
+    Within chunks all tokens of the row at once, by the WY representation; over chunks one step after the other, in each the
+    next chunk of every sequence (Yang et al., 2024, section 3.3). In fp32, or the dtype of the inputs where that is wider.
+
+    Args:
+        query: [1, T, G, K], scaled here by K ** -0.5.
+        key: [1, T, G, K].
+        value: [1, T, H, V]; H is a multiple of G.
+        decay: [1, T, H], logarithms, at most 0.
+        beta: [1, T, H].
+        lengths: Tokens of each sequence.
+        state: [H, K, V] of the first sequence before its first token; 0 when None.
+        continues: Whether the state of the first sequence behind its last token is wanted.
+        normalizes: Whether queries and keys are divided by their norms first.
+
+    Returns:
+        [1, T, H, V] in the dtype of the queries, and the state [H, K, V] or None.
+    """
+    dtype, wide, (groups, many) = (
+        query.dtype,
+        torch.promote_types(query.dtype, torch.float32),
+        (key.shape[2], value.shape[2]),
+    )
+    query, key, value, decay, beta = (x[0].to(wide) for x in (query, key, value, decay, beta))
+    if normalizes:
+        query, key = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    size = _cheapest_size(lengths, key.shape[-1], value.shape[-1])
+    chunks = _chunks_of(lengths, size, value.device)
+
+    each = (groups, many // max(groups, 1))  # a head of keys, and those of values that it has
+    q, k = (_chunked(x, (groups, 1), chunks) for x in (query * query.shape[-1] ** -0.5, key))
+    v, b, g = (_chunked(x, each, chunks) for x in (value, beta[..., None], decay[..., None]))
+    total = g.cumsum(-2)
+    later = torch.ones(size, size, dtype=torch.bool, device=value.device).triu(1)
+    between = (total - total.mT).masked_fill(later, -torch.inf).exp()
+    within, system, grown = (q @ k.mT) * between, (k @ k.mT) * between * b, total.exp()
+    new, seen = (
+        torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+        for right in (v * b, k * (b * grown))
+    )
+    end = total[..., -1:, :]
+    terms = q * grown, (k * (end - total).exp()).mT, new, seen, within, end.exp()
+    steps = zip(*(x.flatten(1, 2).split(chunks.counts) for x in terms), strict=True)
+    states = v.new_zeros(len(lengths), many, key.shape[-1], value.shape[-1])
+    out, last = _scan(steps, states, chunks, state)
+    rows = out.transpose(1, 2).reshape(-1, *value.shape[1:]).index_select(0, chunks.places)
+    return rows.to(dtype)[None], last if continues else None
+
+
+def _scan(steps: Any, states: Tensor, chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The chunks of each step after those of the step before: what they give, and the first sequence's state at its end."""
+    if state is not None:
+        states = states.index_copy(0, torch.tensor([chunks.first], device=states.device), state.to(states)[None])
+    outs, last = list[Tensor](), None
+    for step, (query, key, new, seen, within, decay) in enumerate(steps):
+        states = states[: len(query)]
+        added = new - seen @ states
+        outs.append(query @ states + within @ added)
+        states = states * decay + key @ added
+        if step == chunks.last:
+            last = states[chunks.first]
+    return torch.cat(outs), last

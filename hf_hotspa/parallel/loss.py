@@ -151,9 +151,8 @@ def of_nothing(logits: Tensor, tokens: slice) -> Tensor:
 # * log_sum_sq_probs: log(sum(p^2)), mean_logits: the mean of z over the vocabulary, is_top1: whether the label has the
 #   largest z. Without a gradient.
 #
-# These are the fields of TRL's `FusedCausalLMOutput`. All are 0 where there is no label. Shapes: T tokens, V local
-# rows of the
-# vocabulary.
+# These are the fields of TRL's `FusedCausalLMOutput`. All are 0 where there is no label. Shapes: T tokens, V local rows
+# of the vocabulary.
 
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -215,9 +214,8 @@ def token_scores(
     group: dist.ProcessGroup | None,
     vocab_size: int,
     temperature: float = 1.0,
-    all_fields: bool = True,
 ) -> tuple[Tensor, ...]:
-    """The numbers of each token, [T] each, fp32 or wider, equal on all ranks of the group; its backward may run once.
+    """All `FIELDS` of each token, [T] each, fp32 or wider, equal on all ranks of the group; its backward may run once.
 
     Args:
         logits: [T, V], this rank's rows of the vocabulary, in any floating dtype.
@@ -225,13 +223,9 @@ def token_scores(
         first_row: The vocabulary row of `logits[:, 0]`.
         group: The tensor-parallel group; None where the vocabulary is whole.
         vocab_size: Rows of the whole vocabulary.
-        all_fields: Whether all of `FIELDS` are wanted; else the first one alone, which costs what a cross entropy costs.
     """
-    if all_fields:
-        log_probs, entropy, others = _Scores.apply(logits, labels, first_row, group, vocab_size, temperature)
-        return log_probs, entropy, *others
-    z = logits if temperature == 1.0 else logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return (vocab_parallel_log_probabilities(z, labels, first_row, group, vocab_size=vocab_size),)
+    log_probs, entropy, others = _Scores.apply(logits, labels, first_row, group, vocab_size, temperature)
+    return log_probs, entropy, *others
 
 
 @dataclass(frozen=True)

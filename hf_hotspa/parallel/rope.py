@@ -80,8 +80,8 @@ class RopeByRow:
                 self.is_needed = True
                 module.forward = partial(self._forward, module, module.forward)
 
-    def begin(self, micro_batch: MicroBatch) -> None:
-        """A forward of a pack, or of a part of one, begins."""
+    def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
+        """A forward begins, see `Attachment`."""
         self._pack = micro_batch
         self._lengths = tuple(whole for _, whole in micro_batch.cuts) or micro_batch.lengths
 

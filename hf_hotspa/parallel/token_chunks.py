@@ -15,9 +15,9 @@ no graph holds what was fetched. A chain of one chunk runs forward and backward 
 In a pipeline each chunk runs forward once, in the order of its tokens, and keeps its graph until it runs backward, against
 that order (`packing.pipeline_order`); each stage keeps the keys and values of its layers.
 
-Layers of linear attention leave a state behind each chunk (`linear_attention`); its gradient comes from the next one alone.
+Layers of linear attention leave a state behind each chunk (`isolation`); its gradient comes from the next one alone.
 
-The balance loss of routers is of whole sequences: each chunk adds its part of the gradient (`router_loss.ChunkRouters`).
+The balance loss of routers is of whole sequences: each chunk adds its part of the gradient (`experts.ChunkRouters`).
 
 Promises: each chunk has one backward; the losses of a pack's chunks are one entry of `losses` of the stage.
 
@@ -41,11 +41,11 @@ from torch import Tensor, nn
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
-from hf_hotspa.packing.cuts import Chain, cut_for
+from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import Operation
 from hf_hotspa.parallel.collectives import with_gradient
+from hf_hotspa.parallel.experts import ChunkPrefix, ChunkRouters, RoutersOfChunks
 from hf_hotspa.parallel.fused_attention import TakesGradients
-from hf_hotspa.parallel.router_loss import ChunkPrefix, ChunkRouters, RoutersOfChunks
 from hf_hotspa.strategy import Strategy
 
 Pair = tuple[Tensor, Tensor]
@@ -168,11 +168,10 @@ class Stage(Protocol):
     compute_dtype: torch.dtype
     losses: list[Tensor]
 
-    def begin_pass(self) -> None:
-        """A forward or a backward pass begins."""
-
-    def end_pass(self) -> None:
-        """It is over, and what follows may wait for another stage."""
+    begin_pass: Callable[[], None] | None
+    """Called before a forward or a backward pass."""
+    end_pass: Callable[[], None] | None
+    """Called after it; what follows may wait for another stage."""
 
     def tokens_kept(self, num_tokens: int) -> int:
         """Of a chunk of one sequence, the tokens whose keys and values are kept here."""
@@ -330,7 +329,7 @@ class _Carry:
         return self._sequence.fetched(module, before, device)
 
     def state(self, key: StateKey, takes_gradient: bool) -> Tensor | None:
-        """See `linear_attention.StatePrefix`."""
+        """See `isolation.StatePrefix`."""
         place = key, len(self.chunks) - 1
         state = self._sequence.states.get(place)
         if state is None:
@@ -343,7 +342,7 @@ class _Carry:
         return leaf
 
     def leave_state(self, key: StateKey, state: Tensor) -> None:
-        """See `linear_attention.StatePrefix`."""
+        """See `isolation.StatePrefix`."""
         if self._is_over:  # a layer that is computed again
             return
         self._sequence.states[key, len(self.chunks)] = state.detach()
@@ -378,20 +377,22 @@ class _Carry:
             self._in_graph[module] = key, value
 
 
+@dataclass(eq=False)
 class Chunk:
     """A chunk of a pack on this rank's stage: its forward, and the backward through what that kept.
 
     Args:
         pack: Which pack it is of.
         sequence: What chunks of its chain leave for each other; None for a chain of one.
+        index: Its place in the chain.
+        carry: What its last forward left.
     """
 
-    def __init__(
-        self, micro_batch: MicroBatch, pack: int, sequence: _CutSequence | None = None, index: int = 0
-    ) -> None:
-        self.micro_batch, self.pack = micro_batch, pack
-        self._sequence, self._index = sequence, index
-        self._carry: _Carry | None = None
+    micro_batch: MicroBatch
+    pack: int
+    sequence: _CutSequence | None = None
+    index: int = 0
+    carry: _Carry | None = None
 
     def forward(
         self, stage: Stage, hidden: Tensor | None, scale: float, *, keeps: bool = True, with_loss: bool = True
@@ -403,20 +404,21 @@ class Chunk:
         Args:
             keeps: Whether keys and values are kept for the chunks behind: not where an earlier forward did.
         """
-        stage.begin_pass()
-        carry = self._carry_of(stage, self._sequence, keeps) if self._sequence is not None else None
+        if stage.begin_pass is not None:
+            stage.begin_pass()
+        sequence, at, carry = self.sequence, self.index, None
+        if sequence is not None:
+            kept = [stage.tokens_kept(tokens) for tokens in sequence.chunks]
+            sequence.num_tokens = sum(kept)
+            own = kept[at] if at < len(kept) else 0
+            carry = _Carry(sequence, sum(kept[:at]), own, keeps, sequence.chunks[:at])
         out = stage.forward(self.micro_batch, hidden, scale, carry, with_loss)
         if carry is not None:
             carry.end()
-            self._carry = carry
-        stage.end_pass()
+            self.carry = carry
+        if stage.end_pass is not None:
+            stage.end_pass()
         return out
-
-    def _carry_of(self, stage: Stage, sequence: _CutSequence, keeps: bool) -> _Carry:
-        kept = [stage.tokens_kept(tokens) for tokens in sequence.chunks]
-        sequence.num_tokens, at = sum(kept), self._index
-        own = kept[at] if at < len(kept) else 0
-        return _Carry(sequence, sum(kept[:at]), own, keeps, sequence.chunks[:at])
 
     def backward(self, stage: Stage, out: Tensor, gradient: Tensor | None) -> None:
         """From the result of the last forward, and from the keys and values in it; later chunks went before.
@@ -425,17 +427,19 @@ class Chunk:
             gradient: Of the loss to the result; None where it is the loss.
         """
         roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
-        if self._carry is not None:
-            roots += [*self._carry.roots(), *self._carry.routers.roots()]
-        self.forget()
-        stage.begin_pass()
+        if self.carry is not None:
+            roots += [*self.carry.roots(), *self.carry.routers.roots()]
+        self.carry = self.sequence = None
+        if stage.begin_pass is not None:
+            stage.begin_pass()
         if roots:
             torch.autograd.backward(*zip(*roots, strict=True))
-        stage.end_pass()
+        if stage.end_pass is not None:
+            stage.end_pass()
 
     def forget(self) -> None:
         """Lets go of keys, values and their gradients."""
-        self._carry = self._sequence = None
+        self.carry = self.sequence = None
 
 
 class ChunkedPacks:
@@ -447,34 +451,33 @@ class ChunkedPacks:
 
     Attributes:
         host: What is in host memory; None where nothing is.
+        is_cut: Whether packs are cut; else each is a chunk of its own.
     """
 
     def __init__(self, strategy: Strategy, pair_cost: float) -> None:
         self._cut = partial(cut_for, strategy, pair_cost=pair_cost)
-        self._is_cut = bool(strategy.ck)
+        self.is_cut = bool(strategy.ck)
         self.host = HostBytes() if strategy.kh else None
 
     def num_chunks(self, micro_batches: Sequence[MicroBatch]) -> int:
         """How many chunks, and backwards, some packs have."""
-        if not self._is_cut:
+        if not self.is_cut:
             return len(micro_batches)
         return sum(len(chain) for m in micro_batches for chain in self._cut(m.lengths))
 
     def chains(self, micro_batches: Sequence[MicroBatch]) -> list[list[Chunk]]:
         """The chains of chunks of all packs, in their order; without chunks, one for each pack."""
-        if not self._is_cut:
-            return [[Chunk(micro_batch, pack)] for pack, micro_batch in enumerate(micro_batches)]
-        return [
-            self._chain(micro_batch, pack, chain)
-            for pack, micro_batch in enumerate(micro_batches)
-            for chain in self._cut(micro_batch.lengths)
-        ]
-
-    def _chain(self, micro_batch: MicroBatch, pack: int, chain: Chain) -> list[Chunk]:
-        if len(chain) == 1:
-            return [Chunk(micro_batch.part(*chain[0]), pack)]
-        sequence = _CutSequence(tuple(stop - first for first, stop in chain[:-1]), host=self.host)
-        return [Chunk(micro_batch.part(*chunk), pack, sequence, index) for index, chunk in enumerate(chain)]
+        chains = list[list[Chunk]]()
+        for pack, micro_batch in enumerate(micro_batches):
+            for chain in self._cut(micro_batch.lengths) if self.is_cut else ():
+                if len(chain) == 1:
+                    chains.append([Chunk(micro_batch.part(*chain[0]), pack)])
+                else:
+                    sequence = _CutSequence(tuple(stop - first for first, stop in chain[:-1]), host=self.host)
+                    chains.append([Chunk(micro_batch.part(*c), pack, sequence, i) for i, c in enumerate(chain)])
+            if not self.is_cut:
+                chains.append([Chunk(micro_batch, pack)])
+        return chains
 
 
 def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:
@@ -492,31 +495,6 @@ def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:
     for chunk, loss in zip(chunks, of_chunks, strict=True):
         packs[chunk.pack] = packs[chunk.pack] + loss if chunk.pack in packs else loss
     losses += packs.values()
-
-
-def run_chain(stage: Stage, chain: list[Chunk], scale: float, graphs: int = 0) -> list[Tensor]:
-    """Forward and backward of a chain on a stage that has all layers.
-
-    Args:
-        graphs: How many chunks before the last one keep their graphs and run forward once.
-
-    Returns:
-        The scaled losses of its chunks, fp64 scalars.
-    """
-    num_again = max(len(chain) - 1 - graphs, 0)
-    again, once = chain[:num_again], chain[num_again:]
-    with torch.no_grad():
-        for chunk in again:
-            chunk.forward(stage, None, scale, with_loss=False)
-    outs = [chunk.forward(stage, None, scale) for chunk in once]
-    losses = [*map(Tensor.detach, outs)]
-    for chunk in reversed(once):
-        chunk.backward(stage, outs.pop(), None)
-    for chunk in reversed(again):
-        out = chunk.forward(stage, None, scale, keeps=False)
-        losses.append(out.detach())
-        chunk.backward(stage, out, None)
-    return losses
 
 
 class PackRunner:
@@ -558,16 +536,26 @@ class PackRunner:
         Returns:
             fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
         """
-        total, chains = (
-            torch.zeros((), dtype=torch.float64, device=self._stage.device),
-            self._packs.chains(micro_batches),
-        )
-        ran = list[Chunk]()
-        for chain in chains:
-            for loss in run_chain(self._stage, chain, scale, self._graphs):
-                total += loss
+        stage, ran = self._stage, list[Chunk]()
+        total = torch.zeros((), dtype=torch.float64, device=stage.device)
+        for chain in self._packs.chains(micro_batches):
+            num_again = max(len(chain) - 1 - self._graphs, 0)
+            again, once, outs = chain[:num_again], chain[num_again:], list[Tensor]()
+            with torch.no_grad():
+                for chunk in again:
+                    chunk.forward(stage, None, scale, with_loss=False)
+            for chunk in once:
+                outs.append(chunk.forward(stage, None, scale))
+                total += outs[-1].detach()
+            for chunk in reversed(once):
+                chunk.backward(stage, outs.pop(), None)
+            for chunk in reversed(again):
+                outs.append(chunk.forward(stage, None, scale, keeps=False))
+                total += outs[-1].detach()
+                chunk.backward(stage, outs.pop(), None)
             ran += reversed(chain)
-        loss_of_packs(ran, self._stage.losses)
+        if self._packs.is_cut:
+            loss_of_packs(ran, stage.losses)
         return total
 
     @torch.no_grad()

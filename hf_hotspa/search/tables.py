@@ -9,8 +9,7 @@ from dataclasses import replace
 from hf_hotspa.costs.adapter import WEIGHT_BYTES
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.reporting.page import picture
-from hf_hotspa.reporting.panels import lengths_figure
+from hf_hotspa.reporting.page import lengths_figure, picture
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.plan import limit_text, memory_table, wrapped

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.parallel.agreement import Agreement, rank_names
-from hf_hotspa.parallel.router_loss import RouterLoss
+from hf_hotspa.parallel.experts import RouterLoss
 from hf_hotspa.rows.features import IGNORED_LABEL
 from hf_hotspa.switched.passes import (
     FLAT_COLUMNS,

@@ -749,7 +749,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def step_begins(self) -> None:
         """An optimizer is about to change the weights: flushes. Collective."""
-        if self._passes.tape.is_running:  # a stage that updates by itself
+        if self._passes.taping.tape is not None:  # a stage that updates by itself
             return
         self.flush()
         self._passes.let_go()

@@ -21,10 +21,10 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DataError, OverlongError, TokenRangeError, UnsupportedError
-from hf_hotspa.model.tape import Tape, TapedReplica
+from hf_hotspa.model.tape import Tape, TapedReplica, Taping
 from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, replica_ranks
-from hf_hotspa.parallel.router_loss import RouterLoss
+from hf_hotspa.parallel.experts import RouterLoss
 from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
@@ -414,7 +414,7 @@ class Passes:
     """
 
     def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...], drop: Callable[[], None]) -> None:
-        self.engine, self.tape, self._drop = engine, Tape(), drop
+        self.engine, self.tape, self.taping, self._drop = engine, Tape(), Taping(), drop
         self.wide = torch.promote_types(engine.description.compute_dtype, torch.float32)
         self.exchange = Exchange(engine.agreement, engine.world_size)
         shape = engine.description.shape
@@ -431,7 +431,7 @@ class Passes:
         self.choose: Callable[[int, Sequence[int]], Chosen] | None = None
         self.facts: Callable[[], Mapping[str, str]] = dict
         self.evaluated = engine.buckets
-        engine.attach(lambda replica: TapedReplica(replica, self.tape))
+        engine.attach(lambda replica: TapedReplica(replica, self.taping))
         self.routers: RouterLoss | None = next(iter(engine.phases.values())).replica.routers
         self._held: tuple[Any, Evaluation] | None = None
         self._here, self._coming = dict[int, Tensor](), dict[int, int]()
@@ -510,8 +510,8 @@ class Passes:
             if self._held is None or self._held[0] != key:
                 self.let_go()
                 self._held = key, self.engine.evaluation(store, training, step)
-            self.tape.temperature = temperature
-            self._begin(documents, plan, fields, with_logits, with_routers, own=(1.0, 0.0) if own else None)
+            value = (1.0, 0.0) if own else None
+            self._begin(documents, plan, fields, with_logits, with_routers, temperature=temperature, own=value)
             with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
                 result = self._held[1].run(mini_batch, keep_graphs=keeps)
             if store is not None:  # what is loaded must not be trained
@@ -522,7 +522,7 @@ class Passes:
             self._drop()
             raise
         finally:
-            self.tape.end()
+            self.taping.tape = None
 
     def train(
         self,
@@ -545,23 +545,24 @@ class Passes:
             fields: How many numbers of each token are wanted.
             sums: Whether, in their place, the sum of the log-probabilities of each document is.
         """
-        tape, device, sends = self.tape, self.engine.device, list[Any]()
+        device, sends = self.engine.device, list[Any]()
         try:
             plan, mini_batch = self.planned(documents, numbers, step)
             if self._held is not None and self._held[0] != (None, training, step):
                 self.let_go()
             held, self._held = self._held, None
-            tape.temperature, self._coming = temperature, {}
+            self._coming = {}
             self._begin(
-                documents, plan, 1 if sums else fields, own=seeds.own, by_probability=seeds.by_probability,
+                documents, plan, 1 if sums else fields, temperature=temperature, own=seeds.own,
+                by_probability=seeds.by_probability,
                 weights=None if seeds.weights is None else seeds.weights.to(device),
                 router_seeds=None if seeds.routers is None else seeds.routers.to(device),
             )  # fmt: skip
             if seeds.columns:
-                tape.seeds = self._token_seeds(documents, plan, seeds)
+                self.tape.seeds = self._token_seeds(documents, plan, seeds)
             if seeds.of_logits:
                 sends = self._send_logit_seeds(plan, seeds)
-                tape.logit_seeds = lambda number: self._receive_logit_seeds(documents, seeds, number)
+                self.tape.logit_seeds = lambda number: self._receive_logit_seeds(documents, seeds, number)
             with torch.autocast(device.type, enabled=False), torch.enable_grad():
                 facts = self.facts() if self.engine.world_size > 1 else None
                 scored = held[1] if held is not None else None
@@ -580,7 +581,7 @@ class Passes:
             self._drop()
             raise
         finally:
-            tape.end()
+            self.taping.tape = None
 
     def let_go(self) -> None:
         """Lets go of the weights and graphs of the last scoring pass. Not collective."""
@@ -597,7 +598,7 @@ class Passes:
         with_routers: bool = False,
         **of_tape: Any,
     ) -> None:
-        """Lays out the tables of this rank, and begins a pass of the tape with them and other attributes."""
+        """Lays out the tables of this rank, and begins a pass with a tape that has them and other attributes."""
         engine, device = self.engine, self.engine.device
         offsets, total, logits = [0] * len(documents.lengths), 0, dict[int, Tensor]()
         for number, strategy, replica in places(plan):
@@ -612,7 +613,7 @@ class Passes:
         if with_routers and routers is not None:
             size = routers.num_experts * (routers.top_k + 1)
             router_values = torch.zeros(len(documents), size, dtype=torch.float64, device=device)
-        self.tape.begin(
+        self.taping.tape = self.tape = Tape(
             offsets=torch.tensor(offsets, dtype=torch.int64, device=device),
             fields=fields,
             values=torch.zeros(total, fields, dtype=self.wide, device=device) if fields else None,
@@ -698,7 +699,7 @@ class Passes:
             self._collect_logits(documents, plan, numbers)
         if tape.router_values is not None:
             self._collect_routers(documents, plan, numbers)
-        tape.values = tape.logits = tape.router_values = None
+        self.tape = Tape()
         return numbers
 
     def _collect_logits(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:

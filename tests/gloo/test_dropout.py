@@ -73,7 +73,7 @@ def keyed_reference(model, rows, step=STEP):
             count = ids.shape[1]
             ends, positions = torch.tensor([0, count], dtype=torch.int32), torch.arange(count)[None]
             pack = MicroBatch(ids, positions, labels[None], ends, (count,), 0, ((index, 0),))
-            masks.begin(PackedSequences((count,), ends), pack)
+            masks.begin(PackedSequences((count,), ends), pack, whole=None)
             logits = plain(input_ids=ids, use_cache=False).logits[0]
             loss = functional.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=-100) / num_labels
             loss.backward()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, Trainer, TrainingArguments
 
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.model.text_half import other_half
+from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
 from tests.harness import run_ranks
 from tests.multimodal import MULTIMODAL, multimodal_model

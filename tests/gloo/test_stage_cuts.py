@@ -8,7 +8,7 @@ import torch
 
 from hf_hotspa.errors import HotspaConfigError, PlanMismatchError
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.parallel.stage_input import PassThrough
+from hf_hotspa.model.pass_through import PassThrough
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_hotspa.errors import DeviceMemoryError, PlanMismatchError
-from hf_hotspa.parallel.stage_input import PassThrough
+from hf_hotspa.model.pass_through import PassThrough
 from tests.balanced_runs import SLOW_FROM, SLOW_UNTIL, STEPS, balanced_runs
 from tests.families import tiny_model
 from tests.harness import run_ranks

@@ -327,8 +327,8 @@ def tables(rank, world_size):
     rows = random_rows(40, 1000, longest=24, seed=0) if rank else [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}]
     batch = batch_of(rows)
     events = []
-    begin, receive = TapedReplica.begin, Agreement.receive
-    TapedReplica.begin = lambda self, m, w, loss: (events.append("pack"), begin(self, m, w, loss))[1]
+    of, receive = TapedReplica.of, Agreement.receive
+    TapedReplica.of = lambda self, m, w, scale: (events.append("pack"), of(self, m, w, scale))[1]
     Agreement.receive = lambda self, t, r, tag: (events.append("receive"), receive(self, t, r, tag))[1]
     out = model(**{name: batch[name] for name in ("input_ids", "attention_mask")})
     with _Widest({vocab, vocab // 2}) as widest:

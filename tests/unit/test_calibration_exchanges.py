@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from hf_hotspa.calibrate.measuring import context_layouts
+from hf_hotspa.calibrate.probe import context_layouts
 from hf_hotspa.costs.calibration import Calibration, ExchangeSample
 from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.divided import GATHER, RING, ULYSSES

@@ -134,7 +134,7 @@ def test_masks_are_independent(p):
 
 def test_the_expectation_is_what_goes_in():
     masks = DropoutMasks(5, None, False)
-    masks.begin(PackedSequences((TOKENS,), torch.tensor([0, TOKENS])), pack_of([TOKENS], [(0, 0)]))
+    masks.begin(PackedSequences((TOKENS,), torch.tensor([0, TOKENS])), pack_of([TOKENS], [(0, 0)]), whole=None)
     module = KeyedDropout("m", 0.25, masks)
     x = torch.ones(1, TOKENS, WIDTH, requires_grad=True)
     out = module(x)
@@ -143,7 +143,7 @@ def test_the_expectation_is_what_goes_in():
     out.sum().backward()
     assert torch.equal(x.grad, out.detach())
     assert not torch.equal(module(x), out)  # a second call, of attention and MLP of one layer say, draws anew
-    masks.begin(PackedSequences((TOKENS,), torch.tensor([0, TOKENS])), pack_of([TOKENS], [(0, 0)]))
+    masks.begin(PackedSequences((TOKENS,), torch.tensor([0, TOKENS])), pack_of([TOKENS], [(0, 0)]), whole=None)
     assert torch.equal(module(x), out)
     assert module.eval()(x) is x
     assert not KeyedDropout("m", 1.0, masks)(x).any()
@@ -170,7 +170,7 @@ def pair_mask(p=0.3, seed=1, step=2, row=3, module="layers.0.self_attn", heads=(
     attention = _Attention()
     masks.attentions = {attention: (module, heads[0])}
     pack = PackedSequences((length,), torch.tensor([0, length]))
-    masks.begin(pack, pack_of([length], [(row, first)]))
+    masks.begin(pack, pack_of([length], [(row, first)]), whole=None)
     drawn = pack.attention_dropout(attention, p, heads[1] - heads[0], pack)
     return drawn.keep(0, (0, length), (0, length))
 
@@ -207,7 +207,7 @@ def test_a_pair_of_tokens_keeps_its_mask_in_every_pack_shard_and_block():
     masks, attention = DropoutMasks(1, None, False), _Attention()
     masks.step, masks.attentions = 2, {attention: ("layers.0.self_attn", 0)}
     pack = PackedSequences((5, 192, 7), torch.tensor([0, 5, 197, 204]))
-    masks.begin(pack, pack_of([5, 192, 7], [(8, 0), (3, 0), (-1, 0)]))
+    masks.begin(pack, pack_of([5, 192, 7], [(8, 0), (3, 0), (-1, 0)]), whole=None)
     drawn = pack.attention_dropout(attention, 0.5, 4, pack)
     assert torch.equal(drawn.keep(1, (10, 20), (3, 20)), whole[:, 10:20, 3:20])
     again = pack.attention_dropout(attention, 0.5, 4, pack)  # a module that attends twice draws anew

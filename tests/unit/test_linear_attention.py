@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.parallel import linear_attention
+from hf_hotspa.parallel import isolation
 from hf_hotspa.parallel.attention import PackedSequences
-from hf_hotspa.parallel.linear_attention import delta_rule, mix_packed, mixes_packed, projections, set_heads_of_shard
+from hf_hotspa.parallel.isolation import delta_rule, mix_packed, mixes_packed, projections, set_heads_of_shard
 from tests.oracle import exact_in_double
 from tests.tiny_families import tiny_model_of
 
@@ -126,7 +126,7 @@ def test_kernels_get_the_borders_of_documents(monkeypatch: pytest.MonkeyPatch) -
         borders = kwargs["cu_seqlens"].diff().tolist()
         return delta_rule(query, key, value, kwargs["g"], kwargs["beta"], borders)
 
-    monkeypatch.setattr(linear_attention, "has_kernel", lambda value: True)
+    monkeypatch.setattr(isolation, "has_kernel", lambda value: True)
     monkeypatch.setitem(type(net).forward.__wrapped__.__globals__, "torch_chunk_gated_delta_rule", kernel)
     hidden = torch.randn(1, 15, net.hidden_size, dtype=torch.float64)
     mix_packed(net)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hf_hotspa.parallel.nodes import Nodes, nodes_from, own_node
+from hf_hotspa.parallel.mesh import Nodes, nodes_from, own_node
 
 
 def said(host, launcher="", addresses=()):

@@ -1,0 +1,281 @@
+"""What is seen of a family when its own forward runs on pass-throughs: whether it can be a later stage, and the order of units.
+
+A later pipeline stage gets the hidden state of the stage before as `inputs_embeds`. What a family does to embeddings in its
+base model (a multiplier) must not happen to it again: `take_hidden_state` turns off what is known, and
+`stage_unsupported_reason` runs the base model with nothing but pass-throughs to see that what goes in comes out, so that a
+family that does something unknown there is refused instead of trained wrong.
+
+Units (`+z2`, `+z3`) have their borders where a forward pass comes to the embedding, the layers and the head: which modules lie
+there, and the check that a family comes to its units one after the other (`order_unsupported_reason`).
+
+No weight is touched: a model on the meta device gets the same answers as the same model with data.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_hotspa.layout.units import Units, name_of_unit
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.model.model_kind import keep_text
+from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
+from hf_hotspa.strategy import Strategy
+
+# -- later stages ------------------------------------------------------------------------------------------------------
+
+
+_MULTIPLIERS = ("embedding_multiplier", "embedding_scale")
+_SWITCHES = ("mup_enabled",)
+_SHARED_STATE = ("num_kv_shared_layers",)
+
+
+class PassThrough(nn.Module):
+    """Stands where a layer or norm of another stage was: returns the hidden state it is given."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+class _Counting(PassThrough):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.num_calls += 1
+        return hidden
+
+
+def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
+    """Makes a base model take `inputs_embeds` as the hidden state between layers.
+
+    Args:
+        base: The base model; changed.
+        embeddings: Names of its modules before the layers.
+    """
+    dropouts = [name for name, child in base.named_children() if isinstance(child, nn.Dropout)]  # of the embeddings
+    for name in dropouts:
+        setattr(base, name, PassThrough())
+    for name in embeddings:
+        setattr(base, name, None if isinstance(getattr(base, name), nn.Embedding) else PassThrough())
+    for name in _MULTIPLIERS:
+        if isinstance(getattr(base, name, None), int | float):
+            setattr(base, name, 1.0)
+    config = copy.deepcopy(base.config)  # others read the same object, or parts of it
+    for name in _SWITCHES:
+        if hasattr(config, name):
+            setattr(config, name, False)
+    base.config = config
+
+
+def stage_unsupported_reason(
+    base: Any, layers: tuple[str, ...], embeddings: tuple[str, ...], norms: tuple[str, ...]
+) -> str | None:
+    """Why a stage cannot be the model's own class with the other stages' layers passed through, or None.
+
+    Args:
+        base: The base model; not changed, and its weights are not touched.
+        layers: Names of its lists of layers.
+        embeddings: Names of its modules before the layers.
+        norms: Names of its modules after them.
+    """
+    text = base.config.get_text_config()
+    family = text.model_type
+    planned = list(text.base_model_pp_plan or ())
+    if not planned:
+        return None  # said elsewhere: the family has no plan
+    if len(layers) > 1:
+        return f"the layers of {family} are {len(layers)} stacks that run in cycles, which stages cannot share"
+    if unknown := [name for name in (*embeddings, *norms) if name not in planned]:
+        return f"the modules {unknown} of {family} are in no stage of the family's pipeline plan"
+    behind = planned[planned.index(layers[0]) :] if layers[0] in planned else []
+    if late := [name for name in behind if isinstance(getattr(base, name, None), nn.Dropout)]:
+        return f"the dropout {late[0]} of {family} comes after its layers, and is taken for that of the embeddings"
+    for name in _SHARED_STATE:
+        if getattr(text, name, 0):
+            return f"{family} has {name}={getattr(text, name)}: layers would share states across stages"
+    counters = [_Counting() for _ in norms]
+    try:
+        hidden, out = _run_as_later_stage(base, layers[0], embeddings, dict(zip(norms, counters, strict=True)))
+    except Exception as error:  # whatever the family's code raises, it cannot run as a later stage
+        return f"{family} cannot run as a later pipeline stage: {type(error).__name__}: {error}"
+    if out is not hidden and not (out.shape == hidden.shape and torch.equal(out, hidden)):
+        return f"{family} changes the input of every pipeline stage as if it were an embedding"
+    if any(counter.num_calls != 1 for counter in counters):
+        return f"{family} uses {norms[0]} in another place than after its layers"
+    return None
+
+
+def _run_as_later_stage(
+    base: Any, layers: str, embeddings: tuple[str, ...], norms: dict[str, _Counting]
+) -> tuple[Tensor, Tensor]:
+    """What goes into a base model of nothing but pass-throughs, and what comes out."""
+    probe = copy.copy(base)
+    probe._modules = dict(base._modules)
+    take_hidden_state(probe, embeddings)
+    probe.config._attn_implementation = ATTENTION
+    for name, counter in norms.items():
+        setattr(probe, name, counter)
+    setattr(probe, layers, nn.ModuleList(PassThrough() for _ in getattr(base, layers)))
+    _fill_buffers(probe)
+    buffer = next((b for b in probe.buffers() if b.is_floating_point()), None)
+    device = buffer.device if buffer is not None else torch.device("cpu")
+    with torch.no_grad(), device:
+        hidden = torch.ones(1, 2, base.config.get_text_config().hidden_size, dtype=base.dtype).cumsum(1)
+        out = probe(
+            inputs_embeds=hidden,
+            position_ids=torch.arange(2)[None],
+            attention_mask=None,
+            use_cache=False,
+            hotspa_pack=PackedSequences((2,), torch.tensor([0, 2], dtype=torch.int32)),
+        ).last_hidden_state
+    return hidden, out
+
+
+def _fill_buffers(probe: Any) -> None:
+    """Gives a base model that is all but empty data on the CPU where it has none, as its class initializes it."""
+    with torch.no_grad(), torch.device("cpu"):  # the caller may be on meta, too
+        for name, buffer in probe._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                probe._buffers = {**probe._buffers, name: torch.zeros_like(buffer, device="cpu")}
+        for name, child in probe._modules.items():
+            if child is not None and any(tensor.is_meta for tensor in child.buffers()):
+                filled = copy.deepcopy(child).to_empty(device="cpu")
+                for tensor in filled.buffers():
+                    tensor.zero_()
+                for module in filled.modules():
+                    probe._init_weights(module)
+                probe._modules[name] = filled
+
+
+# -- the order of units ------------------------------------------------------------------------------------------------
+
+
+def modules_of_units(
+    model: nn.Module, layers: Sequence[nn.Module], unit_of: Callable[[nn.Parameter], int | None]
+) -> Iterator[tuple[int, nn.Module]]:
+    """The modules outside of layers whose call needs the weights of a unit, each with that unit.
+
+    Args:
+        layers: The decoder layers of the model.
+        unit_of: The unit with which a parameter is streamed; None for one that stays.
+    """
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if id(module) not in inside:
+            units = dict.fromkeys(map(unit_of, module.parameters(recurse=False)))
+            yield from ((unit, module) for unit in units if unit is not None)
+
+
+def order_unsupported_reason(
+    model: Any, base: str, layers: tuple[str, ...], vector: ParameterVector, prefix: str = ""
+) -> str | None:
+    """Why the units of a model cannot come and go one after the other, or None: also where its forward does not run on
+    pass-throughs, and only the first forward with data can tell.
+
+    Args:
+        model: The causal language model, without an adapter's wrapper; not changed, on any device.
+        base: The name of its base model.
+        layers: Names, inside the base model, of its lists of layers.
+        prefix: What names in the vector have before those in the model.
+    """
+    family = model.config.get_text_config().model_type
+    if len(layers) > 1:
+        return f"the layers of {family} run in cycles, so they cannot come and go one after the other (+z2, +z3)"
+    units = Units(vector)
+    unit_of = {spec.name.removeprefix(prefix): unit for unit, spec in _streamed(units)}
+    met, expected = _units_met(model, base, layers[0], unit_of), list(units.of_stage(Strategy(), 0))
+    if met is None or met == expected:
+        return None
+    at = next(i for i, unit in enumerate([*expected, None]) if i >= len(met) or met[i] != unit)
+    came, planned = (_called(order[at]) if at < len(order) else "the end" for order in (met, expected))
+    return f"in the forward of {family} {came} comes where {planned} is to come, and +z2 and +z3 go in order"
+
+
+def _called(unit: int) -> str:
+    return name_of_unit(unit) if unit >= 0 else f"the {name_of_unit(unit)}"
+
+
+def _streamed(units: Units) -> Iterator[tuple[int, Any]]:
+    vector = units.vector
+    for unit, segments in units.segments.items():
+        yield from ((unit, spec) for s in segments for spec in vector.specs_of(vector.segments[s]))
+
+
+class _InPlaceOfALayer(PassThrough):
+    """Passes through, and has the attributes of the layer: families look some up."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_layer"] = layer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)
+
+
+def _units_met(model: Any, base: str, layers: str, unit_of: Mapping[str, int]) -> list[int] | None:
+    """The units that a forward comes to, in its order; None where it does not run."""
+    met: list[int] = []
+
+    def meet(unit: int, *_: Any) -> None:
+        if met[-1:] != [unit]:
+            met.append(unit)
+
+    probe = _without_data(model)
+    keep_text(probe)
+    places = probe.get_submodule(base).get_submodule(layers)
+    for index, layer in enumerate(places):
+        places[index] = _InPlaceOfALayer(layer)
+        places[index].register_forward_pre_hook(partial(meet, index))
+    units = {id(parameter): unit_of.get(name) for name, parameter in probe.named_parameters()}
+    for unit, module in modules_of_units(probe, list(places), lambda parameter: units[id(parameter)]):
+        module.register_forward_pre_hook(partial(meet, unit))
+    with torch.device("cpu"):
+        pack = PackedSequences((2,), torch.tensor([0, 2], dtype=torch.int32))
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            probe(
+                input_ids=torch.zeros(1, 2, dtype=torch.int64),
+                position_ids=torch.arange(2)[None],
+                attention_mask=torch.zeros(1, 1, 2, 2),  # one that is made already: making it looks at data
+                use_cache=False,
+                hotspa_pack=pack,
+            )
+    except Exception:  # whatever the family's code raises without data, or for the pass-throughs
+        return None
+    return met
+
+
+def _without_data(model: Any) -> Any:
+    """A copy of a model on the meta device, without hooks, and with configs of its own."""
+    made: dict[int, Any] = {}
+
+    def empty(tensor: Tensor | None) -> Any:
+        if tensor is not None and id(tensor) not in made:
+            bare = torch.empty_like(tensor, device="meta")
+            made[id(tensor)] = nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare
+        return None if tensor is None else made[id(tensor)]
+
+    def own(config: Any) -> Any:
+        if id(config) not in made:
+            made[id(config)] = copied = copy.deepcopy(config)
+            copied._attn_implementation = ATTENTION
+            copied.get_text_config().output_router_logits = False  # its loss looks at what layers return
+        return made[id(config)]
+
+    def of(module: Any) -> Any:
+        copied = copy.copy(module)
+        copied._parameters = {name: empty(parameter) for name, parameter in module._parameters.items()}
+        copied._buffers = {name: empty(buffer) for name, buffer in module._buffers.items()}
+        copied._modules = {name: child if child is None else of(child) for name, child in module._modules.items()}
+        copied._forward_hooks, copied._forward_pre_hooks = OrderedDict(), OrderedDict()
+        if hasattr(getattr(module, "config", None), "get_text_config"):
+            copied.config = own(module.config)
+        return copied
+
+    return of(model)
