@@ -28,8 +28,8 @@ from stragglers import make_model
 from worlds import run_world
 
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.slow_devices import ColumnStatistics
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.stragglers.columns import Resizing

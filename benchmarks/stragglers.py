@@ -30,9 +30,8 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from worlds import run_world
 
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.pretest import pretest
+from hf_hotspa.engine.slow_devices import ColumnStatistics, pretest
 from hf_hotspa.layout.shares import shard_widths
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.pass_through import PassThrough

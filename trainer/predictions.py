@@ -37,10 +37,8 @@ from transformers import PreTrainedModel
 from hf_hotspa.calibrate.calibration import cached_calibration, calibration_key
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.hardware import PRESETS
-from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.pretest import pretest
-from hf_hotspa.engine.recutting import StageCuts
+from hf_hotspa.engine.slow_devices import ColumnStatistics, StageCuts, pretest
 from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name

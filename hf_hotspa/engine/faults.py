@@ -83,11 +83,7 @@ def memory_cause(error: BaseException) -> BaseException | None:
 
 
 def out_of_memory(
-    failure: BaseException,
-    phase: PhaseBatch,
-    runner: PhaseRunner,
-    step: int,
-    predicted: Mapping[Strategy, float],
+    failure: BaseException, phase: PhaseBatch, runner: PhaseRunner, step: int, predicted: Mapping[Strategy, float]
 ) -> OutOfMemory | None:
     """What is known of a failure that is a lack of memory; None when it is another one.
 

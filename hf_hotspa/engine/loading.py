@@ -541,10 +541,7 @@ def _quantized(saved: SavedModel, spec: ParameterSpec, layer: FourBit, start: in
         of_one = columns if dim == 0 else block
         weights = saved.read(by_rows, first * of_one, min(last * of_one, rows * columns))
     codes, state = quantize_4bit(
-        weights.to(layer.dtype).contiguous(),
-        blocksize=block,
-        compress_statistics=nested,
-        quant_type=layer.quant_type,
+        weights.to(layer.dtype).contiguous(), blocksize=block, compress_statistics=nested, quant_type=layer.quant_type
     )
     made = scales_of(state) if are_scales else codes.reshape(-1)
     if dim is not None:

@@ -204,8 +204,6 @@ class PhaseRunner:
         for part in self.parts:
             part.begin_step(step)
             part.model.train(training)
-            if part.context is not None:
-                part.context.context.sent_bytes = 0
         begin = time.perf_counter()
         if previous is not None and previous.hands_over:
             load = self._take_over(previous)
@@ -228,23 +226,20 @@ class PhaseRunner:
         return loss, self._measure(load, returned, units, since, (begin, loaded, computed, met, moment(device)))
 
     def _measure(
-        self,
-        load: SwitchJob,
-        returned: SwitchJob,
-        units: dict[str, float],
-        since: float,
-        moments: Sequence[float],
+        self, load: SwitchJob, returned: SwitchJob, counted: dict[str, float], since: float, moments: Sequence[float]
     ) -> PhaseMeasure:
-        """What was measured of a phase, whose acts these moments divide."""
+        """What was measured of a phase, whose acts these moments divide.
+
+        Args:
+            counted: What its stream of units has measured, to which attachments of its replicas add theirs.
+        """
         begin, loaded, computed, met, end = moments
-        others_s = units.get("unit_load_s", 0.0) + units.get("unit_return_s", 0.0)
-        dropped = context_bytes = 0
+        others_s = counted.get("unit_load_s", 0.0) + counted.get("unit_return_s", 0.0)
         for part in self.parts:
-            if part.capacity is not None and self.mesh.coord.tp == 0:  # told by one rank of each stage of a replica
-                dropped += part.capacity.num_dropped
-            if part.context is not None:
-                context_bytes += part.context.context.sent_bytes
-        experts, flexible = self.replica.experts, self.replica.flexible
+            for measures in part.calls["measures"]:
+                for name, number in measures().items():
+                    counted[name] = counted.get(name, 0.0) + number
+        flexible = self.replica.flexible
         return PhaseMeasure(
             load_s=loaded - begin + load.exposed_s, compute_s=computed - loaded - load.exposed_s, wait_s=met - computed,
             return_s=end - met, load_busy_s=load.busy_s, return_busy_s=returned.busy_s,
@@ -252,9 +247,7 @@ class PhaseRunner:
             start_s=begin - since,
             others_s=CLOCK.seconds() + others_s if self._has_peers else others_s,
             products_s=PRODUCTS.seconds() if self._has_peers else 0.0,
-            left_out=0.0 if flexible is None else flexible.left_share, **units,
-            expert_tokens=0.0 if experts is None else float(experts.num_rows), dropped_tokens=float(dropped),
-            context_bytes=float(context_bytes),
+            left_out=0.0 if flexible is None else flexible.left_share, **counted,
         )  # fmt: skip
 
     def _take_over(self, previous: "PhaseRunner") -> SwitchJob:
@@ -384,11 +377,7 @@ class PhaseRunner:
         return self._counted(loss)
 
     def compute_forward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        scale: float,
-        plan: PhasePlan | None = None,
-        most_kept: int = 0,
+        self, micro_batches: Sequence[MicroBatch], scale: float, plan: PhasePlan | None = None, most_kept: int = 0
     ) -> Tensor:
         """Forward only, after `load_for_forward`; this rank's part of the loss, as `compute` returns it.
 

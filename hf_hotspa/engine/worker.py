@@ -37,11 +37,7 @@ class SwitchWorker:
             of it only after its computation has waited in vain for a peer.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        on_failure: Callable[[Exception], object] | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, on_failure: Callable[[Exception], object] | None = None) -> None:
         self.device, self._on_failure = device, on_failure
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: queue.SimpleQueue[SwitchJob | None] = queue.SimpleQueue()

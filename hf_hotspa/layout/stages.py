@@ -313,10 +313,7 @@ def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[
 
 
 def _pair_scores(
-    strategies: Sequence[Strategy],
-    candidates: dict[int, list[Order]],
-    layer_sizes: Sequence[int],
-    costs: StageCosts,
+    strategies: Sequence[Strategy], candidates: dict[int, list[Order]], layer_sizes: Sequence[int], costs: StageCosts
 ) -> dict[tuple[int, int], _Table]:
     """For each pair of degrees a < b the score of every pair of their candidates.
 

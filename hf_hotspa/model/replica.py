@@ -134,7 +134,8 @@ class Attachment:
     * `bind()`: a phase begins, whose weights are there;
     * `begin(pack, micro_batch, whole)`: a forward begins. `whole` is the pack, or the chunk of it; `micro_batch` the tokens of
       this rank, its row under cp, with padding under sequence parallelism; `pack` is what attention sees;
-    * `end()`: the forward is over; its backward may be still to come.
+    * `end()`: the forward is over; its backward may be still to come;
+    * `measures()`: the phase is over; gives fields of `PhaseMeasure`, which count what it has seen since `bind`.
     """
 
 
@@ -227,6 +228,7 @@ class Replica:
         check_weights: Called at the end of every forward that has a loss or leaves the stage; None for nothing.
         objective: What a last stage makes of logits.
         routers: The routers of the layers here, whose balance loss `balance_of` computes; None where none is wanted.
+        calls: The methods of what is attached, by name.
         reached: The parameters that a backward of the present mini-batch has given a gradient.
         keeps_graphs: Whether forwards on a stage that has all layers keep their graphs, in `kept`: the next forward with the
             loss of the same pack begins behind the layers.
@@ -271,7 +273,9 @@ class Replica:
         self.check_weights: Callable[[], None] | None = None
         self.begin_pass: Callable[[], None] | None = None
         self.end_pass: Callable[[], None] | None = None
-        self._calls: dict[str, list[Callable[..., None]]] = {"begin_step": [], "bind": [], "begin": [], "end": []}
+        self.calls: dict[str, list[Callable[..., Any]]] = {
+            name: [] for name in ("begin_step", "bind", "begin", "end", "measures")
+        }
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
@@ -281,7 +285,8 @@ class Replica:
         self._divide(description, options)
         self._take_loss(description, options)
         self.attach(rope if rope.is_needed else None)
-        for attachment in (self.dropout, self.noise, self.routers, self.experts, self.capacity, self.flexible):
+        own = self.dropout, self.noise, self.routers, self.experts, self.capacity, self.flexible, self.context
+        for attachment in own:
             self.attach(attachment)
         self.keeps_graphs = False
         self.kept: dict[tuple[Any, ...], KeptForward] = {}
@@ -289,7 +294,7 @@ class Replica:
 
     def attach(self, attachment: object) -> None:
         """Hangs something on it, which has some of the methods of an `Attachment`; None for nothing."""
-        for name, calls in self._calls.items():
+        for name, calls in self.calls.items():
             if hasattr(attachment, name):
                 calls.append(getattr(attachment, name))
 
@@ -328,7 +333,7 @@ class Replica:
         self._is_flexible = options.flexible
         self.flexible: FlexibleWork | None = None
         factor = options.expert_capacity
-        self.capacity = None if factor is None else ExpertCapacity(factor)
+        self.capacity = None if factor is None else ExpertCapacity(factor, mesh.coord.tp == 0)
         self.experts = ExpertParallel(mesh, self.capacity) if mesh.experts is not None else None
         if self.experts is not None:
             self.experts.divide(self.model, description.experts)
@@ -437,7 +442,7 @@ class Replica:
         if strategy.sp:
             apply_sequence_parallel(present, styles, widths, tensor)
         else:
-            self._calls["end"].append(apply_tensor_parallel(present, styles, widths, tensor))
+            self.calls["end"].append(apply_tensor_parallel(present, styles, widths, tensor))
 
     def _use_four_bit(self, description: ModelDescription) -> None:
         """Products with this rank's shards of weights in 4 bits."""
@@ -475,7 +480,7 @@ class Replica:
             else:
                 bind_gradient(parameter, from_storage(gradients[slot.segment], *place))
         self.losses = []
-        for bind in self._calls["bind"]:
+        for bind in self.calls["bind"]:
             bind()
 
     def use_weights(self, weights: Sequence[Tensor | None]) -> None:
@@ -530,7 +535,7 @@ class Replica:
                 micro_batch = self._divisible(micro_batch)
             kh = self.mesh.strategy.kh
             pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, kh, carried=prefix)
-        for begin in self._calls["begin"]:
+        for begin in self.calls["begin"]:
             begin(pack, micro_batch, whole)
         positions = micro_batch.position_ids if self._counts_from is None else self._positions(whole, self._counts_from)
         inputs = dict[str, Any](position_ids=positions, attention_mask=None, use_cache=False, hotspa_pack=pack)
@@ -545,7 +550,7 @@ class Replica:
             out = out + beside if has_loss else attach_loss(out, beside)
         if has_loss:
             self.losses.append(out.detach())
-        for end in self._calls["end"]:
+        for end in self.calls["end"]:
             end()
         if with_loss and self.check_weights is not None:
             self.check_weights()
@@ -568,7 +573,7 @@ class Replica:
     def begin_step(self, step: int) -> None:
         """A mini-batch begins, of which `step` came before in the run; no gradient has come yet."""
         self.reached.clear()
-        for begin_step in self._calls["begin_step"]:
+        for begin_step in self.calls["begin_step"]:
             begin_step(step)
 
     def _loss(

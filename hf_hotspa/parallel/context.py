@@ -159,6 +159,14 @@ class ContextParallel:
         self._pair_cost = pair_costs.get(strategy.tp, shape.quadratic_cost)
         self._multiple = strategy.tp if strategy.sp else 1
 
+    def bind(self) -> None:
+        """A phase begins, see `Attachment`."""
+        self.context.sent_bytes = 0
+
+    def measures(self) -> dict[str, float]:
+        """See `Attachment`."""
+        return {"context_bytes": float(self.context.sent_bytes)}
+
     def shares(self, lengths: Sequence[int]) -> Shares:
         """What each rank has of a pack."""
         return _shares(tuple(lengths), self.context.size, self.way, self._quadratic_cost, self._multiple)

@@ -76,14 +76,15 @@ class ExpertCapacity:
 
     Args:
         factor: Times the share of tokens that an expert would have if all had as many.
+        counts: Whether this rank counts what is dropped: one does of each stage of a replica.
 
     Attributes:
         num_dropped: Tokens that an expert has not computed in this phase, each time counted; forward.
         is_counting: Whether they are counted now.
     """
 
-    def __init__(self, factor: float) -> None:
-        self.factor, self.num_dropped, self.is_counting = factor, 0, False
+    def __init__(self, factor: float, counts: bool = True) -> None:
+        self.factor, self.num_dropped, self.is_counting, self._counts = factor, 0, False, counts
 
     def bind(self) -> None:
         """A phase begins, see `Attachment`."""
@@ -91,11 +92,15 @@ class ExpertCapacity:
 
     def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
         """A forward begins, see `Attachment`."""
-        self.is_counting = not is_idle(whole)
+        self.is_counting = self._counts and not is_idle(whole)
 
     def end(self) -> None:
         """It is over: a layer that is computed again in the backward has been counted."""
         self.is_counting = False
+
+    def measures(self) -> dict[str, float]:
+        """See `Attachment`."""
+        return {"dropped_tokens": float(self.num_dropped)}
 
     def kept(self, index: Tensor, num_experts: int) -> Tensor:
         """Which pairs of a token and an expert are computed.
@@ -256,6 +261,10 @@ class ExpertParallel:
     def end(self) -> None:
         """It is over: a layer that is computed again in the backward has been counted."""
         self.is_counting = False
+
+    def measures(self) -> dict[str, float]:
+        """See `Attachment`."""
+        return {"expert_tokens": float(self.num_rows)}
 
     def divide(self, model: nn.Module, names: Iterable[str]) -> None:
         """Makes modules of experts, whose parameters are (or become) those of this rank's shard, compute those of all.

@@ -183,11 +183,7 @@ def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster:
 
 
 def plan_direct(
-    kinds: Sequence[Pieces],
-    kind_of: Sequence[int],
-    element_sizes: Sequence[int],
-    cluster: Cluster,
-    planner: str,
+    kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, planner: str
 ) -> tuple[list[SegmentPlan], list[int]]:
     """Direct plans of all segments, and which segment has which.
 

@@ -82,12 +82,7 @@ def plan_return(
 
 
 def _plan(
-    sources: list[Layout],
-    target: Layout,
-    cluster: Cluster,
-    element_sizes: Sequence[int],
-    planner: str,
-    sums: bool,
+    sources: list[Layout], target: Layout, cluster: Cluster, element_sizes: Sequence[int], planner: str, sums: bool
 ) -> SwitchPlan:
     check_choice("the planner", planner, PLANNERS)
     for layout in (*sources, target):

@@ -84,12 +84,7 @@ def cut_rounds(
 
 class _Cutter:
     def __init__(
-        self,
-        plan: SwitchPlan,
-        rank: int,
-        wires: Sequence[Wire | None],
-        round_bytes: int,
-        native: Collection[int],
+        self, plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], round_bytes: int, native: Collection[int]
     ) -> None:
         self._plan, self._rank, self._round_bytes = plan, rank, round_bytes
         self._native = () if plan.accumulate else tuple(sorted(native))

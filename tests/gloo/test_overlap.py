@@ -304,15 +304,15 @@ def test_a_failing_switch_ends_all_ranks_with_its_name(accumulate, buckets):
 def no_memory_in_a_switch(rank, world_size, accumulate):
     engine = make_engine(make_model("llama_gqa_bias"), "dp2:12@12", timeout_s=30, **BOTH)
     executor = engine._switching.executor
-    real = executor._open
+    real = executor._start
     if rank == 1:
 
-        def opened(bound, *args):
+        def started(bound, *args):
             if bound.plan.accumulate == accumulate:
                 raise torch.OutOfMemoryError("no memory for a group")
             return real(bound, *args)
 
-        executor._open = opened
+        executor._start = started
     try:
         engine.forward_backward(make_mini_batch(engine, rows_of([12] * 8)))
     finally:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from hf_hotspa.engine.pretest import pretest
+from hf_hotspa.engine.slow_devices import pretest
 from hf_hotspa.parallel.flexible_linear import Exchange, FlexibleWork
 from hf_hotspa.stragglers.columns import LayerColumns, kept_variation, most_varying, num_kept
 from tests.families import tiny_model

@@ -8,7 +8,7 @@ import time
 
 from torch.utils.file_baton import FileBaton
 
-from hf_hotspa.engine import cpu_adam, sole_compiler
+from hf_hotspa.engine import cpu_adam
 from hf_hotspa.engine.cpu_adam import load_cpu_adam
 
 FORK = multiprocessing.get_context("fork")
@@ -22,7 +22,7 @@ def compile_in(folder):
 
 
 def compile_as_we_do(folder, ends=True):
-    with sole_compiler.sole_compiler(folder):
+    with cpu_adam.sole_compiler(folder):
         baton = compile_in(folder)
         if not ends:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -46,14 +46,14 @@ def test_the_file_of_somebody_else_is_left_over_when_it_is_old(tmp_path, monkeyp
     os.utime(tmp_path / "lock", (0, 0))
     compile_as_we_do(tmp_path)
     assert "was killed" in caplog.text
-    monkeypatch.setattr(sole_compiler, "_STALE_S", 0.3)
+    monkeypatch.setattr(cpu_adam, "_STALE_S", 0.3)
     (tmp_path / "lock").touch()
     compile_as_we_do(tmp_path)  # after a while
     assert "may be another machine's" in caplog.text
 
 
 def test_a_living_one_is_waited_for(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(sole_compiler, "_STALE_S", -1.0)
+    monkeypatch.setattr(cpu_adam, "_STALE_S", -1.0)
     theirs = compile_in(tmp_path)
     ours = threading.Thread(target=compile_as_we_do, args=(tmp_path,))
     ours.start()
@@ -66,7 +66,7 @@ def test_a_living_one_is_waited_for(tmp_path, monkeypatch, caplog):
 
 
 def test_not_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(sole_compiler, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(cpu_adam, "_PATIENCE_S", 0.3)
     monkeypatch.setattr(cpu_adam, "_get_build_directory", lambda name, verbose: str(tmp_path))
     theirs = compile_in(tmp_path)
     reason = load_cpu_adam()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.engine.recutting import StageCuts
+from hf_hotspa.engine.slow_devices import StageCuts
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.layout.vector import ParameterVector

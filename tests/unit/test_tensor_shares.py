@@ -15,7 +15,7 @@ from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.engine.recutting import StageCuts
+from hf_hotspa.engine.slow_devices import StageCuts
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import gradient_layout, rank_slots, strategy_layout
 from hf_hotspa.layout.shares import (

@@ -145,11 +145,7 @@ class _Decided(NamedTuple):
 
 
 def plan_relay(
-    kinds: Sequence[Pieces],
-    kind_of: Sequence[int],
-    element_sizes: Sequence[int],
-    cluster: Cluster,
-    sums: bool = False,
+    kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, sums: bool = False
 ) -> list[SegmentPlan]:
     """Relay plans of all kinds of segments, of two hops (cross, forward) or three (feed, cross, forward).
 
@@ -345,12 +341,7 @@ class _Materialised:
         )
 
     def _share_out(
-        self,
-        low: Numbers,
-        high: Numbers,
-        to: Numbers,
-        length: Numbers,
-        shares_of: dict[tuple[int, ...], Shares] | None,
+        self, low: Numbers, high: Numbers, to: Numbers, length: Numbers, shares_of: dict[tuple[int, ...], Shares] | None
     ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Shares each row between the holders in rows `low` to `high`; equally without `shares_of`.
 

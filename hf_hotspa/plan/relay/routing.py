@@ -200,10 +200,7 @@ def _through_nodes(
 
 
 def _with_neighbours(
-    node_parts: Mapping[tuple[int, ...], Mapping[int, float]],
-    level: float,
-    cluster: Cluster,
-    background: PortLoads,
+    node_parts: Mapping[tuple[int, ...], Mapping[int, float]], level: float, cluster: Cluster, background: PortLoads
 ) -> dict[tuple[int, ...], dict[int, float]]:
     """Redistributes what each node sends over its owners, then over its other devices above `level` bytes."""
     nic, intra = nic_bandwidth(cluster), cluster.intra_bandwidth

@@ -1,0 +1,463 @@
+"""What an engine does about slow devices: cuts its pipelines, and the MLPs of its tensor-parallel groups, by their pace (`StageCuts`),
+measures what giving columns of products away costs (`pretest`), and which columns can be left out (`ColumnStatistics`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.phase import moment
+from hf_hotspa.errors import DeviceMemoryError
+from hf_hotspa.layout.shares import is_uneven, paces_of_groups, shard_rows, shard_widths
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.model.specs import ModelDescription
+from hf_hotspa.parallel.collectives import PRODUCTS
+from hf_hotspa.parallel.flexible_linear import Exchange, FlexibleWork, OwnColumns, Part, Product
+from hf_hotspa.stragglers.columns import Resizing, kept_variation, migrate
+from hf_hotspa.stragglers.giving import Giving, fitted_line
+from hf_hotspa.stragglers.speeds import (
+    Paces,
+    can_share,
+    cut_by_speed,
+    paces_of_ranks,
+    shares_by_speed,
+    stage_loads,
+    works_by_degree,
+)
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.typed import reading_state
+
+# -- cuts by pace ------------------------------------------------------------------------------------------------------
+
+
+_Cut = tuple[Paces, tuple[int, ...]]
+"""By which paces stages are cut, and by which paces of ranks MLPs are."""
+
+
+class StageCuts:
+    """Who cuts the pipelines of an engine, and the MLPs of its tensor-parallel groups.
+
+    Args:
+        fits: Raises where a device cannot hold the pool in a cut.
+        takes: Told of every new cut.
+    """
+
+    def __init__(
+        self,
+        engine: HotSPaEngine,
+        fits: Callable[[ModelDescription], None],
+        takes: Callable[[ModelDescription], None] | None = None,
+    ) -> None:
+        self._engine, self._fits, self._takes = engine, fits, takes
+        self._decided: tuple[float, ...] | None = None
+        self._resumed: _Cut | None = None
+        self._is_refused = self._said_even = False
+
+    @property
+    def can_share(self) -> bool:
+        """Whether there are MLPs that tensor-parallel groups can divide unevenly."""
+        return can_share(self._vector)
+
+    @property
+    def loads(self) -> tuple[tuple[float, ...], ...]:
+        """What each stage has to do, see `Speeds.loads`; empty where all cuts are those without slow devices."""
+        return stage_loads(self._vector.stage_costs)
+
+    @property
+    def works(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
+        """What each rank of tensor-parallel groups has to do, see `Speeds.works`."""
+        return works_by_degree(self._vector, self._engine.phases)
+
+    @property
+    def _vector(self) -> ParameterVector:
+        return self._engine.description.vector
+
+    def begin(self) -> str:
+        """Before a mini-batch: takes the cut of the run that this one goes on from. Collective where it is another one.
+
+        Returns:
+            What is different from now on; empty where nothing is.
+        """
+        cut, self._resumed = self._resumed, None
+        return self._recut([cut]) if cut is not None else ""
+
+    def decide(self, speeds: Sequence[float] | None) -> str:
+        """After a mini-batch: cuts by what is known of the devices. Collective where a cut changes.
+
+        Args:
+            speeds: `SlowDevices.speeds`.
+
+        Returns:
+            What is different from the next mini-batch on; empty where nothing is.
+        """
+        known = tuple(speeds) if speeds is not None else None
+        if known == self._decided:
+            return ""
+        self._decided = known
+        vector = self._vector
+        shares = shares_by_speed(vector, self._engine.phases, known)
+        wanted = [(self._stages(vector.with_paces(shares), known), shares)]
+        if shares != vector.paces:  # where memory does not hold these shares, perhaps another cut of stages
+            wanted.append((self._stages(vector, known), vector.paces))
+        return "; ".join(said for said in (self._recut(wanted), self._why_even(known)) if said)
+
+    def _stages(self, vector: ParameterVector, speeds: tuple[float, ...] | None) -> Paces:
+        """The paces of stages, of groups that divide MLPs as the vector says."""
+        if speeds is None:
+            return ()
+        ranks = paces_of_ranks(speeds)
+        pool = self._engine.phases
+        return cut_by_speed(vector.stage_costs, pool, speeds, lambda s: paces_of_groups(vector, s, ranks))
+
+    def _why_even(self, speeds: tuple[float, ...] | None) -> str:
+        groups = [str(strategy) for strategy in self._engine.phases if strategy.tp > 1]
+        if speeds is None or self._said_even or not groups or self.can_share:
+            return ""
+        self._said_even = True
+        return f"the shards of {', '.join(groups)} stay even, as no layer has a dense MLP that its plan divides"
+
+    def _recut(self, wanted: Sequence[_Cut]) -> str:
+        """Takes the first of some cuts that memory holds."""
+        before, said = (self._cuts(), self._shares()), ""
+        for paces, of_ranks in wanted:
+            if (paces, of_ranks) == (self._vector.stage_costs.paces, self._vector.paces):
+                break
+            try:
+                changed = self._engine.recut(paces, self._fits, of_ranks)
+            except DeviceMemoryError as error:
+                if not self._is_refused:
+                    said = f"layers and columns stay where they are, as memory does not hold another cut: {error}"
+                continue
+            if self._takes is not None:
+                self._takes(self._engine.description)
+            if not changed:
+                return ""
+            self._is_refused = False
+            return self._difference(*before)
+        self._is_refused |= bool(said)
+        return said
+
+    def _difference(self, cuts: dict[Strategy, list[int]], shares: list[str]) -> str:
+        """What is different from before."""
+        said, now, of_ranks = list[str](), self._cuts(), self._shares()
+        if layers := [f"{s} {'+'.join(map(str, now[s]))}" for s in now if now[s] != cuts[s]]:
+            said.append(f"stages have so many layers now: {', '.join(layers)}")
+        if of_ranks != shares:
+            slow = f"slow ranks compute so much of MLPs now: {', '.join(of_ranks)}"
+            said.append(slow if of_ranks else "MLPs are divided evenly again")
+        return "; ".join(said)
+
+    def _cuts(self) -> dict[Strategy, list[int]]:
+        costs = self._vector.stage_costs
+        return {s: [len(stage) for stage in costs.stages(s.num_stages)] for s in self._engine.phases}
+
+    def _shares(self) -> list[str]:
+        """Which ranks have fewer columns than an even share, of the first layer with an MLP that is divided."""
+        vector = self._vector
+        paced = (s for s in vector.specs if s.parts and all(part.by_pace for part in s.parts))
+        spec = next((s for s in paced if vector.unit_costs[s.unit].by_pace), None)
+        if not vector.paces or spec is None:
+            return []
+        shown = []
+        for strategy in (s for s in self._engine.phases if is_uneven(vector, s)):
+            for rank in range(strategy.world_size):
+                widths = shard_widths(vector, strategy, spec, rank)
+                own = widths[strategy.shard_index(strategy.coord(rank).tp)]
+                if own < min(sum(widths) // strategy.tp, max(widths)):
+                    shown.append(f"{strategy} rank {rank} {own / sum(widths):.0%}")
+        return shown
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, JSON-ready."""
+        return {"paces": self._vector.stage_costs.paces, "ranks": self._vector.paces, "decided": self._decided}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state, with the next mini-batch.
+
+        Raises:
+            HotspaConfigError: it is not one.
+        """
+        with reading_state("the stages of pipelines", "stages are cut evenly until slow devices are found anew"):
+            paces = tuple(tuple(int(pace) for pace in of_depth) for of_depth in state["paces"])
+            ranks = tuple(int(pace) for pace in state.get("ranks", ()))
+            decided = state["decided"]
+            self._decided = None if decided is None else tuple(map(float, decided))
+            if any(pace < 1 for of_depth in (*paces, ranks) for pace in of_depth):
+                raise ValueError("a pace is not positive")
+        self._resumed = paces, ranks
+
+
+# -- what giving columns away costs here -------------------------------------------------------------------------------
+
+# The pretest of SEMI-migration (Wang et al., arXiv 2401.11469, sections IV-B and IV-C): what resizing and migrating cost here.
+#
+# Before training, each tensor-parallel group of a strategy makes the copies, messages and products of a few shares of the
+# columns of every kind of linear that it has, on tensors of random numbers, forward and backward. Lines through these samples are
+# the curves of equations 2 and 3: Omega (resizing: a static part and one by column), Phi_1 (sending, the same) and Phi_2 (computing).
+# All ranks then agree on them in one gather a strategy.
+
+
+SHARES = (0.25, 0.5, 0.75)
+"""Of the columns, those that are tried."""
+MOST_TOKENS = 1024
+"""A pretest needs no more: costs are nearly in proportion from there on."""
+_TIMES = 3
+
+
+def pretest(engine: HotSPaEngine, giving: Giving) -> None:
+    """Measures every strategy with shards, and gives the curves to who decides. Collective.
+
+    Args:
+        giving: Of the engine's strategies; gets its `curves`, the same on all ranks.
+    """
+    packs = {bucket.strategy: bucket.pack_tokens for bucket in engine.buckets}
+    for strategy, runner in engine.phases.items():
+        if (work := runner.replica.flexible) is None:
+            continue
+        tokens = min(packs[strategy], MOST_TOKENS)
+        mine = measure(work, tokens, runner.replica.compute_dtype, engine.device)
+        rows = engine.agreement.gather(mine).tolist()
+        giving.take_pretest(str(strategy), rows, tokens)
+
+
+def measure(work: FlexibleWork, tokens: int, dtype: torch.dtype, device: torch.device) -> list[float]:
+    """What this rank found. Collective in the group.
+
+    Returns:
+        The columns of all its products; then, of all its products together, static, extract (of one column), send, compute, and
+        the static part of send, in seconds.
+    """
+    kinds = Counter(work.products.values())
+    columns = sum(product.columns[work.position] * number for product, number in kinds.items())
+    exchange, work.exchange = work.exchange, Exchange.BROADCAST
+    samples = []
+    for share in SHARES:
+        seconds_of = [0.0, 0.0, 0.0]
+        for product, number in kinds.items():
+            for i, seconds in enumerate(_sample(work, product, share, tokens, dtype, device)):
+                seconds_of[i] += seconds * number
+        samples.append((share * columns, seconds_of))
+    work.exchange = exchange
+    (static, extract), (send_static, send), (_, compute) = (
+        fitted_line([(n, seconds_of[i]) for n, seconds_of in samples]) for i in range(3)
+    )
+    return [float(columns), static, extract, send, compute, send_static]
+
+
+def _sample(
+    work: FlexibleWork, product: Product, share: float, tokens: int, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float, float]:
+    """Seconds of one linear, forward and backward: resizing a share of its columns, sending and computing as many."""
+    columns, outputs = product.columns[work.position], product.outputs[work.position]
+    x, w, grad = (
+        torch.randn(shape, dtype=dtype, device=device)
+        for shape in ((tokens, columns), (outputs, columns), (tokens, outputs))
+    )
+    count = max(round(columns * share), 1)
+    kept = torch.arange(max(columns - count, 1), device=device)
+    resized = OwnColumns(columns, columns, kept)
+
+    def extract() -> None:
+        for _ in range(2):  # forward and backward
+            resized.take(x), resized.take(w)
+        resized.of_input(x[:, : len(kept)])
+        resized.of_weight(w[:, : len(kept)])
+
+    def compute() -> None:
+        PRODUCTS.of(x[:, :count], w[:, :count].t())
+        PRODUCTS.of(grad, w[:, :count])
+        PRODUCTS.of(grad.t(), x[:, :count])
+
+    return (
+        _least(extract, device, None),
+        _least(lambda: _send(work, product, share, tokens, x), device, work.group),
+        _least(compute, device, None),
+    )
+
+
+def _send(work: FlexibleWork, product: Product, share: float, tokens: int, like: Tensor) -> None:
+    """The messages of a product of which the first position of the group gives a share away."""
+    giver = 0
+    migration = migrate(work.size, giver, product.columns[giver], share)
+    if migration is None:
+        return
+    part, columns, outputs = Part(migration, work), product.columns[giver], product.outputs[giver]
+
+    def given(rows: int, width: int) -> Tensor | None:
+        return like.new_zeros(rows, width) if part.gives else None
+
+    def made(rows: int) -> Tensor | None:
+        return None if part.gives else like.new_zeros(rows, part.own.stop - part.own.start)
+
+    sent = columns - migration.first
+    part.columns(given(outputs, sent), outputs, like)
+    if product.is_row:
+        part.columns(given(tokens, sent), tokens, like)
+        part.collect(made(tokens + outputs), tokens + outputs, like)
+    else:
+        part.sum_to_giver(like.new_zeros(tokens, outputs))
+        part.whole(given(tokens, outputs), (tokens, outputs), like)
+        part.collect(made(outputs), outputs, like)
+
+
+def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> float:
+    """The least seconds of a few runs; of all ranks of a group at once, where one is given."""
+    seconds = []
+    for _ in range(_TIMES):
+        if group is not None:
+            dist.barrier(group)
+        begin = moment(device)
+        run()
+        seconds.append(moment(device) - begin)
+    return min(seconds)
+
+
+# -- how much columns vary ---------------------------------------------------------------------------------------------
+
+# How much each column of each weight varies from one period to the next: what the paper's Pri and PriDiff choose columns by.
+#
+# The weights of the period before are kept as they are in the master store, each element on one rank. At the end of a period
+# `|w(t) - w(t-1)|` is taken where the weights are, gathered like weights are gathered, and each rank takes the means over the
+# rows of its own shards: `delta_i` of arXiv 2401.11469, section III-B, of every strategy with shards. Columns that were left out in the
+# period keep their old value. Frozen weights have no statistics: their columns are drawn at random.
+#
+# `tensors` is everything that the next columns depend on, for this rank's file of a checkpoint.
+
+
+_BEFORE, _VARIATION, _LEFT_OUT, _GRADIENT = "weights", "variation", "left out", "gradient"
+
+
+class ColumnStatistics:
+    """The statistics of a run, and what else of resized products outlives a mini-batch.
+
+    Args:
+        engine: Its strategies with shards are resized.
+        resizing: How; the same on all ranks. From now on it is that of all products.
+    """
+
+    def __init__(self, engine: HotSPaEngine, resizing: Resizing) -> None:
+        self._engine, self._works, self._resizing = engine, engine.flexible_works(), resizing
+        self._is_kept = resizing.columns != "rd"
+        self._before: list[Tensor | None] | None = None
+        self._rows = {name: list(shards) for name, shards in self._shards().items()} if self._is_kept else {}
+        for work in self._works.values():
+            work.resizing = resizing
+
+    def _shards(self) -> dict[str, list[tuple[Strategy, str, tuple[tuple[int, int], ...], int]]]:
+        """Parameter name -> of each strategy the linear, and the rows of this rank's shard along the dim that is cut."""
+        description = self._engine.description
+        specs = {spec.name: spec for spec in description.vector.specs}
+        shards: dict[str, list[tuple[Strategy, str, tuple[tuple[int, int], ...], int]]] = {}
+        for strategy, work in self._works.items():
+            for linear in work.products:
+                spec = specs.get(description.weight_of(linear))
+                if spec is not None and spec.trainable and spec.shard_dim is not None:
+                    rows = shard_rows(description.vector, strategy, spec, self._engine.rank)
+                    shards.setdefault(spec.name, []).append((strategy, linear, rows, spec.shard_dim))
+        return shards
+
+    @torch.no_grad()
+    def begin(self, step: int, pass_steps: int) -> None:
+        """Before a mini-batch: where a period has ended, columns are chosen anew. Collective.
+
+        Args:
+            step: Mini-batches trained so far.
+            pass_steps: The period where none was given.
+        """
+        if not self._is_kept:
+            return
+        period = self._resizing.period or pass_steps
+        for work in self._works.values():
+            work.resizing = replace(self._resizing, period=period)
+        weights = self._engine.master.weights
+        if self._before is None:
+            self._before = [_copied(w) for w in self._kept(weights)]
+            return
+        if step == 0 or step % period:
+            return
+        changes = [
+            (w - before).abs() if w is not None and before is not None else None
+            for w, before in zip(weights, self._before, strict=True)
+        ]
+        variation: dict[Strategy, dict[str, tuple[float, ...]]] = {strategy: {} for strategy in self._works}
+        for name, whole in self._engine.weights(frozen=False, buffers=changes):
+            for strategy, linear, rows, dim in self._rows.get(name, ()):
+                variation[strategy][linear] = self._means(self._works[strategy], linear, whole, rows, dim)
+        for strategy, work in self._works.items():
+            work.take_statistics(variation[strategy])
+        for before, w in zip(self._before, weights, strict=True):
+            if before is not None and w is not None:
+                before.copy_(w)
+
+    def _kept(self, buffers: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+        """Of trained segments alone."""
+        for segment, buffer in zip(self._engine.description.vector.segments, buffers, strict=True):
+            yield buffer if segment.trainable else None
+
+    @staticmethod
+    def _means(
+        work: FlexibleWork, linear: str, change: Tensor, rows: tuple[tuple[int, int], ...], dim: int
+    ) -> tuple[float, ...]:
+        """The statistics of the columns of a shard, from |w(t) - w(t-1)| of the whole weight."""
+        shard = torch.cat([change.narrow(dim, low, high - low) for low, high in rows], dim)
+        left_out = work.left_out.get(linear, set())
+        kept = [i for i in range(shard.shape[1]) if i not in left_out]
+        return kept_variation(shard.mean(0).tolist(), work.variation.get(linear), kept)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What this rank needs to go on bit for bit, copied to host memory; empty where that is nothing."""
+        state: dict[str, Tensor] = {}
+        for index, before in enumerate(self._before or ()):
+            if before is not None:
+                state[f"{_BEFORE}/{index}"] = before.detach().to("cpu", copy=True)
+        for strategy, work in self._works.items():
+            for linear, variation in work.variation.items():
+                state[f"{_VARIATION}/{strategy}/{linear}"] = torch.tensor(variation, dtype=torch.float64)
+            for linear, columns in work.left_out.items():
+                if columns:
+                    state[f"{_LEFT_OUT}/{strategy}/{linear}"] = torch.tensor(sorted(columns))
+            for linear, memory in work.memories.items():
+                gradient = memory.now if memory.now is not None else memory.before
+                if gradient is not None:
+                    state[f"{_GRADIENT}/{strategy}/{linear}"] = gradient.detach().to("cpu", copy=True).contiguous()
+        return dict(sorted(state.items()))
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes on from `tensors` of the same rank. What does not fit (other strategies, another model) is left."""
+        if self._is_kept:
+            self._before = [
+                _fitting(tensors.get(f"{_BEFORE}/{index}"), w)
+                for index, w in enumerate(self._kept(self._engine.master.weights))
+            ]
+        for strategy, work in self._works.items():
+            variation: dict[str, tuple[float, ...]] = {}
+            for linear, product in work.products.items():
+                stored = tensors.get(f"{_VARIATION}/{strategy}/{linear}")
+                if stored is not None and len(stored) == product.columns[work.position]:
+                    variation[linear] = tuple(stored.tolist())
+            work.take_statistics(variation)
+            for linear in work.products:
+                if (stored := tensors.get(f"{_LEFT_OUT}/{strategy}/{linear}")) is not None:
+                    work.left_out[linear] = set(stored.tolist())
+                stored, memory = tensors.get(f"{_GRADIENT}/{strategy}/{linear}"), work.memory(linear)
+                if stored is not None and memory is not None:
+                    memory.now, memory.before = stored.to(self._engine.device), None
+
+
+def _copied(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach().clone()
+
+
+def _fitting(saved: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """A saved tensor where it is one of the same size, else a copy of what is there now."""
+    if like is None or saved is None or saved.shape != like.shape:
+        return _copied(like)
+    return saved.to(like)
