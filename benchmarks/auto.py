@@ -178,13 +178,15 @@ def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int,
     from hf_hotspa.switched.passes import Exchange
 
     (bucket,), shape = side.buckets, engine.description.shape
-    collator = PackedBucketCollator(engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size)
+    collator = PackedBucketCollator(
+        engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost
+    )
     exchange, runner = Exchange(engine.agreement, engine.world_size), engine.phases[bucket.strategy]
     seconds = []
     for number in range(-1, repeats):
         documents = batches[max(number, 0) % len(batches)]
-        plan = documents.plan(range(len(documents)), side.buckets, shape.quadratic_cost, None)
-        (phase,) = documents.mini_batch(plan, collator, exchange).phases
+        _, mini_batch = documents.plan(range(len(documents)), side.buckets, None, collator, exchange)
+        (phase,) = mini_batch.phases
         runner.load()
         took = 0.0
         for first in range(0, engine.world_size, cores):

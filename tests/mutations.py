@@ -232,8 +232,8 @@ MUTATIONS = [
     Mutation(
         "contributions are added in another order",
         "hf_hotspa/engine/executor.py",
-        "self._adds.sort(key=lambda part: part[0])",
-        "self._adds.sort(key=lambda part: -part[0])",
+        "self.adds.sort(key=lambda part: part[0])",
+        "self.adds.sort(key=lambda part: -part[0])",
         UNIT + "test_executor_loopback.py::test_contributions_are_added_in_rank_order_with_the_local_one_in_its_place",
     ),
     Mutation(
@@ -352,8 +352,8 @@ MUTATIONS = [
     Mutation(
         "frozen weights that have changed are not loaded",
         "hf_hotspa/engine/phase.py",
-        "(str(strategy.layout), self._master.frozen_version)",
-        "(str(strategy.layout), 0)",
+        "(str(self.layout), self._master.frozen_version)",
+        "(str(self.layout), 0)",
         LORA + "test_frozen_weights_are_loaded_again_only_where_they_are_gone",
     ),
     Mutation(
@@ -416,7 +416,7 @@ MUTATIONS = [
     Mutation(
         "weights that a callback has changed are lost",
         "hf_hotspa/switched/model_object.py",
-        "weights = self._digest is not None and weights_digest(self._model) != self._digest",
+        "weights = self.digest is not None and weights_digest(self._model) != self.digest",
         "weights = False",
         UNIT + "test_arguments.py::test_training_again_continues_from_the_trained_weights",
     ),
@@ -467,8 +467,8 @@ MUTATIONS = [
     Mutation(
         "a lack of memory in a switch is a failed transfer",
         "hf_hotspa/engine/faults.py",
-        "if shortage is not None:",
-        'if shortage is not None and runner.act != "compute":',
+        "        if shortage is not None:\n            self.out_of_memory",
+        '        if shortage is not None and runner.act != "compute":\n            self.out_of_memory',
         "tests/gloo/test_overlap.py::test_a_lack_of_memory_in_a_switch_beside_the_computation_is_called_that[True]",
     ),
     Mutation(

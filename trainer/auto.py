@@ -30,8 +30,8 @@ from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
 from hf_hotspa.costs.optimizer_state import ADAM, OPTIMIZER_STATES
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs
 from hf_hotspa.engine.memory import device_limit
-from hf_hotspa.engine.out_of_memory import FILE, fewest_tokens, largest_packs
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts

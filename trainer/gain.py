@@ -24,9 +24,8 @@ from hf_hotspa.reporting.measured import MeasuredGain, known_as
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.switched.calls import facts_of, pairs_in
 from hf_hotspa.switched.model_object import as_built
-from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
+from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, facts_of, read_batch
 from hf_hotspa.trainer.arguments import given_buckets
 from hf_hotspa.trainer.auto import engine_options
 
@@ -129,8 +128,7 @@ def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Sid
     for first in range(0, len(parts), accumulation):
         documents = Documents()
         for mine in parts[first : first + accumulation]:
-            facts = exchange.facts(facts_of(mine, None))
-            documents.add([pairs_in(of_rank) for of_rank in facts], mine, engine.rank)
+            documents.add(exchange.facts(facts_of(mine, None)), mine, engine.rank)
         mini_batches.append(documents)
     return mini_batches
 
@@ -155,12 +153,17 @@ def _take_turns(
     differences, verbose = [], trainer.is_world_process_zero()
     shape = engine.description.shape
     rules = RowRules(columns=_columns(trainer))
-    collator = PackedBucketCollator(engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, rules=rules)
+    collator = PackedBucketCollator(
+        engine.buckets,
+        rank=engine.rank,
+        vocab_size=shape.vocab_size,
+        quadratic_cost=shape.quadratic_cost,
+        rules=rules,
+    )
     exchange = Exchange(engine.agreement, engine.world_size)
 
     def made(documents: Documents, side: Side) -> MiniBatch:
-        plan = documents.plan(range(len(documents)), side.of(documents.lengths), shape.quadratic_cost, None)
-        return documents.mini_batch(plan, collator, exchange)
+        return documents.plan(range(len(documents)), side.of(documents.lengths), None, collator, exchange)[1]
 
     for number in range(-1, steps):
         documents = batches[max(number, 0) % len(batches)]

@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from hf_hotspa.checkpoint.format.folder import write_error
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
-from hf_hotspa.engine.out_of_memory import note, warn_of_known
+from hf_hotspa.engine.faults import note, warn_of_known
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel import backends

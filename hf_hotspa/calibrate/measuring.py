@@ -21,7 +21,7 @@ from torch import Tensor
 
 from hf_hotspa.costs.calibration import ExchangeSample, Link
 from hf_hotspa.costs.coefficients import Hop
-from hf_hotspa.engine.phase import synchronize
+from hf_hotspa.engine.phase import moment
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.context import ContextGroup, gathered, scattered_sum
@@ -60,8 +60,7 @@ class Measuring:
         self.agreement.barrier()
         begin, on_core = time.perf_counter(), time.process_time()
         run()
-        synchronize(self.device)
-        return time.perf_counter() - begin, time.process_time() - on_core
+        return moment(self.device) - begin, time.process_time() - on_core
 
     def repeated(self, run: Callable[[], object]) -> Tensor:
         """Seconds by the clock of what runs a few times, after one that warms up: [rank, time]."""

@@ -18,9 +18,8 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,16 +32,13 @@ from torch.utils.hooks import RemovableHandle
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.engine.device_pace import DevicePace
 from hf_hotspa.engine.evaluation import Evaluation
-from hf_hotspa.engine.faults import PhaseFailures
-from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
+from hf_hotspa.engine.faults import PhaseFailures, raise_non_finite
+from hf_hotspa.engine.loading import fill_from_model, load_below_adapter, load_weights, write_to_model
 from hf_hotspa.engine.low_bit import adopt, needs_adopting
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.non_finite import raise_non_finite
-from hf_hotspa.engine.packed_loading import load_below_adapter
-from hf_hotspa.engine.phase import Observer, PhaseFacts, PhaseRunner, peak_memory, step_report
+from hf_hotspa.engine.phase import Observer, PhaseRunner, peak_memory
 from hf_hotspa.engine.pipedream import PipeDreamRunner, stage_updates
-from hf_hotspa.engine.recut import changed, take_cut, with_paces
-from hf_hotspa.engine.set_up import describe, plan_switches
+from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, with_paces
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import ParameterSpec
@@ -54,7 +50,7 @@ from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, check_mini_batch, hotspa_cause, packed_flags
 from hf_hotspa.parallel.flexible_linear import FlexibleWork
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
-from hf_hotspa.report import PhaseMeasure, StepReport
+from hf_hotspa.report import PhaseMeasure, PhaseReport, RankMeasures, StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_launch
 
 
@@ -254,7 +250,9 @@ class HotSPaEngine:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's 1-D fp32 share of every trained parameter, by Hugging Face name. Not collective."""
-        return ((name, p) for name, p in self.master.parameters.items() if p.requires_grad)
+        for name, parameter in self.master.parameters.items():
+            if parameter.requires_grad:
+                yield name, parameter
 
     def parameter_groups(
         self, weight_decay: float = 0.0, decayed: Collection[str] | None = None
@@ -355,13 +353,12 @@ class HotSPaEngine:
         loss, previous, runners = 0.0, None, list[PhaseRunner]()
         for index in order:
             runners.append(self.phases[mini_batch.phases[index].bucket.strategy])
-            runners[-1].parts.train(training)
         for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
             if self._switching.worker is not None:  # whose thread explains failures, too
                 self.failures.phase_begins(phase, runner, self._steps + 1, where)
             self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
-            with self._ending_all(phase, where):
+            try:
                 phase_loss, measured = runner.run(
                     phase,
                     mini_batch.plan.phases[index],
@@ -371,8 +368,11 @@ class HotSPaEngine:
                     since=self._agreed,
                     wait_for_all=self.agreement.barrier,
                     following=following,
+                    training=training,
                     is_loaded=runner is loaded and not measures,
                 )
+            except BaseException as failure:
+                self._end_all(phase, where, failure)
             loss += phase_loss
             self.observer.phase_ended(self._steps + 1, mini_batch.plan, order, len(measures), measured)
             measures.append(measured)
@@ -385,26 +385,22 @@ class HotSPaEngine:
         order = [strategies.index(strategy) for strategy in self._switching.pool.order(strategies, self._steps)]
         return sorted(order, key=lambda index: loaded is None or strategies[index] != loaded.mesh.strategy)
 
-    @contextmanager
-    def _ending_all(self, phase: PhaseBatch, where: str) -> Iterator[None]:
-        """Around the run of a phase: a failure ends what is under way; raised is it, or the error of a peer that caused it."""
-        try:
-            yield
-        except BaseException as failure:
-            runner, explained = self.phases[phase.bucket.strategy], failure
-            if isinstance(failure, Exception):
-                self.failures.phase_begins(phase, runner, self._steps + 1, where)
-                explained = self.failures.explain(failure)
-            if self._switching.worker is not None:
-                place = f"{where}, strategy {phase.bucket.strategy}"
-                self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
-            self._groups.abort()
-            runner.release()
-            self._switching.arenas.forget()
-            if explained is failure:
-                raise
-            # unwrapped, it keeps its own cause: the wrapper's would be a circle
-            raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
+    def _end_all(self, phase: PhaseBatch, where: str, failure: BaseException) -> NoReturn:
+        """The run of a phase has failed: ends what is under way; raises that, or the error of a peer that caused it."""
+        runner, explained = self.phases[phase.bucket.strategy], failure
+        if isinstance(failure, Exception):
+            self.failures.phase_begins(phase, runner, self._steps + 1, where)
+            explained = self.failures.explain(failure)
+        if self._switching.worker is not None:
+            place = f"{where}, strategy {phase.bucket.strategy}"
+            self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
+        self._groups.abort()
+        runner.release()
+        self._switching.arenas.forget()
+        if explained is failure:
+            raise failure
+        # unwrapped, it keeps its own cause: the wrapper's would be a circle
+        raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
 
     def _finish(
         self, mini_batch: MiniBatch, order: Sequence[int], loss: float, measures: list[PhaseMeasure], begin: float,
@@ -412,13 +408,11 @@ class HotSPaEngine:
     ) -> StepReport:  # fmt: skip
         mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
         updates, trained = self.updates, self.master.trained
-        here, facts, numbers = set[str](), list[PhaseFacts](), list[float]()
+        here, numbers = set[str](), list[float]()
         for index, measured in zip(order, measures, strict=True):
             runner = self.phases[mini_batch.phases[index].bucket.strategy]
             for part in runner.parts:
                 here |= part.reached
-            context = runner.replica.context
-            facts.append(PhaseFacts(runner.name, runner.frozen_bytes, context.way if context is not None else ""))
             numbers += measured
         reached = packed_flags(map(here.__contains__, trained)) if self.world_size > 1 else []
         square = updates.squared_norm if updates is not None else self.master.squared_norm()
@@ -436,10 +430,23 @@ class HotSPaEngine:
                 here = set(itertools.compress(trained, any_flag(flags, len(trained))))
             self._reached |= here
             self.master.bind_gradients(self._reached)
-        per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
-        total_s = time.perf_counter() - begin
-        return step_report(
-            self._steps, total_loss, self.grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, facts
+        plan, reports = mini_batch.plan, list[PhaseReport]()
+        of_phases = rows[:, 5:].view(self.world_size, len(order), -1)
+        for index, measured in zip(order, of_phases.unbind(1), strict=True):
+            reports.append(self.phases[mini_batch.phases[index].bucket.strategy].report(plan.phases[index], measured))
+        return StepReport(
+            step=self._steps,
+            loss=total_loss,
+            grad_norm=self.grad_norm,
+            num_labels=plan.num_labels,
+            num_rows=plan.num_rows,
+            num_truncated=plan.num_truncated,
+            num_split=plan.num_split,
+            num_dropped=plan.num_dropped,
+            num_empty=plan.num_empty,
+            phases=tuple(reports),
+            total_s=time.perf_counter() - begin,
+            ranks=RankMeasures(rows[:, 2].tolist(), rows[:, 3].long().tolist(), of_phases.tolist()),
         )
 
     def evaluation(self, store: MasterStore | None = None, training: bool = False, step: int = 0) -> Evaluation:
@@ -449,7 +456,7 @@ class HotSPaEngine:
             store: Weights of a second model (`frozen_weights`), in the place of the engine's own.
             training: Whether the model is in training mode, with the dropout of mini-batch `step` (counted from 0).
         """
-        shared = self.phases, self.agreement, self._groups, self._ending_all, self._switching.held
+        shared = self.phases, self.agreement, self._groups, self._end_all, self._switching.held
         return Evaluation(*shared, store, training, step)
 
     @property

@@ -6,8 +6,8 @@ is in eval mode. The loss comes back as a sum over labels and their number, so t
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class Evaluation:
     """One pass over an evaluation set; use it in a `with` statement. Everything is collective.
 
     Args:
-        ending_all: For `with`, around what runs a phase: where it fails, ends what is under way on all ranks.
+        end_all: Called where a phase fails: ends what is under way on all ranks, and raises.
         held: What else the ranks must have in common before weights are loaded.
         store: Other weights than those of the master store: a second, frozen model of the same shape.
         training: Whether the model is in training mode, and drops what it drops in the step.
@@ -58,14 +58,14 @@ class Evaluation:
         phases: Mapping[Strategy, PhaseRunner],
         agreement: Agreement,
         groups: ProcessGroups,
-        ending_all: Callable[[PhaseBatch, str], AbstractContextManager[None]],
+        end_all: Callable[[PhaseBatch, str, BaseException], NoReturn],
         held: Callable[[], dict[str, str]],
         store: MasterStore | None = None,
         training: bool = False,
         step: int = 0,
     ) -> None:
         self._phases, self._agreement, self._groups, self._held = phases, agreement, groups, held
-        self._ending_all, self._store, self._training, self._step = ending_all, store, training, step
+        self._end_all, self._store, self._training, self._step = end_all, store, training, step
         self._loaded: PhaseRunner | None = None
         self._num_mini_batches = 0
 
@@ -110,11 +110,13 @@ class Evaluation:
         loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
         in_order = self._in_order(mini_batch)
         for index, (plan, phase) in enumerate(in_order):
-            with self._ending_all(phase, where):
+            try:
                 kept = phase.bucket.pack_tokens if keep_graphs and index == len(in_order) - 1 else 0
                 loss_sum += self._run_phase(plan, phase, with_logits, kept)
                 if with_logits:
                     logits.update(self._gather_logits(plan))
+            except BaseException as failure:
+                self._end_all(phase, where, failure)
         total = float(self._agreement.gather([loss_sum]).sum())
         return EvaluationResult(total, mini_batch.num_labels, logits)
 

@@ -65,7 +65,7 @@ def _dtype(wire: Wire) -> torch.dtype:
 
 
 class BoundRound:
-    """A round and its tensors: made once for the buffers of a switch, used every time that the switch runs on them.
+    """The tensors of a round: made once for the buffers of a switch, used every time that the switch runs on them.
 
     Making a view costs more than copying a kilobyte.
 
@@ -78,6 +78,12 @@ class BoundRound:
     Attributes:
         outgoing: The tensor that each message sends, once it is packed.
         incoming: Where each message is received: in the target buffer itself when it can be.
+        packs: What goes into staging as it is: `(staged, views)`; `converts` is what another dtype or device has.
+        local: Targets and sources of the copies inside the rank.
+        unpacks: What did not land in place: `(views, parts of the message)`.
+        adds: The contributions of a return, in ascending order of the source ranks, this rank's own among them:
+            `(source rank, views, contributions)`.
+        host_sums: Whether some of them are to be added on another device: a master store in host memory.
         local_bytes: Bytes moved inside the rank, in the dtype of where they go.
         sent_bytes, received_bytes: Bytes of its messages.
     """
@@ -94,10 +100,10 @@ class BoundRound:
         self.outgoing: list[torch.Tensor] = []
         self.incoming: list[torch.Tensor] = []
         self._staged: dict[int, torch.Tensor] = {}
-        self._packs: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
-        self._converts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        self._unpacks: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        self._adds: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
+        self.packs: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self.converts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self.unpacks: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self.adds: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
         for message in current.sends:
             self._bind_send(message, buffers, send_staging)
         for message in current.receives:
@@ -106,21 +112,21 @@ class BoundRound:
             landing = views[0] if in_place else _staged(receive_staging, message)
             self.incoming.append(landing)
             if accumulate:
-                self._adds.append((message.peer, views, _split(landing, message)))
+                self.adds.append((message.peer, views, _split(landing, message)))
             elif not in_place:
-                self._unpacks.append((views, _split(landing, message)))
-        self._local = (
+                self.unpacks.append((views, _split(landing, message)))
+        self.local = (
             [_view(local.target, buffers) for local in current.local],
             [_view(local.source, buffers) for local in current.local],
         )
-        self.local_bytes = sum(view.numel() * view.itemsize for view in self._local[0])
+        self.local_bytes = sum(view.numel() * view.itemsize for view in self.local[0])
         self.sent_bytes = sum(message.num_bytes for message in current.sends)
         self.received_bytes = sum(message.num_bytes for message in current.receives)
         if accumulate and current.local:
-            self._adds.append((rank, *self._local))
-        self._adds.sort(key=lambda part: part[0])  # the order that makes sums repeatable
+            self.adds.append((rank, *self.local))
+        self.adds.sort(key=lambda part: part[0])  # the order that makes sums repeatable
         # a master store in host memory beside an accelerator: what is added goes there first
-        self._host_sums = any(v.device != c.device for _, *sides in self._adds for v, c in zip(*sides, strict=True))
+        self.host_sums = any(v.device != c.device for _, *sides in self.adds for v, c in zip(*sides, strict=True))
 
     def _bind_send(self, message: Message, buffers: Views, staging: torch.Tensor) -> None:
         views = _views(message.slices, buffers)
@@ -131,38 +137,17 @@ class BoundRound:
         if message.staging_offset not in self._staged:  # messages with one place in staging share it, packed once
             staged = self._staged[message.staging_offset] = _staged(staging, message)
             if all((view.dtype, view.device) == (staged.dtype, staged.device) for view in views):
-                self._packs.append((staged, views))
+                self.packs.append((staged, views))
             else:
-                self._converts.append((_split(staged, message), views))
+                self.converts.append((_split(staged, message), views))
         self.outgoing.append(self._staged[message.staging_offset])
-
-    def pack(self) -> None:
-        """Packs, and converts, what is sent from staging."""
-        for staged, views in self._packs:
-            torch.cat(views, out=staged)
-        for parts, views in self._converts:
-            torch._foreach_copy_(parts, views)
-
-    def copy_local(self) -> None:
-        """The copies inside the rank of a load."""
-        if self._local[0]:
-            torch._foreach_copy_(*self._local)
-
-    def unpack(self) -> None:
-        """Copies what did not land in place to where it belongs."""
-        for views, parts in self._unpacks:
-            torch._foreach_copy_(views, parts)
-
-    def add(self) -> None:
-        """Adds the contributions of a return in ascending order of the source ranks, this rank's own among them."""
-        for _, views, contributions in self._adds:
-            if self._host_sums:
-                contributions = [c.to(view.device) for c, view in zip(contributions, views, strict=True)]
-            torch._foreach_add_(views, contributions)
 
 
 Place = tuple[tuple[int, int], int, int, torch.dtype]
 """Which buffer a view was made of: (store, segment), address, elements, dtype."""
+
+_KEPT = 2
+"""Bindings of a schedule that are kept: weights alternate between two arenas where there is a second source."""
 
 
 @dataclass(frozen=True)
@@ -176,60 +161,9 @@ class Binding:
 
     plan: SwitchPlan
     schedule: Schedule
-    places: tuple[Place, ...]
+    places: list[Place]
     buffers: Views
     rounds: list[BoundRound | None]
-
-
-class Bindings:
-    """Bound schedules, kept for the sets of buffers used last: an arena gives the same ones again and again."""
-
-    _KEPT = 2  # of a schedule: weights alternate between two arenas where there is a second source
-
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, list[Binding]] = {}
-
-    def find(self, key: Hashable, buffers: Views) -> Binding | None:
-        """The binding of a schedule to these buffers, if it was kept."""
-        places = _places(buffers)
-        for binding in self._kept.get(key, ()):
-            if binding.places == places:
-                return binding
-        return None
-
-    def add(
-        self,
-        key: Hashable,
-        plan: SwitchPlan,
-        schedule: Schedule,
-        buffers: Views,
-        relay: Views,
-        stagings: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        rank: int,
-    ) -> Binding:
-        """Binds a schedule and keeps it.
-
-        Args:
-            buffers: The buffers of its sources and its target.
-            stagings: Slots of (send, receive) staging, used in turn by the rounds that are not empty.
-        """
-        detached = {place: buffer.detach() for place, buffer in buffers.items()} | relay
-        slots = cycle(stagings)
-        rounds = [
-            None if current.is_empty else BoundRound(current, detached, *next(slots), plan.accumulate, rank)
-            for current in schedule.rounds
-        ]
-        binding = Binding(plan, schedule, _places(buffers), detached, rounds)
-        self._kept[key] = [*self._kept.get(key, ()), binding][-self._KEPT :]
-        return binding
-
-    def clear(self) -> None:
-        """Lets go of all buffers."""
-        self._kept.clear()
-
-
-def _places(buffers: Views) -> tuple[Place, ...]:
-    return tuple([(place, b.data_ptr(), b.numel(), b.dtype) for place, b in buffers.items()])
 
 
 def _view(piece: Slice, buffers: Views) -> torch.Tensor:
@@ -276,13 +210,10 @@ class Progress(Protocol):
         return
 
 
-class _Uncoupled(Progress):
-    """The progress of a switch that nothing computes beside."""
-
-
 @dataclass
 class SwitchStats:
-    """What one rank did in one switch. Bytes on the wire count wire dtypes, local bytes the target's dtype.
+    """What one rank did in one switch. Bytes on the wire count wire dtypes, local bytes the target's dtype. Seconds are the
+    host's, which does not wait for an accelerator: that would undo the overlap of rounds.
 
     Args:
         sent_bytes: Bytes sent to other ranks.
@@ -351,7 +282,7 @@ class SwitchExecutor:
         self._receive_staging = [self._empty(0)] * _IN_FLIGHT
         self._relay = [self._empty(0)] * RELAY_SLOTS
         self._schedules: dict[tuple[str, tuple[torch.dtype | None, ...]], Schedule] = {}
-        self._bindings = Bindings()
+        self._bindings: dict[Hashable, list[Binding]] = {}
         self._failure: str | None = None
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
@@ -400,7 +331,8 @@ class SwitchExecutor:
             wire_dtypes: None only for segments that the plan does not move. Local copies are converted straight from source to
                 target dtype.
             epoch: A number that all ranks count up with each switch; keeps the messages of switches apart.
-            progress: Told of segments that are complete, and asked to wait for segments that are not ready to be sent.
+            progress: Told of segments that are complete, and asked to wait for segments that are not ready to be sent; None for
+                a switch that nothing computes beside.
             second: The buffers of the second source layout, for a plan that has one.
 
         Raises:
@@ -411,7 +343,6 @@ class SwitchExecutor:
             raise TransferError(f"switch {plan.name!r} refused: an earlier one failed in flight", why=self._failure)
         bound = self._bind(plan, wire_dtypes, {SOURCE: source, TARGET: target, SECOND: second or ()})
         schedule = bound.schedule
-        progress = progress or _Uncoupled()
         stats = SwitchStats(num_rounds=len(schedule.rounds))
         flights: deque[_Flight] = deque()
         self._failure = f"switch {plan.name!r} did not end"  # until it has: also when a signal ends this frame
@@ -423,9 +354,7 @@ class SwitchExecutor:
                     continue
                 while flights and (len(flights) == _IN_FLIGHT or flights[0][0] <= current.needs):
                     self._finish(bound, flights.popleft(), stats, progress)
-                if current.opens:
-                    self._open(bound, current.group, progress)
-                flights.append(self._start(bound, index, epoch, stats))
+                flights.append(self._start(bound, index, epoch, stats, progress))
                 yield
             while flights:
                 index = flights[0][0]
@@ -444,19 +373,24 @@ class SwitchExecutor:
             except StopIteration as end:
                 return end.value
 
-    def _open(self, bound: Binding, group: int, progress: Progress) -> None:
-        progress.await_source(bound.schedule.groups[group])
-        if bound.plan.accumulate:
-            for segment in bound.schedule.groups[group]:
+    def _start(self, bound: Binding, index: int, epoch: int, stats: SwitchStats, progress: Progress | None) -> _Flight:
+        """Packs and posts a round, the first of a group when its source is ready, and makes a load's local copies while it is on
+        the wire."""
+        current, tensors, accumulate = bound.schedule.rounds[index], bound.rounds[index], bound.plan.accumulate
+        assert tensors is not None
+        if current.opens:
+            segments = bound.schedule.groups[current.group]
+            if progress is not None:
+                progress.await_source(segments)
+            for segment in segments if accumulate else ():
                 if (relay := bound.buffers.get((RELAY, segment))) is not None:
                     relay.zero_()
-
-    def _start(self, bound: Binding, index: int, epoch: int, stats: SwitchStats) -> _Flight:
-        """Packs and posts a round, and makes a load's local copies while it is on the wire."""
-        current, tensors, clock = bound.schedule.rounds[index], bound.rounds[index], time.perf_counter()
-        assert tensors is not None
-        tensors.pack()
-        clock = _lap(stats, "pack_seconds", clock)
+        begin = time.perf_counter()
+        for staged, views in tensors.packs:
+            torch.cat(views, out=staged)
+        for parts, views in tensors.converts:
+            torch._foreach_copy_(parts, views)
+        packed = time.perf_counter()
         base = (epoch % _EPOCH_TAGS * _ROUND_TAGS + index % _ROUND_TAGS) * _CHANNEL_TAGS
         transport = self.forward if bound.plan.links[current.hop] == INTRA else self.transport
         for message, tensor in zip(current.receives, tensors.incoming, strict=True):
@@ -464,30 +398,35 @@ class SwitchExecutor:
         for message, tensor in zip(current.sends, tensors.outgoing, strict=True):
             transport.send(tensor, message.peer, base + message.channel)
         handle = transport.start() if current.receives or current.sends else None
-        clock = _lap(stats, "wire_seconds", clock)
-        if not bound.plan.accumulate:
-            tensors.copy_local()
-            _lap(stats, "local_seconds", clock)
+        posted = time.perf_counter()
+        if tensors.local[0] and not accumulate:
+            torch._foreach_copy_(*tensors.local)
+            stats.local_seconds += time.perf_counter() - posted
+        stats.pack_seconds += packed - begin
+        stats.wire_seconds += posted - packed
         stats.sent_bytes += tensors.sent_bytes
         stats.received_bytes += tensors.received_bytes
         stats.local_bytes += tensors.local_bytes
         stats.num_messages += len(current.sends) + len(current.receives)
         return index, handle
 
-    def _finish(self, bound: Binding, flight: _Flight, stats: SwitchStats, progress: Progress) -> None:
-        """Waits for a round and unpacks it."""
+    def _finish(self, bound: Binding, flight: _Flight, stats: SwitchStats, progress: Progress | None) -> None:
+        """Waits for a round, and unpacks or adds what has come."""
         index, handle = flight
-        current, tensors, clock = bound.schedule.rounds[index], bound.rounds[index], time.perf_counter()
+        current, tensors, begin = bound.schedule.rounds[index], bound.rounds[index], time.perf_counter()
         assert tensors is not None
         if handle is not None:
             handle.wait()
-        clock = _lap(stats, "wire_seconds", clock)
-        if bound.plan.accumulate:
-            tensors.add()
-        else:
-            tensors.unpack()
-        _lap(stats, "unpack_seconds", clock)
-        if current.closes:
+        arrived = time.perf_counter()
+        for views, parts in tensors.unpacks:
+            torch._foreach_copy_(views, parts)
+        for _, views, contributions in tensors.adds:
+            if tensors.host_sums:
+                contributions = [c.to(view.device) for c, view in zip(contributions, views, strict=True)]
+            torch._foreach_add_(views, contributions)
+        stats.wire_seconds += arrived - begin
+        stats.unpack_seconds += time.perf_counter() - arrived
+        if progress is not None and current.closes:
             progress.target_complete(bound.schedule.groups[current.group])
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -519,19 +458,24 @@ class SwitchExecutor:
         return sends, receives, relays
 
     def _bind(self, plan: SwitchPlan, wire_dtypes: Wires, stores: dict[int, Buffers]) -> Binding:
-        """The rounds with their tensors."""
+        """The rounds with their tensors, kept for the sets of buffers used last: an arena gives the same ones again and again."""
         key, schedule = (plan.digest, tuple(wire_dtypes)), self.schedule(plan, wire_dtypes)
-        buffers = self._checked(plan, schedule, stores)
-        binding = self._bindings.find(key, buffers)
-        if binding is None:
-            self._grow(self._slots(plan, wire_dtypes))
-            relay = {
-                (RELAY, segment): self._relay[group % RELAY_SLOTS][start:end].view(dtype)
-                for group in range(len(schedule.groups))
-                for segment, start, end, dtype in _relay_places(plan, schedule, group, wire_dtypes)
-            }
-            stagings = tuple(zip(self._send_staging, self._receive_staging, strict=True))
-            binding = self._bindings.add(key, plan, schedule, buffers, relay, stagings, self.rank)
+        buffers, places = self._checked(plan, schedule, stores)
+        for binding in self._bindings.get(key, ()):
+            if binding.places == places:
+                return binding
+        self._grow(self._slots(plan, wire_dtypes))
+        views = {place: buffer.detach() for place, buffer in buffers.items()}
+        for group in range(len(schedule.groups)):
+            for segment, start, end, dtype in _relay_places(plan, schedule, group, wire_dtypes):
+                views[RELAY, segment] = self._relay[group % RELAY_SLOTS][start:end].view(dtype)
+        stagings = cycle(zip(self._send_staging, self._receive_staging, strict=True))  # for rounds that are not empty
+        rounds = [
+            None if current.is_empty else BoundRound(current, views, *next(stagings), plan.accumulate, self.rank)
+            for current in schedule.rounds
+        ]
+        binding = Binding(plan, schedule, places, views, rounds)
+        self._bindings[key] = [*self._bindings.get(key, ()), binding][-_KEPT:]
         return binding
 
     def _grow(self, slots: tuple[list[int], list[int], list[int]]) -> None:
@@ -542,9 +486,9 @@ class SwitchExecutor:
                     memory[slot] = self._empty(0)  # freed first, or both exist at once
                     memory[slot] = self._empty(num_bytes)
 
-    def _checked(self, plan: SwitchPlan, schedule: Schedule, stores: dict[int, Buffers]) -> Views:
-        """The buffers that the plan touches; checked, because a transport would not."""
-        checked = {}
+    def _checked(self, plan: SwitchPlan, schedule: Schedule, stores: dict[int, Buffers]) -> tuple[Views, list[Place]]:
+        """The buffers that the plan touches, and where they are; checked, because a transport would not."""
+        checked, places = Views(), list[Place]()
         for (store, segment), extent in schedule.extents.items():
             if store == RELAY:
                 continue
@@ -565,7 +509,8 @@ class SwitchExecutor:
                     why="nothing was sent",
                 )
             checked[store, segment] = buffer
-        return checked
+            places.append(((store, segment), buffer.data_ptr(), buffer.numel(), buffer.dtype))
+        return checked, places
 
     def _failed(self, bound: Binding, index: int, error: Exception) -> TransferError:
         current = bound.schedule.rounds[index]
@@ -578,14 +523,6 @@ class SwitchExecutor:
             why="messages may be in flight: the process group must not be used again",
             fix="end the job and start it again",
         )
-
-
-def _lap(stats: SwitchStats, field: str, clock: float) -> float:
-    """Adds the host's time since `clock` to a field of the statistics; returns the new clock. Does not wait for an
-    accelerator, which would undo the overlap of rounds."""
-    now = time.perf_counter()
-    setattr(stats, field, getattr(stats, field) + now - clock)
-    return now
 
 
 def _relay_places(
@@ -609,16 +546,16 @@ def _relay_places(
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
 
-# A switch as a job, which is done at once (`SwitchJob.done`), or runs beside the computation (`engine/worker.py`).
+# A switch as a job, which is over when it is made, or runs beside the computation (`engine/worker.py`).
 
 
 class _Stamp:
     """A moment in the work of the current stream; on CPU, where work is done when a call returns, nothing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self._device = device
         self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if device is not None and device.type == "cuda":
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
 
@@ -673,50 +610,40 @@ class SegmentGate:
 
 
 class SwitchJob:
-    """One switch; made by `SwitchWorker.submit`, which runs it beside what follows, or by `done`.
+    """One switch; of `SwitchWorker.submit`, which runs it beside what follows, or one that is over.
 
     Args:
-        run: Runs the switch with the job as its progress.
+        run: Runs the switch with the job as its progress; None when it has run in the caller's thread and stream.
         gate: What it must wait for before it reads a segment; None when everything is ready.
+        device: Where it runs, beside the computation.
+        stats: What it did that has run; nothing by default.
 
     Attributes:
         exposed_s: Host seconds that callers have spent blocked in `wait` and `result`. On CUDA, what the caller's stream then
             waits for the events is not in it.
+        succeeded: Whether the switch is over, and all that it had to do is done; then `stats` says what it did.
         busy_s: Seconds from the start of the switch to its end, without those in which it waited for its gate; 0 before, and
             where nothing was computed beside it. Waiting for peers counts, as it cannot be told from moving bytes.
     """
 
     def __init__(
-        self, name: str, run: Callable[["SwitchJob"], SwitchStats], gate: SegmentGate | None, device: torch.device
+        self,
+        name: str,
+        run: Callable[["SwitchJob"], SwitchStats] | None = None,
+        gate: SegmentGate | None = None,
+        device: torch.device | None = None,
+        stats: SwitchStats | None = None,
     ) -> None:
-        self.name = name
-        self._run: Callable[[SwitchJob], SwitchStats] | None = run
-        self._gate, self._device = gate, device
-        self._submitted = _Stamp(device)
+        self.name, self._run, self._gate, self._device = name, run, gate, device
+        self._submitted = None if run is None else _Stamp(device)
         self._complete: dict[int, _Stamp] = {}
         self._ended: _Stamp | None = None
-        self._stats: SwitchStats | None = None
+        self.succeeded, self.stats = run is None, stats or SwitchStats()
         self._error: BaseException | None = None
         self.exposed_s = self.busy_s = self._gated_s = 0.0
         self._changed = threading.Condition()
 
-    @classmethod
-    def done(cls, name: str, run: Callable[["SwitchJob"], SwitchStats], device: torch.device) -> "SwitchJob":
-        """Runs a switch at once, in the calling thread and stream: the job of it is over.
-
-        Raises:
-            Exception: what ended it.
-        """
-        job = cls(name, run, None, device)
-        job._run, job._stats, job._ended = None, run(job), _Stamp(device)
-        return job
-
     # -- the side of the computation ----------------------------------------------------------------------------------
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether the switch is over, and all that it had to do is done."""
-        return self._ended is not None and self._error is None
 
     def wait(self, segments: Iterable[int]) -> None:
         """Blocks until the target buffers of these segments are complete, for the host and for the caller's stream.
@@ -740,18 +667,17 @@ class SwitchJob:
         Raises:
             Exception: what ended the job.
         """
-        if self._ended is None or self._error is not None:
+        if not self.succeeded:
             self._block(lambda: False)
-        assert self._stats is not None
-        assert self._ended is not None
-        self._ended.wait()
-        return self._stats
+        if self._ended is not None:
+            self._ended.wait()
+        return self.stats
 
     def _block(self, ready: Callable[[], bool]) -> None:
         with self._changed:
-            if self._ended is None and not ready():
+            if not (self.succeeded or self._error or ready()):
                 begin = time.perf_counter()
-                self._changed.wait_for(lambda: self._ended is not None or ready())
+                self._changed.wait_for(lambda: self.succeeded or self._error or ready())
                 self.exposed_s += time.perf_counter() - begin
             if self._error is not None:
                 raise self._error
@@ -791,6 +717,7 @@ class SwitchJob:
         begin = time.perf_counter()
         stats, error = None, None
         try:
+            assert self._submitted is not None
             self._submitted.wait()
             stats = run(self)
         except BaseException as failure:  # also what is no Exception: the caller must not wait for ever
@@ -801,6 +728,6 @@ class SwitchJob:
         return error is None
 
     def _end(self, stats: SwitchStats | None = None, error: BaseException | None = None) -> None:
-        self._run, self._stats, self._error = None, stats, error
-        self._ended = _Stamp(self._device)
+        self._ended, self._run, self._error, self.stats = _Stamp(self._device), None, error, stats or self.stats
+        self.succeeded = error is None  # last: `result` takes no lock then
         self._changed.notify_all()

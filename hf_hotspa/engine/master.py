@@ -270,10 +270,12 @@ class MasterStore:
         for name, gradient in self._views.items():
             self.parameters[name].grad = gradient if name in self._bound else None
 
-    @property
-    def is_bound(self) -> bool:
-        """Whether the gradients hang where `bind_gradients` has put them."""
-        return all(self.parameters[name].grad is not None for name in self._bound)
+    def are_cleared(self, since: int) -> bool:
+        """Whether somebody has made the gradients 0, or taken one off, since `gradient_version` was this."""
+        for name in self._bound:
+            if self.parameters[name].grad is None:
+                return True
+        return self.gradient_version != since and not any(bool(g.any()) for g in self.gradients if g is not None)
 
     @property
     def gradient_version(self) -> int:

@@ -5,19 +5,29 @@
   parameter that no module announced in the first forward is an error: its values may have been those of another phase.
 * `GradientWatch`: a segment's gate opens when the backward of the last micro-batch has added to each of its parameters
   on this rank, and at the end of the computation at the latest (unused parameters, no micro-batches).
+* `UnitStream`: the same for a strategy whose units come and go one at a time (`+z2`, `+z3`).
 
-Both hang hooks on the replica once; between phases, and where nothing is pending, a hook is one comparison.
+All hang hooks on the replica once; between phases, and where nothing is pending, a hook is one comparison.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from hf_hotspa.engine.executor import SegmentGate, SwitchJob
+from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchJob
+from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import ModelError
 from hf_hotspa.layout.placement import Slot
+from hf_hotspa.layout.units import Units, name_of_unit
+from hf_hotspa.layout.vector import EMBEDDING, HEAD
+from hf_hotspa.model.replica import Replica
+from hf_hotspa.model.unit_order import modules_of_units
+from hf_hotspa.plan.units import Program, StagePass, Visit
+
+# -- the weights and gradients of a phase ------------------------------------------------------------------------------
 
 
 class WeightGuard:
@@ -155,3 +165,233 @@ class GradientWatch:
             self._left[slot.segment] -= 1
             if not self._left[slot.segment]:
                 self._gate.open((slot.segment,))
+
+
+# -- units, one at a time ----------------------------------------------------------------------------------------------
+
+# Streams the units of a replica through its memory for two of them: weights come just in time, gradients leave as soon as they are made.
+#
+# `UnitStream` runs the program of a phase (`plan.units`) on one rank. All transfers are submitted to the switch worker at
+# the start, in the agreed order, each with a gate; the computation walks through its visits, and at the border between
+# two units it opens the gates of what waited for the first and waits for the weights of the second.
+#
+# A rank sits out what its replica has no part in: the gates of such a pass are open as soon as its own pass before is over, and
+# zeros leave as the gradients, set by the worker when the transfer's turn comes. So it does its part of every transfer, and
+# these wait for nothing that comes later in the agreed order: neither for a message of another stage, nor for its next pass.
+#
+# How the borders are found:
+#
+# * forward: a decoder layer, or a module outside the layers that owns weights, is called;
+# * backward: the gradient of a layer's output is there, and of the first layer's input for the embedding. Autograd runs
+#   what was made last first, and adds to leaves at once, so nothing of the layer behind is left to do then.
+#
+# Backward sees the right weights although their memory was used in between: a unit has one place, so what autograd has saved
+# is a view of it, and the unit is there again before its backward begins. Views that are filled through the arena's own
+# buffer keep the version that autograd has seen.
+#
+# An order that the program does not have is an error before a wrong weight is read.
+
+
+class _Transfer(NamedTuple):
+    """The gate is None for one that waits for nothing."""
+
+    job: SwitchJob
+    gate: SegmentGate | None
+    is_load: bool
+
+
+class UnitStream:
+    """The units of one replica.
+
+    Args:
+        replica: The replica; hooks are hung on its modules once.
+    """
+
+    def __init__(self, replica: Replica, switching: Switching) -> None:
+        self._replica, self._switching = replica, switching
+        self._units: Units = switching.pool.units
+        strategy, stage = replica.mesh.strategy, replica.mesh.coord.pp
+        self._strategy, self._stage = strategy, stage
+        self._transfers: list[_Transfer] = []
+        self._gradients: Buffers = ()
+        self._passes: list[StagePass] = []
+        self._left: list[Visit] = []
+        self._visit: Visit | None = None
+        self._is_backward = self._is_running = False
+        self._hang_hooks(self._units.of_stage(strategy, stage))
+
+    # -- borders ------------------------------------------------------------------------------------------------------
+
+    def _hang_hooks(self, units: Sequence[int]) -> None:
+        segment_unit = {s: unit for unit, segments in self._units.segments.items() for s in segments}
+        unit_of = {id(p): segment_unit.get(slot.segment) for p, slot in self._replica.parameters}
+        has_embedding, is_first = EMBEDDING in units, True
+        for unit, layer in enumerate(self._replica.layers):
+            if unit not in units:
+                continue
+            if is_first and has_embedding:
+                layer.register_forward_pre_hook(self._enters_layers, with_kwargs=True)
+            is_first = False
+            layer.register_forward_pre_hook(partial(self._called, unit))
+            layer.register_forward_hook(partial(self._left_layer, unit))
+        replica = self._replica
+        for unit, module in modules_of_units(replica.model, replica.layers, lambda weight: unit_of[id(weight)]):
+            module.register_forward_pre_hook(partial(self._called, unit))
+
+    def _called(self, unit: int, module: nn.Module, args: Any) -> None:
+        if self._is_running:
+            self._enter(unit)
+
+    def _enters_layers(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_running and not self._is_backward:
+            self._watch(args[0] if args else kwargs.get("hidden_states"), EMBEDDING)
+
+    def _left_layer(self, unit: int, module: nn.Module, args: Any, out: Any) -> None:
+        if self._is_running and not self._is_backward:  # in a backward pass a layer may be computed again
+            self._watch(out[0] if isinstance(out, tuple | list) else out, unit)
+
+    def _watch(self, hidden: Any, unit: int) -> None:
+        """The unit's backward begins when the gradient of this hidden state is there."""
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(self._gradient_came, unit))
+
+    def _gradient_came(self, unit: int, gradient: Tensor) -> None:
+        if self._is_running and self._is_backward:
+            self._enter(unit)
+
+    # -- a phase ------------------------------------------------------------------------------------------------------
+
+    def begin(self, program: Program, weights: Buffers, gradients: Buffers, master: MasterStore) -> None:
+        """Submits all transfers of a phase. Collective.
+
+        Args:
+            program: The same on all ranks.
+            weights: This rank's buffers, by segment.
+        """
+        device, mine = self._replica.device, program.stages[self._stage]
+        waits = {index for one in mine for visit in one.visits for index in visit.opens}
+        of_others = {i for one in mine if self._is_of_others(one) for visit in one.visits for i in visit.opens}
+        self._gradients, self._passes, self._left = gradients, list(mine), []
+        self._visit, self._is_backward, self._is_running = None, False, True
+        self._transfers = []
+        for index, (unit, is_load) in enumerate(program.transfers):
+            segments = (self._units.segments if is_load else self._units.trained)[unit]
+            gate = SegmentGate(segments, device) if index in waits else None
+            source, target = (master.weights, weights) if is_load else (gradients, master.gradients)
+            cleared = segments if not is_load and index in of_others else ()
+            plan = self._switching.pool.of_unit(self._strategy, unit, is_load)
+            job = self._switching.start(plan, source, target, None, gate, True, cleared)
+            self._transfers.append(_Transfer(job, gate, is_load))
+        self._sit_out()
+
+    def begin_pass(self) -> None:
+        """The next pass of this replica begins."""
+        if not self._is_running:
+            return
+        if not self._passes:
+            raise self._disordered("a pass that is not in the program")
+        current = self._passes.pop(0)
+        self._is_backward, self._left = current.is_backward, list(current.visits)
+        if self._is_backward and self._left:
+            self._advance()
+
+    def end_pass(self) -> None:
+        """It is over, and so are those behind it that this replica has no part in: its next one may wait for another stage,
+        and that for what these let go."""
+        if self._is_running:
+            self._close_pass()
+            self._sit_out()
+
+    def _sit_out(self) -> None:
+        """Lets go of the units of the passes that come next and are of other replicas."""
+        while self._passes and self._is_of_others(self._passes[0]):
+            for visit in self._passes.pop(0).visits:
+                self._open(visit)
+
+    def _is_of_others(self, one: StagePass) -> bool:
+        return self._replica.mesh.coord.dp not in one.replicas
+
+    def end(self) -> None:
+        """The computation is over: all transfers come to their end."""
+        if not self._is_running:
+            return
+        if self._passes:
+            raise self._disordered("fewer passes than are in the program")
+        for transfer in self._transfers:
+            transfer.job.result()
+        self._is_running = False
+
+    def measure(self) -> dict[str, float]:
+        """What the transfers of the last phase took, once it has ended, by the names of `PhaseMeasure`."""
+        measured = dict[str, float]()
+        for kind, is_load in (("unit_load", True), ("unit_return", False)):
+            jobs = [transfer.job for transfer in self._transfers if transfer.is_load == is_load]
+            measured[f"{kind}_s"] = sum(job.exposed_s for job in jobs)
+            measured[f"{kind}_busy_s"] = sum(job.busy_s for job in jobs)
+            measured[f"{kind}_bytes"] = float(sum(job.result().sent_bytes for job in jobs))
+        return measured
+
+    def drop(self) -> None:
+        """Forgets the phase; after a failure its jobs must have been cancelled before."""
+        self._is_running = False
+        self._transfers, self._passes, self._left = [], [], []
+        self._visit, self._gradients = None, ()
+
+    # -- visits -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, unit: int) -> None:
+        if self._visit is not None and self._visit.unit == unit:
+            return
+        if not self._left or self._left[0].unit != unit:
+            raise self._disordered(f"the {name_of_unit(unit)}")
+        self._advance()
+
+    def _advance(self) -> None:
+        """Leaves the unit that was visited, and enters the next one."""
+        self._leave()
+        visit = self._left.pop(0)
+        if visit.load >= 0:
+            self._transfers[visit.load].job.wait(self._units.segments[visit.unit])
+        self._clear_gradient(visit)
+        self._visit = visit
+
+    def _leave(self) -> None:
+        if self._visit is not None:
+            self._open(self._visit)
+            self._visit = None
+
+    def _open(self, visit: Visit) -> None:
+        for index in visit.opens:
+            if (gate := self._transfers[index].gate) is not None:
+                gate.open()
+
+    def _clear_gradient(self, visit: Visit) -> None:
+        """Makes the buffers of a unit's gradients zero, when what was in them has been sent."""
+        if not self._is_backward:
+            return
+        if visit.after >= 0:
+            self._transfers[visit.after].job.result()
+        for segment in self._units.trained.get(visit.unit, ()):
+            gradient = self._gradients[segment]
+            if gradient is not None:
+                gradient.zero_()
+
+    def _close_pass(self) -> None:
+        left = [visit.unit for visit in self._left]
+        # a forward pass for keys and values alone may end before the head
+        if left and (self._is_backward or left != [HEAD]):
+            raise self._disordered(f"a pass that ends before the {name_of_unit(left[0])}")
+        self._leave()
+        for visit in self._left:
+            self._open(visit)
+        self._left = []
+
+    def _disordered(self, what: str) -> ModelError:
+        at = name_of_unit(self._visit.unit) if self._visit is not None else "beginning"
+        expected = name_of_unit(self._left[0].unit) if self._left else "end of the pass"
+        return ModelError(
+            f"{type(self._replica.model).__name__} under {self._strategy}: {what} where the {expected} was to come",
+            where=f"{'backward' if self._is_backward else 'forward'} pass, after the {at}",
+            why="the weights of embedding, layers and head are there one after the other, in this order",
+            fix=f"leave +z{self._strategy.z} out of this model's strategies, and report the model_type",
+        )

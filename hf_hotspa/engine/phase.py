@@ -15,7 +15,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +23,8 @@ from hf_hotspa.data.collator import MicroBatch, PhaseBatch, idle_micro_batch
 from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchJob
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.memory import MemoryForecast
-from hf_hotspa.engine.overlap import GradientWatch, WeightGuard
+from hf_hotspa.engine.overlap import GradientWatch, UnitStream, WeightGuard
 from hf_hotspa.engine.switching import Switching
-from hf_hotspa.engine.units import UnitMeasure, UnitStream
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions, Overlap
@@ -41,26 +39,12 @@ from hf_hotspa.parallel.pipeline import PipelineRunner
 from hf_hotspa.parallel.token_chunks import PackRunner
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
-from hf_hotspa.report import PhaseEvent, PhaseMeasure, PhaseReport, RankMeasures, StepReport, SwitchEvent
+from hf_hotspa.report import PhaseEvent, PhaseMeasure, PhaseReport, SwitchEvent
 from hf_hotspa.strategy import Strategy
 
 # -- measures ---------------------------------------------------------------------------------------------------------
 
 # What a rank measures of a phase, and how the measures of all ranks become reports.
-
-
-class PhaseFacts(NamedTuple):
-    """What every rank knows of a phase that ran.
-
-    Attributes:
-        strategy: By its name.
-        frozen_bytes: Bytes of frozen weights that its load moved between ranks, summed over ranks.
-        context: See `PhaseReport.context`.
-    """
-
-    strategy: str
-    frozen_bytes: int = 0
-    context: str = ""
 
 
 class Observer:
@@ -104,10 +88,11 @@ def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[Swit
     ]
 
 
-def synchronize(device: torch.device) -> None:
-    """Returns when the current stream has come so far: not the whole device, a switch may be under way in a stream of its own."""
+def moment(device: torch.device) -> float:
+    """The time when the current stream has come so far: not the whole device, a switch may be under way in a stream of its own."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter()
 
 
 def peak_memory(device: torch.device) -> int:
@@ -116,135 +101,6 @@ def peak_memory(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) * (1 if sys.platform == "darwin" else 1024)
-
-
-def step_report(
-    step: int,
-    loss: float,
-    grad_norm: float,
-    plan: MiniBatchPlan,
-    order: Sequence[int],
-    measures: Tensor,
-    total_s: float,
-    ranks: Tensor,
-    facts: Sequence[PhaseFacts],
-) -> StepReport:
-    """The report of a mini-batch.
-
-    Args:
-        loss: Token mean over all ranks.
-        grad_norm: Before clipping.
-        order: The phases of the plan in the order in which they ran.
-        measures: fp64 [world size, phases in that order, fields of `PhaseMeasure`].
-        total_s: Wall seconds on this rank.
-        ranks: fp64 [world size, 2]: seconds to the agreement, and peak memory in bytes.
-        facts: Of each phase in that order.
-    """
-    return StepReport(
-        step=step,
-        loss=loss,
-        grad_norm=grad_norm,
-        num_labels=plan.num_labels,
-        num_rows=plan.num_rows,
-        num_truncated=plan.num_truncated,
-        num_split=plan.num_split,
-        num_dropped=plan.num_dropped,
-        num_empty=plan.num_empty,
-        phases=tuple(map(_phase_report, map(plan.phases.__getitem__, order), measures.unbind(1), facts)),
-        total_s=total_s,
-        ranks=RankMeasures(ranks[:, 0].tolist(), ranks[:, 1].long().tolist(), measures.tolist()),
-    )
-
-
-def _phase_report(phase: PhasePlan, measured: Tensor, facts: PhaseFacts) -> PhaseReport:
-    most = PhaseMeasure(*measured.amax(0).tolist())
-    least = PhaseMeasure(*measured.amin(0).tolist())
-    total = PhaseMeasure(*measured.sum(0).tolist())
-    capacity = busiest = longest = squared = 0
-    for packs in phase.replicas:
-        of_replica = 0
-        for pack in packs:
-            capacity += max(phase.bucket.pack_tokens, pack.num_tokens)
-            of_replica += pack.num_tokens
-            for length in pack.lengths:
-                longest, squared = max(longest, length), squared + length**2
-        busiest = max(busiest, of_replica)
-    return PhaseReport(
-        num_packs=phase.num_packs,
-        num_sequences=phase.num_sequences,
-        num_tokens=phase.num_tokens,
-        load_s=most.load_s,
-        compute_s=most.compute_s,
-        wait_s=most.wait_s,
-        return_s=most.return_s,
-        load_bytes=int(total.load_bytes),
-        return_bytes=int(total.return_bytes),
-        # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
-        hidden_load_s=max(0.0, least.load_busy_s - most.load_s),
-        hidden_return_s=max(0.0, least.return_busy_s - most.return_s),
-        capacity_tokens=capacity,
-        busiest_tokens=busiest,
-        longest_tokens=longest,
-        squared_tokens=squared,
-        **facts._asdict(),
-        unit_load_s=most.unit_load_s,
-        unit_return_s=most.unit_return_s,
-        hidden_unit_load_s=max(0.0, least.unit_load_busy_s - most.unit_load_s),
-        hidden_unit_return_s=max(0.0, least.unit_return_busy_s - most.unit_return_s),
-        unit_load_bytes=int(total.unit_load_bytes),
-        unit_return_bytes=int(total.unit_return_bytes),
-        expert_tokens=int(total.expert_tokens),
-        busiest_expert_tokens=int(most.expert_tokens),
-        dropped_expert_tokens=int(total.dropped_tokens),
-        context_bytes=int(total.context_bytes),
-    )
-
-
-# -- parts ------------------------------------------------------------------------------------------------------------
-
-# The stages of one rank under one strategy: one replica, or with `+v2` one for each stage, bound and let go together.
-
-
-class Parts(tuple[Replica, ...]):
-    """Replicas of one rank, in the order of the pipeline. They share buffers, and hold different parameters."""
-
-    __slots__ = ()
-
-    def bind(self, weights: Sequence[Tensor | None], gradients: Sequence[Tensor | None] | None) -> None:
-        """See `Replica.bind`."""
-        for part in self:
-            part.bind(weights, gradients)
-
-    def bind_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
-        """See `Replica.bind_gradients`."""
-        for part in self:
-            part.bind_gradients(gradients)
-
-    def release(self) -> None:
-        """See `Replica.release`."""
-        for part in self:
-            part.release()
-
-    def train(self, mode: bool = True) -> None:
-        """Training or evaluation mode."""
-        for part in self:
-            part.model.train(mode)
-
-    @property
-    def num_dropped(self) -> int:
-        """Tokens that a capacity of experts has dropped since the last `bind`."""
-        dropped = 0
-        for part in self:
-            dropped += part.capacity.num_dropped if part.capacity is not None else 0
-        return dropped
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes sent to the other ranks of cp so far."""
-        sent = 0
-        for part in self:
-            sent += part.context.context.sent_bytes if part.context is not None else 0
-        return sent
 
 
 # -- phases -----------------------------------------------------------------------------------------------------------
@@ -261,6 +117,8 @@ class PhaseRunner:
         parts: This rank's stages, one or those of `+v2`, in the order of the pipeline.
         replica: The last of them, which has the loss where the pipeline ends here.
         name: Of the strategy.
+        layout: Of its weights; strategies of equal ones run on the same buffers, filled in the same way.
+        hands_over: Whether the phase after, of the same mini-batch, goes on with its weights and gradients.
         act: What it does, or did last: `load`, `compute` or `return`.
         frozen_bytes: Bytes of frozen weights that its last load moved between ranks, summed over ranks.
     """
@@ -276,11 +134,12 @@ class PhaseRunner:
         options: EngineOptions,
     ) -> None:
         self.mesh, self._switching, self._master, self.name = mesh, switching, master, str(mesh.strategy)
+        self.layout, self.hands_over = mesh.strategy.layout, False
         self._keeps_step, self._has_peers = mesh.strategy.keeps_step, mesh.strategy.world_size > 1
-        self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
+        self._weight_places, self._gradient_places = switching.places(mesh.strategy)
         self.weights: list[Tensor | None] = []
         device, parts = master.compute_device, range(mesh.strategy.v)
-        self.parts = Parts(Replica(description, mesh, device, buffers, options, part) for part in parts)
+        self.parts = [Replica(description, mesh, device, buffers, options, part) for part in parts]
         self.replica = self.parts[-1]
         # torch's schedules differentiate the first stage's output
         trains_first = _trains_first_stage(description.vector, mesh.strategy)
@@ -297,7 +156,6 @@ class PhaseRunner:
         if mesh.strategy.z:
             self._stream = UnitStream(self.replica, switching)
             self.replica.begin_pass, self.replica.end_pass = self._stream.begin_pass, self._stream.end_pass
-        self._rooms = switching.rooms(mesh.strategy)
         if overlap.load and mesh.strategy.z != 3:
             self._guards = [WeightGuard(part.model, part.layers, part.parameters) for part in self.parts]
             for part, guard in zip(self.parts, self._guards, strict=True):
@@ -324,6 +182,7 @@ class PhaseRunner:
         since: float,
         wait_for_all: Callable[[], None],
         following: "PhaseRunner | None" = None,
+        training: bool = True,
         is_loaded: bool = False,
     ) -> tuple[float, PhaseMeasure]:
         """The whole phase: load, compute, return. Collective.
@@ -333,6 +192,7 @@ class PhaseRunner:
             plan: What all ranks run.
             scale: 1 / (label tokens of the mini-batch).
             previous: The phase before of the same mini-batch.
+            training: Whether the model is in training mode.
             step: How many mini-batches came before.
             since: The moment from which its start is counted.
             wait_for_all: Returns when all ranks are here.
@@ -342,110 +202,113 @@ class PhaseRunner:
         Returns:
             This rank's part of the loss, and what it measured.
         """
+        device = self.replica.device
+        self.hands_over = following is not None and following is not self and following.layout == self.layout
         for part in self.parts:
             part.begin_step(step)
-        clock = [time.perf_counter()]
-
-        def lap() -> float:
-            synchronize(self.replica.device)
-            clock.append(time.perf_counter())
-            return clock[-1] - clock[-2]
-
-        hands_over = self.shares_with(following)
-        load = self._make_ready(previous, is_loaded)
-        load_s = lap()
-        sent_before = self.parts.sent_bytes
-        loss = self._compute_phase(phase, plan, scale, not hands_over)
-        compute_s = lap()
-        units = self._stream.measure() if self._stream is not None else UnitMeasure()
-        others_s, products_s = units.load_s + units.return_s, 0.0
+            part.model.train(training)
+            if part.context is not None:
+                part.context.context.sent_bytes = 0
+        begin = time.perf_counter()
+        if previous is not None and previous.hands_over:
+            load = self._take_over(previous)
+        else:
+            load = self.load(previous, is_loaded)
+        loaded = moment(device)
         if self._has_peers:
-            others_s, products_s = CLOCK.seconds() + others_s, PRODUCTS.seconds()
+            CLOCK.restart(device)
+            PRODUCTS.restart(device)
+        micro_batches: Sequence[MicroBatch] = phase.micro_batches
+        if device.type != "cpu":
+            micro_batches = [m.to(device, non_blocking=True) for m in micro_batches]
+        most_tokens = phase.bucket.most_tokens if self.mesh.strategy.pp > 1 else None
+        loss = float(self.compute(micro_batches, scale, most_tokens, not self.hands_over, plan))
+        computed, units = moment(device), self._stream.measure() if self._stream is not None else {}
         # without it, waiting for the busiest replica would be counted as switching
         wait_for_all()
-        wait_s = lap()
-        returned = self._hand_over() if hands_over else self.return_gradients()
-        return loss, PhaseMeasure(
-            load_s=load_s + load.exposed_s, compute_s=compute_s - load.exposed_s, wait_s=wait_s, return_s=lap(),
-            load_busy_s=load.busy_s, return_busy_s=returned.busy_s, load_bytes=float(load.result().sent_bytes),
-            return_bytes=float(returned.result().sent_bytes), start_s=clock[0] - since, others_s=others_s,
-            products_s=products_s, left_out=0.0 if self.replica.flexible is None else self.replica.flexible.left_share,
-            **(units.named() if self._stream is not None else {}), **self._of_experts(),
-            context_bytes=float(self.parts.sent_bytes - sent_before),
+        met = moment(device)
+        returned = self._hand_over() if self.hands_over else self.return_gradients()
+        return loss, self._measure(load, returned, units, since, (begin, loaded, computed, met, moment(device)))
+
+    def _measure(
+        self,
+        load: SwitchJob,
+        returned: SwitchJob,
+        units: dict[str, float],
+        since: float,
+        moments: Sequence[float],
+    ) -> PhaseMeasure:
+        """What was measured of a phase, whose acts these moments divide."""
+        begin, loaded, computed, met, end = moments
+        others_s = units.get("unit_load_s", 0.0) + units.get("unit_return_s", 0.0)
+        dropped = context_bytes = 0
+        for part in self.parts:
+            if part.capacity is not None and self.mesh.coord.tp == 0:  # told by one rank of each stage of a replica
+                dropped += part.capacity.num_dropped
+            if part.context is not None:
+                context_bytes += part.context.context.sent_bytes
+        experts, flexible = self.replica.experts, self.replica.flexible
+        return PhaseMeasure(
+            load_s=loaded - begin + load.exposed_s, compute_s=computed - loaded - load.exposed_s, wait_s=met - computed,
+            return_s=end - met, load_busy_s=load.busy_s, return_busy_s=returned.busy_s,
+            load_bytes=float(load.stats.sent_bytes), return_bytes=float(returned.stats.sent_bytes),
+            start_s=begin - since,
+            others_s=CLOCK.seconds() + others_s if self._has_peers else others_s,
+            products_s=PRODUCTS.seconds() if self._has_peers else 0.0,
+            left_out=0.0 if flexible is None else flexible.left_share, **units,
+            expert_tokens=0.0 if experts is None else float(experts.num_rows), dropped_tokens=float(dropped),
+            context_bytes=float(context_bytes),
         )  # fmt: skip
-
-    def _compute_phase(self, phase: PhaseBatch, plan: PhasePlan, scale: float, is_last: bool) -> float:
-        micro_batches: Sequence[MicroBatch] = phase.micro_batches
-        if self.replica.device.type != "cpu":
-            micro_batches = [m.to(self.replica.device, non_blocking=True) for m in micro_batches]
-        if self._has_peers:
-            CLOCK.restart(self.replica.device)
-            PRODUCTS.restart(self.replica.device)
-        most_tokens = phase.bucket.most_tokens if self.mesh.strategy.pp > 1 else None
-        return float(self.compute(micro_batches, scale, most_tokens, is_last, plan))
-
-    def _make_ready(self, previous: "PhaseRunner | None", is_loaded: bool) -> SwitchJob:
-        """Weights in place and gradients clear, by as little as that takes."""
-        if is_loaded:
-            self.act, self.frozen_bytes = "load", 0
-            self._take_gradients()
-            self.parts.bind_gradients(self._gradients)
-            return self._switching.nothing(f"weights of {self.mesh.strategy}, which are there")
-        if previous is not None and self.shares_with(previous):
-            return self._take_over(previous)
-        return self.load(previous)
-
-    def _of_experts(self) -> dict[str, float]:
-        """Tokens that the experts here computed, and those that were dropped, told by one rank of each stage of a replica."""
-        experts = self.replica.experts
-        dropped = self.parts.num_dropped if self.mesh.coord.tp == 0 else 0
-        computed = experts.num_rows if experts is not None else 0
-        return {"expert_tokens": float(computed), "dropped_tokens": float(dropped)}
-
-    def shares_with(self, other: "PhaseRunner | None") -> bool:
-        """Whether another phase runs on the same buffers, filled in the same way."""
-        return other is not None and other is not self and other.mesh.strategy.layout == self.mesh.strategy.layout
 
     def _take_over(self, previous: "PhaseRunner") -> SwitchJob:
         """Goes on with the weights and gradients that a phase of equal layout has handed over."""
         self.act, self.frozen_bytes = "load", 0
         self.weights, self._gradients = previous.weights, previous._gradients
         self._holder, previous._gradients = previous._holder, []
-        self.parts.bind(self.weights, self._gradients)
-        return self._switching.nothing(f"weights of {self.mesh.strategy}, which are there")
+        for part in self.parts:
+            part.bind(self.weights, self._gradients)
+        return SwitchJob(f"weights of {self.mesh.strategy}, which are there")
 
     def _hand_over(self) -> SwitchJob:
         """Leaves weights and gradients to a phase of equal layout."""
         self.act = "return"
-        self.parts.release()
-        return self._switching.nothing(f"gradients of {self.mesh.strategy}, to which others are added")
+        for part in self.parts:
+            part.release()
+        return SwitchJob(f"gradients of {self.mesh.strategy}, to which others are added")
 
-    def load(self, previous: "PhaseRunner | None" = None) -> SwitchJob:
+    def load(self, previous: "PhaseRunner | None" = None, is_loaded: bool = False) -> SwitchJob:
         """Fills this strategy's weights and clears its gradients. Collective.
 
         Args:
             previous: The phase before of the same mini-batch, whose weights serve as a second source if they are kept.
+            is_loaded: Whether the weights are there, from `load_for_forward`.
 
         Returns:
             The load: done, or beside what follows, where `compute` waits for the weights when it needs them.
         """
-        plan, second = self._take(previous, self._master)
-        beside = bool(self._guards)
-        job = self._load_job = self._switching.load(plan, self._master.weights, self.weights, second, beside)
-        for guard in self._guards:
-            guard.arm(job, self._there)
-        if not beside:
-            self._is_loaded()
-        self._take_gradients()
-        self.parts.bind(self.weights, self._gradients)
-        return job
-
-    def _take_gradients(self) -> None:
-        arena, dtypes = self._switching.arenas.gradients, self._switching.gradient_dtypes
-        self._gradients = arena.take(self._sizes, dtypes, self._rooms.gradients)
+        if is_loaded:
+            self.act, self.frozen_bytes = "load", 0
+            job = SwitchJob(f"weights of {self.mesh.strategy}, which are there")
+        else:
+            plan, second = self._take(previous, self._master)
+            beside = bool(self._guards)
+            job = self._switching.start(plan, self._master.weights, self.weights, second, beside=beside)
+            if beside:
+                self._load_job = job
+                for guard in self._guards:
+                    guard.arm(job, self._there)
+            else:
+                self._switching.arenas.last.holder = self._holder
+        self._gradients = self._switching.arenas.gradients.take(self._gradient_places)
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.zero_()
+        for part in self.parts:
+            if is_loaded:
+                part.bind_gradients(self._gradients)
+            else:
+                part.bind(self.weights, self._gradients)
+        return job
 
     def load_for_forward(self, store: MasterStore | None = None, training: bool = False) -> None:
         """Fills this strategy's weights for `compute_forward` alone: no gradient buffer. Collective.
@@ -455,17 +318,11 @@ class PhaseRunner:
             training: Whether the model is in training mode, or else in eval mode.
         """
         plan, _ = self._take(None, store or self._master)
-        self._load_job = self._switching.load(plan, self._source.weights, self.weights)
-        self._is_loaded()
-        self.parts.bind(self.weights, None)
-        self.parts.train(training)
-
-    def _is_loaded(self) -> None:
-        """Waits for the load, and for good."""
-        if self._load_job is not None:
-            self._load_job.result()
-            self._switching.arenas.loaded(self._holder)
-            self._load_job = None
+        self._switching.start(plan, self._source.weights, self.weights)
+        self._switching.arenas.last.holder = self._holder
+        for part in self.parts:
+            part.bind(self.weights, None)
+            part.model.train(training)
 
     def _take(self, previous: "PhaseRunner | None", store: MasterStore) -> tuple[SwitchPlan, Buffers | None]:
         """Takes this phase's weights; the plan that fills them, and the second source that it draws on.
@@ -477,10 +334,8 @@ class PhaseRunner:
         keeps = switching.arenas.keeps_last and previous is not None and 3 not in (strategy.z, previous.mesh.strategy.z)
         kept = previous if keeps else None
         known = switching.pool.has_frozen and strategy.z != 3 and store is self._master
-        self._holder = (str(strategy.layout), self._master.frozen_version) if known else None
-        self.weights, again = switching.arenas.take_weights(
-            self._sizes, switching.weight_dtypes, self._holder, self._rooms.weights
-        )
+        self._holder = (str(self.layout), self._master.frozen_version) if known else None
+        self.weights, again = switching.arenas.take_weights(self._weight_places, self._holder)
         plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
         self.frozen_bytes = switching.frozen_bytes(plan) if switching.frozen_segments else 0
         self._there = switching.frozen_segments if again else frozenset()
@@ -511,7 +366,10 @@ class PhaseRunner:
         if watch is not None:  # gradients leave as soon as they are final, and after the load
             gate = SegmentGate(watch.segments, self.replica.device)
             watch.arm(gate, self._runner.num_backwards(micro_batches))
-            self._return_job = self._return(gate)
+            returned = self._switching.pool.return_gradients(self.mesh.strategy)
+            self._return_job = self._switching.start(
+                returned, self._gradients, self._master.gradients, gate=gate, beside=True
+            )
         self.act = "compute"
         if self._stream is not None:
             self._begin_units(self._stream, plan, most_tokens, True)
@@ -521,8 +379,12 @@ class PhaseRunner:
             self._forget_idle(num_packs)
         if self._stream is not None:
             self._stream.end()
-        self._is_loaded()  # a replica without micro-batches has waited for nothing yet
-        self._disarm()
+        if self._load_job is not None:
+            self._load_job.result()  # a replica without micro-batches has waited for nothing yet
+            self._switching.arenas.last.holder = self._holder
+            self._load_job = None
+        for guard in self._guards:
+            guard.disarm()
         if watch is not None:
             watch.disarm()
         return self._counted(loss)
@@ -614,6 +476,56 @@ class PhaseRunner:
                 loss = loss + part.balance_loss.to(loss)
         return loss
 
+    def report(self, phase: PhasePlan, measured: Tensor) -> PhaseReport:
+        """The report of its last phase.
+
+        Args:
+            measured: fp64 [world size, fields of `PhaseMeasure`].
+        """
+        most = PhaseMeasure(*measured.amax(0).tolist())
+        least = PhaseMeasure(*measured.amin(0).tolist())
+        total = PhaseMeasure(*measured.sum(0).tolist())
+        capacity = busiest = longest = squared = 0
+        for packs in phase.replicas:
+            of_replica = 0
+            for pack in packs:
+                capacity += max(phase.bucket.pack_tokens, pack.num_tokens)
+                of_replica += pack.num_tokens
+                for length in pack.lengths:
+                    longest, squared = max(longest, length), squared + length**2
+            busiest = max(busiest, of_replica)
+        return PhaseReport(
+            strategy=self.name,
+            num_packs=phase.num_packs,
+            num_sequences=phase.num_sequences,
+            num_tokens=phase.num_tokens,
+            load_s=most.load_s,
+            compute_s=most.compute_s,
+            wait_s=most.wait_s,
+            return_s=most.return_s,
+            load_bytes=int(total.load_bytes),
+            return_bytes=int(total.return_bytes),
+            # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
+            hidden_load_s=max(0.0, least.load_busy_s - most.load_s),
+            hidden_return_s=max(0.0, least.return_busy_s - most.return_s),
+            capacity_tokens=capacity,
+            busiest_tokens=busiest,
+            longest_tokens=longest,
+            squared_tokens=squared,
+            frozen_bytes=self.frozen_bytes,
+            unit_load_s=most.unit_load_s,
+            unit_return_s=most.unit_return_s,
+            hidden_unit_load_s=max(0.0, least.unit_load_busy_s - most.unit_load_s),
+            hidden_unit_return_s=max(0.0, least.unit_return_busy_s - most.unit_return_s),
+            unit_load_bytes=int(total.unit_load_bytes),
+            unit_return_bytes=int(total.unit_return_bytes),
+            context="" if self.replica.context is None else self.replica.context.way,
+            context_bytes=int(total.context_bytes),
+            expert_tokens=int(total.expert_tokens),
+            busiest_expert_tokens=int(most.expert_tokens),
+            dropped_expert_tokens=int(total.dropped_tokens),
+        )
+
     @property
     def host_bytes(self) -> int:
         """The most bytes so far that `+kh` held in host memory."""
@@ -641,30 +553,28 @@ class PhaseRunner:
             The return, which is done: it began in `compute`, or begins here.
         """
         self.act = "return"
-        job = self._return_job or self._return(None)
-        job.result()
+        job = self._return_job
+        if job is not None:
+            job.result()
+        else:
+            plan = self._switching.pool.return_gradients(self.mesh.strategy)
+            job = self._switching.start(plan, self._gradients, self._master.gradients)
         self.release()
         return job
 
-    def _return(self, gate: SegmentGate | None) -> SwitchJob:
-        return self._switching.return_gradients(self.mesh.strategy, self._gradients, self._master.gradients, gate)
-
     def release(self) -> None:
         """Unbinds the storage; also after a failed phase, whose jobs must have been cancelled before."""
-        self._disarm()
+        self._load_job = self._return_job = None
+        for guard in self._guards:
+            guard.disarm()
         if self._watch is not None:
             self._watch.drop()
         if self._stream is not None:
             self._stream.drop()
-        self._return_job = None
-        self.parts.release()
-        self.parts.train()
+        for part in self.parts:
+            part.release()
+            part.model.train()
         self._gradients = []
-
-    def _disarm(self) -> None:
-        self._load_job = None
-        for guard in self._guards:
-            guard.disarm()
 
 
 def _trains_first_stage(vector: ParameterVector, strategy: Strategy) -> bool:

@@ -187,7 +187,7 @@ class PipeDreamRunner(PhaseRunner):
         """Lets go of the storage; the gradients have been used. Not collective."""
         self.act = "return"
         self.release()
-        return self._switching.nothing(f"gradients of {self.mesh.strategy}, which are applied already")
+        return SwitchJob(f"gradients of {self.mesh.strategy}, which are applied already")
 
     def release(self) -> None:
         """As of `PhaseRunner`; the buffers of versions stay for the next mini-batch."""
@@ -213,7 +213,8 @@ class PipeDreamRunner(PhaseRunner):
         """Update k, and the version after it where a pack needs it. Collective in the stage."""
         if self._labels[k]:
             self._master.zero_gradients()
-            self._return(None).result()
+            plan = self._switching.pool.return_gradients(self.mesh.strategy)
+            self._switching.start(plan, self._gradients, self._master.gradients)
             self._updates.update({name for part in self.parts for name in part.reached})
         for gradient in self._gradients:
             if gradient is not None:
@@ -225,7 +226,7 @@ class PipeDreamRunner(PhaseRunner):
         if k + 1 in self._needed:
             buffers = self._free.pop() if self._free else self._new_buffers()
             plan = self._switching.pool.load(self.mesh.strategy, None, trained_only=self._switching.pool.has_frozen)
-            self._switching.load(plan, self._master.weights, buffers).result()
+            self._switching.start(plan, self._master.weights, buffers)
             if k + 1 in in_flight:
                 self._held[k + 1] = buffers
             else:  # another replica's packs use it

@@ -6,7 +6,6 @@ the curves of equations 2 and 3: Omega (resizing: a static part and one by colum
 All ranks then agree on them in one gather a strategy.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.phase import synchronize
+from hf_hotspa.engine.phase import moment
 from hf_hotspa.parallel.collectives import PRODUCTS
 from hf_hotspa.parallel.flexible_linear import Exchange, FlexibleWork, OwnColumns, Part, Product
 from hf_hotspa.stragglers.columns import migrate
@@ -130,9 +129,7 @@ def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGro
     for _ in range(_TIMES):
         if group is not None:
             dist.barrier(group)
-        synchronize(device)
-        begin = time.perf_counter()
+        begin = moment(device)
         run()
-        synchronize(device)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(moment(device) - begin)
     return min(seconds)

@@ -1,31 +1,36 @@
-"""What an engine finds out about its model and strategies before it has weights: all checks, and all plans.
+"""What an engine finds out about its model and strategies before it has weights: all checks, and all plans; and plans for another
+cut of the model, between two mini-batches.
 
 Promises: what does not fit is refused on every rank by one error, before anything is allocated; ranks whose models, options or
 plans differ are told apart by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loss_check import check_loss
+from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.engine.pipedream import check_pipedream_model
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.layout.shares import have_same_shards
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
 from hf_hotspa.parallel.nodes import nodes_of
 from hf_hotspa.parallel.router_loss import recordable_routers
-from hf_hotspa.strategy import Bucket, check_buckets
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets
 from hf_hotspa.versions import library_facts
 
 
@@ -95,3 +100,87 @@ def plan_switches(
     digests = {f"plan {plan.name!r}": plan.digest for plan, _ in switching.switches()}
     agreement.run("set-up", switching.check_memory, lambda _: digests)
     return switching
+
+
+# -- another cut, between two mini-batches -----------------------------------------------------------------------------
+
+# Stages of pipelines, or MLPs over tensor-parallel groups, are cut in another way: plans and models of the strategies that it
+# concerns are made anew. The master store is divided alike for every cut, so nothing moves here: the next load fills the new
+# stages and shards. All ranks have made everything, and the memory for it, before one of them uses it; else all stay with the
+# cut before. One collective.
+
+
+def with_paces(
+    description: ModelDescription,
+    paces: Iterable[tuple[int, ...]],
+    usual: StageCosts | None,
+    of_ranks: Iterable[int] = (),
+) -> ModelDescription:
+    """The model cut by the paces of its devices: stages by `paces`, MLPs of tensor-parallel groups by those `of_ranks`.
+
+    Args:
+        usual: What stages are cut by without paces of theirs; None for by count.
+    """
+    costs = description.vector.stage_costs.with_paces(paces)
+    vector = description.vector.with_measured(costs if costs.paces else usual).with_paces(of_ranks)
+    return replace(description, vector=vector)
+
+
+def changed(before: ModelDescription, after: ModelDescription, strategies: Iterable[Strategy]) -> list[Strategy]:
+    """The strategies whose stages hold other layers, or whose ranks hold other shards of them."""
+    old, new = before.vector.stage_costs, after.vector.stage_costs
+    return [
+        s
+        for s in strategies
+        if old.stages(s.num_stages) != new.stages(s.num_stages) or not have_same_shards(before.vector, after.vector, s)
+    ]
+
+
+def take_cut(
+    description: ModelDescription,
+    meshes: dict[Strategy, StrategyMesh],
+    switching: Switching,
+    agreement: Agreement,
+    make: Callable[[ModelDescription, StrategyMesh], PhaseRunner],
+    fits: Callable[[ModelDescription], None],
+    where: str,
+) -> dict[Strategy, PhaseRunner]:
+    """Makes everything for a cut. Collective.
+
+    Args:
+        meshes: Of the strategies that it concerns.
+        switching: Has the new plans afterwards.
+        make: Makes a runner.
+        fits: Raises on a rank that cannot hold the model in this cut.
+
+    Returns:
+        The new runners.
+
+    Raises:
+        HotspaError: on every rank, what one of them finds wrong; nothing has changed.
+    """
+    before = switching.pool, switching.forecast
+
+    def made() -> dict[Strategy, PhaseRunner]:
+        fits(description)
+        switching.take_cut(description.vector)
+        # a model that is built may draw random numbers
+        device = switching.executor.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            return {strategy: make(description, mesh) for strategy, mesh in meshes.items()}
+
+    try:
+        runners = agreement.run(
+            where,
+            made,
+            lambda _: {plan.name: plan.digest for plan in switching.pool.plans()},
+            facts=lambda _: {
+                "paces of stages": repr(description.vector.stage_costs.paces),
+                "paces of ranks": repr(description.vector.paces),
+            },
+        )
+    except BaseException:
+        switching.pool, switching.forecast = before
+        raise
+    switching.prepare()
+    return runners

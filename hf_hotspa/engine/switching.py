@@ -1,11 +1,12 @@
 """What moves weights and gradients on a rank: plans, executor, worker and memory of all strategies of a run.
 
-Built before anything large is allocated, so that what does not fit is refused while it is still cheap. `load` and
-`return_gradients` start a switch, and give its job: of one that runs beside the computation, or of one that is done.
+Built before anything large is allocated, so that what does not fit is refused while it is still cheap. `start` begins a switch, and
+gives its job: of one that runs beside the computation, or of one that is done.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from hf_hotspa.engine.worker import SwitchWorker
 from hf_hotspa.errors import check_choice
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
 from hf_hotspa.layout.stages import nested_orders
-from hf_hotspa.layout.units import Room, Rooms, Units, name_of_unit, sizes_of_neighbours
+from hf_hotspa.layout.units import Room, Units, name_of_unit, sizes_of_neighbours
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.mesh import ProcessGroups
@@ -36,8 +37,7 @@ from hf_hotspa.strategy import Strategy
 # between them. Strategies of equal layouts (`Strategy.layout`) have the same plans: phases of theirs that follow one
 # another share one load and one return. A load comes from the master store alone, or from there and from the weights
 # of the strategy that ran
-# before (pair plans), for those who can afford to keep both in memory. Plans are made when they are first asked for
-# and
+# before (pair plans), for those who can afford to keep both in memory. Plans are made when they are first asked for and
 # kept; they are pure functions of the arguments, equal on all ranks. No torch.
 
 
@@ -209,18 +209,13 @@ class PlanPool:
         return plans
 
 
-# -- moving -----------------------------------------------------------------------------------------------------------
-
-
 # -- the memory -------------------------------------------------------------------------------------------------------
 
 # Reused memory for the buffers of whichever strategy is active.
 #
 # Only one strategy has storage at a time, so one allocation per dtype, as large as the largest strategy needs, serves
-# them all. It is kept between phases: on CPU the page faults of fresh memory cost ten times what clearing reused
-# memory
-# does. What an arena holds is written down, so that a strategy that comes back to its own weights need not be given
-# the
+# them all. It is kept between phases: on CPU the page faults of fresh memory cost ten times what clearing reused memory
+# does. What an arena holds is written down, so that a strategy that comes back to its own weights need not be given the
 # frozen ones again.
 
 
@@ -231,14 +226,26 @@ _ALIGNMENT = 64
 _Place = tuple[torch.dtype, int, int]
 """`(dtype, start, size)` of a buffer, in elements."""
 
+
+class Places(NamedTuple):
+    """Where the buffers of a strategy lie in an arena: elements needed of each dtype, and the place of each segment's buffer, None
+    for one of size 0 or without a dtype."""
+
+    needed: dict[torch.dtype, int]
+    of_segments: list[_Place | None]
+
+
 Shared = Sequence[Room | None]
 """Which segments share memory (`layout.units.Rooms`); None for one that has its own."""
 
 
-def _place(
-    sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared
-) -> tuple[dict[torch.dtype, int], list[_Place | None]]:
-    """Elements needed of each dtype, and the place of each buffer."""
+def lay_out(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared) -> Places:
+    """Where the buffers of a strategy lie.
+
+    Args:
+        sizes: Elements of each segment.
+        dtypes: The dtype of each segment; None for a segment that needs no buffer.
+    """
     inside: list[_Place | None] = []  # of a unit that shares memory: from the begin of the unit
     needed: dict[torch.dtype, int] = {}
     filled: dict[torch.dtype, dict[Room, int]] = {}
@@ -264,16 +271,14 @@ def _place(
             dtype, start, size = place
             place = dtype, first[dtype, room] + start, size
         places.append(place)
-    return needed, places
+    return Places(needed, places)
 
 
-def arena_bytes(
-    strategies: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype | None], rooms: Sequence[Shared]
-) -> int:
-    """Bytes that an arena ends up with when it has served buffers of all these sizes (by segment, one list each)."""
+def arena_bytes(served: Iterable[Places]) -> int:
+    """Bytes that an arena ends up with when it has served all these buffers."""
     largest: dict[torch.dtype, int] = {}
-    for sizes, shared in zip(strategies, rooms, strict=True):
-        for dtype, numel in _place(sizes, dtypes, shared)[0].items():
+    for places in served:
+        for dtype, numel in places.needed.items():
             largest[dtype] = max(largest.get(dtype, 0), numel)
     return sum(numel * dtype.itemsize for dtype, numel in largest.items())
 
@@ -286,46 +291,29 @@ class Arenas:
 
     Attributes:
         keeps_last: Whether the weights of the last strategy are still there while the next ones are loaded.
+        last: That of the weights taken last.
     """
 
     def __init__(self, device: torch.device, copies: int = 1) -> None:
         self.gradients = Arena(device)
         self._weights, self.keeps_last = [Arena(device) for _ in range(copies)], copies > 1
+        self.last = self._weights[-1]
 
-    def reserve(
-        self,
-        sizes: Sequence[int],
-        weights: Sequence[torch.dtype | None],
-        gradients: Sequence[torch.dtype | None],
-        rooms: Rooms,
-    ) -> None:
-        """Allocates what a strategy needs, where those before it needed less.
-
-        Args:
-            sizes: Elements of each segment.
-            weights: The dtype of each segment's weights.
-            gradients: The dtype of each segment's gradients; None for a segment that needs none.
-        """
-        self.gradients.take(sizes, gradients, rooms.gradients)
+    def reserve(self, weights: Places, gradients: Places) -> None:
+        """Allocates what a strategy needs, where those before it needed less."""
+        self.gradients.take(gradients)
         for arena in self._weights:
-            arena.take(sizes, weights, rooms.weights)
+            arena.take(weights)
 
-    def take_weights(
-        self,
-        sizes: Sequence[int],
-        dtypes: Sequence[torch.dtype | None],
-        holder: Hashable,
-        rooms: Shared,
-    ) -> tuple[list[Tensor | None], bool]:
+    def take_weights(self, places: Places, holder: Hashable) -> tuple[list[Tensor | None], bool]:
         """Buffers for the weights of the next strategy; with two copies those of the last one stay valid.
 
         Args:
-            sizes: Elements of each segment.
-            holder: What was given to `loaded` when these very weights were loaded before; None for nothing.
+            holder: What `last.holder` was set to when these very weights were loaded before; None for nothing.
 
         Returns:
-            As `Arena.take`; and whether the buffers still hold what they held at that `loaded`, untouched since. The
-            arena counts as empty until the next `loaded`.
+            As `Arena.take`; and whether the buffers still hold what they held then, untouched since. The arena counts as empty
+            until its holder is set again.
         """
         arena, is_held = self._weights[0], False
         for other in self._weights if holder is not None else ():
@@ -335,11 +323,8 @@ class Arenas:
         self._weights.remove(arena)
         self._weights.append(arena)
         arena.holder = None
-        return arena.take(sizes, dtypes, rooms), is_held
-
-    def loaded(self, holder: Hashable) -> None:
-        """The buffers taken last are filled; `holder` says with what."""
-        self._weights[-1].holder = holder
+        self.last = arena
+        return arena.take(places), is_held
 
     def forget(self) -> None:
         """Nothing is known of what the arenas hold."""
@@ -375,22 +360,22 @@ class Arena:
         self.holder: Hashable = None
         self._memory: dict[torch.dtype, Tensor] = {}
 
-    def take(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared) -> list[Tensor | None]:
-        """Buffers of the given sizes with undefined contents; those handed out before are no longer valid.
-
-        Args:
-            sizes: Elements of each segment.
-            dtypes: The dtype of each segment; None for a segment that needs no buffer.
+    def take(self, places: Places) -> list[Tensor | None]:
+        """Buffers with undefined contents; those handed out before are no longer valid.
 
         Returns:
             1-D tensors; None for a segment of size 0 or without a dtype.
         """
-        needed, places = _place(sizes, dtypes, rooms)
-        for dtype, total in needed.items():
+        for dtype, total in places.needed.items():
             if dtype not in self._memory or self._memory[dtype].numel() < total:
                 self._memory.pop(dtype, None)  # free before allocating, or both exist at once
                 self._memory[dtype] = torch.empty(total, dtype=dtype, device=self.device)
-        return [None if p is None else self._memory[p[0]][p[1] : p[1] + p[2]] for p in places]
+        buffers: list[Tensor | None] = [None] * len(places.of_segments)
+        for segment, place in enumerate(places.of_segments):
+            if place is not None:
+                dtype, start, size = place
+                buffers[segment] = self._memory[dtype][start : start + size]
+        return buffers
 
     @property
     def num_bytes(self) -> int:
@@ -454,7 +439,9 @@ class Switching:
         )
         self.pool = self._make_pool(vector)
         largest = max(
-            arena_bytes([self.pool.layout(s).rank_sizes(r)], self.weight_dtypes, [self.rooms(s).weights])
+            arena_bytes(
+                [lay_out(self.pool.layout(s).rank_sizes(r), self.weight_dtypes, self.pool.units.rooms(s).weights)]
+            )
             for s in strategies
             for r in range(cluster.world_size)
         )
@@ -486,21 +473,19 @@ class Switching:
     def _forecast(self, vector: ParameterVector) -> MemoryForecast:
         """What this rank will take with the pool of plans that is there."""
         strategies, rank, mode = self.pool.strategies, self._rank, self._pipedream
-        segments, rooms = vector.segments, [self.rooms(s) for s in strategies]
-        sizes = [self.pool.layout(s).rank_sizes(rank) for s in strategies]
-        own = [0] * len(segments) if self._is_apart else self.pool.master.rank_sizes(rank)
-        masters = [getattr(torch, segment.master_dtype) for segment in segments]
-        weights = (2 if self.pool.second_source else 1) * arena_bytes(
-            sizes, self.weight_dtypes, [room.weights for room in rooms]
-        )
+        own = [0] * len(vector.segments) if self._is_apart else self.pool.master.rank_sizes(rank)
+        masters = [getattr(torch, segment.master_dtype) for segment in vector.segments]
+        of_weights, of_gradients = zip(*map(self.places, strategies), strict=True)
+        weights = (2 if self.pool.second_source else 1) * arena_bytes(of_weights)
         if mode is not None:  # of the trained weights there are more versions
             versions = mode.most_versions(strategies[0].pp, strategies[0].coord(rank).pp)
-            weights += (versions - 1) * max(_num_bytes(s, _of_trained(self.weight_dtypes, vector)) for s in sizes)
+            sizes = self.pool.layout(strategies[0]).rank_sizes(rank)
+            weights += (versions - 1) * _num_bytes(sizes, _of_trained(self.weight_dtypes, vector))
         return MemoryForecast(
             _num_bytes(own, masters),
             _num_bytes(own, _of_trained(masters, vector)),
             weights,
-            arena_bytes(sizes, self.gradient_dtypes, [room.gradients for room in rooms]),
+            arena_bytes(of_gradients),
             self.executor.extra_bytes(self.switches()),
         )
 
@@ -520,9 +505,10 @@ class Switching:
         """Every switch that a mini-batch may need."""
         return [(plan, self.return_dtypes if plan.accumulate else self.weight_dtypes) for plan in self.pool.plans()]
 
-    def rooms(self, strategy: Strategy) -> Rooms:
-        """Which segments of a strategy share memory."""
-        return self.pool.units.rooms(strategy)
+    def places(self, strategy: Strategy) -> tuple[Places, Places]:
+        """Where the buffers of a strategy's weights lie on this rank, and those of its gradients."""
+        sizes, rooms = self.pool.layout(strategy).rank_sizes(self._rank), self.pool.units.rooms(strategy)
+        return lay_out(sizes, self.weight_dtypes, rooms.weights), lay_out(sizes, self.gradient_dtypes, rooms.gradients)
 
     def check_memory(self) -> None:
         """Refuses what the device cannot hold.
@@ -539,8 +525,7 @@ class Switching:
         for plan, dtypes in self.switches():
             self.executor.prepare(plan, dtypes)
         for strategy in self.pool.strategies:
-            sizes = self.pool.layout(strategy).rank_sizes(self._rank)
-            self.arenas.reserve(sizes, self.weight_dtypes, self.gradient_dtypes, self.rooms(strategy))
+            self.arenas.reserve(*self.places(strategy))
 
     def frozen_bytes(self, plan: SwitchPlan) -> int:
         """Bytes of frozen weights that a load moves between ranks, summed over ranks."""
@@ -552,70 +537,30 @@ class Switching:
         """What ranks must have in common before a load, for `Agreement.check`: it decides what is loaded again."""
         return {"frozen weights that are loaded already": self.arenas.holders}
 
-    def load(
-        self, plan: SwitchPlan, master: Buffers, weights: Buffers, second: Buffers | None = None, beside: bool = False
-    ) -> SwitchJob:
-        """Fills the weights of a strategy. Collective.
-
-        Args:
-            second: The weights of the strategy before, where the plan draws on them.
-            beside: Whether it runs in the worker's thread; else the job is done.
-        """
-        return self._start(plan, master, weights, self.weight_dtypes, second, None, beside)
-
-    def nothing(self, name: str) -> SwitchJob:
-        """In the place of a switch where there is nothing to move: its job, which is done. Not collective."""
-        return SwitchJob.done(name, lambda _: SwitchStats(), self.executor.device)
-
-    def return_gradients(
-        self, strategy: Strategy, gradients: Buffers, master: Buffers, gate: SegmentGate | None = None
-    ) -> SwitchJob:
-        """Adds the gradients of a strategy to those of the master store. Collective.
-
-        Args:
-            gate: Says which gradients are final: the return runs in the worker's thread. None: all are, and the job is
-                done.
-        """
-        plan = self.pool.return_gradients(strategy)
-        return self._start(plan, gradients, master, self.return_dtypes, None, gate, gate is not None)
-
-    def move_unit(
-        self,
-        strategy: Strategy,
-        unit: int,
-        is_load: bool,
-        buffers: Buffers,
-        master: Buffers,
-        gate: SegmentGate | None,
-        clears: bool = False,
-    ) -> SwitchJob:
-        """Fills the weights of a unit, or adds its gradients to those of the master store, in the worker's thread.
-        Collective.
-
-        Args:
-            buffers: The strategy's weights, or gradients.
-            gate: Says when the unit's buffers may be written, or read; None: they may.
-            clears: Whether its gradients on this rank, which made none, are set to zero before they leave.
-        """
-        plan = self.pool.of_unit(strategy, unit, is_load)
-        source, target = (master, buffers) if is_load else (buffers, master)
-        dtypes = self.weight_dtypes if is_load else self.return_dtypes
-        cleared = self.pool.units.trained.get(unit, ()) if clears else ()
-        return self._start(plan, source, target, dtypes, None, gate, True, cleared)
-
-    def _start(
+    def start(
         self,
         plan: SwitchPlan,
         source: Buffers,
         target: Buffers,
-        dtypes: Wires,
-        second: Buffers | None,
-        gate: SegmentGate | None,
-        beside: bool,
+        second: Buffers | None = None,
+        gate: SegmentGate | None = None,
+        beside: bool = False,
         cleared: Sequence[int] = (),
     ) -> SwitchJob:
+        """Fills weights of a strategy from the master store, or adds its gradients to those of the master store. Collective.
+
+        Args:
+            second: The weights of the strategy before, where the plan draws on them.
+            gate: Says when the buffers of the strategy may be read, or written; None: they may.
+            beside: Whether it runs in the worker's thread; else the job is done.
+            cleared: The source buffers that are set to zero before they leave, of a switch in the worker's thread.
+        """
         self._epoch += 1
         epoch = self._epoch  # the same on every rank, which all run the same switches
+        dtypes = self.return_dtypes if plan.accumulate else self.weight_dtypes
+        if not beside:
+            stats = self.executor.run(plan, source, target, dtypes, epoch, None, second)
+            return SwitchJob(plan.name, stats=stats)
 
         def run(job: SwitchJob) -> SwitchStats:
             if cleared:
@@ -626,8 +571,6 @@ class Switching:
                     gradient.zero_()
             return self.executor.run(plan, source, target, dtypes, epoch, job, second)
 
-        if not beside:
-            return SwitchJob.done(plan.name, run, self.executor.device)
         assert self.worker is not None
         return self.worker.submit(plan.name, run, gate)
 

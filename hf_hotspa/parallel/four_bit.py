@@ -112,7 +112,7 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
             continue
         module.support_avx512bf16_for_cpu = False
         weight = module.weight
-        # what is read by slices (`engine.packed_loading`) is quantized later
+        # what is read by slices (`engine.loading`) is quantized later
         state = _state(module, name) if not weight.is_meta else weight
         packed[name] = FourBit(
             shape=(module.out_features, module.in_features),

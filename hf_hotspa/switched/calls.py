@@ -3,9 +3,12 @@
 Shapes: B rows of L columns in the batch of a call, D documents of them, V logits of a token.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import chain
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -16,16 +19,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
-from hf_hotspa.packing.bucketing import MiniBatchPlan
+from hf_hotspa.parallel.agreement import Agreement, rank_names
 from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.rows.features import IGNORED_LABEL
-from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, Numbers, Passes, Seeds
+from hf_hotspa.switched.passes import (
+    FLAT_COLUMNS,
+    ROW_COLUMNS,
+    Document,
+    Documents,
+    Exchange,
+    Numbers,
+    Passes,
+    Seeds,
+    facts_of,
+)
 from hf_hotspa.typed import reading_state
 
+Batch = Mapping[str, Tensor | None]
 
-class _Leaf(torch.autograd.Function):
+
+class Leaf(torch.autograd.Function):
+    """The same numbers for the caller's graph, which they enter here; `take` gets their gradients."""
+
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, take: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:
         ctx.take = take
@@ -37,34 +53,26 @@ class _Leaf(torch.autograd.Function):
         return None, None, *[None] * len(gradients)
 
 
-def leaves(take: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:
-    """The same numbers for the caller's graph, which they enter there; `take` gets their gradients."""
-    return _Leaf.apply(torch.zeros((), requires_grad=True), take, *values)
+ANCHOR = torch.zeros((), requires_grad=True)
+"""The first argument of each `Leaf`, which must require a gradient; it never gets one."""
 
 
 class LazyLogits(Tensor):
     """Logits that are computed when something is done with them; most callers never look at them.
 
     The first use is collective: one rank alone must not look.
+
+    Attributes:
+        whole: Gives the logits, as a plain tensor.
     """
 
-    _fetch: Callable[[], Tensor]
-    _whole: Tensor | None
+    whole: Callable[[], Tensor]
 
     @staticmethod
     def __new__(cls, fetch: Callable[[], Tensor]) -> "LazyLogits":
         lazy: LazyLogits = torch.Tensor._make_subclass(cls, torch.empty(0))
-        object.__setattr__(lazy, "_fetch", fetch)
-        object.__setattr__(lazy, "_whole", None)
+        lazy.whole = cache(fetch)
         return lazy
-
-    def whole(self) -> Tensor:
-        """The logits, as a plain tensor."""
-        whole = object.__getattribute__(self, "_whole")
-        if whole is None:
-            whole = object.__getattribute__(self, "_fetch")()
-            object.__setattr__(self, "_whole", whole)
-        return whole
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,23 +84,29 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
 
-@dataclass(eq=False)
 class Call:
     """A call of this rank, and what all ranks know of it.
+
+    Args:
+        batch: What was given.
+        documents: This rank's, in the order of `mine`.
+        facts: What each rank says of its batch (`facts_of`).
+        of_step: The documents of its step, or its own where it was called without gradients.
+        version: Of the weights that it was called with.
+        training: Whether in training mode.
 
     Attributes:
         shape: B and L.
         device: Where the caller's tensors are.
         shift: Columns that a number of each token has less than the batch: 1, or 0 for labels that are shifted already.
-        documents: This rank's, in the order of `mine`.
         ranges: The numbers of each rank's documents.
+        everything: The documents of all ranks.
         denominators: What the sum of the cross entropies of each rank is divided by.
         labels: Targets that count, of each rank.
-        of_step: The documents of its step, or its own where it was called without gradients.
-        version: Of the weights that it was called with.
-        training: Whether in training mode.
+        places: The row and the columns of each document of this rank.
+        mask: bool [B, L], the tokens whose target counts.
         temperature: What logits were divided by for its numbers.
-        numbers: What was computed of this rank's documents; None before.
+        numbers: What was computed of this rank's documents.
         fields: How many numbers of each token that are: 0 for sums alone, -1 for nothing.
         with_routers, with_logits: Whether numbers have these; the same on all ranks.
         assumed: Where it was trained at once, the seeds that were assumed: a factor of the loss, or [B, L] of
@@ -104,51 +118,47 @@ class Call:
         own: This call's part of the token loss of all ranks, where that is the loss.
         reads_padding: Whether a gradient by logits has come where there is no token.
         went_back: Whether a backward has come at all.
-        mask: bool [B, L], the tokens whose target counts.
-        everything: The documents of all ranks.
     """
 
-    shape: tuple[int, int]
-    device: torch.device
-    shift: int
-    documents: Sequence[Document]
-    ranges: Sequence[range]
-    denominators: Sequence[float]
-    labels: Sequence[int]
-    mine: range
-    of_step: Documents
-    version: int
-    training: bool
-    temperature: float = 1.0
-    numbers: Numbers = field(default_factory=Numbers)
-    fields: int = -1
-    with_routers: bool = False
-    with_logits: bool = False
+    temperature, fields = 1.0, -1
+    factor = of_routers = own = 0.0
+    with_routers = with_logits = reads_padding = went_back = False
     assumed: float | Tensor | None = None
-    factor: float = 0.0
     seeds: Tensor | None = None
     logit_seeds: Tensor | None = None
-    of_routers: float = 0.0
-    own: float = 0.0
-    reads_padding: bool = False
-    went_back: bool = False
-    mask: Tensor = field(init=False)
-    everything: range = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.everything = range(self.ranges[0].start, self.ranges[-1].stop)
-        self.mask = torch.zeros(self.shape, dtype=torch.bool)
-        for document, place in self._places():
-            self.mask[place] = torch.from_numpy(document.targets != IGNORED_LABEL)
-
-    def _places(self) -> Iterator[tuple[Document, tuple[int, slice]]]:
-        for document in self.documents:
-            yield document, (document.row, slice(document.begin, document.begin + len(document.ids)))
+    def __init__(
+        self,
+        batch: Batch,
+        documents: Sequence[Document],
+        facts: Sequence[NDArray[np.int64]],
+        of_step: Documents,
+        rank: int,
+        version: int,
+        training: bool,
+    ) -> None:
+        ids = batch["input_ids"]
+        assert ids is not None
+        self.shape, self.device, self.shift = (ids.shape[0], ids.shape[1]), ids.device, 1
+        if batch.get("shift_labels") is not None:
+            self.shift = 0
+        self.documents, self.of_step, self.version, self.training = documents, of_step, version, training
+        self.ranges = of_step.add(facts, documents, rank)
+        self.mine, self.everything = self.ranges[rank], range(self.ranges[0].start, self.ranges[-1].stop)
+        self.denominators, self.labels = list[float](), list[int]()
+        for of_rank, numbers in zip(facts, self.ranges, strict=True):
+            self.denominators.append(float(of_rank[:1].view(np.float64)[0]))
+            self.labels.append(sum(of_step.labels[numbers.start : numbers.stop]))
+        self.places, self.mask = list[tuple[int, slice]](), torch.zeros(self.shape, dtype=torch.bool)
+        for document in documents:
+            self.places.append((document.row, slice(document.begin, document.begin + len(document.ids))))
+            self.mask[self.places[-1]] = torch.from_numpy(document.targets != IGNORED_LABEL)
+        self.numbers = Numbers()
 
     def lay_out(self, of_documents: Sequence[Tensor], dtype: torch.dtype, rest: Sequence[int] = ()) -> Tensor:
         """[B, L, *rest] of numbers [length, *rest] of each document, 0 at padding."""
         out = torch.zeros(*self.shape, *rest, dtype=dtype)
-        for (_, place), values in zip(self._places(), of_documents, strict=True):
+        for place, values in zip(self.places, of_documents, strict=True):
             out[place] = values.to(dtype)
         return out.to(self.device)
 
@@ -199,7 +209,7 @@ class Call:
         """Takes a gradient [B, L, V]."""
         self.went_back = True
         padding = torch.ones(self.shape, dtype=torch.bool)
-        for _, place in self._places():
+        for place in self.places:
             padding[place] = False
         self.reads_padding |= bool(gradient[padding.to(gradient.device)].any())
         if self.logit_seeds is None:
@@ -209,8 +219,7 @@ class Call:
 
     def of_document(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Of numbers [B, L, ...], those [length, ...] of each document of this rank."""
-        for number, (_, place) in zip(self.mine, self._places(), strict=True):
-            yield number, whole[place]
+        return zip(self.mine, map(whole.__getitem__, self.places), strict=True)
 
     def ratio(self, rank: int, tolerance: float, own: bool = False) -> float:
         """The seeds of the log-probabilities over those that were assumed: infinity where any number will do, NaN where they
@@ -288,12 +297,6 @@ class Assumed:
     by_probability: bool = False
     given: Tensor | None = None
 
-    def of_rank(self, call: Call, rank: int) -> float:
-        """The gradient by each log-probability of the documents of a rank, which have labels."""
-        if self.by_loss:
-            return -self.by_loss / call.denominators[rank]
-        return self.by_token / call.labels[rank] if self.by_mean else self.by_token
-
     def scaled(self, factor: float) -> "Assumed":
         """With what the gradients of the last step really were."""
         return Assumed(0.0, self.by_token * factor, self.by_mean, self.by_probability)
@@ -351,14 +354,14 @@ def logits_are_gone(where: str) -> UnsupportedError:
     )
 
 
-def too_many_logits(call: Call, of_token: int, most: int, where: str) -> UnsupportedError | None:
-    """For logits of more than `most` bytes, with so many for each token; None for fewer."""
-    size = call.shape[0] * call.shape[1] * of_token
+def too_many_logits(call: Call, passes: Passes, most: int) -> UnsupportedError | None:
+    """For logits of more than `most` bytes; None for fewer."""
+    size = call.shape[0] * call.shape[1] * passes.num_logits * passes.wide.itemsize
     if size <= most:
         return None
     return UnsupportedError(
         f"the logits of {call.shape[0]} rows of {call.shape[1]} tokens take {size:,} bytes, and the limit is {most:,}",
-        where=where,
+        where=f"rank {passes.engine.rank}",
         why="logits, and the gradients by them, are in host memory of the rank that has the rows",
         fix="use the loss or log-probabilities (fused_lm_head=True) in the place of logits, smaller batches, or a larger "
         "logit_bytes",
@@ -376,6 +379,7 @@ class CallGradients:
 
     Args:
         own: Whether the loss is a token loss of the engine's.
+        place: Where the training is, for messages.
         looks: Whether logits were looked at in the last step or call, by mode; the model keeps it.
 
     Attributes:
@@ -383,9 +387,10 @@ class CallGradients:
         linear: What the gradients by log-probabilities had in common in the last step.
     """
 
-    def __init__(self, passes: Passes, own: bool, looks: dict[tuple[bool, bool], bool]) -> None:
-        self._looks = looks
-        self._passes, self._engine, self._own = passes, passes.engine, own
+    def __init__(
+        self, passes: Passes, own: bool, place: Callable[[], str], looks: dict[tuple[bool, bool], bool]
+    ) -> None:
+        self._passes, self._engine, self._own, self._place, self._looks = passes, passes.engine, own, place, looks
         self.expected, self.linear = float(self._engine.world_size), Assumed()
         self._tolerance = 64 * torch.finfo(passes.wide).eps
 
@@ -423,15 +428,21 @@ class CallGradients:
             return Seeds(tokens=tokens, columns=1)
         weights = torch.zeros(len(calls[0].of_step.lengths), dtype=torch.float64)
         for call in calls:
-            for owner, of_owner in enumerate(call.ranges):
-                if call.labels[owner]:
-                    weights[of_owner.start : of_owner.stop] = known.of_rank(call, owner) / world
-            of_token = known.of_rank(call, rank) if call.labels[rank] else 0.0
-            call.assumed = known.by_loss or call.mask.double() * of_token
+            own = 0.0
+            for owner, (numbers, labels) in enumerate(zip(call.ranges, call.labels, strict=True)):
+                if not labels:
+                    continue
+                seed = known.by_token / labels if known.by_mean else known.by_token
+                if known.by_loss:
+                    seed = -known.by_loss / call.denominators[owner]
+                weights[numbers.start : numbers.stop] = seed / world
+                if owner == rank:
+                    own = seed
+            call.assumed = known.by_loss or call.mask.double() * own
         return Seeds(weights, known.by_probability)
 
     def compare(
-        self, calls: Sequence[Call], documents: Documents, where: str, beside: Sequence[float]
+        self, calls: Sequence[Call], documents: Documents, beside: Iterable[float]
     ) -> tuple[float | None, Seeds, Tensor]:
         """What the gradients that are there have to become. Collective; it also learns what those of the next step will be.
 
@@ -443,19 +454,19 @@ class CallGradients:
             is still to be trained. And of every rank the numbers `beside`, fp64 [ranks, numbers].
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
-        said, weighed, was_at_once = list[float](), list[float](), list[bool]()
+        ratios, weighed, at_once = list[float](), list[float](), list[bool]()
         for call in calls:
-            was_at_once.append(call.assumed is not None)
-            said.append(call.ratio(rank, tolerance, self._own) if was_at_once[-1] else call.constant(rank, tolerance))
-            weighed.append(0.0 if was_at_once[-1] else call.constant(rank, tolerance, True))
-        at_once = torch.tensor(was_at_once)
+            at_once.append(call.assumed is not None)
+            ratios.append(call.ratio(rank, tolerance, self._own) if at_once[-1] else call.constant(rank, tolerance))
+            weighed.append(0.0 if at_once[-1] else call.constant(rank, tolerance, True))
         seeds = self._own_seeds(calls, again=False)
-        parts = [len(said), len(weighed), 2, len(beside)]
-        rows, weighed_rows, sizes, numbers = gather([*said, *weighed, *_sizes(seeds), *beside]).split(parts, dim=1)
-        scale = self._scale(calls, rows, weighed_rows, at_once, where)
+        table = gather([*ratios, *weighed, float(seeds.columns), float(len(seeds.logits)), *beside])
+        n = len(calls)
+        rows, weighed_rows, sizes, numbers = table.tensor_split([n, 2 * n, 2 * n + 2], dim=1)
+        scale = self._scale(calls, rows, weighed_rows, torch.tensor(at_once))
         if scale is None:
             seeds = self._own_seeds(calls, again=True)
-            sizes = gather(_sizes(seeds))
+            sizes = gather([float(seeds.columns), float(len(seeds.logits))])
         for call in calls:
             call.logit_seeds = None
         seeds.columns = int(sizes[:, 0].max())
@@ -466,7 +477,7 @@ class CallGradients:
             seeds.routers = self._router_seeds(calls, documents)
         return scale, seeds, numbers
 
-    def _scale(self, calls: Sequence[Call], rows: Tensor, weighed: Tensor, at_once: Tensor, where: str) -> float | None:
+    def _scale(self, calls: Sequence[Call], rows: Tensor, weighed: Tensor, at_once: Tensor) -> float | None:
         """See `compare`.
 
         Args:
@@ -474,7 +485,7 @@ class CallGradients:
             weighed: The same seed, over the probability of its token.
             at_once: [calls], whether each was.
         """
-        rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
+        rank, tolerance, stages = self._engine.rank, self._tolerance, self._engine.updates is not None
         if self._own:  # a part of a token loss is the same on all ranks, and so counts on all
             rows[:, at_once] = rows[:, at_once].mean(0)
         if not bool(at_once.any()):
@@ -482,32 +493,28 @@ class CallGradients:
                 self.linear = Assumed.learnt((rows, weighed), calls, tolerance)
             return 1.0
         scale = common(rows[:, at_once].flatten(), tolerance)
-        if self._own or self._engine.updates is not None:
-            self._refuse_other_factors(scale, where)
-        if scale is None:
-            self.linear = Assumed()
-            losses = [call for call in calls if isinstance(call.assumed, float)]
-            factors = [call.factor if call.labels[rank] else float("inf") for call in losses]
-            self.expected = common(gather(factors or [self.expected]).flatten(), tolerance) or self.expected
-        elif scale:
-            if any(isinstance(call.assumed, float) for call in calls):
-                self.expected *= scale
-            else:
-                self.linear = self.linear.scaled(scale)
-        return scale
-
-    def _refuse_other_factors(self, scale: float | None, where: str) -> None:
-        """What was trained at once cannot be trained again."""
-        stages = self._engine.updates is not None
-        if scale is None or (stages and scale != 1.0):
+        if (scale is None and self._own) or (scale != 1.0 and stages):
             raise UnsupportedError(
                 "the loss was multiplied by other factors than in the step before"
                 if stages
                 else "the calls of a step multiply the token loss by different factors",
-                where=where,
+                where=self._place(),
                 why="stages have updated after every pack" if stages else "the batches of a step are trained together",
                 fix="train on the loss that forward returns, times the number of processes",
             )
+        factors = list[float]()  # of the model's own loss
+        for call in calls:
+            if isinstance(call.assumed, float):
+                factors.append(call.factor if call.labels[rank] else float("inf"))
+        if scale is None:
+            self.linear = Assumed()
+            of_all = self._engine.agreement.gather(factors or [self.expected])
+            self.expected = common(of_all.flatten(), tolerance) or self.expected
+        elif factors:
+            self.expected *= scale or 1.0
+        elif scale:
+            self.linear = self.linear.scaled(scale)
+        return scale
 
     def _own_seeds(self, calls: Sequence[Call], again: bool) -> Seeds:
         """What is still to be trained of this rank's documents.
@@ -515,17 +522,18 @@ class CallGradients:
         Args:
             again: Whether what was trained at once counts for nothing.
         """
-        world, rank, seeds = self._engine.world_size, self._engine.rank, Seeds()
-        tokens: dict[int, Tensor] = {}
+        world, tokens, has_entropy, seeds = self._engine.world_size, dict[int, Tensor](), False, Seeds()
         for call in calls:
-            final = call.final_seeds(rank, again)
-            for number, part in call.of_document(final.permute(1, 2, 0)) if final is not None else ():
-                if bool((of_rank := part / world).any()):
-                    tokens[number] = of_rank
+            if again or call.seeds is not None:
+                final = call.final_seeds(self._engine.rank, again)
+                for number, part in call.of_document(final.permute(1, 2, 0)) if final is not None else ():
+                    if bool((of_rank := part / world).any()):
+                        tokens[number] = of_rank
+                        has_entropy |= bool(of_rank[:, 1].any())
             if call.logit_seeds is not None:
                 parts = call.of_document(call.logit_seeds)
                 seeds.logits |= {n: part / world for n, part in parts if bool(part.any())}
-        seeds.tokens = tokens
+        seeds.tokens, seeds.columns = tokens, bool(tokens) + has_entropy
         return seeds
 
     def _router_seeds(self, calls: Sequence[Call], documents: Documents) -> Tensor | None:
@@ -555,18 +563,9 @@ class CallGradients:
         return active
 
 
-def _sizes(seeds: Seeds) -> list[float]:
-    """Numbers that each token of this rank has, and its documents with seeds by logits."""
-    has_entropy = any(bool(part[:, 1].any()) for part in seeds.tokens.values())
-    return [float(bool(seeds.tokens) + has_entropy), float(len(seeds.logits))]
-
-
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 # What a caller wants of a batch, and batches that it announces before it wants something of them.
-
-
-Batch = Mapping[str, Tensor | None]
 
 
 @dataclass(eq=False)
@@ -582,8 +581,11 @@ class Request:
         kept: The columns of the logits that are wanted: the last so many, or an index; all for 0.
         expected: [B, L - 1] or [B, L], the gradients by the log-probabilities that will come, or multiples; or None.
         trains: Whether gradients will come.
+        training: Whether in training mode.
         adapters: Whether adapters are used.
         given_items: `num_items` as it was given.
+        function: The loss function that was put on the model object; None for its own, that of causal language models.
+        changes: What was changed on the model object before, in words.
     """
 
     batch: Batch
@@ -594,8 +596,11 @@ class Request:
     kept: Any
     expected: Tensor | None
     trains: bool
+    training: bool
     adapters: bool
-    given_items: Any = None
+    given_items: Any
+    function: Any
+    changes: str = ""
 
     @property
     def targets(self) -> dict[str, Any]:
@@ -603,9 +608,8 @@ class Request:
         shifted = self.batch.get("shift_labels")
         return {"labels": self.batch.get("labels"), **({} if shifted is None else {"shift_labels": shifted})}
 
-    def in_words(self, training: bool) -> str:
-        """For errors where ranks want different things."""
-        words = ["forward", "training mode" if training else "eval mode"]
+    def __str__(self) -> str:
+        words = ["forward", "training mode" if self.training else "eval mode"]
         words.append("with gradients" if self.trains else "without gradients")
         if self.wants_loss or self.fields:
             words.append("for the loss" if self.wants_loss else f"for {self.fields} numbers of each token")
@@ -617,7 +621,7 @@ class Request:
             words.append("with expected seeds")
         if not self.adapters:
             words.append("without adapters")
-        return ", ".join(words)
+        return ", ".join(words) + self.changes
 
 
 _UNREAD = frozenset({"use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "past_key_values"})
@@ -649,27 +653,6 @@ def unreadable(
     )
 
 
-def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
-    """What a rank says of a batch: the bits of what its loss is divided by, its documents, and length and labels of each."""
-    pairs, total = list[int](), 0
-    for document in documents:
-        labels = int(np.count_nonzero(document.targets != IGNORED_LABEL))
-        pairs += (len(document.ids), labels)
-        total += labels
-    denominator = np.float64(total if num_items is None else num_items)
-    return [int(denominator.view(np.int64)), len(documents), *pairs]
-
-
-def denominator_in(facts: NDArray[np.int64]) -> float:
-    """What the loss of the batch is divided by on the rank that said so (`facts_of`)."""
-    return float(facts[:1].view(np.float64)[0])
-
-
-def pairs_in(facts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of `facts_of` [documents, 2]: length, and labels."""
-    return facts[2:].reshape(-1, 2)
-
-
 @dataclass(eq=False)
 class Window:
     """Batches of one step that were announced, read and exchanged together.
@@ -680,8 +663,7 @@ class Window:
         step: The number of the step.
         documents: This rank's, of each batch.
         facts: What each rank says of each batch (`facts_of`).
-        of_step: The documents of all ranks, as if these batches were the whole step; None after an error.
-        prepared: Their plan, and this rank's part.
+        of_step: The documents of all ranks, planned as if these batches were the whole step; None after an error.
         error: What this rank found wrong.
         sent_bytes: Bytes of rows that this rank has sent.
         ready: Filled in with nothing when the rest is there, or with what went wrong.
@@ -693,7 +675,6 @@ class Window:
     documents: list[list[Document]] = field(default_factory=list)
     facts: list[list[NDArray[np.int64]]] = field(default_factory=list)
     of_step: Documents | None = None
-    prepared: tuple[MiniBatchPlan, MiniBatch] | None = None
     error: HotspaError | None = None
     sent_bytes: int = 0
     ready: Future[None] = field(default_factory=Future)
@@ -719,26 +700,27 @@ class Announcements:
     Args:
         exchange: Over that group.
         read: The documents of a batch.
-        prepare: The plan of the documents of a step, and this rank's part, when tokens have travelled.
+        plan: Plans some of the documents of a step of this number over that group.
         columns: What a token loss reads beside tokens.
+
+    Attributes:
+        windows: The steps that are to come; the first one may not be ready.
+        number: How many steps this rank has announced; 0 where nothing can be announced any more.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         read: Callable[[Batch], list[Document]],
-        prepare: Callable[[Documents, int, Exchange], tuple[MiniBatchPlan, MiniBatch]],
+        plan: Callable[[Documents, Iterable[int], int, Exchange], Any],
         columns: tuple[str, ...] = (),
     ) -> None:
-        self._exchange, self._read, self._plan = exchange, read, prepare
+        self._exchange, self._read, self._plan = exchange, read, plan
         self._columns = (*ROW_COLUMNS, *FLAT_COLUMNS, *columns)
         self._jobs: SimpleQueue[Window | None] = SimpleQueue()
         self._thread: Thread | None = None
-        self._windows: list[Window] = []
+        self.windows, self.number = list[Window](), 0
         self._is_broken = False
-
-    def __len__(self) -> int:
-        return len(self._windows)
 
     def add(self, batches: Sequence[Mapping[str, Any]], num_items: float | None, step: int) -> None:
         """The batches of the coming step of this number. Collective.
@@ -756,16 +738,9 @@ class Announcements:
             self._thread = Thread(target=self._work, name="hotspa-rows", daemon=True)
             self._thread.start()
         of_rows = [{name: batch.get(name) for name in self._columns} for batch in batches]
-        self._windows.append(Window(of_rows, num_items, step))
-        self._jobs.put(self._windows[-1])
-
-    def first(self) -> Window:
-        """The one that comes next; it may not be ready."""
-        return self._windows[0]
-
-    def remove_first(self) -> None:
-        """It has come, or another batch has."""
-        self._windows.pop(0)
+        self.windows.append(Window(of_rows, num_items, step))
+        self._jobs.put(self.windows[-1])
+        self.number += 1
 
     def close(self) -> None:
         """Ends the thread, where it waits for nobody."""
@@ -775,8 +750,8 @@ class Announcements:
 
     def give_up(self) -> None:
         """Ranks have announced different numbers of steps: what was announced is not used, and nothing can be from now on."""
-        self._windows.clear()
-        self._is_broken = True
+        self.windows.clear()
+        self._is_broken, self.number = True, 0
 
     def _work(self) -> None:
         while (window := self._jobs.get()) is not None:
@@ -788,28 +763,111 @@ class Announcements:
 
     def _prepare(self, window: Window) -> None:
         exchange, batches = self._exchange, window.batches
-        sent_before = exchange.sent_bytes["rows"]
+        sent_before = exchange.sent["rows_bytes"]
         try:
             window.documents = [self._read(batch) for batch in batches]
         except HotspaError as error:
             window.error, window.documents = error, [[] for _ in batches]
-        said = [int(window.error is not None), len(batches)]
-        said += [number for documents in window.documents for number in facts_of(documents, window.num_items)]
-        arrived = exchange.facts(said)
+        of_batches = [facts_of(documents, window.num_items) for documents in window.documents]
+        arrived = exchange.facts([window.error is not None, len(batches), *chain.from_iterable(of_batches)])
         if any(int(part[0]) or int(part[1]) != len(batches) for part in arrived):
             return
-        for index in range(len(batches)):
-            window.facts.append([part[begin:end] for part in arrived for begin, end in [_place(part, index)]])
-        window.of_step = Documents()
+        rest = [part[2:] for part in arrived]
+        for _ in batches:
+            ends = [2 + 2 * int(part[1]) for part in rest]
+            window.facts.append([part[:end] for part, end in zip(rest, ends, strict=True)])
+            rest = [part[end:] for part, end in zip(rest, ends, strict=True)]
+        of_step = Documents()
         for facts, documents in zip(window.facts, window.documents, strict=True):
-            window.of_step.add([*map(pairs_in, facts)], documents, exchange.rank)
-        window.prepared = self._plan(window.of_step, window.step, exchange)
-        window.sent_bytes = exchange.sent_bytes["rows"] - sent_before
+            of_step.add(facts, documents, exchange.rank)
+        self._plan(of_step, range(len(of_step)), window.step, exchange)
+        window.of_step, window.sent_bytes = of_step, exchange.sent["rows_bytes"] - sent_before
 
 
-def _place(said: NDArray[np.int64], index: int) -> tuple[int, int]:
-    """Where the facts of a batch are in what a rank said of all of them."""
-    begin = 2
-    for _ in range(index):
-        begin += 2 + 2 * int(said[begin + 1])
-    return begin, begin + 2 + 2 * int(said[begin + 1])
+# -- where all ranks meet ---------------------------------------------------------------------------------------------
+
+# Before ranks do something together they say what: where that differs, all of them raise, and none waits for another.
+
+
+class Meeting:
+    """Where all ranks meet before a collective call.
+
+    Args:
+        place: Where the training is, for messages.
+        was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
+        drop: Forgets the calls that were not flushed: on all ranks, before they raise, or where one has cleared its gradients.
+        announcements: Given up where not all ranks have made as many.
+
+    Attributes:
+        sizes: What each rank said of its `size` last.
+        of_model: Which model it is about, in words behind what is done.
+    """
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        place: Callable[[], str],
+        was_cleared: Callable[[], bool],
+        drop: Callable[[], None],
+        announcements: Announcements,
+    ) -> None:
+        self._agreement, self._place, self._was_cleared, self._drop = agreement, place, was_cleared, drop
+        self._announcements, self.sizes, self.of_model = announcements, list[int](), ""
+
+    def __call__(self, what: object, error: HotspaError | None = None, flag: bool = False, size: int = 0) -> list[bool]:
+        """Returns when all ranks are about to do the same. Collective.
+
+        Args:
+            what: What this rank is about to do; ranks compare its text.
+            error: What it found wrong.
+            flag: Something that others are to know.
+            size: How many numbers this rank is about to send; for `sizes`.
+
+        Returns:
+            The flag of each rank.
+
+        Raises:
+            HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
+        """
+        is_cleared = self._was_cleared()
+        if self._agreement.group is None:  # nobody to agree with
+            self.sizes = [size]
+            if error is not None or is_cleared:
+                self._drop()
+            if error is not None:
+                raise error
+            return [flag]
+        text = f"{what}{self.of_model}"
+        values = [zlib.crc32(text.encode()), error is not None, is_cleared, self._announcements.number, flag, size]
+        codes, failed, cleared, announced, flags, sizes = self._agreement.gather([*map(float, values)]).T.tolist()
+        self.sizes = [*map(int, sizes)]
+        if any(failed):  # before all else: where a rank has an error, the others may have more to do
+            self._drop()
+            self._agreement.check({}, error, self._place())
+        if len(set(codes)) > 1:
+            self._drop()
+            raise self._different(text)
+        if len(set(announced)) > 1:
+            self._drop()
+            self._announcements.give_up()
+            raise PlanMismatchError(
+                f"ranks have announced {', '.join(str(int(n)) for n in announced)} steps",
+                where=self._place(),
+                why="what is announced is exchanged by all ranks together",
+                fix="call announce on all ranks, or on none",
+            )
+        if any(cleared):
+            self._drop()
+        return [*map(bool, flags)]
+
+    def _different(self, what: str) -> PlanMismatchError:
+        texts = self._agreement.texts(what)
+        by_text = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+        return PlanMismatchError(
+            "ranks are about to do different things: "
+            + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
+            where=self._place(),
+            why="each call of a switched model is a part of what all ranks do together",
+            fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives batches without rows to ranks "
+            "whose loaders have ended",
+        )

@@ -27,15 +27,16 @@ What a call costs depends on what is asked for:
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, MoeCausalLMOutputWithPast
 
 from hf_hotspa.engine.engine import HotSPaEngine
@@ -51,24 +52,21 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.calls import (
+    ANCHOR,
     Announcements,
     Assumed,
-    Batch,
     Call,
     CallGradients,
     LazyLogits,
+    Leaf,
+    Meeting,
     Request,
     Window,
-    denominator_in,
-    facts_of,
-    leaves,
     logits_are_gone,
     of_padding,
-    pairs_in,
     too_many_logits,
     unreadable,
 )
-from hf_hotspa.switched.frozen import Frozen
 from hf_hotspa.switched.model_object import (
     ObjectChanges,
     as_built,
@@ -78,7 +76,6 @@ from hf_hotspa.switched.model_object import (
     lora_layers,
     refuse_losses,
     release,
-    replaced_loss,
     route,
     unroute,
 )
@@ -89,10 +86,10 @@ from hf_hotspa.switched.passes import (
     Document,
     Documents,
     Exchange,
-    Meeting,
     Numbers,
     Passes,
     Seeds,
+    facts_of,
     read_batch,
 )
 
@@ -120,6 +117,7 @@ class SwitchedModel(DistributedDataParallel):
         step: Steps before the present one in the run; a resumed run sets it. Dropout hangs on it.
         missed: Steps that were announced, and that other batches came for.
         cut: Rows of this rank's batches in the present step that their reader has cut, for the report.
+        assumptions: What the steps before say of the gradients to come; a resumed run needs its `state_dict` for the same bits.
         trains: Whether calls where autograd is on are training; else they are scored, and have no gradients.
         looks: Whether each call that is scored honours what was changed on the model object (`take_changes`).
     """
@@ -145,7 +143,7 @@ class SwitchedModel(DistributedDataParallel):
             self.engine = HotSPaEngine(model, buckets, options, weights=weights, device=device)
         self._own = options.loss if isinstance(options.loss, TokenLoss) else None
         columns = self._own.columns if self._own is not None else ()
-        self._passes, self._logit_bytes, self._guards = Passes(self.engine, columns), logit_bytes, guards
+        self._passes, self._logit_bytes, self._guards = Passes(self.engine, columns, self._drop), logit_bytes, guards
         self._take_object(model, columns)
         self._changes = ObjectChanges(model, self.engine)
         self._changes.show(self.engine.model_digest)
@@ -153,27 +151,31 @@ class SwitchedModel(DistributedDataParallel):
         self.report: StepReport | None = None
         self.passes: Sequence[tuple[MiniBatchPlan, StepReport]] = ()
         self.step = self._version = self._written = self.missed = 0
-        self._in_pass, self.cut = False, dict.fromkeys(CUT, 0)
-        self._gradients = CallGradients(self._passes, self._own is not None, self._look)
-        self._meeting: Meeting = Meeting(self.engine.agreement, self._was_cleared, self._drop)
+        self.cut = dict.fromkeys(CUT, 0)
+        self.assumptions = CallGradients(self._passes, self._own is not None, self._place, self._look)
         beside = Exchange(self.engine.side_agreement(), self.engine.world_size)
-        self._announcements = Announcements(beside, self._read, self._passes.prepare, columns)
+        announced = self._announcements = Announcements(beside, self._read, self._passes.planned, columns)
+        self._meet = Meeting(self.engine.agreement, self._place, self._was_cleared, self._drop, announced)
         self._begin_step()
         self._hook = before_steps(self)
 
     def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
         """Stands in the place of a model object."""
-        self.module, self._bare, self.longest = model, bare_model(model)[0], self.engine.longest
-        head = fused_head(self._bare)
-        if head.get("cast_lm_head_to_fp32") and self.engine.description.compute_dtype.itemsize < 4:
-            raise UnsupportedError(
-                "cast_lm_head_to_fp32 in 16-bit training",
-                why="the head computes in the dtype of the weights, and its logits are widened then",
-                fix="leave it out",
-            )
+        self.module, self.longest = model, self.engine.longest
+        # both are read in each step: without a search in submodules
+        self.__dict__.update(module=model, _bare=bare_model(model)[0])
+        head = fused_head(self._bare, self.engine.description.compute_dtype)
         self._is_adapted = self.engine.description.adapters is not None
-        self._rules = RowRules(absolute_positions=has_absolute_positions(self._bare.config), columns=columns)
-        self._head_fields: tuple[str, ...] = ("log_probs", *head.get("outputs", ("log_probs",)))
+        self._columns = columns
+        self._read: Callable[[Mapping[str, Tensor | None]], list[Document]] = partial(
+            read_batch,
+            vocab_size=self.engine.description.shape.vocab_size,
+            longest=self.longest,
+            rank=self.engine.rank,
+            rules=RowRules(absolute_positions=has_absolute_positions(self._bare.config), columns=columns),
+        )
+        asked = ("log_probs", *head.get("outputs", ()))
+        self._head_fields = [name for name in FIELDS if name in asked]
         self._temperature = float(head.get("temperature", 1.0))
         # by mode: whether logits were looked at after a loss, in the last step or call and in this one
         self._look, self._looked = dict[tuple[bool, bool], bool](), dict[tuple[bool, bool], bool]()
@@ -226,8 +228,12 @@ class SwitchedModel(DistributedDataParallel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, and the calls that were not flushed. On all ranks."""
-        self._drop()
-        super().zero_grad(set_to_none)
+        if self._calls:
+            self._drop()
+        if set_to_none:
+            self.engine.master.bind_gradients(())
+        else:
+            self.engine.master.zero_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Flushes, and clips by the global norm; returns it as it was before.
@@ -238,9 +244,9 @@ class SwitchedModel(DistributedDataParallel):
         if norm_type != 2.0:
             raise UnsupportedError(f"clipping by the {norm_type}-norm", fix="use the 2-norm")
         self.flush()
-        if self.engine.updates is not None:  # stages have clipped, or none
-            return torch.tensor(self.engine.grad_norm, dtype=torch.float64)
-        return torch.tensor(self.engine.clip_grad_norm_(float(max_norm)), dtype=torch.float64)
+        engine = self.engine  # stages have clipped, or none
+        norm = engine.clip_grad_norm_(float(max_norm)) if engine.updates is None else engine.grad_norm
+        return torch.tensor(norm, dtype=torch.float64)
 
     @property
     def is_current(self) -> bool:
@@ -274,17 +280,14 @@ class SwitchedModel(DistributedDataParallel):
         words, error = self._changes.look()
         self._meet(f"go on{words}", error)
         if words:
-            self._apply(words)
-
-    def _apply(self, words: str) -> None:
-        self._passes.let_go()  # of what is loaded
-        self._changes.apply()
+            self._passes.let_go()  # of what is loaded
+            self._changes.apply()
 
     def weights_are(self, current: bool) -> None:
         """Says that somebody has put other weights into the engine, which the model has, or does not have. On all ranks."""
         self._drop()
         self._version += 1
-        self._changes.hide()
+        self._changes.digest = None
         if current:
             self._written = self._version
             self._changes.show()
@@ -325,13 +328,8 @@ class SwitchedModel(DistributedDataParallel):
             batches: What `forward` will get, in order; as many on all ranks.
             num_items: The `num_items_in_batch` that it will get with them.
         """
-        step = self.step + len(self._announcements) + bool(self._calls)
+        step = self.step + len(self._announcements.windows) + bool(self._calls)
         self._announcements.add(batches, None if num_items is None else float(num_items), step)
-        self._meeting.num_announced = (self._meeting.num_announced or 0) + 1
-
-    def _read(self, batch: Batch) -> list[Document]:
-        vocabulary = self.engine.description.shape.vocab_size
-        return read_batch(batch, vocabulary, self.engine.longest, self.engine.rank, self._rules)
 
     # -- how it runs --------------------------------------------------------------------------------------------------
 
@@ -353,11 +351,6 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.facts = facts or self._passes.facts
         self._passes.evaluated = evaluated or self._passes.evaluated
 
-    @property
-    def assumptions(self) -> CallGradients:
-        """What the steps before say of the gradients to come; a resumed run needs its `state_dict` for the same bits."""
-        return self._gradients
-
     def same_batches(self, number: int, error: HotspaError | None = None, flag: bool = False) -> bool:
         """Says how many batches this rank has got for the coming step, or what is wrong with them. Collective. Returns whether
         some rank has given the flag.
@@ -369,23 +362,14 @@ class SwitchedModel(DistributedDataParallel):
 
     # -- ranks together -----------------------------------------------------------------------------------------------
 
-    @property
-    def _where(self) -> str:
+    def _place(self) -> str:
         return f"step {self.step + 1}"
-
-    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False, size: int = 0) -> list[bool]:
-        """See `Meeting`."""
-        try:
-            return self._meeting(what, self._where, error, flag, size)
-        finally:
-            if self._meeting.num_announced is None:
-                self._announcements.give_up()
 
     def _begin_step(self) -> None:
         self._documents, self._calls, self._waiting = Documents(), list[Call](), list[Call]()
         self._window: Window | None = None  # of which some calls are still to come
         self._has_gradients, self._gradient_version = False, -1
-        self._passes.begin_step()
+        self._passes.trained, self._passes.report = [], None
 
     def _drop(self) -> None:
         """Forgets the calls since the last step, and their gradients. On all ranks."""
@@ -397,14 +381,9 @@ class SwitchedModel(DistributedDataParallel):
 
     def _was_cleared(self) -> bool:
         """Whether somebody has cleared the gradients since the first call of the step (`optimizer.zero_grad()`)."""
-        master = self.engine.master
         if not self._calls or self.engine.updates is not None:
             return False
-        if not master.is_bound:
-            return True
-        if master.gradient_version == self._gradient_version:
-            return False
-        return not any(bool(g.any()) for g in master.gradients if g is not None)
+        return self.engine.master.are_cleared(self._gradient_version)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -441,24 +420,26 @@ class SwitchedModel(DistributedDataParallel):
             HotspaError: on every rank: what one cannot read, or ranks that call differently. Nothing was computed, and
                 calls that were not flushed are dropped.
         """
-        asks = input_ids, others, self._rules.columns, self.engine.rank
-        error = unreadable(*asks) if others or input_ids is None else None
-        fields = [n for n, name in enumerate(FIELDS, 1) if name in self._head_fields][-1] if fused_lm_head else 0
+        error = unreadable(input_ids, others, self._columns, self.engine.rank) if others or input_ids is None else None
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         batch: dict[str, Tensor | None] = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
-        for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns):
+        for name in ("seq_idx", *FLAT_COLUMNS, *self._columns):
             batch[name] = others.get(name)
+        wants_loss = not fused_lm_head and (labels is not None or shift_labels is not None)
+        function = vars(self._bare).get("_loss_function") if wants_loss and self._own is None else None
         request = Request(
             batch,
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
-            fields=fields,
-            wants_loss=not fused_lm_head and (labels is not None or shift_labels is not None),
+            fields=FIELDS.index(self._head_fields[-1]) + 1 if fused_lm_head else 0,
+            wants_loss=wants_loss,
             routers=self._passes.routers is not None and self._wants_routers(output_router_logits),
             kept=logits_to_keep,
             expected=expected_seeds,
             trains=torch.is_grad_enabled() and self._store is None and self.trains,
-            adapters=self._uses_adapters(),
+            training=self.training,
+            adapters=not self._is_adapted or self._uses_adapters(),
             given_items=num_items_in_batch,
+            function=None if function is ForCausalLMLoss else function,
         )
         call = self._take(request, error)
         self._run(call, request)
@@ -472,7 +453,7 @@ class SwitchedModel(DistributedDataParallel):
         return bool(of_config if asked is None else asked)
 
     def _uses_adapters(self) -> bool:
-        layers = lora_layers(self._bare) if self._is_adapted else []
+        layers = lora_layers(self._bare)
         return not (layers and layers[0].disable_adapters)
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
@@ -483,9 +464,10 @@ class SwitchedModel(DistributedDataParallel):
                 where=f"rank {self.engine.rank}",
                 fix="call it under torch.no_grad(), as a reference",
             )
-        window = None
+        coming, window = list[Window](), None
         if error is None and request.trains:
-            window = self._window or (self._announcements.first() if self._announcements else None)
+            coming = self._announcements.windows
+            window = self._window or (coming[0] if coming else None)
         index = len(window.batches) - len(self._waiting) if window is not None and self._waiting else 0
         comes_next = window is not None and window.is_next(index, request)
         documents = list[Document]()
@@ -495,62 +477,65 @@ class SwitchedModel(DistributedDataParallel):
             except HotspaError as wrong:
                 error = wrong
         is_new = window is not None and window is not self._window
-        words, begins = "", request.trains and not self._calls
+        begins = request.trains and not self._calls
         if begins or (self.looks and not request.trains):
-            words, refused = self._changes.look()
+            request.changes, refused = self._changes.look()
             error = error or refused
         mine = facts_of(documents, request.num_items)
         try:
-            flags = self._meet(request.in_words(self.training) + words, error, comes_next, len(mine))
+            flags = self._meet(request, error, comes_next, len(mine))
         finally:
-            if is_new and self._announcements:  # it has come, or other batches in its place
-                self._announcements.remove_first()
-        if words:
-            self._apply(words)
+            if is_new and coming:  # it has come, or other batches in its place
+                coming.pop(0)
+        if request.changes:
+            self._passes.let_go()  # of what is loaded
+            self._changes.apply()
         if begins:  # until the step has ended and the object is shown again, its weights are old
-            self._changes.hide()
-            if self._guards:
+            self._changes.digest = None
+            if self._guards and self._written == self._version:  # else it is guarded
                 guard(self.module)
+        if request.trains and not self._calls:
+            self.engine.drop_gradients()
+            self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
         if window is not None and all(flags):
             return self._next_of(window, request)
         self.missed += is_new
-        sizes: list[int] | None = self._meeting.sizes
+        sizes: list[int] | None = self._meet.sizes
         if any(flags):  # another rank was given another batch than it had announced
             read = self.engine.agreement.run
-            documents = read(self._where, lambda: self._read(request.batch) if comes_next else documents)
+            documents = read(self._place(), lambda: self._read(request.batch) if comes_next else documents)
             mine, sizes = facts_of(documents, request.num_items), None
         if request.trains:
             self._window, self._waiting = None, []
         facts = self._passes.exchange.facts(mine, sizes)
         of_step = self._documents if request.trains else Documents()
-        call = self._make_call(request.batch, documents, facts, of_step)
+        call = Call(request.batch, documents, facts, of_step, self.engine.rank, self._version, self.training)
         if request.trains:
-            self._note_calls([call])
+            self._calls.append(call)
         return call
 
     def _next_of(self, window: Window, request: Request) -> Call:
         """The next call of an announced step, all of which are noted with the first one."""
         if window is not self._window:
             window.ready.result()
-            if window.of_step is None or window.prepared is None:
+            if window.of_step is None:
                 self._drop()
-                self.engine.agreement.check({}, window.error, self._where)
+                self.engine.agreement.check({}, window.error, self._place())
                 raise PlanMismatchError(
                     "ranks have announced different numbers of batches",
-                    where=self._where,
+                    where=self._place(),
                     fix="announce as many batches on all ranks; a batch may have no rows",
                 )
-            is_first = not len(self._documents)
-            self._window = window
-            self._waiting = [
-                self._make_call(batch, documents, facts, self._documents)
-                for batch, documents, facts in zip(window.batches, window.documents, window.facts, strict=True)
-            ]
+            of_step, mode = self._documents, (self.engine.rank, self._version, self.training)
+            is_first = not len(of_step)
+            self._window, self._waiting = window, []
+            for batch, documents, facts in zip(window.batches, window.documents, window.facts, strict=True):
+                self._waiting.append(Call(batch, documents, facts, of_step, *mode))
             if is_first:  # else its documents have other numbers now, and their tokens travel again
-                self._documents.rows, self._documents.holders = window.of_step.rows, window.of_step.holders
-                self._passes.adopt(self._documents, window.prepared)
-            self._passes.exchange.sent_bytes["rows"] += window.sent_bytes
-            self._note_calls(self._waiting)
+                of_step.rows, of_step.holders = window.of_step.rows, window.of_step.holders
+                of_step.planned = window.of_step.planned
+            self._passes.exchange.sent["rows_bytes"] += window.sent_bytes
+            self._calls += self._waiting
         call = self._waiting.pop(0)
         if not self._waiting:
             self._window = None
@@ -559,37 +544,12 @@ class SwitchedModel(DistributedDataParallel):
         call.device = ids.device
         return call
 
-    def _make_call(
-        self, batch: Batch, documents: Sequence[Document], facts: Sequence[NDArray[np.int64]], of_step: Documents
-    ) -> Call:
-        ids = batch["input_ids"]
-        assert ids is not None
-        ranges = of_step.add([*map(pairs_in, facts)], documents, self.engine.rank)
-        return Call(
-            (ids.shape[0], ids.shape[1]),
-            ids.device,
-            0 if batch.get("shift_labels") is not None else 1,
-            documents,
-            ranges,
-            [*map(denominator_in, facts)],
-            [sum(of_step.labels[numbers.start : numbers.stop]) for numbers in ranges],
-            ranges[self.engine.rank],
-            of_step,
-            self._version,
-            self.training,
-        )
-
-    def _note_calls(self, calls: Sequence[Call]) -> None:
-        if not self._calls:
-            self.engine.drop_gradients()
-            self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
-        self._calls += calls
-
     # -- what is computed for a call ----------------------------------------------------------------------------------
 
     def _run(self, call: Call, request: Request) -> None:
         """Computes what the caller will get, by the cheapest way; all ranks take the same."""
-        self._use_adapters(request.adapters)
+        if self._is_adapted:
+            self._use_adapters(request.adapters)
         mode = self.training, request.trains
         if not request.trains:
             self._look[mode] = self._looked.pop(mode, False)
@@ -598,10 +558,14 @@ class SwitchedModel(DistributedDataParallel):
         if request.wants_loss and self._own is not None:
             self._run_own(call, request)
             return
-        look = request.wants_loss and (self._look.get(mode, False) or replaced_loss(self._bare) is not None)
+        look = request.wants_loss and (self._look.get(mode, False) or request.function is not None)
         if request.trains and call.fields < 0 and not request.routers and not look:
-            known = self._known_seeds(request)
-            if known is not None:
+            known = self.assumptions.linear
+            if request.wants_loss:
+                known = Assumed(by_loss=self.assumptions.expected)
+            elif request.expected is not None:
+                known = Assumed(given=request.expected)
+            if known.by_loss or known.by_token or known.given is not None:
                 self._train_at_once([call, *self._waiting], request, known)
         is_loss = request.wants_loss and isinstance(call.assumed, float)
         if not is_loss and (call.fields < max(request.fields, 1) or call.with_routers < request.routers):
@@ -619,15 +583,15 @@ class SwitchedModel(DistributedDataParallel):
         elif call.assumed is None:
             together = [call] if request.num_items is None else [call, *self._waiting]
             everything = [number for one in together for number in one.everything]
-            seeds = Seeds(own=(1.0 / items, self._gradients.expected / world))
+            seeds = Seeds(own=(1.0 / items, self.assumptions.expected / world))
             numbers = self._train(everything, seeds, (self.training, 1.0))
             for one in together:
-                one.assumed, one.own = self._gradients.expected, numbers.own / len(together) / world
+                one.assumed, one.own = self.assumptions.expected, numbers.own / len(together) / world
 
     def _score(self, call: Call, request: Request, with_logits: bool = False) -> None:
         together = [call] if with_logits or not request.trains else [call, *self._waiting]
         if with_logits:
-            self._meet("score with logits", self._too_many_logits(call))
+            self._meet("score with logits", too_many_logits(call, self._passes, self._logit_bytes))
         fields = max(request.fields, 1)
         for one in together:
             one.temperature = self._temperature if request.fields else 1.0
@@ -639,31 +603,19 @@ class SwitchedModel(DistributedDataParallel):
     def _score_documents(
         self, call: Call, numbers: Sequence[int], request: Request, fields: int, with_logits: bool, own: bool = False
     ) -> Numbers:
-        try:
-            return self._passes.score(
-                call.of_step,
-                numbers,
-                step=self.step,
-                training=self.training,
-                temperature=call.temperature,
-                fields=fields,
-                with_logits=with_logits,
-                with_routers=request.routers and fields > 0,
-                store=self._store,
-                of_step=request.trains,
-                own=own,
-            )
-        except BaseException:
-            self._drop()
-            raise
-
-    def _known_seeds(self, request: Request) -> Assumed | None:
-        """What the gradients of the caller's loss will be, up to a factor, where that is known."""
-        if request.wants_loss:
-            return Assumed(by_loss=self._gradients.expected)
-        if request.expected is not None:
-            return Assumed(given=request.expected)
-        return self._gradients.linear if self._gradients.linear.by_token else None
+        return self._passes.score(
+            call.of_step,
+            numbers,
+            step=self.step,
+            training=self.training,
+            temperature=call.temperature,
+            fields=fields,
+            with_logits=with_logits,
+            with_routers=request.routers and fields > 0,
+            store=self._store,
+            of_step=request.trains,
+            own=own,
+        )
 
     def _train_at_once(self, calls: Sequence[Call], request: Request, known: Assumed) -> None:
         """Forward and backward of some calls, before the caller's backward has said what the gradients are. Documents whose given
@@ -673,8 +625,8 @@ class SwitchedModel(DistributedDataParallel):
         for call in calls:
             call.temperature = self._temperature if request.fields else 1.0
             everything += call.everything
-        seeds, numbers = self._gradients.assume(calls, known), Numbers()
-        active = set(everything) if known.given is None else self._gradients.active(seeds)
+        seeds, numbers = self.assumptions.assume(calls, known), Numbers()
+        active = set(everything) if known.given is None else self.assumptions.active(seeds)
         if idle := sorted(set(everything) - active):
             scored = replace(request, trains=False)  # no graphs are kept of them
             numbers = self._score_documents(calls[0], idle, scored, request.fields, False)
@@ -695,89 +647,70 @@ class SwitchedModel(DistributedDataParallel):
         Args:
             mode: Whether in training mode, and the temperature.
         """
-        self._in_pass = True
-        try:
-            trained = self._passes.train(
-                self._documents, numbers, seeds, step=self.step, add=self._has_gradients,
-                training=mode[0], temperature=mode[1], fields=fields, sums=sums,
-            )  # fmt: skip
-        except BaseException:
-            self._drop()
-            raise
-        finally:
-            self._in_pass = False
+        trained = self._passes.train(
+            self._documents, numbers, seeds, step=self.step, add=self._has_gradients,
+            training=mode[0], temperature=mode[1], fields=fields, sums=sums,
+        )  # fmt: skip
         self._has_gradients = True
         self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
         return trained
 
     def _use_adapters(self, on: bool) -> None:
         """Replicas use their LoRA layers, or leave them out, as the model does at this moment."""
-        for model in self.engine.part_models if self._is_adapted else ():
+        for model in self.engine.part_models:
             for layer in lora_layers(model):
                 layer._disable_adapters = not on
 
     # -- what the caller gets -----------------------------------------------------------------------------------------
 
     def _output(self, call: Call, request: Request) -> ModelOutput:
-        loss, aux = None, None
+        loss, aux, wide = None, None, self._passes.wide
         logits: Tensor = LazyLogits(lambda: self._logits(call, request))
         if request.wants_loss:
-            function = replaced_loss(self._bare)
-            if function is not None and self._own is None:
+            if request.function is not None:
                 logits = self._logits(call, request)
-                size = logits.shape[-1]
-                loss = function(
-                    logits=logits, vocab_size=size, num_items_in_batch=request.given_items, **request.targets
+                loss = request.function(
+                    logits=logits,
+                    vocab_size=logits.shape[-1],
+                    num_items_in_batch=request.given_items,
+                    **request.targets,
                 )
+            elif self._own is None and not isinstance(call.assumed, float):
+                log_probs = call.column(0, wide)
+                if request.trains:
+                    (log_probs,) = Leaf.apply(ANCHOR, call.add_seeds, log_probs)
+                loss = -log_probs.sum() / call.denominators[self.engine.rank]
             else:
-                loss = self._loss(call, request)
+                loss = torch.tensor(call.own, dtype=torch.float64)
+                if self._own is None:
+                    total = -sum(map(call.numbers.sums.__getitem__, call.mine))
+                    loss = torch.tensor(total, dtype=torch.float64) / call.denominators[self.engine.rank]
+                loss = loss.to(call.device, wide)
+                if request.trains:
+                    (loss,) = Leaf.apply(ANCHOR, call.add_factor, loss)
             if request.routers:
-                aux = self._balance_loss(call, request)
-                loss = loss + self._coefficient * aux
+                loss, aux = self._with_balance(loss, call, request)
         if self._passes.routers is not None:
             return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, logits=logits)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    @property
-    def _coefficient(self) -> float:
+    def _with_balance(self, loss: Tensor, call: Call, request: Request) -> tuple[Tensor, Tensor]:
+        """The loss with transformers' `load_balancing_loss_func` of this rank's batch, and that alone."""
         routers = self._passes.routers
-        return routers.coefficient if routers is not None else 0.0
-
-    def _loss(self, call: Call, request: Request) -> Tensor:
-        """The cross entropy of this rank's batch; attached to the caller's graph where gradients are enabled."""
-        denominator, wide = call.denominators[self.engine.rank], self._passes.wide
-        if self._own is not None and not request.trains:
-            return torch.tensor(call.own, dtype=wide, device=call.device)
-        if isinstance(call.assumed, float):
-            if self._own is not None:
-                loss = torch.tensor(call.own, dtype=torch.float64).to(call.device, wide)
-            else:
-                total = -sum(map(call.numbers.sums.__getitem__, call.mine))
-                loss = (torch.tensor(total, dtype=torch.float64) / denominator).to(call.device, wide)
-            return leaves(call.add_factor, loss)[0]
-        log_probs = call.column(0, wide)
+        assert routers is not None
+        aux = call.balance(routers)[0].to(call.device, self._passes.wide)
         if request.trains:
-            (log_probs,) = leaves(call.add_seeds, log_probs)
-        return -log_probs.sum() / denominator
-
-    def _balance_loss(self, call: Call, request: Request) -> Tensor:
-        """transformers' `load_balancing_loss_func` of this rank's batch."""
-        assert self._passes.routers is not None
-        value, _ = call.balance(self._passes.routers)
-        loss = value.to(call.device, self._passes.wide)
-        if not request.trains:
-            return loss
-        return leaves(call.add_router_factor, loss)[0]
+            (aux,) = Leaf.apply(ANCHOR, call.add_router_factor, aux)
+        return loss + routers.coefficient * aux, aux
 
     def _fused_output(self, call: Call, request: Request) -> Any:
         from trl.trainer.utils import FusedCausalLMOutput
 
         wide = self._passes.wide
-        names = [name for name in FIELDS if name in self._head_fields]
-        columns = {name: call.column(FIELDS.index(name), wide) for name in names}
+        columns = {name: call.column(FIELDS.index(name), wide) for name in self._head_fields}
         if request.trains:
             with_gradient = [name for name in ("log_probs", "entropy") if name in columns]
-            of_caller = leaves(call.add_seeds, *(columns[name] for name in with_gradient))
+            of_caller = Leaf.apply(ANCHOR, call.add_seeds, *(columns[name] for name in with_gradient))
             columns |= dict(zip(with_gradient, of_caller, strict=True))
         if "is_top1" in columns:
             columns["is_top1"] = columns["is_top1"] > 0.5
@@ -785,38 +718,38 @@ class SwitchedModel(DistributedDataParallel):
         of = mask.sum().clamp(min=1) if request.num_items is None else request.num_items
         loss, aux = -columns["log_probs"].sum() / of, None
         if request.routers:
-            aux = self._balance_loss(call, request)
-            loss = loss + self._coefficient * aux
+            loss, aux = self._with_balance(loss, call, request)
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux, **columns)
 
     def _logits(self, call: Call, request: Request) -> Tensor:
         """[B, L, V], or the columns that were asked for; a leaf where gradients are enabled. Collective."""
         is_gone = call.version != self._version or (request.trains and call not in self._calls)
-        error = logits_are_gone(f"rank {self.engine.rank}, {self._where}") if is_gone else self._too_many_logits(call)
+        error = (
+            logits_are_gone(f"rank {self.engine.rank}, {self._place()}")
+            if is_gone
+            else too_many_logits(call, self._passes, self._logit_bytes)
+        )
         self._meet("look at logits", error)
         self._looked[self.training, request.trains] = True
         numbers = call.numbers
         if not call.with_logits:
-            self._use_adapters(request.adapters)
+            if self._is_adapted:
+                self._use_adapters(request.adapters)
             numbers = self._score_documents(call, call.everything, request, 0, True)
         call.with_logits = False  # they are the caller's now
         parts = [numbers.logits.pop(number) for number in call.mine]
         logits = call.lay_out(parts, self.engine.description.compute_dtype, (self._passes.num_logits,))
         if request.trains:
-            (logits,) = leaves(call.add_logit_seeds, logits)
+            (logits,) = Leaf.apply(ANCHOR, call.add_logit_seeds, logits)
         if isinstance(request.kept, Tensor):
             return logits[:, request.kept]
         return logits[:, -request.kept :] if request.kept else logits
-
-    def _too_many_logits(self, call: Call) -> HotspaError | None:
-        of_token = self._passes.num_logits * self._passes.wide.itemsize
-        return too_many_logits(call, of_token, self._logit_bytes, f"rank {self.engine.rank}")
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
         """An optimizer is about to change the weights: flushes. Collective."""
-        if self._in_pass:  # a stage that updates by itself
+        if self._passes.tape.is_running:  # a stage that updates by itself
             return
         self.flush()
         self._passes.let_go()
@@ -828,57 +761,63 @@ class SwitchedModel(DistributedDataParallel):
         Raises:
             HotspaError: on every rank; the calls are dropped.
         """
-        calls, went_back = self._calls, [False]
+        calls, went_back, reads_padding = self._calls, False, False
+        for call in calls:
+            went_back |= call.went_back
+            reads_padding |= call.reads_padding
         if calls:
-            reads_padding = any(call.reads_padding for call in calls)
-            error = of_padding(f"rank {self.engine.rank}, {self._where}") if reads_padding else None
-            went_back = self._meet("flush", error, any(call.went_back for call in calls))
+            error = of_padding(f"rank {self.engine.rank}, {self._place()}") if reads_padding else None
+            went_back = any(self._meet("flush", error, went_back))
         if not self._calls:  # or they were dropped, here or on another rank
             return
-        if not any(went_back) and self.engine.updates is None:  # parameters have no gradient then, as under DDP
+        if not went_back and self.engine.updates is None:  # parameters have no gradient then, as under DDP
             self._drop()
             self.report, self.step = None, self.step + 1
             return
-        self._use_adapters(True)
-        scale, seeds, sent = self._gradients.compare(calls, self._documents, self._where, list(self._sent.values()))
+        if self._is_adapted:
+            self._use_adapters(True)
+        exchange = self._passes.exchange
+        counts = exchange.sent | self.cut  # fields of the report
+        scale, seeds, of_all = self.assumptions.compare(calls, self._documents, map(float, counts.values()))
         if scale is None:
             self.engine.drop_gradients()
             self._has_gradients = False
-        active = self._gradients.active(seeds)
         if scale is not None and scale != 1.0:
             self.engine.scale_gradients(scale)
-        if self.engine.updates is not None and active:
-            raise UnsupportedError(
-                "gradients by logits or log-probabilities, where stages update after every pack",
-                where=self._where,
-                fix="use the loss of the model, or hotspa_pipeline_mode=synchronous",
-            )
-        of_modes = dict[tuple[bool, float], list[int]]()  # in eval mode nothing is dropped
-        for call in calls if active else ():
-            of_modes.setdefault((call.training, call.temperature), []).extend(active.intersection(call.everything))
-        for mode, numbers in of_modes.items():
-            if numbers:
-                self._train(sorted(numbers), seeds, mode)
+        trains_more = bool(seeds.columns or seeds.of_logits or seeds.routers is not None)
+        if trains_more:
+            self._train_seeds(calls, seeds)
         if self._changes.frozen:
             self.engine.leave_out(self._changes.frozen)
         self._passes.let_go()
         for training in (True, False):
             self._look[training, True] = self._looked.pop((training, True), False)
-        if active or scale is None:  # more was sent since
-            sent = self.engine.agreement.gather(list(self._sent.values()))
-        counted: dict[str, Any] = dict(zip(self._sent, sent.sum(0).long().tolist(), strict=True))
-        self._passes.exchange.forget()
+        if trains_more or scale is None:  # more was sent since
+            counts = exchange.sent | self.cut
+            of_all = self.engine.agreement.gather([*map(float, counts.values())])
+        exchange.sent = dict.fromkeys(exchange.sent, 0)
         if (report := self._passes.report) is not None:
+            counted: dict[str, Any] = dict(zip(counts, of_all.sum(0).long().tolist(), strict=True))
             self.passes = self._passes.trained
             self.report = replace(report, grad_norm=self.engine.grad_norm, **counted)
         self.step += 1
         self._begin_step()
 
-    @property
-    def _sent(self) -> dict[str, float]:
-        """What this rank has sent and cut in this step: fields of the report."""
-        sent = self._passes.exchange.sent | self.cut
-        return dict(zip(sent, map(float, sent.values()), strict=True))
+    def _train_seeds(self, calls: Sequence[Call], seeds: Seeds) -> None:
+        """The training pass of what the callers' backward has said of their numbers."""
+        active = self.assumptions.active(seeds)
+        if self.engine.updates is not None and active:
+            raise UnsupportedError(
+                "gradients by logits or log-probabilities, where stages update after every pack",
+                where=self._place(),
+                fix="use the loss of the model, or hotspa_pipeline_mode=synchronous",
+            )
+        of_modes = dict[tuple[bool, float], list[int]]()  # in eval mode nothing is dropped
+        for call in calls:
+            of_modes.setdefault((call.training, call.temperature), []).extend(active.intersection(call.everything))
+        for mode, numbers in of_modes.items():
+            if numbers:
+                self._train(sorted(numbers), seeds, mode)
 
     # -- a second model -----------------------------------------------------------------------------------------------
 
@@ -893,5 +832,50 @@ class SwitchedModel(DistributedDataParallel):
         return FrozenModel(self, model)
 
 
-class FrozenModel(Frozen, SwitchedModel):
-    """See `SwitchedModel.frozen`."""
+class FrozenModel(SwitchedModel):
+    """See `SwitchedModel.frozen`.
+
+    Args:
+        owner: On whose replicas it runs.
+    """
+
+    step: Any = property(lambda self: self._owner.step)
+
+    def __init__(self, owner: SwitchedModel, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.engine, self._passes, self._logit_bytes = owner.engine, owner._passes, owner._logit_bytes
+        with as_built(bare_model(model)[0]):
+            self._store = owner.engine.frozen_weights(model)
+        self._take_object(model)
+        self._own, self._guards = None, False
+        object.__setattr__(self, "_owner", owner)  # not a submodule
+        self._meet, self._drop = copy(owner._meet), owner._drop  # type: ignore[method-assign]
+        self._meet.of_model = ", of a frozen model"
+        self._version = self._written = self.missed = 0
+        self._calls, self._waiting, self._window = [], [], None
+        self.eval()
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """None: nothing of it is trained."""
+        return iter(())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: there are no gradients."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Other weights for the second model. On all ranks, the same."""
+        keys = self.module.load_state_dict(state_dict, strict, assign)
+        assert self._store is not None
+        self._passes.let_go()
+        self._store.fill(whole_parameters(self.module))
+        return keys
+
+    def write_back(self) -> None:
+        """Nothing: the model has its weights."""
+
+    def flush(self) -> None:
+        """Nothing: there are no gradients."""
+
+    def close(self) -> None:
+        """Calls of the model object are its own again. The engine stays."""
+        unroute(self._bare)

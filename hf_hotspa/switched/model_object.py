@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_hotspa.checkpoint.tensors import copy_buffers
 from hf_hotspa.engine.engine import HotSPaEngine
@@ -54,11 +53,25 @@ def only_requires_grad(hook: Any) -> bool:
     return (given is None or given is output) and output.requires_grad and torch.equal(output, before)
 
 
-def fused_head(model: nn.Module) -> dict[str, Any]:
-    """What TRL's `add_fused_lm_head` was asked for; it tells nobody, but the closure of the forward has it."""
+def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
+    """What TRL's `add_fused_lm_head` was asked for; it tells nobody, but the closure of the forward has it.
+
+    Args:
+        dtype: What the engine computes in.
+
+    Raises:
+        UnsupportedError: what it was asked for cannot be had.
+    """
     forward = vars(model).get("forward")
     function = getattr(forward, "__func__", None)
-    return dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
+    head = dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
+    if head.get("cast_lm_head_to_fp32") and dtype.itemsize < 4:
+        raise UnsupportedError(
+            "cast_lm_head_to_fp32 in 16-bit training",
+            why="the head computes in the dtype of the weights, and its logits are widened then",
+            fix="leave it out",
+        )
+    return head
 
 
 @contextmanager
@@ -118,7 +131,9 @@ def before_steps(switched: Any) -> RemovableHandle:
     own = {id(parameter) for _, parameter in switched.named_parameters()}
 
     def before(optimizer: Optimizer, *_: Any) -> None:
-        to, held = target(), [id(p) for group in optimizer.param_groups for p in group["params"]]
+        to, held = target(), set[int]()
+        for group in optimizer.param_groups:
+            held.update(map(id, group["params"]))
         if to is None or own.isdisjoint(held):
             return
         to.step_begins()
@@ -144,12 +159,6 @@ def refuse_losses(options: EngineOptions) -> None:
             )
 
 
-def replaced_loss(model: nn.Module) -> Any:
-    """The loss function that was put on the object (`model.loss_function = f`); None for that of causal language models."""
-    function = vars(model).get("_loss_function")
-    return None if function is ForCausalLMLoss else function
-
-
 # -- changes of it ----------------------------------------------------------------------------------------------------
 
 # What a caller changes on the model object between two steps: honoured from the next step on, or refused by name.
@@ -166,6 +175,7 @@ def replaced_loss(model: nn.Module) -> Any:
 
 
 _SHOWN = 3
+_as_text = functools.partial(json.dumps, sort_keys=True, default=str)
 
 
 class ObjectChanges:
@@ -176,16 +186,18 @@ class ObjectChanges:
 
     Attributes:
         frozen: The trained parameters that the caller has frozen since, by the names of the engine.
+        digest: Of the weights of the object while they are current; None where they are old ones.
     """
 
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
         self._model, self._engine, self._bare = model, engine, bare_model(model)[0]
         self._parameters = self._by_name()
         self._is_of_text = of_text(self._bare) if text_base(self._bare) is not None else None
-        self._config, self._facts = self._values(), module_facts(self._bare, self._is_of_text)
+        self._config = _as_text(deciding_values(self._bare.config))
+        self._facts = module_facts(self._bare, self._is_of_text)
         self._buffers = {name: buffer.clone() for name, buffer in self._bare.named_buffers()}
         self.frozen = frozenset[str]()
-        self._digest: str | None = None
+        self.digest: str | None = None
         self._changed = dict[str, Tensor](), self.frozen, False
 
     def _by_name(self) -> dict[str, tuple[nn.Parameter, bool]]:
@@ -195,22 +207,15 @@ class ObjectChanges:
         named = self._model.named_parameters(remove_duplicate=False)
         return {known[name].name: (p, known[name].trainable) for name, p in named if name in known}
 
-    def _values(self) -> str:
-        return json.dumps(deciding_values(self._bare.config), sort_keys=True, default=str)
-
     def show(self, digest: str | None = None) -> None:
         """The object has the current weights: whoever changes them means it. Not collective.
 
         Args:
             digest: That of its weights, where it is known.
         """
-        if self._digest is None and has_weights(self._model):  # else somebody may have changed them since
+        if self.digest is None and has_weights(self._model):  # else somebody may have changed them since
             self._parameters = self._by_name()
-            self._digest = digest or weights_digest(self._model)
-
-    def hide(self) -> None:
-        """The weights of the object are about to be old ones. Not collective."""
-        self._digest = None
+            self.digest = digest or weights_digest(self._model)
 
     def look(self) -> tuple[str, HotspaError | None]:
         """What was changed since the last step, in words that are the same on all ranks where the changes are; and what cannot
@@ -223,38 +228,35 @@ class ObjectChanges:
         for name, (parameter, at_start) in self._parameters.items():
             if parameter.requires_grad != at_start:
                 (frozen.add if at_start else thawed.append)(name)
-        weights = self._digest is not None and weights_digest(self._model) != self._digest
+        weights = self.digest is not None and weights_digest(self._model) != self.digest
         self._changed = buffers, frozenset(frozen), weights
         words = f", with other buffers {_some(sorted(buffers))}" if buffers else ""
         if self._changed[1] != self.frozen:
             words += f", with requires_grad=False of {_some(sorted(frozen))}" if frozen else ", with nothing frozen"
         if weights:
             words += ", with other weights"
-        return words, self._refusal(thawed)
-
-    def _refusal(self, thawed: list[str]) -> HotspaError | None:
         if thawed:
-            return UnsupportedError(
+            return words, UnsupportedError(
                 f"requires_grad of {_some(thawed)} was set to True after the training had started",
                 why="which parameters have gradients is laid out at the start, where these were frozen",
                 fix="unfreeze them before train(), in a parameter group with a learning rate of 0 until they are to be trained",
             )
-        if (now := self._values()) != self._config:
+        if (now := _as_text(deciding_values(self._bare.config))) != self._config:
             before, after = json.loads(self._config), json.loads(now)
             names = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-            return UnsupportedError(
+            return words, UnsupportedError(
                 f"the config values {_some(names)} were changed after the training had started",
                 why="the replicas that run were built by the config as it was",
                 fix="set them before train()",
             )
         facts = module_facts(self._bare, self._is_of_text)
         if facts != self._facts and (changes := changed_facts(facts, self._facts, self._bare)):
-            return UnsupportedError(
+            return words, UnsupportedError(
                 f"{changes[0]} when the training had started ({len(changes)} differ)",
                 why="the replicas that run were built by the model as it was",
                 fix="put it into the config before train()",
             )
-        return None
+        return words, None
 
     def apply(self) -> None:
         """Honours what `look` saw. Not collective; on all ranks, the same."""
@@ -266,7 +268,7 @@ class ObjectChanges:
         self.frozen = frozen
         if weights:
             self._engine.master.fill(whole_parameters(self._model))
-            self.hide()
+            self.digest = None
             self.show()
         self._changed = {}, frozen, False
 

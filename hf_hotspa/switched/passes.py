@@ -5,7 +5,6 @@ A scoring pass leaves its last weights loaded, and graphs of some packs where a 
 follows begins there. `Passes` knows what is loaded, and lets go of it when something else runs or the weights change.
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -21,10 +20,10 @@ from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.errors import DataError, HotspaError, OverlongError, PlanMismatchError, TokenRangeError, UnsupportedError
+from hf_hotspa.errors import DataError, OverlongError, TokenRangeError, UnsupportedError
 from hf_hotspa.model.tape import Tape, TapedReplica
 from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
-from hf_hotspa.parallel.agreement import Agreement, rank_names, replica_ranks
+from hf_hotspa.parallel.agreement import Agreement, replica_ranks
 from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
@@ -51,22 +50,18 @@ FLAT_COLUMNS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens")
 _NO_CUTS = np.zeros(0, np.int64)
 
 
-class Document(NamedTuple):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Document(Row):
     """One document of this rank.
 
-    Attributes:
-        ids: [length] int64.
-        targets: [length] int64, what each token is to predict; -100 where that does not count.
+    Args:
         row: Its row in the batch.
         begin: Its first column there.
-        columns: What a token loss reads beside: int64 or float64 [length] each, by name.
     """
 
-    ids: NDArray[np.int64]
     targets: NDArray[np.int64]
     row: int
     begin: int
-    columns: Mapping[str, NDArray[Any]] = {}
 
 
 def read_batch(
@@ -104,9 +99,10 @@ def read_batch(
             )
     documents: list[Document] = []
     for row in range(len(ids)):
-        where = f"row {row} of the batch of rank {rank}"
-        example = {name: column[row] for name, column in columns.items()} | flat
-        documents += _documents(example, row, vocab_size, longest, where, rules)
+        example = dict(flat)
+        for name, column in columns.items():
+            example[name] = column[row]
+        documents += _documents(example, row, vocab_size, longest, f"row {row} of the batch of rank {rank}", rules)
     return documents
 
 
@@ -154,7 +150,8 @@ def _documents(
             own = dict[str, NDArray[Any]]()
             for name, column in read.columns.items():
                 own[name] = np.broadcast_to(column, len(read.ids))[first:stop]
-            yield Document(read.ids[first:stop], targets[first:stop], row, begin + first, own)
+            ids, own_targets = read.ids[first:stop], targets[first:stop]
+            yield Document(ids, None, _NO_CUTS, 0, len(ids), own, targets=own_targets, row=row, begin=begin + first)
 
 
 @dataclass
@@ -165,6 +162,7 @@ class Documents:
         lengths, labels, owners: Of each document its tokens, targets that count, and the rank that read it.
         rows: The tokens of this rank's documents, and of those that it has got.
         holders: Which ranks have the tokens of a document.
+        planned: Plans of some of them, for evaluation or not, that were made, and this rank's parts.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -172,6 +170,7 @@ class Documents:
     owners: list[int] = field(default_factory=list)
     rows: dict[int, Row] = field(default_factory=dict)
     holders: list[set[int]] = field(default_factory=list)
+    planned: dict[tuple[tuple[int, ...], bool], tuple[MiniBatchPlan, MiniBatch]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -180,7 +179,7 @@ class Documents:
         """Numbers the documents of a call, rank by rank.
 
         Args:
-            facts: Of each rank [documents, 2]: length, and targets that count.
+            facts: What each rank says of its batch (`facts_of`).
             mine: This rank's documents.
 
         Returns:
@@ -188,53 +187,66 @@ class Documents:
         """
         ranges = []
         for owner, of_rank in enumerate(facts):
-            begin = len(self.lengths)
-            ranges.append(range(begin, begin + len(of_rank)))
-            self.lengths += of_rank[:, 0].tolist()
-            self.labels += of_rank[:, 1].tolist()
-            self.owners += [owner] * len(of_rank)
-            self.holders += map(set, [[owner]] * len(of_rank))
-        for number, document in zip(ranges[rank], mine, strict=True):
-            self.rows[number] = _row(document.ids, document.targets, document.columns)
+            begin, pairs = len(self.lengths), of_rank[2:].reshape(-1, 2)
+            ranges.append(range(begin, begin + len(pairs)))
+            self.lengths += pairs[:, 0].tolist()
+            self.labels += pairs[:, 1].tolist()
+            self.owners += [owner] * len(pairs)
+            self.holders += map(set, [[owner]] * len(pairs))
+        self.rows |= zip(ranges[rank], mine, strict=True)
         return ranges
 
     def plan(
-        self, documents: Iterable[int], buckets: tuple[Bucket, ...], quadratic_cost: float, speeds: Speeds | None
-    ) -> MiniBatchPlan:
-        """The plan of some documents: the same on every rank. Arguments as of `plan_mini_batch`."""
+        self,
+        documents: Iterable[int],
+        buckets: tuple[Bucket, ...],
+        speeds: Speeds | None,
+        collator: PackedBucketCollator,
+        exchange: "Exchange",
+    ) -> tuple[MiniBatchPlan, MiniBatch]:
+        """The plan of some documents, the same on every rank, and this rank's part of it, when tokens have travelled to whom
+        they were missing. Collective.
+        """
         lengths, labels = np.array(self.lengths, np.int64), np.array(self.labels, np.int64)
         unmasked = np.full(len(lengths), -1, np.int64)  # nothing is cut, so nobody asks which tokens are labels
         table = SequenceTable(lengths, labels, unmasked, np.zeros(0, np.uint8))
-        return plan_mini_batch(documents, table, buckets, quadratic_cost=quadratic_cost, speeds=speeds)
+        plan = plan_mini_batch(documents, table, buckets, quadratic_cost=collator.quadratic_cost, speeds=speeds)
+        if exchange.world_size > 1:
+            self._fetch_rows(plan, collator.rules.columns, exchange)
+        return plan, collator.of_plan(plan, self.rows)
 
-    def mini_batch(self, plan: MiniBatchPlan, collator: PackedBucketCollator, exchange: "Exchange") -> MiniBatch:
-        """This rank's part of a plan, when tokens have travelled to whom they were missing. Collective."""
-        moves = list[Move]()
+    def _fetch_rows(self, plan: MiniBatchPlan, names: Sequence[str], exchange: "Exchange") -> None:
+        moves, tokens = list[Move](), dict[int, Tensor]()
         for number, strategy, replica in places(plan):
             for rank in replica_ranks(strategy, replica):
                 if rank not in self.holders[number]:
                     moves.append(Move(number, self.owners[number], rank, 2 * self.lengths[number]))
                     self.holders[number].add(rank)
-
-        def tokens_of(number: int) -> Tensor:
-            row = self.rows[number]
+        sent = {move.document: self.rows[move.document] for move in moves if move.source == exchange.rank}
+        for number, row in sent.items():
             assert row.targets is not None
-            return torch.from_numpy(np.concatenate([row.ids, row.targets]).astype(np.int32))
-
-        for move, tokens in exchange.deliver("rows", moves, tokens_of, torch.int32):
-            ids, targets = tokens.numpy().astype(np.int64).reshape(2, -1)
-            self.rows[move.document] = _row(ids, targets)
-        if names := collator.rules.columns:
+            tokens[number] = torch.from_numpy(np.concatenate([row.ids, row.targets]).astype(np.int32))
+        for move, both in exchange.deliver("rows", moves, tokens, torch.int32):
+            ids, targets = both.numpy().astype(np.int64).reshape(2, -1)
+            self.rows[move.document] = Row(ids, None, _NO_CUTS, 0, len(ids), targets=targets)
+        if names:
             of_columns = [move._replace(size=len(names) * (1 + self.lengths[move.document])) for move in moves]
-            for move, bits in exchange.deliver("rows", of_columns, lambda n: _bits(self.rows[n], names), torch.int64):
+            columns = {number: _bits(row, names) for number, row in sent.items()}
+            for move, bits in exchange.deliver("rows", of_columns, columns, torch.int64):
                 of_names = zip(names, bits.numpy().reshape(len(names), -1), strict=True)
-                columns = {name: own[1:].view(np.float64) if own[0] else own[1:] for name, own in of_names}
-                self.rows[move.document] = replace(self.rows[move.document], columns=columns)
-        return collator.of_plan(plan, self.rows)
+                own = {name: part[1:].view(np.float64) if part[0] else part[1:] for name, part in of_names}
+                self.rows[move.document] = replace(self.rows[move.document], columns=own)
 
 
-def _row(ids: NDArray[np.int64], targets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]] | None = None) -> Row:
-    return Row(ids, None, _NO_CUTS, 0, len(ids), columns or {}, targets=targets)
+def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
+    """What a rank says of a batch: the bits of what its loss is divided by, its documents, and length and labels of each."""
+    pairs, total = list[int](), 0
+    for document in documents:
+        labels = int(np.count_nonzero(document.targets != IGNORED_LABEL))
+        pairs += (len(document.ids), labels)
+        total += labels
+    denominator = np.float64(total if num_items is None else num_items)
+    return [int(denominator.view(np.int64)), len(documents), *pairs]
 
 
 def _bits(row: Row, names: Sequence[str]) -> Tensor:
@@ -276,9 +288,6 @@ class Move(NamedTuple):
     size: int
 
 
-_SENT_BYTES = ("rows_bytes", "numbers_bytes", "seeds_bytes")
-
-
 class Exchange:
     """Moves rows and numbers between ranks. All methods are collective.
 
@@ -286,135 +295,52 @@ class Exchange:
         agreement: Over a group of all ranks that nothing else uses at the same time.
 
     Attributes:
-        sent_bytes: Bytes that this rank has sent to others: `rows`, `numbers`, `seeds`.
+        sent: Bytes that this rank has sent to others in this step, as fields of its report.
     """
 
     def __init__(self, agreement: Agreement, world_size: int) -> None:
-        self.agreement, self.rank, self._world_size = agreement, agreement.rank, world_size
-        self.sent_bytes = {"rows": 0, "numbers": 0, "seeds": 0}
-
-    @property
-    def sent(self) -> dict[str, int]:
-        """Bytes that this rank has sent since `forget`, as fields of a report."""
-        return dict(zip(_SENT_BYTES, self.sent_bytes.values(), strict=True))
-
-    def forget(self) -> None:
-        """Counts from 0 again."""
-        self.sent_bytes = dict.fromkeys(self.sent_bytes, 0)
+        self.agreement, self.rank, self.world_size = agreement, agreement.rank, world_size
+        self.sent = {"rows_bytes": 0, "numbers_bytes": 0, "seeds_bytes": 0}
 
     def facts(self, values: Sequence[int], sizes: Sequence[int] | None = None) -> list[NDArray[np.int64]]:
         """Every rank's numbers, as many as it has; `sizes` are how many each has, where all ranks know."""
-        self.sent_bytes["rows"] += 8 * len(values) * (self._world_size - 1)
+        if self.world_size == 1:
+            return [np.array(values, np.int64)]
+        self.sent["rows_bytes"] += 8 * len(values) * (self.world_size - 1)
         return [*map(Tensor.numpy, self.agreement.vectors(torch.tensor(values, dtype=torch.int64), sizes))]
 
     def deliver(
-        self, kind: str, moves: Sequence[Move], tensor_of: Callable[[int], Tensor], dtype: torch.dtype
+        self, kind: str, moves: Sequence[Move], tensors: Mapping[int, Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[Move, Tensor]]:
         """Carries out moves; yields those that end here, with what arrived.
 
         Args:
-            kind: What the bytes are counted as.
-            tensor_of: Of a document that this rank sends, 1-D in host memory and of this dtype.
+            kind: What the bytes are counted as: `rows`, `numbers` or `seeds`.
+            tensors: Of each document that this rank sends, 1-D in host memory and of this dtype.
         """
-        if self._world_size == 1:
+        if self.world_size == 1:
             for move in moves:
-                yield move, tensor_of(move.document)
+                yield move, tensors[move.document]
             return
         rank = self.rank
         here = [move for move in moves if move.source == move.target == rank]
         away = [move for move in moves if move.source != move.target]
         leaving = sorted((m for m in away if m.source == rank), key=lambda m: m.target)
         coming = sorted((m for m in away if m.target == rank), key=lambda m: m.source)
-        tensors = {move.document: tensor_of(move.document) for move in {m.document: m for m in leaving}.values()}
-        sizes, received_sizes = [0] * self._world_size, [0] * self._world_size
+        sizes, received_sizes = [0] * self.world_size, [0] * self.world_size
         for move in leaving:
             sizes[move.target] += move.size
         for move in coming:
             received_sizes[move.source] += move.size
         send = torch.cat([tensors[m.document] for m in leaving]) if leaving else torch.empty(0, dtype=dtype)
-        self.sent_bytes[kind] += send.nbytes
+        self.sent[f"{kind}_bytes"] += send.nbytes
         received = self.agreement.all_to_all(send, sizes, received_sizes)
         for move in here:
-            yield move, tensor_of(move.document)
+            yield move, tensors[move.document]
         begin = 0
         for move in coming:
             yield move, received[begin : begin + move.size]
             begin += move.size
-
-
-# -- where all ranks meet ---------------------------------------------------------------------------------------------
-
-# Before ranks do something together they say what: where that differs, all of them raise, and none waits for another.
-
-
-class Meeting:
-    """Where all ranks meet before a collective call.
-
-    Args:
-        was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
-        drop: Forgets the calls that were not flushed: on all ranks, before they raise, or where one has cleared its gradients.
-
-    Attributes:
-        num_announced: Steps that this rank has announced; None where that is over.
-        sizes: What each rank said of its `size` last.
-    """
-
-    def __init__(self, agreement: Agreement, was_cleared: Callable[[], bool], drop: Callable[[], None]) -> None:
-        self._agreement, self._was_cleared, self._drop = agreement, was_cleared, drop
-        self.num_announced: int | None = 0
-        self.sizes: list[int] = []
-
-    def __call__(
-        self, what: str, where: str, error: HotspaError | None = None, flag: bool = False, size: int = 0
-    ) -> list[bool]:
-        """Returns when all ranks are about to do the same. Collective.
-
-        Args:
-            what: What this rank is about to do, in words.
-            error: What it found wrong.
-            flag: Something that others are to know.
-            size: How many numbers this rank is about to send; for `sizes`.
-
-        Returns:
-            The flag of each rank.
-
-        Raises:
-            HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
-        """
-        code = float(zlib.crc32(what.encode()))
-        values = [code, error is not None, self._was_cleared(), self.num_announced or 0, flag, size]
-        codes, failed, cleared, announced, flags, sizes = self._agreement.gather([*map(float, values)]).T.tolist()
-        self.sizes = [*map(int, sizes)]
-        if any(failed):  # before all else: where a rank has an error, the others may have more to do
-            self._drop()
-            self._agreement.check({}, error, where)
-        if len(set(codes)) > 1:
-            self._drop()
-            raise self._different(what, where)
-        if len(set(announced)) > 1:
-            self._drop()
-            self.num_announced = None
-            raise PlanMismatchError(
-                f"ranks have announced {', '.join(str(int(n)) for n in announced)} steps",
-                where=where,
-                why="what is announced is exchanged by all ranks together",
-                fix="call announce on all ranks, or on none",
-            )
-        if any(cleared):
-            self._drop()
-        return [*map(bool, flags)]
-
-    def _different(self, what: str, where: str) -> PlanMismatchError:
-        texts = self._agreement.texts(what)
-        by_text = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
-        return PlanMismatchError(
-            "ranks are about to do different things: "
-            + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
-            where=where,
-            why="each call of a switched model is a part of what all ranks do together",
-            fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives batches without rows to ranks "
-            "whose loaders have ended",
-        )
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
@@ -428,7 +354,7 @@ class Seeds:
         weights: fp64 [D], the seed of every log-probability of a document; known on every rank.
         by_probability: Whether that is multiplied by the probability of each token.
         tokens: Of this rank's documents [length, 1 or 2], by log-probability, and by entropy.
-        columns: How many columns these have on all ranks; 0 for none at all.
+        columns: How many columns of these have numbers, on this rank or on all; 0 for none at all.
         logits: Of this rank's documents [length, V]; taken out when they are sent.
         of_logits: The documents of all ranks that have seeds by logits.
         routers: fp64 [D, E], of each probability of a document's tokens; known on every rank.
@@ -473,19 +399,22 @@ class Passes:
     Args:
         engine: The engine; a tape is attached to it.
         columns: What its token loss reads beside tokens.
+        drop: Called where a pass breaks off, on all ranks.
 
     Attributes:
         exchange: How rows and numbers travel.
         counts: Passes so far: `scoring` and `training`.
-        trained: The plan and the report of each training pass since `begin_step`.
+        trained: The plan and the report of each training pass of the step.
+        report: Of all of these; None where there was none.
+        routers: What routers a replica has; None for a model without any that have a balance loss.
         choose: Gives, for a step and the lengths of its documents, their buckets and the speeds by which packs are divided over
             replicas; the same on all ranks. Called in a thread, too. None for the engine's buckets and equal speeds.
         facts: Gives what must be the same on all ranks when something is trained, by name.
         evaluated: The buckets for documents in eval mode without gradients.
     """
 
-    def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...] = ()) -> None:
-        self.engine, self.tape = engine, Tape()
+    def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...], drop: Callable[[], None]) -> None:
+        self.engine, self.tape, self._drop = engine, Tape(), drop
         self.wide = torch.promote_types(engine.description.compute_dtype, torch.float32)
         self.exchange = Exchange(engine.agreement, engine.world_size)
         shape = engine.description.shape
@@ -498,84 +427,50 @@ class Passes:
         )
         self.counts = {"scoring": 0, "training": 0}
         self.trained = list[tuple[MiniBatchPlan, StepReport]]()
+        self.report: StepReport | None = None
         self.choose: Callable[[int, Sequence[int]], Chosen] | None = None
         self.facts: Callable[[], Mapping[str, str]] = dict
         self.evaluated = engine.buckets
         engine.attach(lambda replica: TapedReplica(replica, self.tape))
+        self.routers: RouterLoss | None = next(iter(engine.phases.values())).replica.routers
         self._held: tuple[Any, Evaluation] | None = None
-        self._planned: dict[tuple[int, ...], tuple[MiniBatchPlan, MiniBatch]] = {}
         self._here, self._coming = dict[int, Tensor](), dict[int, int]()
-
-    @property
-    def report(self) -> StepReport | None:
-        """Of the training passes since `begin_step`; None where there was none."""
-        whole: StepReport | None = None
-        for _, report in self.trained:
-            whole = report if whole is None else merged(whole, report)
-        return whole
 
     @property
     def num_logits(self) -> int:
         """V."""
-        return sum(self._widths(next(iter(self.engine.phases)))[1])
+        return sum(next(iter(self.engine.phases.values())).replica.objective.logit_widths)
 
-    @property
-    def routers(self) -> RouterLoss | None:
-        """What routers a replica has; None for a model without any that have a balance loss."""
-        return next(iter(self.engine.phases.values())).replica.routers
-
-    def _widths(self, strategy: Strategy) -> tuple[Strategy, tuple[int, ...]]:
-        """The strategy with the engine's order of shards, and the logits that each shard has."""
+    def _columns_of(self, strategy: Strategy, rank: int) -> slice:
+        """The logits, of V, that a rank computes."""
         replica = self.engine.phases[strategy].replica
-        return replica.mesh.strategy, replica.objective.logit_widths
-
-    # -- plans --------------------------------------------------------------------------------------------------------
-
-    def begin_step(self) -> None:
-        """Another step begins: documents are numbered anew."""
-        self._planned.clear()
-        self.trained = []
+        mesh, widths = replica.mesh.strategy, replica.objective.logit_widths  # with the engine's order of shards
+        shard = mesh.shard_index(mesh.coord(rank).tp)
+        return slice(sum(widths[:shard]), sum(widths[: shard + 1]))
 
     def planned(
-        self, documents: Documents, numbers: Iterable[int], step: int, kept: bool = True, evaluates: bool = False
+        self,
+        documents: Documents,
+        numbers: Iterable[int],
+        step: int,
+        exchange: Exchange | None = None,
+        evaluates: bool = False,
     ) -> tuple[MiniBatchPlan, MiniBatch]:
-        """The plan of some documents and this rank's part of it, made once in a step. Collective.
+        """The plan of some documents and this rank's part of it, made once. Collective.
 
         Args:
             step: Mini-batches before this one in the run.
-            kept: Whether the documents are those of the step.
+            exchange: Over another group, for a coming step beside what runs now.
             evaluates: Whether they are evaluated.
         """
-        key = tuple(numbers)
-        if not kept or key not in self._planned:
-            made = self._plan(documents, key, step, self.exchange, evaluates)
-            if not kept:
-                return made
-            self._planned[key] = made
-        return self._planned[key]
-
-    def prepare(self, documents: Documents, step: int, exchange: Exchange) -> tuple[MiniBatchPlan, MiniBatch]:
-        """The same for all documents of a coming step, beside what runs now. Collective.
-
-        Args:
-            step: Its number.
-            exchange: Over a group of its own.
-        """
-        return self._plan(documents, range(len(documents)), step, exchange)
-
-    def _plan(
-        self, documents: Documents, numbers: Sequence[int], step: int, exchange: Exchange, evaluates: bool = False
-    ) -> tuple[MiniBatchPlan, MiniBatch]:
-        lengths = [*map(documents.lengths.__getitem__, numbers)]
-        buckets, speeds = self.evaluated if evaluates else self.engine.buckets, None
-        if self.choose is not None and not evaluates:
-            buckets, speeds = self.choose(step, lengths)
-        plan = documents.plan(numbers, buckets, self.collator.quadratic_cost, speeds)
-        return plan, documents.mini_batch(plan, self.collator, exchange)
-
-    def adopt(self, documents: Documents, prepared: tuple[MiniBatchPlan, MiniBatch]) -> None:
-        """Takes over what was prepared for the step that has begun."""
-        self._planned[tuple(range(len(documents)))] = prepared
+        some = tuple(numbers)
+        if (some, evaluates) not in documents.planned:
+            buckets, speeds = self.evaluated if evaluates else self.engine.buckets, None
+            if self.choose is not None and not evaluates:
+                buckets, speeds = self.choose(step, [*map(documents.lengths.__getitem__, some)])
+            made = documents.plan(some, buckets, speeds, self.collator, exchange or self.exchange)
+            documents.planned[some, evaluates] = made
+        return documents.planned[some, evaluates]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
@@ -605,25 +500,29 @@ class Passes:
             of_step: Whether the documents are those of the step, which will be trained: graphs are kept then.
             own: Whether the engine's token loss is wanted.
         """
-        evaluates = not (of_step or training or store is not None)
-        plan, mini_batch = self.planned(documents, numbers, step, of_step, evaluates)
+        evaluates, keeps = (
+            not (of_step or training or store is not None),
+            of_step and store is None and not with_routers,
+        )
         key = None if store is None else id(store), training, step
-        if self._held is None or self._held[0] != key:
-            self.let_go()
-            self._held = key, self.engine.evaluation(store, training, step)
-        self.tape.temperature = temperature
-        self._begin(documents, plan, fields, with_logits, with_routers)
-        self.tape.own = (1.0, 0.0) if own else None
-        keeps = of_step and store is None and not with_routers
         try:
+            plan, mini_batch = self.planned(documents, numbers, step, evaluates=evaluates)
+            if self._held is None or self._held[0] != key:
+                self.let_go()
+                self._held = key, self.engine.evaluation(store, training, step)
+            self.tape.temperature = temperature
+            self._begin(documents, plan, fields, with_logits, with_routers, own=(1.0, 0.0) if own else None)
             with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
                 result = self._held[1].run(mini_batch, keep_graphs=keeps)
+            if store is not None:  # what is loaded must not be trained
+                self.let_go()
+            self.counts["scoring"] += 1
+            return replace(self._collect(documents, plan, fields), own=result.loss_sum)
+        except BaseException:
+            self._drop()
+            raise
         finally:
             self.tape.end()
-        if store is not None:  # what is loaded must not be trained
-            self.let_go()
-        self.counts["scoring"] += 1
-        return replace(self._collect(documents, plan, fields), own=result.loss_sum)
 
     def train(
         self,
@@ -638,49 +537,50 @@ class Passes:
         fields: int = 0,
         sums: bool = False,
     ) -> Numbers:
-        """Forward and backward of some documents with the objective that seeds say. Collective.
+        """Forward and backward of some documents with the objective that seeds say; else as `score`. Collective.
 
         Args:
             step: Mini-batches before this one in the run.
             add: Whether gradients are added to those that are there.
-            training: Whether the model is in training mode.
-            temperature: As of `score`.
             fields: How many numbers of each token are wanted.
             sums: Whether, in their place, the sum of the log-probabilities of each document is.
         """
-        plan, mini_batch = self.planned(documents, numbers, step)
-        if self._held is not None and self._held[0] != (None, training, step):
-            self.let_go()
-        held, self._held = self._held, None
-        self.tape.temperature = temperature
-        self._coming = {}
-        self._begin(documents, plan, 1 if sums else fields, False, False)
-        tape, sends = self.tape, list[Any]()
+        tape, device, sends = self.tape, self.engine.device, list[Any]()
         try:
-            self._take_seeds(documents, plan, seeds)
+            plan, mini_batch = self.planned(documents, numbers, step)
+            if self._held is not None and self._held[0] != (None, training, step):
+                self.let_go()
+            held, self._held = self._held, None
+            tape.temperature, self._coming = temperature, {}
+            self._begin(
+                documents, plan, 1 if sums else fields, own=seeds.own, by_probability=seeds.by_probability,
+                weights=None if seeds.weights is None else seeds.weights.to(device),
+                router_seeds=None if seeds.routers is None else seeds.routers.to(device),
+            )  # fmt: skip
+            if seeds.columns:
+                tape.seeds = self._token_seeds(documents, plan, seeds)
             if seeds.of_logits:
                 sends = self._send_logit_seeds(plan, seeds)
-                self._coming = self._logit_seeds_to_come(documents, plan, seeds)
                 tape.logit_seeds = lambda number: self._receive_logit_seeds(documents, seeds, number)
-            with torch.autocast(self.engine.device.type, enabled=False), torch.enable_grad():
+            with torch.autocast(device.type, enabled=False), torch.enable_grad():
+                facts = self.facts() if self.engine.world_size > 1 else None
+                scored = held[1] if held is not None else None
                 report = self.engine.forward_backward(
-                    mini_batch,
-                    step,
-                    self.facts() if self.engine.world_size > 1 else None,
-                    add=add,
-                    needs_labels=False,
-                    training=training,
-                    scored=held[1] if held is not None else None,
+                    mini_batch, step, facts, add=add, needs_labels=False, training=training, scored=scored
                 )
             for number in list(self._coming):  # of documents so short that this rank of cp has no token of them
                 self._receive_logit_seeds(documents, seeds, number)
             if sends:
                 self.engine.agreement.wait(sends)
+            self.counts["training"] += 1
+            self.trained.append((plan, report))
+            self.report = report if self.report is None else merged(self.report, report)
+            return replace(self._collect(documents, plan, fields, sums), own=report.loss)
+        except BaseException:
+            self._drop()
+            raise
         finally:
             tape.end()
-        self.counts["training"] += 1
-        self.trained.append((plan, report))
-        return replace(self._collect(documents, plan, fields, sums), own=report.loss)
 
     def let_go(self) -> None:
         """Lets go of the weights and graphs of the last scoring pass. Not collective."""
@@ -689,18 +589,24 @@ class Passes:
             self._held = None
 
     def _begin(
-        self, documents: Documents, plan: MiniBatchPlan, fields: int, with_logits: bool, with_routers: bool
+        self,
+        documents: Documents,
+        plan: MiniBatchPlan,
+        fields: int,
+        with_logits: bool = False,
+        with_routers: bool = False,
+        **of_tape: Any,
     ) -> None:
-        """Lays out the tables of this rank."""
+        """Lays out the tables of this rank, and begins a pass of the tape with them and other attributes."""
         engine, device = self.engine, self.engine.device
         offsets, total, logits = [0] * len(documents.lengths), 0, dict[int, Tensor]()
         for number, strategy, replica in places(plan):
             if engine.rank in last_ranks(strategy, replica):
                 offsets[number], total = total, total + documents.lengths[number]
                 if with_logits:
-                    mesh, widths = self._widths(strategy)
-                    width = widths[mesh.shard_index(mesh.coord(engine.rank).tp)]
-                    logits[number] = torch.zeros(documents.lengths[number], width, dtype=self.wide)
+                    columns = self._columns_of(strategy, engine.rank)
+                    shape = documents.lengths[number], columns.stop - columns.start
+                    logits[number] = torch.zeros(shape, dtype=self.wide)
         self._offsets = offsets
         router_values, routers = None, self.routers
         if with_routers and routers is not None:
@@ -712,65 +618,49 @@ class Passes:
             values=torch.zeros(total, fields, dtype=self.wide, device=device) if fields else None,
             logits=logits if with_logits else None,
             router_values=router_values,
+            **of_tape,
         )
 
     # -- seeds in -----------------------------------------------------------------------------------------------------
 
-    def _take_seeds(self, documents: Documents, plan: MiniBatchPlan, seeds: Seeds) -> None:
-        tape, device = self.tape, self.engine.device
-        tape.own = seeds.own
-        tape.weights = None if seeds.weights is None else seeds.weights.to(device)
-        tape.by_probability = seeds.by_probability
-        tape.router_seeds = None if seeds.routers is None else seeds.routers.to(device)
-        if not seeds.columns:
-            return
-        moves = [
-            Move(number, documents.owners[number], rank, documents.lengths[number] * seeds.columns)
-            for number, strategy, replica in places(plan)
-            for rank in last_ranks(strategy, replica)
-        ]
-
-        def tokens_of(number: int) -> Tensor:
-            given = seeds.tokens.get(number)
-            if given is None:
-                return torch.zeros(documents.lengths[number] * seeds.columns, dtype=self.wide)
-            return given[:, : seeds.columns].to("cpu", self.wide).reshape(-1)
-
-        table = torch.zeros(sum(m.size for m in moves if m.target == self.engine.rank), dtype=self.wide)
-        table = table.view(-1, seeds.columns)
-        for move, arrived in self.exchange.deliver("seeds", moves, tokens_of, self.wide):
+    def _token_seeds(self, documents: Documents, plan: MiniBatchPlan, seeds: Seeds) -> Tensor:
+        """[n, 1 or 2] of the tokens that this rank has logits of, from the owners of their documents."""
+        moves, tokens, size = list[Move](), dict[int, Tensor](), 0
+        for number, strategy, replica in places(plan):
+            length, owner = documents.lengths[number], documents.owners[number]
+            for rank in last_ranks(strategy, replica):
+                moves.append(Move(number, owner, rank, length * seeds.columns))
+                size += length if rank == self.engine.rank else 0
+            if owner == self.engine.rank:
+                given = seeds.tokens.get(number)
+                own = torch.zeros(length, seeds.columns) if given is None else given[:, : seeds.columns]
+                tokens[number] = own.to("cpu", self.wide).reshape(-1)
+        table = torch.zeros(size, seeds.columns, dtype=self.wide)
+        for move, arrived in self.exchange.deliver("seeds", moves, tokens, self.wide):
             begin = self._offsets[move.document]
             table[begin : begin + documents.lengths[move.document]] = arrived.view(-1, seeds.columns)
-        tape.seeds = table.to(device)
+        return table.to(self.engine.device)
 
     def _send_logit_seeds(self, plan: MiniBatchPlan, seeds: Seeds) -> list[Any]:
         """Starts to send each document's seeds to the ranks that have its logits, who take them when its pack begins."""
-        sends, self._here = [], dict[int, Tensor]()
+        sends, self._here, own = [], dict[int, Tensor](), self.engine.rank
         for number, strategy, replica in places(plan):
-            whole = seeds.logits.pop(number, None)
-            if whole is None:
+            if number not in seeds.of_logits:
                 continue
-            mesh, widths = self._widths(strategy)
+            whole = seeds.logits.pop(number, None)
             for rank in last_ranks(strategy, replica):
-                shard = mesh.shard_index(mesh.coord(rank).tp)
-                part = whole[:, sum(widths[:shard]) : sum(widths[: shard + 1])].to("cpu", self.wide).contiguous()
-                if rank == self.engine.rank:
+                columns = self._columns_of(strategy, rank)
+                if whole is None:
+                    if rank == own:
+                        self._coming[number] = columns.stop - columns.start
+                    continue
+                part = whole[:, columns].to("cpu", self.wide).contiguous()
+                if rank == own:
                     self._here[number] = part
                 elif part.numel():
                     sends.append(self.engine.agreement.start_send(part, rank, number))
-                    self.exchange.sent_bytes["seeds"] += part.nbytes
+                    self.exchange.sent["seeds_bytes"] += part.nbytes
         return sends
-
-    def _logit_seeds_to_come(self, documents: Documents, plan: MiniBatchPlan, seeds: Seeds) -> dict[int, int]:
-        """The documents of other ranks whose seeds this rank is sent, and the logits of each token that it has."""
-        coming = dict[int, int]()
-        for number, strategy, replica in places(plan):
-            if number not in seeds.of_logits or documents.owners[number] == self.engine.rank:
-                continue
-            if self.engine.rank in last_ranks(strategy, replica):
-                mesh, widths = self._widths(strategy)
-                coming[number] = widths[mesh.shard_index(mesh.coord(self.engine.rank).tp)]
-        return coming
 
     def _receive_logit_seeds(self, documents: Documents, seeds: Seeds, number: int) -> Tensor | None:
         """[length, v] of a document; None where it has none."""
@@ -788,20 +678,16 @@ class Passes:
     def _collect(self, documents: Documents, plan: MiniBatchPlan, fields: int, sums: bool = False) -> Numbers:
         """Brings what the tape holds to the owners of the documents."""
         numbers, tape = Numbers(), self.tape
-        writers = list[Move]()
-        for number, strategy, replica in places(plan):
-            size = 1 if sums else documents.lengths[number] * fields
-            for rank in last_ranks(strategy, replica, writers=True):
-                writers.append(Move(number, rank, documents.owners[number], size))
         if tape.values is not None:
-            table = tape.values.to("cpu")
-
-            def numbers_of(number: int) -> Tensor:
-                begin = self._offsets[number]
-                own = table[begin : begin + documents.lengths[number]]
-                return own.double().sum()[None] if sums else own.flatten()
-
-            arrived = self.exchange.deliver("numbers", writers, numbers_of, torch.float64 if sums else self.wide)
+            table, moves, written = tape.values.to("cpu"), list[Move](), dict[int, Tensor]()
+            for number, strategy, replica in places(plan):
+                length = documents.lengths[number]
+                for rank in last_ranks(strategy, replica, writers=True):
+                    moves.append(Move(number, rank, documents.owners[number], 1 if sums else length * fields))
+                    if rank == self.engine.rank:
+                        own = table[self._offsets[number] : self._offsets[number] + length]
+                        written[number] = own.double().sum()[None] if sums else own.flatten()
+            arrived = self.exchange.deliver("numbers", moves, written, torch.float64 if sums else self.wide)
             for (number, *_), values in arrived:
                 if sums:
                     numbers.sums[number] = numbers.sums.get(number, 0.0) + float(values)
@@ -824,33 +710,31 @@ class Passes:
             owner = documents.owners[number]
             if owner != engine.rank and part.numel():
                 sends.append(engine.agreement.start_send(part, owner, number))
-                self.exchange.sent_bytes["numbers"] += part.nbytes
+                self.exchange.sent["numbers_bytes"] += part.nbytes
         for number, strategy, replica in places(plan):
             if documents.owners[number] != engine.rank:
                 continue
             whole = numbers.logits[number] = torch.zeros(documents.lengths[number], num_logits, dtype=self.wide)
-            mesh, widths = self._widths(strategy)
             for rank in last_ranks(strategy, replica):
-                shard = mesh.shard_index(mesh.coord(rank).tp)
-                first, width = sum(widths[:shard]), widths[shard]
+                columns = self._columns_of(strategy, rank)
+                part = torch.empty(len(whole), columns.stop - columns.start, dtype=self.wide)
                 if rank == engine.rank:
                     part = logits[number]
-                elif width:
-                    part = torch.empty(documents.lengths[number], width, dtype=self.wide)
+                elif part.numel():
                     engine.agreement.receive(part, rank, number)
-                whole[:, first : first + width] += part
+                whole[:, columns] += part
         engine.agreement.wait(sends)
 
     def _collect_routers(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
         table = self.tape.router_values
         assert table is not None
-        on_host, moves = table.to("cpu"), []
+        rows, moves = dict(enumerate(table.to("cpu"))), list[Move]()
         for number, strategy, replica in places(plan):
             for rank in replica_ranks(strategy, replica):
                 coord = strategy.coord(rank)
                 if coord.tp == coord.cp == 0:
                     moves.append(Move(number, rank, documents.owners[number], table.shape[1]))
-        for move, values in self.exchange.deliver("numbers", moves, lambda n: on_host[n], torch.float64):
+        for move, values in self.exchange.deliver("numbers", moves, rows, torch.float64):
             before = numbers.routers.get(move.document)
             numbers.routers[move.document] = values.clone() if before is None else before + values
 

@@ -312,7 +312,7 @@ def short_of_memory(rank, world, folder, options):
 
 
 def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
-    from hf_hotspa.engine.out_of_memory import fewest_tokens, largest_packs, warn_of_known
+    from hf_hotspa.engine.faults import fewest_tokens, largest_packs, warn_of_known
     from hf_hotspa.strategy import Strategy, parse_buckets
 
     options = {"hotspa_strategies": "dp2:16@32,tp2:60", "ddp_timeout": TIMEOUT_S, "save_strategy": "no"}
@@ -377,7 +377,7 @@ def auto_pool(rank, world, folder):
     """The buckets that auto chooses, and chooses after dp2 ran out of memory with 60 tokens, and tp2 at its load."""
     from hf_hotspa.costs.coefficients import Cost
     from hf_hotspa.engine.faults import OutOfMemory
-    from hf_hotspa.engine.out_of_memory import record
+    from hf_hotspa.engine.faults import record
     from hf_hotspa.trainer import auto
     from tests.calibrations import made_calibration
 

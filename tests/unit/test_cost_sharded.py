@@ -11,7 +11,7 @@ from hf_hotspa.costs.formulas import model_state_bytes
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.engine.switching import arena_bytes
+from hf_hotspa.engine.switching import arena_bytes, lay_out
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import strategy_layout
 from hf_hotspa.layout.units import Units
@@ -53,8 +53,10 @@ def test_sizes_by_the_vector_are_what_arenas_take(family):
             continue
         layout, rooms = strategy_layout(vector, strategy), Units(vector).rooms(strategy)
         held = [
-            arena_bytes([layout.rank_sizes(rank)], dtypes, [rooms.weights])
-            + arena_bytes([layout.rank_sizes(rank)], dtypes, [rooms.gradients])
+            sum(
+                arena_bytes([lay_out(layout.rank_sizes(rank), dtypes, shared)])
+                for shared in (rooms.weights, rooms.gradients)
+            )
             for rank in range(4)
         ]
         counted = max(stage.arena_bytes for stage in sizes.stages(strategy))

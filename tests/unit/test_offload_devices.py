@@ -82,9 +82,10 @@ def test_messages_are_of_the_device_and_sums_of_the_host(kind):
     assert sent > 0
 
 
-def added(self):
-    self._host_sums = False
-    _bound_add(self)
+def bound(self, *args):
+    """Adds as if everything were on one device."""
+    _bind(self, *args)
+    self.host_sums = False
 
 
 def bound_send(self, message, buffers, staging):
@@ -93,14 +94,15 @@ def bound_send(self, message, buffers, staging):
     self.outgoing.append(torch.cat(views))
 
 
-_bound_add = BoundRound.add
+_bind = BoundRound.__init__
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "text"), [("add", added, "a sum over two devices"), ("_bind_send", bound_send, "NCCL sends what")]
+    ("name", "wrong", "text"),
+    [("__init__", bound, "a sum over two devices"), ("_bind_send", bound_send, "NCCL sends what")],
 )
 def test_the_stand_in_finds_what_is_wrong(name, wrong, text):
-    if name == "add":
+    if name == "__init__":
         case = return_case(1, world_size=2)
         moved, targets = replace(case, sources=on_device(case.sources)), case.targets
     else:
@@ -123,10 +125,9 @@ def test_the_store_is_on_the_host_and_the_strategies_on_the_device(z):
     master = MasterStore(vector, 0, 1, options.master_device(device), device)
     assert {p.device.type for p in master.parameters.values()} == {HOST}
     switching.prepare()
-    pool, sizes = switching.pool, switching.pool.layout(bucket.strategy).rank_sizes(0)
-    rooms = switching.rooms(bucket.strategy)
-    weights, _ = switching.arenas.take_weights(sizes, switching.weight_dtypes, None, rooms.weights)
-    gradients = switching.arenas.gradients.take(sizes, switching.gradient_dtypes, rooms.gradients)
+    pool, (of_weights, of_gradients) = switching.pool, switching.places(bucket.strategy)
+    weights, _ = switching.arenas.take_weights(of_weights, None)
+    gradients = switching.arenas.gradients.take(of_gradients)
     assert {b.device.type for b in (*weights, *gradients) if b is not None} == {DEVICE}
     run, units = switching.executor.run, pool.units
     loads = [pool.load(bucket.strategy, None)]

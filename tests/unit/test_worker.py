@@ -268,26 +268,13 @@ def test_a_switch_that_failed_is_over_but_has_not_succeeded(make_worker):
     assert not job.succeeded
 
 
-def test_a_switch_that_nothing_computes_beside_is_a_job_that_is_done(clock):
-    """In the caller's thread; what ends it is raised as it is, and nobody was blocked or busy beside anything."""
-
-    def load(progress):
-        clock.now += 3.0
-        progress.await_source([0])
-        progress.target_complete([0])
-        ran.append(threading.current_thread())
-        return SwitchStats(sent_bytes=7)
-
-    ran = []
-    job = SwitchJob.done("load", load, CPU)
-    assert ran == [threading.main_thread()]
+def test_a_switch_that_nothing_computes_beside_is_a_job_that_is_over():
+    """It ran in the caller's thread: nobody waits for it, and nobody was blocked or busy beside anything."""
+    job = SwitchJob("load", stats=SwitchStats(sent_bytes=7))
     assert job.succeeded
     job.wait([0, 5])
     assert (job.result().sent_bytes, job.exposed_s, job.busy_s) == (7, 0.0, 0.0)
-    error = PlanError("buffers")
-    with pytest.raises(PlanError) as caught:
-        SwitchJob.done("load", lambda progress: (_ for _ in ()).throw(error), CPU)
-    assert caught.value is error
+    assert SwitchJob("nothing to move").result() == SwitchStats()
 
 
 def test_close_lets_queued_switches_end():
