@@ -92,7 +92,10 @@ def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
         return path, path.parent.resolve().name if path.name == "config.json" else path.stem
     why: str | None = None
     fix = f"use one of {', '.join(names)}, the path of a config.json or its folder, or a name on the hub"
-    if not folder and not _is_path(str(text)):
+    name = str(text)
+    # a name on the hub has one slash at most
+    is_path = name.startswith((".", "/", "~")) or name.endswith((".json", "/")) or name.count("/") > 1
+    if not folder and not is_path:
         try:
             return hub_file(str(text)), str(text)
         except HotspaConfigError as error:
@@ -100,11 +103,6 @@ def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
             if "/" not in str(text):  # more likely a preset's name with a mistake
                 fix = f"use one of {', '.join(names)}, the path of a config.json or its folder, or: {fix}"
     raise HotspaConfigError(f"there is no model preset and no config file {str(text)!r}", why=why, fix=fix)
-
-
-def _is_path(text: str) -> bool:
-    """Whether it cannot be a name on the hub, which has one slash at most."""
-    return text.startswith((".", "/", "~")) or text.endswith((".json", "/")) or text.count("/") > 1
 
 
 def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[str, Any] | None = None) -> ModelConfig:

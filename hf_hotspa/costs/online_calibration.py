@@ -159,7 +159,11 @@ class OnlineCalibration:
         self._window = [*self._window, list(zip(predicted, measured, strict=True))][-WINDOW:]
         if len(self._window) < WINDOW or (error := median(map(self._error, self._window))) <= LIMIT:
             return None
-        self.factors = self._refitted()
+        pairs = [pair for mini_batch in self._window for pair in mini_batch]
+        compute = [(p.strategy, m.compute_s / p.compute_s) for p, m in pairs if p.compute_s > 0]
+        switch = [(p.strategy, m.switch_s / p.switch_s) for p, m in pairs if p.switch_s > 0]
+        before = self.factors
+        self.factors = Factors(self._medians(compute, before.compute), self._medians(switch, before.switch))
         self._window = []
         return Refit(error, self.factors)
 
@@ -171,12 +175,6 @@ class OnlineCalibration:
             off += abs(corrected.compute_s - measured.compute_s) + abs(corrected.switch_s - measured.switch_s)
             total += measured.seconds
         return off / total if total else 0.0
-
-    def _refitted(self) -> Factors:
-        pairs = [pair for mini_batch in self._window for pair in mini_batch]
-        compute = [(p.strategy, m.compute_s / p.compute_s) for p, m in pairs if p.compute_s > 0]
-        switch = [(p.strategy, m.switch_s / p.switch_s) for p, m in pairs if p.switch_s > 0]
-        return Factors(self._medians(compute, self.factors.compute), self._medians(switch, self.factors.switch))
 
     def _medians(
         self, ratios: Sequence[tuple[Strategy, float]], before: Mapping[Strategy, float]

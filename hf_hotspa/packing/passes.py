@@ -75,7 +75,9 @@ def joint_passes(
     having: list[tuple[int, ...]] = []
     for index in range(max(map(len, replicas), default=0)):
         cut = {
-            r: _chunk_tokens(strategy, packs[index], pair_cost)
+            r: [[stop - first for first, stop in chain] for chain in cut_for(strategy, packs[index], pair_cost)]
+            if strategy.ck
+            else [[sum(packs[index])]]
             for r, packs in enumerate(replicas)
             if index < len(packs)
         }
@@ -88,13 +90,6 @@ def joint_passes(
                 having.append(tuple(there))
     chains = sizes if strategy.ck else ()
     return JointPasses(choose_passes("own", tokens, strategy.pp, most_tokens, chains), tuple(having))
-
-
-def _chunk_tokens(strategy: Strategy, lengths: Lengths, pair_cost: float) -> list[list[int]]:
-    """The tokens of each chunk of each chain of a pack; of the pack, where it stays whole."""
-    if not strategy.ck:
-        return [[sum(lengths)]]
-    return [[stop - first for first, stop in chain] for chain in cut_for(strategy, lengths, pair_cost)]
 
 
 def beats(

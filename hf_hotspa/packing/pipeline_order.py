@@ -331,7 +331,14 @@ def interleaved_order(
 def _order(
     tokens: tuple[int, ...], num_ranks: int, rounds: int, most: int | None, chains: tuple[int, ...], is_trained: bool
 ) -> tuple[Turn, ...]:
-    groups = _interleaved_groups(tokens, num_ranks, rounds, most, chains)
+    groups: list[_Group] = []
+    first = 0  # unit of the group that is filled
+    for num in chains:
+        if groups and sum(groups[-1]) < num_ranks and _holds([*groups[-1], num], tokens[first:], rounds, most):
+            groups[-1].append(num)
+        else:
+            first += sum(groups[-1]) if groups else 0
+            groups.append([num])
     tried = [groups]
     if len(groups) > 1 and sum(groups[-1]) < num_ranks:
         last = groups[-2] + groups[-1]
@@ -344,20 +351,6 @@ def _order(
 
 _Group = list[int]
 """The units of each chain of a group."""
-
-
-def _interleaved_groups(
-    tokens: Sequence[int], num_ranks: int, rounds: int, most: int | None, chains: Sequence[int]
-) -> list[_Group]:
-    groups: list[_Group] = []
-    first = 0  # unit of the group that is filled
-    for num in chains:
-        if groups and sum(groups[-1]) < num_ranks and _holds([*groups[-1], num], tokens[first:], rounds, most):
-            groups[-1].append(num)
-        else:
-            first += sum(groups[-1]) if groups else 0
-            groups.append([num])
-    return groups
 
 
 def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int | None) -> bool:

@@ -10,12 +10,8 @@ Owns how a template that was written for inference is trained. Three ways, in th
   text trains all answers, each after the very prompt that the template makes, but for what it would take out of history.
 
 What a template drops without a word (thinking, tools, roles that it does not know) is refused by name: a label that is not
-there is not noticed in training. Imports no torch.
-
-Conversations as tokens: ids, and which of them are learned.
-
-Owns the step from the text of a conversation (`chat_text.py`) to tokens, and what a user is told of a chat template. A token
-at the border of an answer that also holds a part of what stands before it is learned. Imports no torch.
+there is not noticed in training. `ChatTemplate` makes the text into tokens: one at the border of an answer that also holds a part
+of what stands before it is learned. Imports no torch.
 """
 
 import json
@@ -267,10 +263,6 @@ class Layout:
             if not all(name in answers[turn] for name in calls):
                 raise self._left_out(f"a tool call of message {turn}")
 
-    def _prompt_closes_thinking(self, turn: int) -> bool:
-        thought, _ = _thinking(self._chat.messages[turn])
-        return bool(turn and thought and self.render(turn, prompt=True).rstrip().endswith("</think>"))
-
     def _left_out(self, what: str) -> DataError:
         return DataError(
             f"the chat template leaves out {what}",
@@ -280,7 +272,8 @@ class Layout:
         )
 
     def _unclear(self, turn: int) -> DataError:
-        if self._prompt_closes_thinking(turn):
+        thought, _ = _thinking(self._chat.messages[turn])
+        if turn and thought and self.render(turn, prompt=True).rstrip().endswith("</think>"):
             return DataError(
                 f"turn {turn} of the conversation has thinking, and the chat template asks for an answer without",
                 where=f"dataset row {self._row}",

@@ -23,10 +23,6 @@ from numpy.typing import NDArray
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows.formats import SKIPPED
 
-# -- columns ----------------------------------------------------------------------------------------------------------
-
-# What else a row says about its tokens: the columns that a loss of the user's own reads.
-
 
 def number_columns(example: Any, row: int, names: Sequence[str], length: int) -> dict[str, NDArray[Any]]:
     """Other columns of a row, as int64 or float64: [length] with a number for each token, or one number, [].

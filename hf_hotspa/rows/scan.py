@@ -1,13 +1,9 @@
 """One scan over a dataset: how long each row is, and which of its tokens are labels.
 
-Owns `scan_dataset`, which makes the `SequenceTable` of a map-style dataset and keeps it on disk for a `datasets.Dataset` (keyed by its fingerprint and by the rules that rows are read by,
-written atomically, rebuilt when it cannot be read). What a row may look like is said in `features.py`.
-Imports `datasets` only inside functions, and no torch.
-
-Reading a `datasets.Dataset` by columns: its scan, and the rows of a mini-batch.
-
-Where rows have neither padding nor documents, no row is ever made by the scan, and without labels lengths only are read.
-Imports `datasets` and `pyarrow` only inside functions, and no torch.
+Owns `scan_dataset`, which makes the `SequenceTable` of a map-style dataset and keeps it on disk for a `datasets.Dataset` (keyed by
+its fingerprint and by the rules that rows are read by, written atomically, rebuilt when it cannot be read). Such a one is read by
+columns: where rows have neither padding nor documents, no row is ever made, and without labels lengths only are read. What a row
+may look like is said in `features.py`. Imports `datasets` and `pyarrow` only inside functions, and no torch.
 """
 
 import hashlib
@@ -15,7 +11,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -66,16 +62,19 @@ def scan_arrow(dataset: Any, rules: RowRules, disable_progress: bool) -> Sequenc
             fix="tokenise it first: hf_hotspa.data.prepare.prepare_dataset",
         )
     refuse_columns(names, rules)
-    builder = TableBuilder()
+    builder, first = TableBuilder(), 0
+    view = dataset.select_columns(token_columns(dataset)).with_format("arrow")
     with tqdm(total=len(dataset), desc="Scanning lengths", unit="row", disable=disable_progress) as progress:
-        for first, columns in _arrow_batches(dataset):
+        for batch in view.iter(batch_size=_ROWS_PER_READ):
+            columns = {name: batch.column(name).combine_chunks() for name in batch.column_names}
             ids = columns["input_ids"]
             lengths = _list_lengths(ids, "input_ids", first, nulls_allowed=rules.skips_empty)
             if _one_document_a_row(columns, lengths):
                 builder.add(lengths, _labels_of_columns(columns, lengths, first, rules))
             else:
-                rows = rows_of_columns(columns, len(lengths))
+                rows = _rows_of_columns(columns, len(lengths))
                 builder.add_rows(read_row(row, number, rules) for number, row in enumerate(rows, first))
+            first += len(lengths)
             progress.update(len(lengths))
     return builder.table(rules)
 
@@ -126,37 +125,17 @@ def token_columns(dataset: Any) -> list[str]:
     return [name for name in TOKEN_COLUMNS if name in dataset.format["columns"]]
 
 
-def arrow_view(dataset: Any, columns: Sequence[str] = ()) -> Any:
-    """A `datasets.Dataset` reduced to its token columns, and those of `columns` that it has, and read as arrow tables."""
-    own = [name for name in columns if name in dataset.format["columns"]]
-    return dataset.select_columns([*token_columns(dataset), *own]).with_format("arrow")
-
-
-def rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
-    """Rows of arrow columns, their lists as arrays."""
-    parts = {name: _values(column) for name, column in columns.items()}
-    return [{name: column[row] for name, column in parts.items()} for row in range(num_rows)]
-
-
-def _values(array: Any) -> list[Any]:
-    """The values of an arrow column: its lists as arrays, or numbers; None for null."""
-    return split_lists(array) if _is_list(array.type) else list(array.to_pylist())
-
-
-def split_lists(array: Any) -> list[NDArray[Any] | None]:
-    """The lists of an arrow column as arrays; None for null."""
-    if array.null_count == len(array):
-        return [None] * len(array)
-    parts = np.split(np.asarray(array.flatten()), np.cumsum(_list_lengths_of(array))[:-1])
-    return [part if there else None for part, there in zip(parts, np.asarray(array.is_valid()), strict=True)]
-
-
-def _arrow_batches(dataset: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(first row, {token column: arrow array}) for each chunk of rows."""
-    first = 0
-    for table in arrow_view(dataset).iter(batch_size=_ROWS_PER_READ):
-        yield first, {name: table.column(name).combine_chunks() for name in table.column_names}
-        first += table.num_rows
+def _rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
+    """Rows of arrow columns: lists as arrays, or numbers; None for null."""
+    values = dict[str, list[Any]]()
+    for name, column in columns.items():
+        if not _is_list(column.type) or column.null_count == len(column):
+            values[name] = column.to_pylist()
+        else:
+            lists = np.split(np.asarray(column.flatten()), np.cumsum(_list_lengths_of(column))[:-1])
+            there = np.asarray(column.is_valid())
+            values[name] = [own if is_there else None for own, is_there in zip(lists, there, strict=True)]
+    return [{name: column[row] for name, column in values.items()} for row in range(num_rows)]
 
 
 def _list_lengths(array: Any, key: str, first: int, nulls_allowed: bool = False) -> NDArray[np.int64]:
@@ -235,7 +214,10 @@ def scan_dataset(
     if len(dataset) == 0:
         raise DataError("the dataset is empty", fix="check the split and the filters that were applied to it")
     if not is_plain_arrow(dataset):
-        return _scan_rows(dataset, rules, disable_progress)
+        builder = TableBuilder()
+        for row in tqdm(range(len(dataset)), desc="Scanning lengths", unit="row", disable=disable_progress):
+            builder.add_rows([read_row(dataset[row], row, rules)])
+        return builder.table(rules)
     path = cache_path(dataset, cache_dir, rules)
     table = _load(path, len(dataset))
     if table is None:
@@ -262,14 +244,6 @@ def cache_path(dataset: Any, cache_dir: str | os.PathLike[str] | None = None, ru
     text = repr((str(dataset._fingerprint), token_columns(dataset), rules.key()))
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     return Path(cache_dir) / f"lengths-{_FORMAT}-{key}.npz"
-
-
-def _scan_rows(dataset: Any, rules: RowRules, disable_progress: bool) -> SequenceTable:
-    """Row by row: any dataset with `__getitem__`."""
-    builder = TableBuilder()
-    for row in tqdm(range(len(dataset)), desc="Scanning lengths", unit="row", disable=disable_progress):
-        builder.add_rows([read_row(dataset[row], row, rules)])
-    return builder.table(rules)
 
 
 def _load(path: Path, num_rows: int) -> SequenceTable | None:

@@ -88,10 +88,7 @@ def make_auto_plan(
 
     with _naming_limit(limit_source):
         choice = chosen(sample, near)
-        others = [
-            chosen([min(max(1, int(length * by)), top) for length in sample]).buckets
-            for by in (SCALES if sampled and not beside else ())
-        ]
+        others = [chosen(_scaled(sample, by, top)).buckets for by in SCALES if sampled and not beside]
     pool = pool_of(choice, capacities)
     (smaller,), raced = fitting_beside([pool], [plan.buckets for plan in choice.near], capacities, _PACK_SHARE)
     if smaller != pool:
@@ -99,6 +96,10 @@ def make_auto_plan(
     _, ready = fitting_beside([pool, *raced], others, capacities)
     held = _held(cost, [pool, *raced, *ready])
     return Plan(choice, pool, held, mini_batch_size, limit_bytes, limit_source, raced=tuple(raced), ready=tuple(ready))
+
+
+def _scaled(lengths: Sequence[int], by: float, longest: int) -> list[int]:
+    return [min(max(1, int(length * by)), longest) for length in lengths]
 
 
 def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBreakdown, ...]:

@@ -120,7 +120,8 @@ class DataParallel:
                 of, dp, stage, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer
             )
 
-        layer, ends = self._units()
+        layer = sizes.layer_bytes / width  # codes and scales count as in `_parameters`
+        ends = trained + frozen - sizes.shape.num_layers * layer
         gathered = (2 * layer + ends) * width if stage == 3 and dp > 1 else 0
         reduced = max(layer, ends) * (trained / (trained + frozen)) * width if stage >= 2 and dp > 1 else 0
         return replace(
@@ -204,12 +205,6 @@ class DataParallel:
         """Those that are trained, and those that are not; codes and scales as elements of as many bytes."""
         sizes = self.memory.sizes
         return sizes.num_trained, sizes.weight_bytes / dtype_bytes(self.dtype) - sizes.num_trained
-
-    def _units(self) -> tuple[float, float]:
-        """Parameters of a layer, and of embedding and head; codes and scales likewise."""
-        sizes = self.memory.sizes
-        layer = sizes.layer_bytes / dtype_bytes(self.dtype)
-        return layer, sum(self._parameters) - sizes.shape.num_layers * layer
 
     def _together(self, alone: Sequence[float]) -> float:
         """Seconds until all replicas are done that started together; they may share cores."""
@@ -336,14 +331,10 @@ def people_run(pricing: Pricing, strategies: Sequence[Strategy], devices_per_nod
     rivals = [pricing.best(IN_NODE, in_node)] if in_node else []
     rivals += [pricing.best(MEGATRON, megatron)] if (megatron := [s for s in whole if s.tp * s.pp > 1]) else []
     if any(s.cp > 1 for s in plain):
-        rivals.append(_dynamic(pricing, plain))
+        # one layout, whose replicas share the packs of long rows: the way of Megatron and verl
+        layouts = sharing_layouts(plain, pricing.cost, pricing.longest, pricing.capacities.tokens, pricing.evaluator)
+        priced = [pricing.best(DYNAMIC, own, max_phases=3) for own in layouts]
+        known = [rival for rival in priced if rival.seconds is not None]
+        none = Rival(DYNAMIC, (), None, f"no layout holds a sequence of {pricing.longest} tokens")
+        rivals.append(min(known, key=lambda rival: rival.seconds or 0.0, default=none))
     return tuple(rivals)
-
-
-def _dynamic(pricing: Pricing, plain: Sequence[Strategy]) -> Rival:
-    """One layout, whose replicas share the packs of long rows: the way of Megatron and verl."""
-    layouts = sharing_layouts(plain, pricing.cost, pricing.longest, pricing.capacities.tokens, pricing.evaluator)
-    priced = [pricing.best(DYNAMIC, own, max_phases=3) for own in layouts]
-    known = [rival for rival in priced if rival.seconds is not None]
-    none = Rival(DYNAMIC, (), None, f"no layout holds a sequence of {pricing.longest} tokens")
-    return min(known, key=lambda rival: rival.seconds or 0.0, default=none)

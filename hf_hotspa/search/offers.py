@@ -12,7 +12,7 @@ cost less than shorter ones, graphs that are kept spare a forward pass, and host
 each way holds says `longest_by_strategy`. Plain data.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -105,15 +105,10 @@ def _that_hold(
         sized = (replace(strategy, ck=size, kh=in_host) for size in CHUNK_SIZES if size < longest)
         fitting = next((s for s in sized if tokens(s) >= longest), None)
         if fitting is not None:
-            chunked.append(next((s for s in _with_graphs(fitting, longest) if tokens(s) >= longest), fitting))
+            chunks = -(-longest // fitting.ck)
+            kept = (replace(fitting, kg=graphs) for graphs in _GRAPHS if strategy.pp == 1 and graphs < chunks)
+            chunked.append(next((s for s in kept if tokens(s) >= longest), fitting))
     return chunked
-
-
-def _with_graphs(strategy: Strategy, longest: int) -> Iterator[Strategy]:
-    chunks = -(-longest // strategy.ck)
-    for graphs in _GRAPHS if strategy.pp == 1 else ():
-        if graphs < chunks:
-            yield replace(strategy, kg=graphs)
 
 
 MARGIN = 0.03

@@ -315,16 +315,16 @@ class _Search:
         pool = [s for s in pool if not s.z or replace(s, z=0) not in unlimited]
         # what `+sp` changes is the memory: it is looked at in place of the same without, and left out where packs fit
         twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
-        self.plain = {sp: s for sp, s in twins.items() if s in pool and self._has_more_capacity(sp, s)}
+        self.plain = {
+            sp: plain
+            for sp, plain in twins.items()
+            if plain in pool and time.kind(sp) == time.kind(plain) and self.switch[sp] == self.switch[plain]
+            if capacities.tokens(sp) >= capacities.tokens(plain)
+        }
         self.pool = [s for s in pool if s not in set(self.plain.values())]
         self.num_drawn = round(1 / self.weights[0])
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
-
-    def _has_more_capacity(self, sp: Strategy, plain: Strategy) -> bool:
-        """Whether there is nothing that the one without `+sp` does better."""
-        same = self.time.kind(sp) == self.time.kind(plain) and self.switch[sp] == self.switch[plain]
-        return same and self.capacities.tokens(sp) >= self.capacities.tokens(plain)
 
     def run(self, margin: float, pack_margin: float, plain_margin: float, may_go_round: bool, near: float) -> Choice:
         static = self._best_static(plain_margin, near)
