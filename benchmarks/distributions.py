@@ -62,10 +62,9 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     from hf_hotspa.rows.table import SequenceTable
     from hf_hotspa.search.automatic import PACK_MARGIN, pool_of
     from hf_hotspa.search.capacities import Capacities
-    from hf_hotspa.search.choice import Choice
     from hf_hotspa.search.chooser import PhaseChooser
     from hf_hotspa.search.offers import MARGIN
-    from hf_hotspa.search.search import search
+    from hf_hotspa.search.search import Choice, search
     from hf_hotspa.strategy import Strategy
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]

@@ -6,7 +6,7 @@
 
 Two processes, both sides in turn on the same weights and packs: a Llama with the proportions of Llama-3.2-1B, in fp32 on CPU.
 When each pass of each stage began and ended is recorded: printed are wall seconds, idle over busy seconds of the ranks beside
-(p - 1) / (v m), and what `costs.pipelines` finds for the measured passes. Losses must agree to 1e-4.
+(p - 1) / (v m), and what `costs.time` finds for the measured passes. Losses must agree to 1e-4.
 
 The formula is one of stages that take equally long. With the vocabulary of Llama the head makes the last stage longer; with
 one of 64 tokens head and loss take less than 2 % of a stage.
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from result_file import write_json
 from worlds import run_world
 
-from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
+from hf_hotspa.costs.time import Pipeline, pipeline_seconds
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions

@@ -41,7 +41,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.errors import PhaseMemoryError, UnsupportedError
 from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
 

@@ -41,9 +41,9 @@ from planner_targets import CHAINS, chain_row
 from straggler_trace import measured_seconds, read_trace, replica_seconds
 from written_plans import traffic_of
 
-from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost
-from hf_hotspa.costs.context import ulysses_unsupported_reason
+from hf_hotspa.costs.divided import ulysses_unsupported_reason
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
@@ -54,12 +54,12 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.plan.plan import DST, LENGTH, SRC, START, SwitchPlan
 from hf_hotspa.plan.planner import plan_load
 from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.search.baselines import Pricing
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.estimate import packed
 from hf_hotspa.search.histogram import read_lengths, synthetic_lengths
 from hf_hotspa.search.offers import choose
 from hf_hotspa.search.planning import Setup
-from hf_hotspa.search.rivals import Pricing
 from hf_hotspa.search.search import mini_batches
 from hf_hotspa.strategy import Strategy
 

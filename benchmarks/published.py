@@ -29,8 +29,7 @@ from typing import Any
 
 from result_file import write_json
 
-from hf_hotspa.costs.cards import PRESETS
-from hf_hotspa.costs.hardware import Hardware
+from hf_hotspa.costs.hardware import PRESETS, Hardware
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes

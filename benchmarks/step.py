@@ -34,7 +34,7 @@ from result_file import write_json
 from trainer_overhead import trainer_overhead
 from worlds import run_world
 
-from hf_hotspa.costs.context import WAYS
+from hf_hotspa.costs.divided import WAYS
 from hf_hotspa.strategy import Strategy
 
 DTYPES = ("fp32", "bf16")

@@ -4,7 +4,7 @@
 
 The traces are those of ByteDance-Seed/StragglerAnalysis (Apache-2.0): seconds of every forward and backward of every stage of
 jobs with mixed lengths, as parquet with the columns `step`, `dp_rank`, `stage`, `mb_id`, `optype`, `duration`. Each step is simulated
-as a 1F1B pipeline a replica (`costs.pipelines`), the step being as long as its slowest replica:
+as a 1F1B pipeline a replica (`costs.time`), the step being as long as its slowest replica:
 
 * as it ran: every replica its own micro-batches;
 * by cost: the same micro-batches, each to the replica that is done with it first, as `packing` divides sequences;
@@ -28,7 +28,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from result_file import write_json
 
-from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
+from hf_hotspa.costs.time import Pipeline, pipeline_seconds
 from hf_hotspa.packing.bucketing import divide_by_speed
 from hf_hotspa.packing.pipeline_order import reaches
 

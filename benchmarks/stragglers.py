@@ -46,8 +46,7 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers import giving as rates
 from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.stragglers.giving import GIVING
-from hf_hotspa.stragglers.speeds import Speeds
-from hf_hotspa.stragglers.stage_cuts import cut_by_speed, shares_by_speed
+from hf_hotspa.stragglers.speeds import Speeds, cut_by_speed, shares_by_speed
 from hf_hotspa.strategy import parse_buckets
 
 SLOW = "HOTSPA_BENCHMARK_SLOW"

@@ -4,7 +4,7 @@
     python benchmarks/token_pipeline.py --tokens 16384 --chunk 2048 --layers 4 --json out/token_pipeline.json
 
 Two processes, one run, both sides in turn on the same weights and tokens: a Llama with the proportions of Llama-3.2-1B, in
-fp32 on CPU. The seconds of every forward and backward of each stage are recorded; `costs.pipelines` makes a timeline of
+fp32 on CPU. The seconds of every forward and backward of each stage are recorded; `costs.time` makes a timeline of
 them, which is compared with the wall time, and one of four stages, each with half the layers. The losses must agree to 1e-4.
 """
 
@@ -20,11 +20,11 @@ import torch.distributed as dist
 from result_file import write_json
 from worlds import run_world
 
-from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
+from hf_hotspa.costs.time import Pipeline, pipeline_seconds
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.packing.chunk_cuts import cut_for
+from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.parallel import token_chunks
 from hf_hotspa.strategy import Bucket, Strategy
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, prints and writes."""
     options = parse_options(arguments)
     pair_cost = options.pair_cost
-    if pair_cost is None:  # t(x) = b x + a x^2 of the chunks of equal tokens, see `chunk_cuts`
+    if pair_cost is None:  # t(x) = b x + a x^2 of the chunks of equal tokens, see `packing.cuts`
         first = run_world(2, run_side, options, options.chunk, 0.0)
         pair_cost = _pair_cost(first, options)
     whole = run_world(2, run_side, options, 0, pair_cost)

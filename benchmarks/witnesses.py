@@ -33,10 +33,8 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLa
 
 from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.costs.analytic import all_reduce_latency, all_reduce_seconds
-from hf_hotspa.costs.breakdown import MemoryBreakdown
-from hf_hotspa.costs.cards import PRESETS
-from hf_hotspa.costs.hardware import Hardware
-from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, activation_bytes
+from hf_hotspa.costs.hardware import PRESETS, Hardware
+from hf_hotspa.costs.memory import MemoryBreakdown, MemoryModel, MemoryOptions, activation_bytes
 from hf_hotspa.costs.model_config import load_model, read_config
 from hf_hotspa.costs.sizes import ModelSizes, loss_chunk_tokens
 from hf_hotspa.model.specs import describe_model

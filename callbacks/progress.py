@@ -1,14 +1,18 @@
-"""`PhaseProgressCallback`: where a long step is, phase by phase, on the main process."""
+"""`PhaseProgressCallback`: where a long step is, phase by phase, on the main process.
+
+`SettingsCallback`: what a run comes to, in one block of lines before its first step.
+"""
 
 import sys
 import time
+from dataclasses import MISSING, fields
 from html import escape
 from typing import Any
 
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
-from hf_hotspa.report import PhaseEvent
+from hf_hotspa.report import PhaseEvent, RunFacts
 
 
 class PhaseProgressCallback(TrainerCallback):
@@ -30,47 +34,34 @@ class PhaseProgressCallback(TrainerCallback):
         self._began = 0.0
         self._last_s = float("inf")  # the first step warms up, and is long
 
-    def _is_quiet(self) -> bool:
-        return not is_watched() if self.disable is None else self.disable
-
-    def on_phase_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, phase: PhaseEvent, **kwargs: Any
-    ) -> None:
+    def on_phase_begin(self, args: Any, state: TrainerState, control: Any, phase: PhaseEvent, **kwargs: Any) -> None:
         """Names the phase."""
-        if not state.is_world_process_zero or self._is_quiet():
+        if not state.is_world_process_zero or (not is_watched() if self.disable is None else self.disable):
             return
         if phase.index == 0:
             self._close()  # of a mini-batch that was abandoned
             self._began = time.perf_counter()
             if self._last_s > self.delay_s:
-                self._line = self._new_line(phase.num_phases)
+                if in_notebook():  # one line a training: each takes a place in the output of the cell
+                    self._line = self._notebook_line = self._notebook_line or _NotebookLine()
+                    self._notebook_line.num_phases = phase.num_phases
+                else:
+                    self._line = _Bar(phase.num_phases)
         if self._line is not None:
             self._line.show(
                 phase.index, f"step {phase.step}: {phase.strategy}, {phase.num_packs} packs, {phase.num_tokens} tokens"
             )
 
-    def on_phase_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, phase: PhaseEvent, **kwargs: Any
-    ) -> None:
+    def on_phase_end(self, args: Any, state: TrainerState, control: Any, phase: PhaseEvent, **kwargs: Any) -> None:
         """Counts the phase."""
         if phase.index + 1 == phase.num_phases:
             self._last_s = time.perf_counter() - self._began
             self._close()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Takes the line away."""
         self._close()
         self._notebook_line = None
-
-    def _new_line(self, num_phases: int) -> "_Bar | _NotebookLine":
-        if not in_notebook():
-            return _Bar(num_phases)
-        if self._notebook_line is None:  # one a training: each takes a place in the output of the cell
-            self._notebook_line = _NotebookLine()
-        self._notebook_line.num_phases = num_phases
-        return self._notebook_line
 
     def _close(self) -> None:
         if self._line is not None:
@@ -138,3 +129,63 @@ class _Text:
 
     def _repr_html_(self) -> str:
         return f"<small>{escape(self._text)}</small>"
+
+
+# -- the settings of a run --------------------------------------------------------------------------------------------
+
+
+_OURS = "hotspa_"
+_SHOWN_ELSEWHERE = {"hotspa_strategies", "hotspa_mini_batch_size", "hotspa_overlong", "hotspa_model_path"}
+
+
+class SettingsCallback(TrainerCallback):
+    """Prints the settings that a run was resolved to, once, on the main process. The default of `HotSPaTrainer`."""
+
+    def __init__(self) -> None:
+        self._facts: RunFacts | None = None
+
+    def on_run_begin(self, args: Any, state: TrainerState, control: Any, *, run: RunFacts, **kwargs: Any) -> None:
+        """The engine has been started."""
+        self._facts = run
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """The number of steps is known."""
+        if self._facts is not None and state.is_world_process_zero:
+            tqdm.write(settings_text(self._facts, args, state.max_steps))
+        self._facts = None
+
+
+def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
+    """The block of lines."""
+    model, machine, used = facts.model, facts.machine, facts.settings
+    mode = used.get("pipeline_mode", "synchronous")  # records of earlier versions do not say it
+    strategies = ", ".join(f"{b['strategy']}:{b['longest']}@{b['pack_tokens']}" for b in facts.buckets)
+    if machine["device"] == "cuda":
+        where = machine["device_name"]
+    else:
+        threads = machine["threads_a_rank"]
+        where = f"{machine['device'].upper()}, {threads} thread{'s' * (threads > 1)} each"
+    if (nodes := machine.get("nodes", 1)) > 1:
+        where += f", on {nodes} nodes"
+    rows = [
+        ("model", f"{model['name']}, {model['parameters'] / 1e6:,.1f}M parameters, computed in {model['compute_dtype']}"),
+        ("machine", f"{facts.world_size} process{'es' * (facts.world_size > 1)} on {where}"),
+        ("strategies", strategies + (" (chosen by auto)" if facts.plan is not None else "")),
+        ("mini-batch", f"{used['mini_batch_size']} rows over all processes; longer rows than the last bucket's: {used['overlong']}"),
+        ("updates", "" if mode == "synchronous" else mode),
+        ("training", f"{num_steps} steps, {used['optimizer']}, learning rate {used['learning_rate']:g} ({used['lr_scheduler']})"),
+        ("other flags", _changed(args)),
+        ("output", str(args.output_dir)),
+    ]  # fmt: skip
+    return "\n".join(["settings of this run", *(f"  {name:<12}{text}" for name, text in rows if text)])
+
+
+def _changed(args: Any) -> str:
+    """Our flags that are not at their defaults, and have no line of their own."""
+    changes = []
+    for field in fields(args):
+        value = getattr(args, field.name)
+        is_default = field.default is not MISSING and value == field.default
+        if field.name.startswith(_OURS) and field.name not in _SHOWN_ELSEWHERE and not is_default:
+            changes.append(f"{field.name}={value}")
+    return ", ".join(changes)

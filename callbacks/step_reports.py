@@ -1,8 +1,18 @@
 """Who takes the report of each step: `SwitchOverheadCallback` for the log, and `TraceCallback` for the record of the run.
 
-`SwitchOverheadCallback` says what switching costs, in the log and as a table. Its numbers reach every `report_to` and `state.log_history` through `HotSPaTrainer.log`, as means
-over the steps since the last log. A printed line has the few of them that `log_line` names. Switching is told apart
+`SwitchOverheadCallback` says what switching costs, in the log and as a table. Its numbers reach every `report_to` and
+`state.log_history` through `HotSPaTrainer.log`, as means over the steps since the last log. A printed line has the few of them that `LogLine` names. Switching is told apart
 from the load and the return that a run under one strategy has, too (`StepReport.longest_phase`).
+
+`ReportCallback` makes one page of HTML of the record at the end of training. The trace:
+
+A few mini-batches as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+One process a rank, named `rank r`. Its first track holds the mini-batches, its second their phases, its third what a
+phase is made of: `load`, `compute`, `wait`, `return`, one after the other; before the phases the `agreement` of all
+ranks, after them the `finish`. With overlap the load is exposed only in part: the exposed part is drawn first and the
+whole on a track `beside computation`. Clocks of ranks are aligned at the agreement, which is about the same
+moment on all of them. Times are in microseconds, as the format wants.
 """
 
 import json
@@ -10,23 +20,121 @@ import logging
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
-from hf_hotspa.report import ModelFlops, RunFacts, StepReport
-from hf_hotspa.reporting.chrome_trace import TracedStep, save_trace
+from hf_hotspa.report import MEASURES, ModelFlops, RunFacts, StepReport
 from hf_hotspa.reporting.measured import MeasuredGain
-from hf_hotspa.reporting.run_log import FILE_NAME, FOLDER_NAME, FORMAT, MOST_BYTES, plain, thinned
+from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_pictures
+from hf_hotspa.reporting.run_log import FILE_NAME, FOLDER_NAME, FORMAT, MOST_BYTES, RunLog, plain, read_run_log, thinned
+from hf_hotspa.reporting.summary import verdict
 from hf_hotspa.reporting.terminal import once, text_table
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.whole_file import write_whole
+
+_SPANS = ("load_s", "compute_s", "wait_s", "return_s")
+_TRACKS = ("mini-batch", "phases", "inside phases", "beside computation")
+_STEP, _PHASE, _INSIDE, _BESIDE = range(len(_TRACKS))
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A mini-batch and when it began.
+
+    Args:
+        step: Counted from 1.
+        start_s: Seconds from the first traced mini-batch to the begin of this one on the main process.
+        report: With `ranks`; without them the phases of the report stand for every rank.
+    """
+
+    step: int
+    start_s: float
+    report: StepReport
+
+
+def trace_events(steps: Sequence[TracedStep]) -> dict[str, Any]:
+    """The trace as JSON-ready plain data."""
+    events: list[dict[str, Any]] = []
+    worlds = [len(t.report.ranks.agree_s) if t.report.ranks is not None else 1 for t in steps]
+    for rank in range(max(worlds, default=0)):
+        names = [(0, "process_name", {"name": f"rank {rank}"}), (0, "process_sort_index", {"sort_index": rank})]
+        names += [(track, "thread_name", {"name": name}) for track, name in enumerate(_TRACKS)]
+        events += ({"ph": "M", "pid": rank, "tid": track, "name": name, "args": args} for track, name, args in names)
+    for traced, world in zip(steps, worlds, strict=True):
+        for rank in range(world):
+            events += _rank_events(traced, rank)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
+    report = traced.report
+    if report.ranks is not None:
+        agree_s = report.ranks.agree_s
+        # the main process began at start_s and agreed agree_s[0] later, at the same moment as everybody
+        agreed = traced.start_s + agree_s[0]
+        begin = agreed - agree_s[rank]
+        phases = [dict(zip(MEASURES, row, strict=True)) for row in report.ranks.phases[rank]]
+    else:
+        begin = agreed = traced.start_s
+        phases, start = [], 0.0
+        for p in report.phases:
+            known = {name: getattr(p, name) for name in _SPANS}
+            busy = {"load_busy_s": p.load_s + p.hidden_load_s, "return_busy_s": p.return_s + p.hidden_return_s}
+            phases.append({**dict.fromkeys(MEASURES, 0.0), **known, **busy, "start_s": start})
+            start += sum(known.values())
+    end = traced.start_s + report.total_s
+    step = traced.step
+    events: list[dict[str, Any]] = []
+
+    def span(track: int, name: str, start_s: float, seconds: float, **args: Any) -> None:
+        numbers = {"ph": "X", "pid": rank, "tid": track, "ts": start_s * 1e6, "dur": max(seconds, 0.0) * 1e6}
+        events.append({**numbers, "name": name, "cat": _TRACKS[track], "args": args})
+
+    switching = {"switch_s": report.switch_s, "load_return_s": report.load_return_s}
+    span(_STEP, f"step {step}", begin, end - begin, loss=report.loss, tokens=report.num_tokens, **switching)
+    if agreed > begin:
+        span(_INSIDE, "agreement", begin, agreed - begin, step=step)
+    last = agreed
+    for phase, measured in zip(report.phases, phases, strict=True):
+        named = {"strategy": phase.strategy, "step": step}
+        way = {"context_parallel": phase.context} if phase.context else {}
+        start = at = agreed + measured["start_s"]
+        for name in _SPANS:
+            others = {"with_other_ranks_s": measured["others_s"]} if name == "compute_s" else {}
+            if name == "compute_s" and measured["context_bytes"]:
+                others["context_bytes"] = measured["context_bytes"]
+            span(_INSIDE, name.removesuffix("_s"), at, measured[name], **named, **others)
+            at += measured[name]
+        counts = {"packs": phase.num_packs, "sequences": phase.num_sequences, "tokens": phase.num_tokens}
+        span(_PHASE, phase.strategy, start, at - start, step=step, **counts, **way)
+        computed = start + measured["load_s"] + measured["compute_s"]
+        load_s, return_s = measured["load_busy_s"], measured["return_busy_s"]
+        if load_s > 0:
+            span(_BESIDE, "load", start, load_s, **named)
+        if return_s > 0:
+            begun = max(start, at - return_s) if measured["return_s"] else computed - return_s
+            span(_BESIDE, "return", begun, return_s, **named)
+        last = at
+    if end > last:
+        span(_INSIDE, "finish", last, end - last, step=step)
+    return events
+
+
+def save_trace(path: str | os.PathLike[str], steps: Sequence[TracedStep]) -> Path:
+    """Writes the trace whole or not at all."""
+    return write_whole(path, json.dumps(trace_events(steps), separators=(",", ":")))
+
+
+# -- callbacks --------------------------------------------------------------------------------------------------------
+
 
 _HEADER = (
     "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "load+return s", "hidden s", "MB moved", "share",
@@ -130,9 +238,7 @@ class SwitchOverheadCallback(TrainerCallback):
         self._last: StepReport | None = None
         self._flops: ModelFlops | None = None
 
-    def on_run_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, run: RunFacts, **kwargs: Any
-    ) -> None:
+    def on_run_begin(self, args: Any, state: TrainerState, control: Any, run: RunFacts, **kwargs: Any) -> None:
         """Prints the buckets."""
         self._flops = run.flops
         if self.print_table and state.is_world_process_zero:
@@ -140,9 +246,7 @@ class SwitchOverheadCallback(TrainerCallback):
             rows += [[f"{b['low'] + 1} - {b['longest']}", b["strategy"], str(b["pack_tokens"])] for b in run.buckets]
             tqdm.write(text_table(f"buckets on {run.world_size} ranks", rows, left=2))
 
-    def on_step_report(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
-    ) -> None:
+    def on_step_report(self, args: Any, state: TrainerState, control: Any, report: StepReport, **kwargs: Any) -> None:
         """Takes the report of a mini-batch; called by `HotSPaTrainer`."""
         self._new.append(report)
         self._last = report
@@ -153,7 +257,6 @@ class SwitchOverheadCallback(TrainerCallback):
                 self._warn()
 
     def _add_new(self) -> None:
-        """Adds the reports that have come since the last time."""
         for report in self._new:
             self._since_log.add(report)
             self._whole_run.add(report)
@@ -216,9 +319,7 @@ class SwitchOverheadCallback(TrainerCallback):
         }
         return {f"hotspa/{name}": round(value, 6) for name, value in metrics.items()}
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Prints the phases of the last step."""
         if self.print_table and state.is_world_process_zero and self._last is not None:
             last, self._last = self._last, None
@@ -227,9 +328,7 @@ class SwitchOverheadCallback(TrainerCallback):
             of_step.add(last)
             tqdm.write(_table(title, of_step.by_strategy, last.total_s))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Prints the sums of the run."""
         self._add_new()
         totals = self._whole_run
@@ -295,28 +394,32 @@ class TraceCallback(TrainerCallback):
         self._traced: list[TracedStep] = []
         self._trace_is_done = steps == 0
         self._began = self._trace_zero = 0.0
+        self._groups: Any = None
         self._report: StepReport | None = None
         self._report_at = 0.0
         self._lr: float | None = None
         self._seconds: Callable[[], dict[str, float]] | None = None
 
-    def _try(self, what: Callable[..., Any], *args: Any) -> None:
+    def _try(self, what: Callable[..., Any], *args: Any, **values: Any) -> None:
         """Writes something; a failure ends the record, not the training."""
         try:
-            what(*args)
+            what(*args, **values)
         except OSError as error:
-            logger.warning("the record of the run ends here, training goes on: %s", error)
-            with suppress(OSError):  # what is still in its buffer cannot be written either
-                self._close()
-            self._writer = None
+            self._end_record(error)
+
+    def _end_record(self, error: OSError) -> None:
+        logger.warning("the record of the run ends here, training goes on: %s", error)
+        with suppress(OSError):  # what is still in its buffer cannot be written either
+            self._close()
+        self._writer = None
 
     # -- the events of a run ----------------------------------------------------------------------------------------
 
     def on_run_begin(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         run: RunFacts,
         callback_seconds: Callable[[], dict[str, float]] | None = None,
         **kwargs: Any,
@@ -324,9 +427,7 @@ class TraceCallback(TrainerCallback):
         """Takes what is known of the run."""
         self._facts, self._seconds = run, callback_seconds
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins the record, or goes on with it where the run was resumed."""
         self._close()
         self._traced, self._trace_is_done, self._lr, self._report = [], self.steps == 0, None, None
@@ -343,38 +444,26 @@ class TraceCallback(TrainerCallback):
 
         self._try(begin)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Starts the clock of the step."""
-        self._began, self._report = time.perf_counter(), None
+        self._began, self._report, self._groups = time.perf_counter(), None, getattr(optimizer, "param_groups", None)
 
-    def on_step_report(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
-    ) -> None:
-        """Takes the report of a mini-batch."""
+    def on_step_report(self, args: Any, state: TrainerState, control: Any, report: StepReport, **kwargs: Any) -> None:
+        """Takes the report of a mini-batch, and the learning rate of the update, which is next."""
         if self._writer is not None:
             self._report, self._report_at = report, time.perf_counter()
+            self._lr = float(self._groups[0]["lr"]) if self._groups else None
 
-    def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        """Takes the learning rate of the update."""
-        groups = getattr(optimizer, "param_groups", None)
-        self._lr = float(groups[0]["lr"]) if groups else None
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Writes the line of the step."""
         report, writer = self._report, self._writer
         if report is None or writer is None:
             return
         wall_s = time.perf_counter() - self._began
-        self._try(writer.step, state.global_step, report, wall_s, self._lr)
+        try:
+            writer.write("step", report, step=state.global_step, wall_s=wall_s, lr=self._lr)
+        except OSError as error:
+            self._end_record(error)
         if not self._trace_is_done:
             start = self._report_at - report.total_s
             self._trace_zero = self._trace_zero if self._traced else start
@@ -390,35 +479,29 @@ class TraceCallback(TrainerCallback):
             save_trace(self.folder / TRACE_NAME, [TracedStep(t.step, t.start_s - zero, t.report) for t in traced])
         self._traced = []
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Writes an evaluation."""
         writer = self._writer
         if writer is not None and metrics:
             self._try(writer.evaluation, state.global_step, metrics)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Writes that a checkpoint was saved."""
-        writer = self._writer
-        if writer is not None:
-            self._try(writer.save, state.global_step)
+        if self._writer is not None:
+            self._try(self._writer.write, "save", step=state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Writes the last line, and the trace of a run that was shorter than it."""
         writer = self._writer
         if writer is None:
             return
         if not self._trace_is_done:
             self._try(self._save_trace)
-        self._try(writer.end, state.global_step, self._seconds() if self._seconds is not None else {})
+        seconds = self._seconds() if self._seconds is not None else {}
+        self._try(writer.write, "end", step=state.global_step, callback_s=seconds)
         self._close()
 
-    def on_gain_measured(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, gain: MeasuredGain, **kwargs: Any
-    ) -> None:
+    def on_gain_measured(self, args: Any, state: TrainerState, control: Any, gain: MeasuredGain, **kwargs: Any) -> None:
         """Adds what was measured after training to the record."""
         if self.folder is None or self._writer is not None:
             return
@@ -426,7 +509,7 @@ class TraceCallback(TrainerCallback):
 
         def add() -> None:
             self._writer = RunLogWriter(folder, goes_on=True)
-            self._writer.gain(gain)
+            self._writer.write("gain", **gain.to_dict())
 
         self._try(add)
         self._close()
@@ -472,22 +555,25 @@ class RunLogWriter:
     def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
         own, self._lock = _own_folder(Path(folder))
         self.path = own / FILE_NAME
-        if goes_on:
-            self._cut_torn_line()
-        elif self.path.exists():
+        if self.path.exists() and not goes_on:
             os.replace(self.path, self.path.with_name(_PREVIOUS))
+        elif self.path.exists() and (data := self.path.read_bytes()) and not data.endswith(b"\n"):  # a torn line
+            os.truncate(self.path, data.rfind(b"\n") + 1)
         self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
         self._memory: list[int] = []
         self._bytes = self.path.stat().st_size
 
-    def _cut_torn_line(self) -> None:
-        if self.path.exists():
-            data = self.path.read_bytes()
-            if data and not data.endswith(b"\n"):
-                os.truncate(self.path, data.rfind(b"\n") + 1)
-
-    def _write(self, kind: str, **values: Any) -> None:
+    def write(self, kind: str, report: StepReport | None = None, **values: Any) -> None:
+        """One line."""
         values = {"kind": kind, **values, "time": time.time()}
+        if report is not None:
+            values["report"] = report.to_dict()
+            memory, before = report.ranks.memory_bytes if report.ranks is not None else self._memory, self._memory
+            grown = len(memory) != len(before)
+            for new, old in zip(memory, before, strict=False):
+                grown = grown or new > _GROWTH * old
+            if grown:
+                self._memory = values["memory"] = memory
         try:
             line = json.dumps(values, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError):  # what JSON does not know
@@ -518,38 +604,13 @@ class RunLogWriter:
 
     def header(self, facts: RunFacts) -> None:
         """The first line."""
-        self._write("header", format=FORMAT, **facts.to_dict())
-
-    def step(self, step: int, report: StepReport, wall_s: float, lr: float | None) -> None:
-        """One mini-batch."""
-        values: dict[str, Any] = {"step": step, "wall_s": wall_s, "lr": lr, "report": report.to_dict()}
-        if report.ranks is not None:
-            memory = report.ranks.memory_bytes
-            grown = len(memory) != len(self._memory) or any(
-                new > _GROWTH * old for new, old in zip(memory, self._memory, strict=True)
-            )
-            if grown:
-                self._memory = values["memory"] = memory
-        self._write("step", **values)
+        self.write("header", format=FORMAT, **facts.to_dict())
 
     def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
         """An evaluation; metrics that are no numbers are left out."""
         numbers = {key: plain(value) for key, value in metrics.items()}
-        self._write(
-            "eval", step=step, metrics={k: v for k, v in numbers.items() if v is None or isinstance(v, int | float)}
-        )
-
-    def save(self, step: int) -> None:
-        """A checkpoint was saved."""
-        self._write("save", step=step)
-
-    def end(self, step: int, callback_s: dict[str, float]) -> None:
-        """The last line."""
-        self._write("end", step=step, callback_s=callback_s)
-
-    def gain(self, gain: MeasuredGain) -> None:
-        """What was measured after training."""
-        self._write("gain", **gain.to_dict())
+        numbers = {key: value for key, value in numbers.items() if value is None or isinstance(value, int | float)}
+        self.write("eval", step=step, metrics=numbers)
 
     def close(self) -> None:
         """Closes the file; nothing may follow."""
@@ -557,3 +618,62 @@ class RunLogWriter:
             self._file.close()
         finally:
             self._lock.release()
+
+
+# -- the page of a run ------------------------------------------------------------------------------------------------
+
+
+class ReportCallback(TraceCallback):
+    """A `TraceCallback` that also writes `report.html`, and says where it is. The default of `HotSPaTrainer`.
+
+    Args:
+        path: The folder; `hotspa_report` in the output directory when None.
+        steps: See `TraceCallback`.
+        pictures: Also SVG files of the main charts.
+
+    Attributes:
+        gain_follows: Whether what switching gained is measured after training (`measure_gain`); false at first. Nothing is
+            claimed of it before.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, steps: int = 3, pictures: bool = False) -> None:
+        super().__init__(path, steps)
+        self.pictures, self.gain_follows = pictures, False
+
+    @property
+    def page(self) -> Path | None:
+        """Where the page is, or will be at the end of training; None where no record is kept."""
+        return None if self.folder is None else self.folder / PAGE_NAME
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Ends the record and writes the page."""
+        had_record = self._writer is not None
+        super().on_train_end(args, state, control, **kwargs)
+        if had_record and (run := self._make_page(self.gain_follows)) is not None:
+            tqdm.write(f"{verdict(run, self.gain_follows)[0]}. The run in one page: {self.page}")
+
+    def on_gain_measured(self, args: Any, state: TrainerState, control: Any, gain: MeasuredGain, **kwargs: Any) -> None:
+        """Writes the page anew, with what was measured after training."""
+        super().on_gain_measured(args, state, control, gain, **kwargs)
+        if self._make_page() is not None:
+            tqdm.write(f"The run in one page: {self.page}")
+
+    def on_train_interrupted(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Writes the page of a run that Ctrl-C has ended; its record has no end."""
+        had_record = self._writer is not None
+        self._close()
+        if had_record:
+            self._make_page()
+
+    def _make_page(self, to_be_measured: bool = False) -> RunLog | None:
+        if self.folder is None:
+            return None
+        try:
+            run = read_run_log(self.folder)
+            write_whole(self.folder / PAGE_NAME, report_page(run, to_be_measured))
+            if self.pictures:
+                save_pictures(run, self.folder)
+        except (OSError, HotspaError) as error:
+            logger.warning("no page of the run was made: %s", error)
+            return None
+        return run

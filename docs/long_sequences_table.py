@@ -8,7 +8,7 @@ from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.costs.memory import PLANNED_SHARE, MemoryModel, MemoryOptions, most_within
 from hf_hotspa.costs.model_config import load_model
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.search.long_sequences import CHUNK_SIZES
+from hf_hotspa.search.offers import CHUNK_SIZES
 from hf_hotspa.strategy import Strategy
 
 PAGE = Path(__file__).parent / "long-sequences.md"

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_hotspa.errors import DeviceMemoryError
+from hf_hotspa.search.baselines import DYNAMIC, MEGATRON
 from hf_hotspa.search.plan import Plan
 from hf_hotspa.search.planning import Setup, make_plan
-from hf_hotspa.search.rivals import DYNAMIC, MEGATRON
 
 PAGE = Path(__file__).parent / "predicted.md"
 BEGIN, END = "<!-- begin: python docs/plan_tables.py -->\n", "<!-- end -->\n"

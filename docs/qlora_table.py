@@ -9,7 +9,7 @@ from pathlib import Path
 from hf_hotspa.search.baselines import DataParallel
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.histogram import Counts
-from hf_hotspa.search.long_sequences import CHUNK_SIZES
+from hf_hotspa.search.offers import CHUNK_SIZES
 from hf_hotspa.search.planning import Setup, make_plan
 
 PAGE = Path(__file__).parent / "lora.md"

@@ -19,7 +19,7 @@ from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoints, inputs
 from hf_hotspa.commands.inputs import file_to_write, whole
 from hf_hotspa.commands.train_help import HELP, OVERVIEW
-from hf_hotspa.costs.four_bits import KINDS, FrozenBase
+from hf_hotspa.costs.adapter import KINDS, FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
@@ -86,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _model_arguments() -> argparse.ArgumentParser:
-    """The arguments of every command that reads a model."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
         "--model",
@@ -156,9 +155,7 @@ def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def _add_quantization(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--quantization",
-        choices=KINDS,
-        help="the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora",
+        "--quantization", choices=KINDS, help="the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora"
     )
 
 
@@ -331,7 +328,6 @@ def _missing(command: str, error: ModuleNotFoundError) -> int:
 
 
 def _add_formulas(commands: Any) -> None:
-    """Adds the command of the textbook's numbers."""
     parser = commands.add_parser(
         "formulas",
         help="the textbook's numbers of 3D parallelism, a row for each (p, t, d)",
@@ -378,7 +374,6 @@ _RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"
 
 
 def _add_reports(commands: Any) -> None:
-    """Adds the commands of pages: of a run, and of two."""
     report = commands.add_parser("report", help="the page of a run, made anew from its record")
     report.set_defaults(answer=_report)
     report.add_argument("run", metavar="RUN_DIR", help=_RUN)

@@ -238,7 +238,7 @@ class StepReport:
         single_s: What the best single strategy that fits (`RunFacts.single`) was predicted to take for the same rows, to
             be compared with the `predicted_s` of the phases; None without a time model.
         paces: For each rank how long it computed, without waiting for others, as a multiple of ranks that are not slow, lengths taken
-            into account (`stragglers/detection.py`); None for a rank that ran nothing that says it, and altogether where
+            into account (`stragglers/giving.py`); None for a rank that ran nothing that says it, and altogether where
             nobody watches.
         slow: The ranks that are called slow after this mini-batch.
         race: How a race of plans has ended with this mini-batch; None where none has.

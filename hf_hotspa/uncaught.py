@@ -73,7 +73,11 @@ def _show(error: BaseException) -> None:
     if path is None:
         _print(text)
         return
-    is_first = _is_first(text, Path(path))
+    name, is_first = f"hotspa_{hashlib.sha256(text.encode()).hexdigest()[:16]}", True
+    try:  # the folders of the node's ranks lie side by side: has another one said the same?
+        (Path(path).parent.parent / name).open("x").close()
+    except OSError as failure:
+        is_first = not isinstance(failure, FileExistsError)
     is_echo = isinstance(error, HotspaError) and error.is_echo
     repeats = not is_first or is_echo
     try:
@@ -86,18 +90,6 @@ def _show(error: BaseException) -> None:
     if repeats:
         # a launcher shows who ends first, and then ends the others: this rank is to be among these
         time.sleep(_WAIT_S)
-
-
-def _is_first(text: str, error_file: Path) -> bool:
-    """Whether no other rank of this node has said the same."""
-    name = f"hotspa_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    try:
-        (error_file.parent.parent / name).open("x").close()  # the folders of the node's ranks lie side by side
-    except FileExistsError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _write(path: Path, text: str, repeats: bool) -> None:

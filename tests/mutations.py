@@ -39,9 +39,9 @@ MUTATIONS = [
     # -- data
     Mutation(
         "labels are not shifted",
-        "hf_hotspa/rows/features.py",
-        "(self.ids if self.labels is None else self.labels)[start + 1 : stop]",
-        "(self.ids if self.labels is None else self.labels)[start : stop - 1]",
+        "hf_hotspa/data/collator.py",
+        "whole[sequence.start + 1 : sequence.stop]",
+        "whole[sequence.start : sequence.stop - 1]",
         UNIT + "test_collator.py::test_the_tensors_of_a_pack",
     ),
     Mutation(
@@ -453,8 +453,8 @@ MUTATIONS = [
     Mutation(
         "only one rank hears of SIGTERM",
         "hf_hotspa/engine/engine.py",
-        "float(self.observer.wants_stop())",
-        "float(self.observer.wants_stop() and self.rank == 0)",
+        "self.stop is not None and self.stop.requested",
+        "self.stop is not None and self.stop.requested and self.rank == 0",
         "tests/gloo/test_preemption.py::test_without_checkpoints_it_only_stops",
     ),
     Mutation(
@@ -572,14 +572,14 @@ MUTATIONS = [
     ),
     Mutation(
         "processes that each train alone are not noticed",
-        "hf_hotspa/trainer/launcher.py",
+        "hf_hotspa/trainer/given_arguments.py",
         "    if started > 1:\n",
         "    if started > 99:\n",
         UNIT + "test_launcher.py::test_processes_that_would_train_alone",
     ),
     Mutation(
         "one process in place of several is not noticed",
-        "hf_hotspa/trainer/launcher.py",
+        "hf_hotspa/trainer/given_arguments.py",
         "(meant := _meant()) != 1:",
         "(meant := _meant()) == 0:",
         UNIT + "test_launcher.py::test_one_process_where_more_were_meant",

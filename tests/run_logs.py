@@ -100,11 +100,11 @@ def write_run(
             report = replace(report, race=RaceReport("dp2 + tp2", "dp2 + cp2", 3, 12, 1.06, 1.02, 1.1, 0.8))
         if step % 5 == 0:
             report = replace(report, num_truncated=2, num_dropped=1)
-        writer.step(step, report, wall_s=report.total_s + 0.05, lr=1e-3 / step)
+        writer.write("step", report, step=step, wall_s=report.total_s + 0.05, lr=1e-3 / step)
         if step % 2 == 0:
             writer.evaluation(step, {"eval_loss": 3.1 - 0.1 * step, "eval_runtime": 0.5, "eval_note": "text"})
-    writer.save(begin + steps - 1)
+    writer.write("save", step=begin + steps - 1)
     if end:
-        writer.end(begin + steps - 1, {"ReportCallback": 0.002, "ProgressCallback": 0.001})
+        writer.write("end", step=begin + steps - 1, callback_s={"ReportCallback": 0.002, "ProgressCallback": 0.001})
     writer.close()
     return folder

@@ -9,13 +9,13 @@ import functools
 import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers import TrainingArguments
 
 from hf_hotspa.callbacks.progress import is_watched
-from hf_hotspa.costs.context import WAYS
+from hf_hotspa.costs.divided import WAYS
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.collator import EMPTY_POLICIES, ERROR, SKIP
@@ -33,16 +33,20 @@ from hf_hotspa.trainer.given_arguments import (
     CHANGED,
     SECONDS,
     Number,
+    PipelineModeArguments,
+    StragglerArguments,
+    check_processes,
     check_values,
     explain_arguments,
     flag,
     flags_of,
+    recompute_argument,
     refuse_arguments,
+    refuse_launcher_settings,
     refuse_misspelt,
+    wants_bf16,
     warn_of_misspelt,
 )
-from hf_hotspa.trainer.launcher import check_processes, recompute_argument, refuse_launcher_settings, wants_bf16
-from hf_hotspa.trainer.mode_arguments import PipelineModeArguments, StragglerArguments
 from hf_hotspa.trainer.optimizers import check_optimizer_name, text_of
 from hf_hotspa.uncaught import show_errors_once
 from hf_hotspa.versions import warn_of_untried_versions
@@ -73,275 +77,217 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         UnsupportedError: another setting cannot be honoured; the message says what to use instead.
     """
 
-    hotspa_strategies: str | None = field(
-        default="auto",
-        metadata=flag(
-            "Which strategy trains which lengths, shortest first: strategy:longest sequence[@tokens per pack],... "
-            "such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192. Or auto: strategies and lengths are chosen at the start "
-            "by measured speed and memory, and anew for each mini-batch among those.",
-            recorded=True,
-        ),
+    hotspa_strategies: str | None = flag(
+        "auto",
+        "Which strategy trains which lengths, shortest first: strategy:longest sequence[@tokens per pack],... "
+        "such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192. Or auto: strategies and lengths are chosen at the start "
+        "by measured speed and memory, and anew for each mini-batch among those.",
+        recorded=True,
     )
-    hotspa_model_path: str | None = field(
-        default=None,
-        metadata=flag(
-            "Folder of a saved model (safetensors) of which each process reads only its share, for models that no "
-            "process can hold. The same as passing the folder as the model; beside it, a config may be passed, whose dtype "
-            "is then that of the model.",
-            of_one_rank=True,
-        ),
+    hotspa_model_path: str | None = flag(
+        None,
+        "Folder of a saved model (safetensors) of which each process reads only its share, for models that no "
+        "process can hold. The same as passing the folder as the model; beside it, a config may be passed, whose dtype "
+        "is then that of the model.",
+        of_one_rank=True,
     )
-    hotspa_longest: int | None = field(
-        default=None,
-        metadata=flag(
-            "With auto: the longest sequence that must fit, in tokens. Default: the longest of the data; where "
-            "hotspa_overlong takes care of longer ones, the longest that model and memory allow.",
-            number=Number(1, UNLIMITED_TOKENS - 1, whole=True),
-        ),
+    hotspa_longest: int | None = flag(
+        None,
+        "With auto: the longest sequence that must fit, in tokens. Default: the longest of the data; where "
+        "hotspa_overlong takes care of longer ones, the longest that model and memory allow.",
+        number=Number(1, UNLIMITED_TOKENS - 1, whole=True),
     )
-    hotspa_max_buckets: int = field(
-        default=3,
-        metadata=flag(
-            "With auto: the most buckets, each with a strategy of its own. 1 never switches.",
-            number=Number(1, MOST_PHASES, whole=True, fix=f"use 3, say, and at most {MOST_PHASES}"),
-        ),
+    hotspa_max_buckets: int = flag(
+        3,
+        "With auto: the most buckets, each with a strategy of its own. 1 never switches.",
+        number=Number(1, MOST_PHASES, whole=True, fix=f"use 3, say, and at most {MOST_PHASES}"),
     )
-    hotspa_calibration: str | None = field(
-        default=None,
-        metadata=flag(
-            "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, as "
-            "thoroughly, kept in the cache for this machine, model and these versions). Default: with auto about 20 s of "
-            "measuring before the nearest plans are raced, none on one process; with "
-            "strategies of your own what the cache holds, if anything, which then decides nothing and is shown in the log "
-            "and the report."
-        ),
+    hotspa_calibration: str | None = flag(
+        None,
+        "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, as "
+        "thoroughly, kept in the cache for this machine, model and these versions). Default: with auto about 20 s of "
+        "measuring before the nearest plans are raced, none on one process; with "
+        "strategies of your own what the cache holds, if anything, which then decides nothing and is shown in the log "
+        "and the report.",
     )
-    hotspa_mini_batch_size: int | None = field(
-        default=None,
-        metadata=flag(
-            "Rows of one optimizer step, over all processes: it wins over per_device_train_batch_size, need not "
-            "divide evenly, and each row comes once a pass. Default: per_device_train_batch_size * processes * "
-            "gradient_accumulation_steps, dealt out as the stock Trainer does.",
-            number=Number(1, 2**31 - 1, whole=True),
-        ),
+    hotspa_mini_batch_size: int | None = flag(
+        None,
+        "Rows of one optimizer step, over all processes: it wins over per_device_train_batch_size, need not "
+        "divide evenly, and each row comes once a pass. Default: per_device_train_batch_size * processes * "
+        "gradient_accumulation_steps, dealt out as the stock Trainer does.",
+        number=Number(1, 2**31 - 1, whole=True),
     )
-    hotspa_overlong: str = field(
-        default="error",
-        metadata=flag(
-            "What happens to sequences longer than the longest bucket: error, truncate, split or drop. "
-            "Every use is counted in the log.",
-            choices=OVERLONG_POLICIES,
-            recorded=True,
-        ),
+    hotspa_overlong: str = flag(
+        "error",
+        "What happens to sequences longer than the longest bucket: error, truncate, split or drop. "
+        "Every use is counted in the log.",
+        choices=OVERLONG_POLICIES,
+        recorded=True,
     )
-    hotspa_empty_rows: str = field(
-        default=ERROR,
-        metadata=flag(
-            "What happens to rows that are null, or have nothing to learn (an empty text, no messages, no input_ids): error "
-            "(at what is null), or skip. A mini-batch then has fewer rows, and the log counts them.",
-            choices=EMPTY_POLICIES,
-        ),
+    hotspa_empty_rows: str = flag(
+        ERROR,
+        "What happens to rows that are null, or have nothing to learn (an empty text, no messages, no input_ids): error "
+        "(at what is null), or skip. A mini-batch then has fewer rows, and the log counts them.",
+        choices=EMPTY_POLICIES,
     )
-    hotspa_pipeline_schedule: str = field(
-        default="auto",
-        metadata=flag(
-            "Schedule of pipelines: auto, own (the same: 1F1B for packs of any shapes), 1f1b (interleaved "
-            "with +v2) or gpipe (torch's, which pad packs to one shape). None holds more tokens than a bucket allows.",
-            choices=SCHEDULES,
-            option="pipeline_schedule",
-            recorded=True,
-        ),
+    hotspa_pipeline_schedule: str = flag(
+        "auto",
+        "Schedule of pipelines: auto, own (the same: 1F1B for packs of any shapes), 1f1b (interleaved "
+        "with +v2) or gpipe (torch's, which pad packs to one shape). None holds more tokens than a bucket allows.",
+        choices=SCHEDULES,
+        option="pipeline_schedule",
+        recorded=True,
     )
-    hotspa_context_parallel: str = field(
-        default="auto",
-        metadata=flag(
-            "How ranks of cp attend; auto is what moves least.", choices=WAYS, option="context_parallel", recorded=True
-        ),
+    hotspa_context_parallel: str = flag(
+        "auto",
+        "How ranks of cp attend; auto is what moves least.",
+        choices=WAYS,
+        option="context_parallel",
+        recorded=True,
     )
-    hotspa_expert_capacity: float = field(
-        default=0.0,
-        metadata=flag(
-            "Tokens of an expert, per mean; 0: no limit.",
-            number=Number(0, fix="use 0 for no limit, or 1.25, say"),
-            option="expert_capacity",
-            made=lambda factor: factor or None,
-            recorded=True,
-        ),
+    hotspa_expert_capacity: float = flag(
+        0.0,
+        "Tokens of an expert, per mean; 0: no limit.",
+        number=Number(0, fix="use 0 for no limit, or 1.25, say"),
+        option="expert_capacity",
+        made=lambda factor: factor or None,
+        recorded=True,
     )
-    hotspa_staging_mb: int = field(
-        default=16,
-        metadata=flag(
-            "Size of each of the two staging buffers of a switch, in MiB.",
-            number=Number(1, whole=True, fix="use at least 1; 16 is fast"),
-            option="staging_bytes",
-            made=lambda mib: mib << 20,
-        ),
+    hotspa_staging_mb: int = flag(
+        16,
+        "Size of each of the two staging buffers of a switch, in MiB.",
+        number=Number(1, whole=True, fix="use at least 1; 16 is fast"),
+        option="staging_bytes",
+        made=lambda mib: mib << 20,
     )
-    hotspa_overlap_load: str = field(
-        default="auto",
-        metadata=flag(
-            "Whether a phase starts to compute when the weights of its first layers have arrived: on, off, or auto "
-            "(on with accelerators, off on CPU, where a switch takes the cores from the computation).",
-            choices=ON_OFF,
-            option="overlap_load",
-            made=ON_OFF.get,
-        ),
+    hotspa_overlap_load: str = flag(
+        "auto",
+        "Whether a phase starts to compute when the weights of its first layers have arrived: on, off, or auto "
+        "(on with accelerators, off on CPU, where a switch takes the cores from the computation).",
+        choices=ON_OFF,
+        option="overlap_load",
+        made=ON_OFF.get,
     )
-    hotspa_overlap_return: str = field(
-        default="auto",
-        metadata=flag(
-            "Whether gradients leave during the backward pass: as above.",
-            choices=ON_OFF,
-            option="overlap_return",
-            made=ON_OFF.get,
-        ),
+    hotspa_overlap_return: str = flag(
+        "auto",
+        "Whether gradients leave during the backward pass: as above.",
+        choices=ON_OFF,
+        option="overlap_return",
+        made=ON_OFF.get,
     )
-    hotspa_planner: str = field(
-        default="relay",
-        metadata=flag(
-            "How switches are planned: relay (what a node lacks enters it once), or, to compare, algorithm1 (the "
-            "paper's), round_robin, first_owner.",
-            choices=PLANNERS,
-            option="planner",
-            recorded=True,
-        ),
+    hotspa_planner: str = flag(
+        "relay",
+        "How switches are planned: relay (what a node lacks enters it once), or, to compare, algorithm1 (the "
+        "paper's), round_robin, first_owner.",
+        choices=PLANNERS,
+        option="planner",
+        recorded=True,
     )
-    hotspa_second_source: str = field(
-        default="auto",
-        metadata=flag(
-            "Whether a phase also loads from the weights of the phase before, kept for it: on, off, or auto (on with "
-            "accelerators where a second copy of the weights is small beside the memory).",
-            choices=ON_OFF,
-            option="second_source",
-            made=ON_OFF.get,
-        ),
+    hotspa_second_source: str = flag(
+        "auto",
+        "Whether a phase also loads from the weights of the phase before, kept for it: on, off, or auto (on with "
+        "accelerators where a second copy of the weights is small beside the memory).",
+        choices=ON_OFF,
+        option="second_source",
+        made=ON_OFF.get,
     )
-    hotspa_grad_accum_dtype: str = field(
-        default=FP32,
-        metadata=flag(
-            "The dtype in which the packs of a phase add up their gradients: fp32, or bf16 (half the memory; what is "
-            "added late is rounded away). The sums over phases and ranks are fp32 all the same.",
-            choices=ACCUMULATION_DTYPES,
-        ),
+    hotspa_grad_accum_dtype: str = flag(
+        FP32,
+        "The dtype in which the packs of a phase add up their gradients: fp32, or bf16 (half the memory; what is "
+        "added late is rounded away). The sums over phases and ranks are fp32 all the same.",
+        choices=ACCUMULATION_DTYPES,
     )
-    hotspa_grad_wire_dtype: str = field(
-        default=AUTO_DTYPE,
-        metadata=flag(
-            "The dtype in which gradients travel to the rank that sums them: fp32, bf16 (half the bytes, rounded once "
-            "on the way), or auto (the one in which they add up).",
-            choices=WIRE_DTYPES,
-        ),
+    hotspa_grad_wire_dtype: str = flag(
+        AUTO_DTYPE,
+        "The dtype in which gradients travel to the rank that sums them: fp32, bf16 (half the bytes, rounded once "
+        "on the way), or auto (the one in which they add up).",
+        choices=WIRE_DTYPES,
     )
-    hotspa_memory_limit_mb: int | None = field(
-        default=None,
-        metadata=flag(
-            "MiB that a run may take on a device: weights, gradients, master store, optimizer state, buffers of "
-            "switches and activations, whoever chose the strategies. Strategies that need more are refused at the start. "
-            "When left out, auto plans with nine tenths of what is free, on CPU shared by the processes of a machine.",
-            number=Number(1, whole=True, fix="leave it out for no limit"),
-            option="memory_limit",
-            made=lambda mib: mib << 20 if mib else None,
-        ),
+    hotspa_memory_limit_mb: int | None = flag(
+        None,
+        "MiB that a run may take on a device: weights, gradients, master store, optimizer state, buffers of "
+        "switches and activations, whoever chose the strategies. Strategies that need more are refused at the start. "
+        "When left out, auto plans with nine tenths of what is free, on CPU shared by the processes of a machine.",
+        number=Number(1, whole=True, fix="leave it out for no limit"),
+        option="memory_limit",
+        made=lambda mib: mib << 20 if mib else None,
     )
-    hotspa_offload: str = field(
-        default="none",
-        metadata=flag(
-            "master keeps the master store in host memory: fp32 weights, gradient sums, optimizer state. AdamW is "
-            "DeepSpeed's CPU Adam there, where DeepSpeed (the extra deepspeed) and a C++ compiler are installed.",
-            choices=OFFLOADS,
-            option="offload_master",
-            made=lambda where: where == "master",
-        ),
+    hotspa_offload: str = flag(
+        "none",
+        "master keeps the master store in host memory: fp32 weights, gradient sums, optimizer state. AdamW is "
+        "DeepSpeed's CPU Adam there, where DeepSpeed (the extra deepspeed) and a C++ compiler are installed.",
+        choices=OFFLOADS,
+        option="offload_master",
+        made=lambda where: where == "master",
     )
-    hotspa_switch_timeout: float = field(
-        default=120.0,
-        metadata=flag(
-            "Seconds that a switch may wait for a peer before it fails. With overlapped gradient returns, where "
-            "waiting for a peer is waiting for its computation, ddp_timeout holds instead.",
-            number=replace(SECONDS, fix="use some minutes; 120 is the default"),
-            option="switch_timeout_s",
-        ),
+    hotspa_switch_timeout: float = flag(
+        120.0,
+        "Seconds that a switch may wait for a peer before it fails. With overlapped gradient returns, where "
+        "waiting for a peer is waiting for its computation, ddp_timeout holds instead.",
+        number=replace(SECONDS, fix="use some minutes; 120 is the default"),
+        option="switch_timeout_s",
     )
-    hotspa_async_save: bool = field(
-        default=False,
-        metadata=flag(
-            "Write checkpoints in the background, from a copy of the master store and the optimizer state in host "
-            "memory. A checkpoint exists from the first step on at which all ranks have written it."
-        ),
+    hotspa_async_save: bool = flag(
+        False,
+        "Write checkpoints in the background, from a copy of the master store and the optimizer state in host "
+        "memory. A checkpoint exists from the first step on at which all ranks have written it.",
     )
-    hotspa_stock_checkpoints: bool = field(
-        default=False,
-        metadata=flag(
-            "Checkpoints also hold what the stock Trainer resumes from: optimizer.pt, scheduler.pt, rng_state*.pth and "
-            "training_args.bin. With AdamW 8 bytes a parameter more, which rank 0 gathers in host memory and writes.",
-            as_stock=True,
-        ),
+    hotspa_stock_checkpoints: bool = flag(
+        False,
+        "Checkpoints also hold what the stock Trainer resumes from: optimizer.pt, scheduler.pt, rng_state*.pth and "
+        "training_args.bin. With AdamW 8 bytes a parameter more, which rank 0 gathers in host memory and writes.",
+        as_stock=True,
     )
-    hotspa_max_failed_saves: int = field(
-        default=3,
-        metadata=flag(
-            "How many saves in a row may fail (full disk, ...), with a warning each, before training stops.",
-            number=Number(0, whole=True, fix="use 0 to stop at the first one"),
-        ),
+    hotspa_max_failed_saves: int = flag(
+        3,
+        "How many saves in a row may fail (full disk, ...), with a warning each, before training stops.",
+        number=Number(0, whole=True, fix="use 0 to stop at the first one"),
     )
-    hotspa_allow_data_order_change: bool = field(
-        default=False,
-        metadata=flag(
-            "Resume although seed, mini-batch size or data set changed, so that sequences may be trained twice or "
-            "not at all."
-        ),
+    hotspa_allow_data_order_change: bool = flag(
+        False,
+        "Resume although seed, mini-batch size or data set changed, so that sequences may be trained twice or "
+        "not at all.",
     )
-    hotspa_attention_dropout: float | None = field(
-        default=None,
-        metadata=flag(
-            "0 leaves attention probabilities whole, whatever the model's config says (attention_dropout, attn_pdrop): "
-            "dropping them takes a slower attention. Default: as the config says.",
-            number=Number(0, 0, fix="use 0 for none, or leave it out and set the probability in the model's config"),
-            option="attention_dropout",
-            made=lambda probability: probability is None,
-        ),
+    hotspa_attention_dropout: float | None = flag(
+        None,
+        "0 leaves attention probabilities whole, whatever the model's config says (attention_dropout, attn_pdrop): "
+        "dropping them takes a slower attention. Default: as the config says.",
+        number=Number(0, 0, fix="use 0 for none, or leave it out and set the probability in the model's config"),
+        option="attention_dropout",
+        made=lambda probability: probability is None,
     )
-    hotspa_eval_strategy: str = field(
-        default="longest",
-        metadata=flag(
-            "What evaluate() and predict() run under: longest (all lengths under the strategy of the longest "
-            "bucket, which fits them all), buckets (each length as it is trained), or one of hotspa_strategies, such as "
-            "dp4."
-        ),
+    hotspa_eval_strategy: str = flag(
+        "longest",
+        "What evaluate() and predict() run under: longest (all lengths under the strategy of the longest "
+        "bucket, which fits them all), buckets (each length as it is trained), or one of hotspa_strategies, such as "
+        "dp4.",
     )
-    hotspa_skip_non_finite: int = field(
-        default=0,
-        metadata=flag(
-            "How many mini-batches in a row may be skipped because their loss or gradient is not finite. A skipped "
-            "one changes no weight, counts as a step and is counted in the log. 0 makes the first one an error.",
-            number=Number(0, whole=True, fix="use 0 to skip none, or a small number"),
-        ),
+    hotspa_skip_non_finite: int = flag(
+        0,
+        "How many mini-batches in a row may be skipped because their loss or gradient is not finite. A skipped "
+        "one changes no weight, counts as a step and is counted in the log. 0 makes the first one an error.",
+        number=Number(0, whole=True, fix="use 0 to skip none, or a small number"),
     )
-    hotspa_phase_table: bool = field(
-        default=False,
-        metadata=flag(
-            "Print a table of the phases at every logging step, on the main process.", as_stock=True, of_one_rank=True
-        ),
+    hotspa_phase_table: bool = flag(
+        False,
+        "Print a table of the phases at every logging step, on the main process.",
+        as_stock=True,
+        of_one_rank=True,
     )
-    hotspa_log_all: bool = field(
-        default=False,
-        metadata=flag("Print all hotspa/ numbers of a log, not one line.", as_stock=True, of_one_rank=True),
+    hotspa_log_all: bool = flag(
+        False, "Print all hotspa/ numbers of a log, not one line.", as_stock=True, of_one_rank=True
     )
-    hotspa_report: bool = field(
-        default=True,
-        metadata=flag(
-            "Write what the steps did into output_dir/hotspa_report: a record (hotspa_trace.jsonl), and at the "
-            "end one page of it (report.html). hf-hotspa report makes the page of a run that was stopped.",
-            as_stock=True,
-        ),
+    hotspa_report: bool = flag(
+        True,
+        "Write what the steps did into output_dir/hotspa_report: a record (hotspa_trace.jsonl), and at the "
+        "end one page of it (report.html). hf-hotspa report makes the page of a run that was stopped.",
+        as_stock=True,
     )
-    hotspa_trace_steps: int = field(
-        default=3,
-        metadata=flag(
-            "Steps in perfetto_trace.json beside the record, from the second on; 0 for none.",
-            number=Number(0, whole=True, fix="use 0 for no trace, or some; 3 is the default"),
-            as_stock=True,
-        ),
+    hotspa_trace_steps: int = flag(
+        3,
+        "Steps in perfetto_trace.json beside the record, from the second on; 0 for none.",
+        number=Number(0, whole=True, fix="use 0 for no trace, or some; 3 is the default"),
+        as_stock=True,
     )
 
     fsdp_stage = 0  # of ZeRO, that `fsdp` comes to
@@ -362,7 +308,11 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         check_values(self)  # before transformers compares them, and meets other processes
         refuse_launcher_settings()
         given: Any = vars(self)["deepspeed"]
-        self._deepspeed: DeepSpeedMapping | None = self._map_deepspeed(given)
+        self._deepspeed: DeepSpeedMapping | None = None
+        if given:
+            self._deepspeed = map_config(read_config(given), vars(self), {f.name: f.default for f in fields(self)})
+            for name, value in self._deepspeed.arguments.items():
+                setattr(self, name, value)
         self.deepspeed: Any = None  # the parent would start DeepSpeed
         take_fsdp(self)
         super().__post_init__()
@@ -430,15 +380,6 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     def refusal(self) -> HotspaError | None:
         """Why a run with these arguments is the stock Trainer's; None where it is not."""
         return vars(self).get("_refusal")
-
-    def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
-        """Sets the arguments that a DeepSpeed config stands for."""
-        if not given:
-            return None
-        mapping = map_config(read_config(given), vars(self), {f.name: f.default for f in fields(self)})
-        for name, value in mapping.arguments.items():
-            setattr(self, name, value)
-        return mapping
 
     @property
     def hotspa_deepspeed(self) -> DeepSpeedMapping | None:
@@ -642,7 +583,6 @@ def named(
 
 @functools.cache
 def _with_flags(kind: Any) -> Any:
-    """A class of arguments of the user's, with the `hotspa_*` flags."""
     namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": _pickled}
     made = type(kind.__name__, (HotSPaTrainingArguments, kind), namespace)
     return dataclasses.dataclass(init=False, repr=False, eq=False)(made)

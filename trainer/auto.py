@@ -21,8 +21,8 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
@@ -47,7 +47,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
-from hf_hotspa.search.lengths_seen import LengthsSeen
+from hf_hotspa.search.histogram import LengthsSeen
 from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.race import Race
@@ -217,16 +217,14 @@ class AutoStrategies:
         if measured and len(self._choosers) > 1:
             asked = self._choosers if race.wants else [chooser]
             each = [other.forecast(step, lengths) for other in asked]
-            self._passes.append((report.all_ranks_s, each, self._have_run(measured)))
+            have_run = all(any(chooser.has_run([s]) for chooser in self._choosers) for s in measured)
+            self._passes.append((report.all_ranks_s, each, have_run))
         refit = chooser.trained(step, plan, None if race.is_on else measured)
         if refit is not None:
             self.refits.append(refit)
             if self._args.process_index == 0:
                 logger.warning("step %d: %s", step + 1, refit)
         return with_single(replace(report, phases=tuple(phases)), self.single, plan)
-
-    def _have_run(self, strategies: Iterable[Strategy]) -> bool:
-        return all(any(chooser.has_run([s]) for chooser in self._choosers) for s in strategies)
 
     def ended(self, step: int, report: StepReport) -> StepReport:
         """Takes the whole of mini-batch `step`; returns it with how a race has ended with it, if one has."""

@@ -45,7 +45,7 @@ from hf_hotspa.rows.features import TOKEN_COLUMNS, RowRules
 from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, read_batch
-from hf_hotspa.trainer.launcher import workers_context
+from hf_hotspa.trainer.given_arguments import workers_context
 
 logger = logging.getLogger(__name__)
 

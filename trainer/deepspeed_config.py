@@ -339,8 +339,14 @@ class _Mapper:
 
     def result(self) -> DeepSpeedMapping:
         for section, content in self._config.items():
-            if section in OFF:
-                self._feature(section, content)
+            if (
+                section in OFF
+            ):  # a feature that must be off: by `enabled`, or, where that does not exist, by an empty section
+                enabled = content
+                if isinstance(content, Mapping):
+                    enabled = content.get("enabled", bool(content) and section in NO_SWITCH)
+                if enabled not in (False, AUTO, None):
+                    self._refuse(section if section in NO_SWITCH else f"{section}.enabled", enabled, OFF[section])
                 continue
             for field, value in _leaves({section: content}):
                 self._field(field, value)
@@ -381,14 +387,6 @@ class _Mapper:
         shown = json.dumps(value, default=repr)
         shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
         self._problems.append(f"{field}={shown}: {why}")
-
-    def _feature(self, section: str, content: Any) -> None:
-        """A feature that must be off: by `enabled`, or, where that does not exist, by an empty section."""
-        enabled = content
-        if isinstance(content, Mapping):
-            enabled = content.get("enabled", bool(content) and section in NO_SWITCH)
-        if enabled not in (False, AUTO, None):
-            self._refuse(section if section in NO_SWITCH else f"{section}.enabled", enabled, OFF[section])
 
     def _stage(self, value: Any) -> None:
         if not _is_one_of(value, (0, 1, 2, 3)):
@@ -475,8 +473,11 @@ class _Mapper:
                     self._refuse(field, value, f"use {LOG} or {LINEAR}")
             elif name == "warmup_max_lr":
                 self._argument(field, value, "learning_rate", float)
-            elif not (_is_rate(name, value) or (value == AUTO and name.endswith(("_steps", "_lr")))):
-                self._refuse(field, value, f"give a number{' of steps' if name.endswith('_steps') else ''}")
+            else:
+                steps = name.endswith("_steps")
+                fits = _is_a(value, int) and value > 0 if steps else _is_a(value, float) and value >= 0
+                if not fits and not (value == AUTO and name.endswith(("_steps", "_lr"))):
+                    self._refuse(field, value, f"give a number{' of steps' if steps else ''}")
         shown = ", ".join(f"{name}={params.get(name, default)}" for name, default in TYPES[kind].items())
         self._rows.append((f"scheduler.type={kind}", f"the learning rates of {kind}({shown})"))
 
@@ -487,10 +488,6 @@ def _is_a(value: Any, kind: type) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return False
     return kind is float or float(value).is_integer()
-
-
-def _is_rate(name: str, value: Any) -> bool:
-    return _is_a(value, int) and value > 0 if name.endswith("_steps") else _is_a(value, float) and value >= 0
 
 
 def _is_one_of(value: Any, fine: tuple[Any, ...]) -> bool:

@@ -27,34 +27,95 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import chain
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
-from hf_hotspa.callbacks.log_line import LogLine, for_trackers, memory_share
-from hf_hotspa.engine.phase import Observer, phase_event, switch_events
+from hf_hotspa.engine.phase import phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.switched.model_object import Apart
+
+_COUNTS = ("truncated", "split", "dropped", "empty", "skipped_mini_batches")
+_SHOWN = ("hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/memory_share")
+_OF_ROWS = tuple(f"hotspa/{name}" for name in _COUNTS)
+
+
+def memory_share() -> float | None:
+    """The most memory that torch has reserved on this GPU, as a share of all of it; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.max_memory_reserved() / torch.cuda.mem_get_info()[1]
+
+
+def for_trackers(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """The logs for TensorBoard, Weights & Biases and others: six numbers first (loss, gradient norm, learning rate, and three
+    of `hotspa/`), what was done to rows where there is any, and all other numbers of ours below `hotspa_debug/`."""
+    return {
+        name if not name.startswith("hotspa/") or name in _SHOWN + _OF_ROWS else f"hotspa_debug/{name[7:]}": value
+        for name, value in logs.items()
+    }
+
+
+class LogLine:
+    """Makes the lines of one run, and estimates the time that is left from its own logs."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def text(self, logs: Mapping[str, Any], state: TrainerState) -> str:
+        """The line.
+
+        Args:
+            logs: With `loss`.
+        """
+        step, now = state.global_step, time.perf_counter()
+        if self._first is None or step <= self._first[0]:
+            self._first = step, now
+        parts = [f"step {step}/{state.max_steps}", f"loss {float(logs['loss']):.4f}"]
+        for name, short, form in (
+            ("grad_norm", "grad_norm", ".3g"),
+            ("learning_rate", "lr", ".2e"),
+            ("hotspa/tokens_per_s", "tokens/s", ",.0f"),
+            ("hotspa/memory_share", "memory", ".0%"),
+            ("hotspa/switch_share", "switching", ".1%"),
+            ("hotspa/mfu", "MFU", ".1%"),
+        ):
+            if logs.get(name) is not None:
+                parts.append(f"{short} {float(logs[name]):{form}}")
+        parts += [f"{name} {int(logs[f'hotspa/{name}'])}" for name in _COUNTS if logs.get(f"hotspa/{name}")]
+        first, began = self._first
+        if step > first:
+            parts.append(f"left {_clock((state.max_steps - step) * (now - began) / (step - first))}")
+        return "  ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
 
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_EVENTS = ("on_train_begin", "on_epoch_begin", "on_epoch_end")
 """The events before which ranks may communicate: the Trainer gets to them on all ranks alike."""
 
+PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")
+"""Those inside a mini-batch."""
+
 _OF_TRANSFORMERS = frozenset(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 _PRINTERS = (ProgressCallback, PrinterCallback)
 """The callbacks of transformers that print whatever is logged."""
-
-
-def _short(logs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is printed of other logs than those of training."""
-    return {name: value for name, value in logs.items() if not name.startswith("hotspa/")}
 
 
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"
@@ -86,13 +147,10 @@ class CallbackEvents(CallbackHandler):
 
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
+        error: What waits to be agreed on, and then ends training.
     """
 
-    def __init__(
-        self,
-        handler: CallbackHandler,
-        before: Callable[[str], None] = lambda event: None,
-    ) -> None:
+    def __init__(self, handler: CallbackHandler, before: Callable[[str], None] = lambda event: None) -> None:
         # not super().__init__: it would add the callbacks anew, with warnings about those that are there already
         self.__dict__.update(handler.__dict__)
         self._before = before
@@ -101,7 +159,7 @@ class CallbackEvents(CallbackHandler):
         self._logged_s, self._steps_since_log = 0.0, 0
         self._defers = self._alone = False
         self._line = LogLine()
-        self._error: HotspaError | None = None
+        self.error: HotspaError | None = None
         self._cause: Exception | None = None
 
     # -- whom to call ---------------------------------------------------------------------------------------------
@@ -131,7 +189,9 @@ class CallbackEvents(CallbackHandler):
         """Takes a callback out, the user's or our own, by its class or itself, and returns it; None where there is none."""
         popped: TrainerCallback | None = super().pop_callback(callback)
         if popped is None:
-            popped = next((own for own in self._own.values() if _is(own, callback)), None)
+            kind = callback if isinstance(callback, type) else None
+            own = [own for own in self._own.values() if (own is callback if kind is None else isinstance(own, kind))]
+            popped = own[0] if own else None
             self._own = {kind: own for kind, own in self._own.items() if own is not popped}
         return popped
 
@@ -144,13 +204,13 @@ class CallbackEvents(CallbackHandler):
 
     @contextmanager
     def deferring_errors(self, alone: bool = False) -> Iterator[None]:
-        """Inside, errors wait to be agreed on (`take_error`); outside, callbacks raise where they are.
+        """Inside, errors wait to be agreed on (`error`); outside, callbacks raise where they are.
 
         Args:
             alone: There are no other ranks: only those of our own events wait, which come in the middle of a mini-batch,
                 and those of our own callbacks.
         """
-        self._defers, self._alone, self._error, self._cause = True, alone, None, None
+        self._defers, self._alone, self.error, self._cause = True, alone, None, None
         try:
             yield
         except CallbackError as error:
@@ -159,11 +219,6 @@ class CallbackEvents(CallbackHandler):
             raise
         finally:
             self._defers = False
-
-    def take_error(self) -> HotspaError | None:
-        """The error that waits to be agreed on, once."""
-        error, self._error = self._error, None
-        return error
 
     def _call(self, callback: TrainerCallback, event: str, step: int, *args: Any, **kwargs: Any) -> Any:
         """Calls one callback; what it raises waits for the next agreement, where there is going to be one."""
@@ -177,9 +232,9 @@ class CallbackEvents(CallbackHandler):
             if not self._defers or as_it_is:
                 raise
             logger.exception("%s.%s raised; training ends when all ranks know", name, event)
-            if self._error is None:
+            if self.error is None:
                 self._cause = error
-                self._error = CallbackError(
+                self.error = CallbackError(
                     f"{name}.{event} raised {type(error).__name__}: {error}",
                     where=f"step {step}",
                     why="callbacks run on every rank, and an error in one of them ends training on all",
@@ -204,25 +259,22 @@ class CallbackEvents(CallbackHandler):
             "train_dataloader": self.train_dataloader,
             "eval_dataloader": self.eval_dataloader,
         }
-        for callback in self.every:
+        for callback in chain(self.callbacks, self._own.values()):
             given = kwargs
             if event == "on_log" and (logs := kwargs.get("logs")) is not None:
                 if type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
                     if "loss" in logs:
-                        self._print_line(logs, state)
+                        if state.is_world_process_zero:
+                            tqdm.write(self._line.text(logs, state))
                         continue
-                    given = {**kwargs, "logs": _short(logs)}
+                    short = {name: value for name, value in logs.items() if not name.startswith("hotspa/")}
+                    given = {**kwargs, "logs": short}
                 elif type(callback).__module__.startswith("transformers.integrations"):
                     given = {**kwargs, "logs": for_trackers(logs)}
             result = self._call(callback, event, state.global_step, args, state, control, **shared, **given)
             if result is not None:
                 control = result
         return control
-
-    def _print_line(self, logs: Mapping[str, Any], state: TrainerState) -> None:
-        """Prints a log of training, once a world."""
-        if state.is_world_process_zero:
-            tqdm.write(self._line.text(logs, state))
 
     def is_looked_at(self, occasion: str, trainer: Any) -> bool:
         """Whether code of the user's may look at the model on an occasion: an event, or log, evaluation and save."""
@@ -231,15 +283,19 @@ class CallbackEvents(CallbackHandler):
         functions += [getattr(callback, event, None) for callback in self.callbacks for event in events]
         return any(map(is_users, functions))
 
-    def defined(self, event: str) -> bool:
-        """Whether any callback wants the event."""
-        return any(map(hasattr, self.every, repeat(event)))
+    def defined(self, events: Sequence[str]) -> bool:
+        """Whether any callback wants one of the events."""
+        for callback in chain(self.callbacks, self._own.values()):
+            for event in events:
+                if hasattr(callback, event):
+                    return True
+        return False
 
     def dispatch(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: Any
     ) -> None:
         """An event of ours, to the callbacks that define it."""
-        for callback in self.every:
+        for callback in chain(self.callbacks, self._own.values()):
             if hasattr(callback, event):
                 self._call(callback, event, state.global_step, args, state, control, **facts)
         self._steps_since_log += event == "on_step_report"
@@ -259,42 +315,29 @@ class CallbackEvents(CallbackHandler):
         return metrics
 
 
-def _is(callback: TrainerCallback, wanted: Any) -> bool:
-    return isinstance(callback, wanted) if isinstance(wanted, type) else callback is wanted
-
-
-class PhaseDispatcher(Observer):
-    """Tells callbacks of the phases while a mini-batch runs, and the engine of a SIGTERM.
+class PhaseDispatcher:
+    """Tells callbacks of the phases while a mini-batch runs.
 
     Args:
-        trainer: Gives `args`, `state`, `control`, the `CallbackEvents` and the `Preemption`.
+        trainer: Gives `args`, `state`, `control` and the `CallbackEvents`.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-
-    def wants_stop(self) -> bool:
-        requested: bool = self._trainer._hotspa_preemption.requested
-        return requested
 
     def _dispatch(self, name: str, **facts: Any) -> None:
         trainer = self._trainer
         trainer.callback_handler.dispatch(name, trainer.args, trainer.state, trainer.control, **facts)
 
     def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
-        if self._trainer.callback_handler.defined("on_phase_begin"):
-            self._dispatch("on_phase_begin", phase=phase_event(step, plan, order, index))
+        self._dispatch("on_phase_begin", phase=phase_event(step, plan, order, index))
 
     def phase_ended(
         self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure
     ) -> None:
-        handler = self._trainer.callback_handler
-        if handler.defined("on_switch"):
-            strategy = str(plan.phases[order[index]].bucket.strategy)
-            for switch in switch_events(step, strategy, measured):
-                self._dispatch("on_switch", switch=switch)
-        if handler.defined("on_phase_end"):
-            self._dispatch("on_phase_end", phase=phase_event(step, plan, order, index, measured))
+        for switch in switch_events(step, str(plan.phases[order[index]].bucket.strategy), measured):
+            self._dispatch("on_switch", switch=switch)
+        self._dispatch("on_phase_end", phase=phase_event(step, plan, order, index, measured))
 
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")

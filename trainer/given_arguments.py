@@ -1,27 +1,175 @@
 """Arguments that a script gives and that are unknown, no values, cannot be honoured, ask for nothing, or are another trainer's: each is
-said, with what to use instead."""
+said, with what to use instead.
+
+Flags that have a meaning together, checked: how pipelines update, and what is done about slow devices.
+
+What the launcher of this process has said, in the environment: how many processes are meant, and how they train.
+
+Launchers fail quietly: `accelerate launch` starts one process where `--multi_gpu` is missing, whatever its
+`--num_processes` says, and torchrun's processes train alone where the script does not ask for the CPU on a machine
+without accelerators. Both are errors here, whatever the strategies, also when they are chosen by themselves.
+"""
 
 import inspect
 import logging
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from transformers import TrainingArguments
+from transformers.utils.generic import strtobool
 
 from hf_hotspa.data.collator import is_stream
-from hf_hotspa.errors import DataError, HotspaConfigError, UnsupportedError
+from hf_hotspa.errors import DataError, HotspaConfigError, LaunchError, UnsupportedError
 from hf_hotspa.model.options import LONGEST_TIMEOUT_S
+from hf_hotspa.packing.pipeline_order import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.rows.formats import format_of
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.trainer.launcher import OWN_LAYOUTS
+from hf_hotspa.stragglers.columns import CHOICES, IMPUTATIONS
+from hf_hotspa.stragglers.giving import GIVING, LOSSY, MODES
+from hf_hotspa.strategy import Bucket
+
+OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"
+"""Why nothing else may lay out the model."""
+
+_LAYOUTS = {
+    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", ", and give the JSON file as deepspeed= to the arguments"),
+    "ACCELERATE_USE_FSDP": ("FSDP", ", and give fsdp=True to the arguments, or strategies such as dp8+z3"),
+    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", ", and give the degrees as hotspa_strategies"),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": (
+        "a parallelism_config",
+        ", and give the degrees as hotspa_strategies, such as dp4tp2:4096",
+    ),
+}
+"""Variable of accelerate -> what it was told to start, and what to do beside naming another distributed_type."""
+
+_WORLDS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_ONE_PROCESS = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "MASTER_PORT")
+"""What accelerate's launcher of one process sets when it was told to start several: where these are to meet."""
+_LAUNCHES = re.compile(r"accelerate\S*[ ./-]launch")
+"""The command line of `accelerate launch`, of `accelerate-launch`, or of the module."""
+_DTYPES = ("no", "fp32", "bf16")
+
+
+def refuse_launcher_settings() -> None:
+    """Refuses what accelerate's configuration would have laid out or compiled.
+
+    Raises:
+        UnsupportedError: naming the variable, and what to use instead.
+    """
+    for variable, (name, more) in _LAYOUTS.items():
+        if strtobool(os.environ.get(variable, "false")):
+            raise UnsupportedError(
+                f"accelerate was told to start {name} ({variable})",
+                why=OWN_LAYOUTS,
+                fix=f"use distributed_type: MULTI_GPU without its section{more}",
+            )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    if backend.lower() != "no":
+        raise UnsupportedError(
+            f"accelerate was told to compile the model (dynamo_backend {backend})",
+            why="replicas are rebound to other storage for every phase",
+            fix="leave dynamo_config out of the configuration, and --dynamo_backend out of the launch line",
+        )
+    precision = _mixed_precision()
+    if precision not in _DTYPES:
+        raise UnsupportedError(
+            f"accelerate was told to train in mixed precision {precision}",
+            why="loss scaling and fp8 are not supported",
+            fix="use mixed_precision: bf16, or no",
+        )
+
+
+def wants_bf16() -> bool:
+    """Whether accelerate's configuration asks for bf16, which is `bf16=True` to the Trainer."""
+    return _mixed_precision() == "bf16"
+
+
+def _mixed_precision() -> str:
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+
+
+def check_processes(world_size: int) -> None:
+    """Checks that as many processes train together as were started, and were meant.
+
+    Args:
+        world_size: Processes that train together, as transformers sees them.
+
+    Raises:
+        LaunchError: they are fewer; the message has the launch line.
+    """
+    if world_size > 1:
+        return
+    started = max((int(os.environ[name]) for name in _WORLDS if os.environ.get(name, "").isdigit()), default=1)
+    if started > 1:
+        raise LaunchError(
+            f"{started} processes were started, and each of them would train alone",
+            why="without an accelerator, transformers joins processes only where use_cpu=True",
+            fix=f"give SCRIPT the flag --use_cpu (use_cpu=True in its arguments): torchrun --nproc_per_node {started} SCRIPT "
+            "--use_cpu; or, to train alone, unset WORLD_SIZE",
+        )
+    if all(name in os.environ for name in _ONE_PROCESS) and (meant := _meant()) != 1:
+        raise LaunchError(
+            f"accelerate was told to start {meant or 'several'} processes, and has started one",
+            why="without --multi_gpu (distributed_type: MULTI_GPU) `accelerate launch` starts one process, also with --cpu",
+            fix=f"accelerate launch --multi_gpu --num_processes {meant or 'N'} SCRIPT (on CPU give SCRIPT the flag --use_cpu, "
+            "and accelerate no --cpu)",
+        )
+
+
+def _meant() -> int | None:
+    """The processes that accelerate's command line or configuration asks for; None where these cannot be seen."""
+    for parent in psutil.Process().parents():
+        try:
+            words = parent.cmdline()
+            if not _LAUNCHES.search(" ".join(words)):
+                continue
+            if (number := _option(words, "num_processes")) is not None:
+                return int(number)
+            config = _option(words, "config_file") or (default_config_file if "--cpu" not in words else "")
+            path = os.path.join(parent.cwd(), config)
+            if os.path.isfile(path):
+                return int(load_config_from_file(path).num_processes)
+            return 1 if int(_option(words, "num_machines") or 1) == 1 else None  # its default
+        except (psutil.Error, OSError, ValueError, TypeError):
+            continue  # nobody's business, or gone
+    return None
+
+
+def _option(words: Sequence[str], name: str) -> str | None:
+    """The value of an option of `accelerate launch`, written with underscores or hyphens, `=` or a blank."""
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
+            return value if equals else next(iter(words[at + 1 :]), None)
+    return None
+
+
+def recompute_argument(args: TrainingArguments) -> str:
+    """The name of the argument that asks for recomputation: `activation_checkpointing`, once `gradient_checkpointing`.
+
+    Where both are there, transformers keeps them the same.
+    """
+    return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+
+
+def workers_context(args: TrainingArguments) -> Any:
+    """How loader workers are started; None, the rule of the platform, where there is no such argument."""
+    return getattr(args, "dataloader_multiprocessing_context", None)
+
+
+# -- given arguments --------------------------------------------------------------------------------------------------
+
 
 logger = logging.getLogger(__name__)
 
@@ -176,17 +324,18 @@ class _Help(str):
     flag: Flag
 
 
-def flag(text: str, choices: Iterable[str] = (), **known: Any) -> dict[str, Any]:
-    """The metadata of a field that is a flag.
+def flag(default: Any, text: str, choices: Iterable[str] = (), **known: Any) -> Any:
+    """A field that is a flag.
 
     Args:
+        default: Its value where nothing is said.
         text: Its help.
         choices: Its values, where it has few.
         known: As for `Flag`.
     """
     help_ = _Help(text)
     help_.flag = Flag(**known)
-    return {"help": help_, "choices": list(choices)} if choices else {"help": help_}
+    return field(default=default, metadata={"help": help_} | ({"choices": list(choices)} if choices else {}))
 
 
 def flags_of(kind: type) -> dict[str, Flag]:
@@ -482,3 +631,152 @@ def _kinds(dataset: Any) -> Iterator[str]:
     except DataError:  # refused, or read by a collator of the user's
         kind = "unknown"
     yield "conversation and answer" if kind == "completion" and isinstance(row["prompt"], list) else kind
+
+
+# -- modes ------------------------------------------------------------------------------------------------------------
+
+
+_NAMED, _BACK = f"hotspa_pipeline_mode={PIPEDREAM}", f"hotspa_pipeline_mode={SYNCHRONOUS}"
+
+# name -> (values that are fine, why another one is not)
+_NOT_WITH: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "hotspa_overlap_load": (("auto", "off"), "a stage loads its weights anew after every pack, and waits for that"),
+    "hotspa_overlap_return": (("auto", "off"), "a stage updates as soon as a pack has run backward"),
+    "hotspa_offload": (("none",), "every update would cross the bus to the host and back"),
+    "hotspa_stragglers": (
+        ("off", "watch"),
+        "what slow ranks do less is agreed on for a whole mini-batch, and a stage keeps its layers",
+    ),
+    "hotspa_skip_non_finite": ((0,), "packs before the one that is not finite have changed the weights already"),
+}
+
+
+@dataclass
+class PipelineModeArguments:
+    """How the stages of a pipeline update. The last two flags have a meaning with `hotspa_pipeline_mode=pipedream` alone."""
+
+    hotspa_pipeline_mode: str = flag(
+        SYNCHRONOUS,
+        "synchronous (one update a mini-batch, exact), or pipedream: stages update after the backward pass of every "
+        "pack, with weights that are behind, which is not the synchronous update. For one strategy with pp.",
+        choices=PIPELINE_MODES,
+    )
+    hotspa_vertical_sync: bool = flag(
+        False, "With pipedream: all stages run a pack with the version of weights of the first."
+    )
+    hotspa_clip_per_stage: bool = flag(
+        False,
+        "With pipedream: max_grad_norm holds for the gradient of each stage and pack, by itself. Else it must be 0: no "
+        "stage knows the norm over all.",
+    )
+
+    @property
+    def hotspa_pipedream(self) -> PipeDream | None:
+        """How stages update by themselves; None for the synchronous update."""
+        if self.hotspa_pipeline_mode != PIPEDREAM:
+            return None
+        most: float | None = vars(self)["max_grad_norm"]  # of transformers
+        return PipeDream(self.hotspa_vertical_sync, most if self.hotspa_clip_per_stage and most else None)
+
+    def check_pipeline_mode(self, buckets: Sequence[Bucket]) -> None:
+        """Refuses what does not go together.
+
+        Args:
+            buckets: Those that were given; none with `auto`.
+
+        Raises:
+            HotspaConfigError: a flag without a meaning.
+            UnsupportedError: something that the mode cannot honour.
+        """
+        if self.hotspa_pipeline_mode == SYNCHRONOUS:
+            for name in ("hotspa_vertical_sync", "hotspa_clip_per_stage"):
+                if getattr(self, name):
+                    raise HotspaConfigError(
+                        f"{name}=True with {_BACK}",
+                        why="all stages update together there, and clip to the norm over all",
+                        fix=f"leave it out, or use it with {_NAMED}",
+                    )
+            return
+        if not buckets:
+            raise UnsupportedError(
+                f"{_NAMED} with hotspa_strategies=auto",
+                why="auto chooses strategies to switch between, and stages that update by themselves cannot switch",
+                fix=f"give one strategy with pp of at least 2, such as pp2:2048, or {_BACK}",
+            )
+        values = vars(self)
+        check_pipedream(buckets, schedule=values["hotspa_pipeline_schedule"])
+        most = values["max_grad_norm"]
+        if most and not self.hotspa_clip_per_stage:
+            raise UnsupportedError(
+                f"{_NAMED} with max_grad_norm={most} (1.0 is its default)",
+                why="it is the norm of the whole gradient, and no moment exists at which the gradients of all stages are there",
+                fix=f"set max_grad_norm=0, or hotspa_clip_per_stage=True to clip each stage by itself, or {_BACK}",
+            )
+        if self.hotspa_clip_per_stage and not most:
+            raise HotspaConfigError(
+                f"hotspa_clip_per_stage=True with max_grad_norm={most}", fix="give the norm, such as max_grad_norm=1.0"
+            )
+        for name, (fine, why) in _NOT_WITH.items():
+            if values[name] not in fine:
+                raise UnsupportedError(
+                    f"{_NAMED} with {name}={values[name]}", why=why, fix=f"use {name}={fine[0]}, or {_BACK}"
+                )
+
+
+@dataclass
+class StragglerArguments:
+    """What is done about slow devices. Flags of `hotspa_resize` have a meaning where products are resized alone."""
+
+    hotspa_stragglers: str = flag(
+        "watch",
+        "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
+        "divided over replicas, layers over stages of pipelines, and MLPs over ranks of tp, by measured speed), migrate (slow ranks of tp give columns to others), resize (they leave "
+        "columns out: not exact), or semi (they do both, by what a pretest finds to cost less: not exact).",
+        choices=MODES,
+        option="flexible",
+        made=lambda mode: mode in GIVING,
+        recorded=True,
+    )
+    hotspa_resize_columns: str = flag(
+        CHOICES[0],
+        "Which columns resize and semi leave out: rd (at random), pri (whose weights vary least), pridiffr and "
+        "pridiffe (by variation, and of each layer as many as vary little; at least 0.8 of what the slow device must lose, or "
+        "of one half).",
+        choices=CHOICES,
+    )
+    hotspa_resize_imputation: str = flag(
+        IMPUTATIONS[0],
+        "What the gradients of columns are that were left out: zero, same (of weights: that of the mini-batch before; a "
+        "copy of the gradient is kept), or average (the mean of the other columns).",
+        choices=IMPUTATIONS,
+    )
+    hotspa_resize_period: int = flag(
+        0,
+        "Mini-batches from one look at how weights vary to the next, for hotspa_resize_columns other than rd. 0: a "
+        "pass over the data.",
+        number=Number(0, whole=True, fix="use some mini-batches, or 0 for a pass"),
+    )
+
+    def check_stragglers(self, world_size: int, deterministic: bool) -> None:
+        """Raises `HotspaConfigError` for flags that do not go together with each other or with the run."""
+        mode = self.hotspa_stragglers
+        if mode not in ("off", "watch") and world_size == 1:
+            raise HotspaConfigError(
+                f"hotspa_stragglers={mode} on one process",
+                why="there is no other device that work could go to",
+                fix="leave it at watch, or start more processes",
+            )
+        if mode not in ("off", "watch") and deterministic:
+            raise HotspaConfigError(
+                f"hotspa_stragglers={mode} with full_determinism",
+                why="what is done depends on measured seconds, which differ from run to run",
+                fix="use hotspa_stragglers=watch, or leave out full_determinism",
+            )
+        for name, choices in (("hotspa_resize_columns", CHOICES), ("hotspa_resize_imputation", IMPUTATIONS)):
+            value = getattr(self, name)
+            if value != choices[0] and mode not in LOSSY:
+                raise HotspaConfigError(
+                    f"{name}={value} with hotspa_stragglers={mode}",
+                    why="no columns are left out there",
+                    fix=f"use it with hotspa_stragglers={' or '.join(LOSSY)}",
+                )

@@ -25,13 +25,13 @@ from hf_hotspa.checkpoint.model_files import ModelWeights
 from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
-from hf_hotspa.errors import CheckpointError, HotspaConfigError, ModelError, UnsupportedError
+from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.specs import dtype_name
-from hf_hotspa.parallel.adapters import is_adapted, save_config
+from hf_hotspa.parallel.adapters import bare_model, is_adapted, save_config
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.switched.model_object import release, structure_only
+from hf_hotspa.switched.model_object import as_built, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
 logger = logging.getLogger(__name__)
@@ -254,16 +254,28 @@ def write_beside(files: SideFiles, target: Path) -> None:
         logger.warning("the weights are saved in %s, but not %s: %s: %s", target, name, type(failure).__name__, failure)
 
 
-def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] | None) -> None:
-    """`save_pretrained`; where it fails because of a config, all but that."""
+def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] | None, beside: SideFiles) -> None:
+    """`save_pretrained`; where it fails because of a config, all but that; and files beside it.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
     try:
-        model.save_pretrained(target, state_dict=state_dict)
-    except Exception as failure:
-        if may_pass(failure, target):
-            raise
-        with _without_configs(model):
-            model.save_pretrained(target, state_dict=state_dict)
-        write_beside(side_files(model, None), target)
+        target.mkdir(parents=True, exist_ok=True)
+        with as_built(bare_model(model)[0]):
+            try:
+                model.save_pretrained(target, state_dict=state_dict)
+            except Exception as failure:
+                if may_pass(failure, target):
+                    raise
+                with _without_configs(model):
+                    model.save_pretrained(target, state_dict=state_dict)
+                write_beside(side_files(model, None), target)
+        write_beside(beside, target)
+    except HotspaError:
+        raise
+    except Exception as failure:  # of the disk, or of a tokenizer
+        raise model_not_saved(target, failure) from failure
 
 
 @contextmanager

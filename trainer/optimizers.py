@@ -300,9 +300,13 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
             fix=_FIX,
         )
     moved = {id(p): shares[names[id(p)]] for p in given if id(p) in names}
-    _refuse_thawed(
-        [names[id(p)] for p in given if id(p) in moved and p.requires_grad and not moved[id(p)].requires_grad]
-    )
+    thawed = [names[id(p)] for p in given if id(p) in moved and p.requires_grad and not moved[id(p)].requires_grad]
+    if thawed:
+        raise UnsupportedError(
+            f"the parameter {thawed[0]!r} was frozen when training started and is to be trained now",
+            why="which parameters have gradients is laid out at the start",
+            fix="unfreeze it before train(), with a learning rate of 0 until it is to be trained",
+        )
     after = [moved.get(id(p), p) for p in given]
     if not any(share.requires_grad for share in after):
         raise UnsupportedError(
@@ -329,15 +333,6 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         release(bare, engine, model)
         raise
     return True
-
-
-def _refuse_thawed(names: list[str]) -> None:
-    if names:
-        raise UnsupportedError(
-            f"the parameter {names[0]!r} was frozen when training started and is to be trained now",
-            why="which parameters have gradients is laid out at the start",
-            fix="unfreeze it before train(), with a learning rate of 0 until it is to be trained",
-        )
 
 
 def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
@@ -402,12 +397,6 @@ class MasterOptimizer:
         self._watched: weakref.ref[Optimizer] | None = None  # taken over last, by this engine
         self._made: weakref.ref[Optimizer] | None = None  # from the arguments
 
-    @property
-    def _engine(self) -> HotSPaEngine:
-        engine = self._trainer.engine
-        assert engine is not None
-        return engine
-
     def made(self, optimizer: Any) -> Any:
         """Remembers the one that was made from the arguments: it ends with the engine."""
         self._made = weakref.ref(optimizer)
@@ -420,7 +409,7 @@ class MasterOptimizer:
         if optimizer is None:
             return
         if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
-            release(optimizer, self._engine, trainer.model)
+            release(optimizer, trainer.engine, trainer.model)
         else:
             trainer.optimizer = trainer.lr_scheduler = None
 
@@ -438,12 +427,9 @@ class MasterOptimizer:
             self._on_master_store(optimizer)
             return optimizer
 
-        self._engine.agreement.run(
+        self._trainer.engine.agreement.run(
             "optimizer", taken_over, facts=lambda made: optimizer_facts(made, self._trainer.lr_scheduler)
         )
-
-    def _is_watched(self, optimizer: Optimizer) -> bool:
-        return self._watched is not None and self._watched() is bare_optimizer(optimizer)
 
     def _on_master_store(self, optimizer: Optimizer) -> None:
         args = self._trainer.args
@@ -455,25 +441,26 @@ class MasterOptimizer:
                 why="the master store has some weights transposed, so that other elements share a scale than in optimizer.pt",
                 fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights as transformers saves them all the same",
             )
-        take_over(optimizer, self._engine, self._trainer.model, saved)
+        take_over(optimizer, self._trainer.engine, self._trainer.model, saved)
         self._watched = weakref.ref(bare_optimizer(optimizer))
         # groups that are added in the course of training come with parameters of the model
         self._trainer.switched.takes_over = self._take_over_added
 
     def _take_over_added(self, optimizer: Optimizer) -> None:
-        if self._is_watched(optimizer):
-            take_over(optimizer, self._engine, self._trainer.model)
+        if self._watched is not None and self._watched() is bare_optimizer(optimizer):
+            take_over(optimizer, self._trainer.engine, self._trainer.model)
 
-    def begin_step(self) -> None:
+    def begin_step(self, engine: HotSPaEngine) -> None:
         """An optimizer that was put in its place since training started is taken over, too; where stages update by themselves,
         it is they who step."""
-        optimizer, updates = self._trainer.optimizer, self._engine.updates
+        optimizer = self._trainer.optimizer
         if optimizer is None:
             return
-        if not self._is_watched(optimizer):
+        bare = bare_optimizer(optimizer)
+        if self._watched is None or self._watched() is not bare:
             self._on_master_store(optimizer)
-        if updates is not None:
-            updates.step = bare_optimizer(optimizer).step
+        if engine.updates is not None:
+            engine.updates.step = bare.step
 
     def settings(self) -> dict[str, str]:
         """What is the optimizer's and may be changed at any time: by a scheduler, a callback, the user."""
@@ -481,7 +468,7 @@ class MasterOptimizer:
 
     def on_host(self, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """With the master store in host memory, DeepSpeed's CPU Adam for torch's AdamW, if all ranks have it."""
-        args, engine = self._trainer.args, self._engine
+        args, engine = self._trainer.args, self._trainer.engine
         if args.hotspa_offload != "master" or kind is not torch.optim.AdamW:
             return kind, options
         reason = None

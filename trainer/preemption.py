@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers.trainer_utils import SaveStrategy
 
-from hf_hotspa.callbacks.report import ReportCallback
+from hf_hotspa.callbacks.step_reports import ReportCallback
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.errors import DataError, HotspaError, NonFiniteError
 from hf_hotspa.parallel.agreement import Agreement

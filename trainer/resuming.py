@@ -90,7 +90,6 @@ def find_checkpoint(
 def _newest(
     folder: Path, args: HotSPaTrainingArguments, agreement: Agreement, model: PreTrainedModel
 ) -> Resumption | StockCheckpoint:
-    """The checkpoint of the highest step that verifies."""
     names = json.loads(agreement.texts(json.dumps([path.name for path in checkpoints(folder)]))[0])
     for path in (folder / name for name in names):
         resumption, reason = None, ""
@@ -144,13 +143,6 @@ def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model:
     return manifest
 
 
-def table_facts(table: SequenceTable) -> dict[str, Any]:
-    """Number, lengths and labels of rows."""
-    arrays = (table.lengths, table.label_counts, table.cuts)
-    digest = hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()
-    return {"rows of the dataset": len(table), "lengths and labels of the rows": digest[:16]}
-
-
 def next_pass(place: Mapping[str, Any], epoch: int, ended: bool = False) -> dict[str, Any]:
     """The beginning of a pass over a stream, as a checkpoint says it: `epoch`, the `batches` that were read in it, and for each pass
     before it how many batches were `read`, or asked for (None: all): the order of a stream may depend on that.
@@ -181,7 +173,9 @@ def data_order(
         "hotspa_overlong": args.hotspa_overlong,
     }
     if table is not None:
-        order |= table_facts(table)
+        arrays = (table.lengths, table.label_counts, table.cuts)
+        digest = hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()
+        order |= {"rows of the dataset": len(table), "lengths and labels of the rows": digest[:16]}
     if args.hotspa_overlong != "error":
         order["longest sequence of the buckets"] = longest
     return order
@@ -285,27 +279,23 @@ class Restorer:
         self._switched.weights_are(current=False)
 
     def _read(self, path: Path, manifest: Manifest, state: dict[str, Any] | None, optimizer: Optimizer | None) -> None:
-        """What this rank reads."""
         engine = self._engine
         adapted = engine.description.adapters is not None
         check_model(manifest, saved_vector(engine.description.vector, adapted), str(path))
         if state is None:
             restore(path, manifest, engine.master, None, None)
         else:
-            if adapted and engine.agreement.rank == 0:  # the main process's is the one that counts
-                self._check_base(state.get("base model"), str(path))
+            # of an adapter's base it holds a digest; the main process's is the one that counts
+            base = adapted and engine.agreement.rank == 0
+            if base and state.get("base model") != self._base.of(self._engine, self._model):
+                raise ResumeError(
+                    "the frozen weights of the model are not those that the checkpoint's adapter was trained beside",
+                    where=str(path),
+                    why="a checkpoint of an adapter holds the trained weights, and of the base model a digest",
+                    fix="load the same base model in the same dtype, and make the adapter with the same config and seed",
+                )
             restore(path, manifest, engine.master, optimizer, state["optimizer"])
         copy_buffers(saved_tensors(path, manifest, BUFFERS), [self._model, *engine.part_models])
-
-    def _check_base(self, saved: Any, where: str) -> None:
-        """Refuses an adapter's checkpoint beside another base model: it holds a digest of that only."""
-        if saved != self._base.of(self._engine, self._model):
-            raise ResumeError(
-                "the frozen weights of the model are not those that the checkpoint's adapter was trained beside",
-                where=where,
-                why="a checkpoint of an adapter holds the trained weights, and of the base model a digest",
-                fix="load the same base model in the same dtype, and make the adapter with the same config and seed",
-            )
 
     def _model_files(self, folder: Path, agreement: Agreement) -> None:
         """The master store, and the buffers, from a Hugging Face model or adapter folder."""

@@ -10,19 +10,19 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedConfig, set_seed
 
-from hf_hotspa.callbacks.report import ReportCallback
+from hf_hotspa.callbacks.step_reports import ReportCallback
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.gain import measure_gain
-from hf_hotspa.trainer.given_arguments import unknown_flag
+from hf_hotspa.trainer.given_arguments import flag, unknown_flag
 from hf_hotspa.trainer.start import Ranks
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -44,15 +44,12 @@ class FlagParser(HfArgumentParser):
         """As `ArgumentParser.parse_args`; what is not known ends the program with code 2."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self._refuse(unknown)
+            flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            if not flags:
+                self.error(f"{unknown[0]!r} belongs to no flag; names follow --model and --dataset")
+            known = {action.dest for action in self._actions}
+            self.error("; ".join(unknown_flag(word, known) for word in flags))
         return parsed
-
-    def _refuse(self, unknown: list[str]) -> None:
-        flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-        if not flags:
-            self.error(f"{unknown[0]!r} belongs to no flag; names follow --model and --dataset")
-        known = {action.dest for action in self._actions}
-        self.error("; ".join(unknown_flag(flag, known) for flag in flags))
 
 
 logger = logging.getLogger(__name__)
@@ -70,59 +67,36 @@ _FP32 = "float32"
 class ScriptArguments:
     """What is trained on what."""
 
-    model: str | None = field(
-        default=None,
-        metadata={
-            "help": "The model to fine-tune: a folder or a hub name. Each process reads only its share of the weights."
-        },
+    model: str | None = flag(
+        None, "The model to fine-tune: a folder or a hub name. Each process reads only its share of the weights."
     )
-    dataset: str | None = field(
-        default=None,
-        metadata={
-            "help": "A json, jsonl, csv, parquet or txt file, a folder of such files, a folder of save_to_disk, or a hub name."
-        },
+    dataset: str | None = flag(
+        None,
+        "A json, jsonl, csv, parquet or txt file, a folder of such files, a folder of save_to_disk, or a hub name.",
     )
-    config: str | None = field(
-        default=None,
-        metadata={"help": "Instead of --model: train a new model of this config (a folder or a hub name)."},
+    config: str | None = flag(None, "Instead of --model: train a new model of this config (a folder or a hub name).")
+    tokenizer: str | None = flag(None, "A folder or hub name; default: that of the model.")
+    dataset_split: str = flag("train", "The split, or a part of it such as 'train[:90%%]'; a file is all 'train'.")
+    eval_dataset: str | None = flag(
+        None, "What is evaluated, as --dataset; after each epoch where --eval_strategy says nothing else."
     )
-    tokenizer: str | None = field(default=None, metadata={"help": "A folder or hub name; default: that of the model."})
-    dataset_split: str = field(
-        default="train", metadata={"help": "The split, or a part of it such as 'train[:90%%]'; a file is all 'train'."}
+    eval_split: str | None = flag(
+        None,
+        "The split that is evaluated: of --eval_dataset (default: train), or else of --dataset, such as "
+        "'train[90%%:]' or 'validation'.",
     )
-    eval_dataset: str | None = field(
-        default=None,
-        metadata={"help": "What is evaluated, as --dataset; after each epoch where --eval_strategy says nothing else."},
+    dtype: str = flag(
+        "auto",
+        "The dtype in which weights are read: float32, bfloat16, or auto (float32; for the frozen base of an "
+        "adapter that of its files). With --bf16, computation is in bfloat16 all the same.",
     )
-    eval_split: str | None = field(
-        default=None,
-        metadata={
-            "help": "The split that is evaluated: of --eval_dataset (default: train), or else of --dataset, such as "
-            "'train[90%%:]' or 'validation'."
-        },
-    )
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "The dtype in which weights are read: float32, bfloat16, or auto (float32; for the frozen base of an "
-            "adapter that of its files). With --bf16, computation is in bfloat16 all the same."
-        },
-    )
-    lora_r: int = field(
-        default=0, metadata={"help": "Train a LoRA adapter of this rank instead of all weights, such as 16."}
-    )
-    lora_alpha: int | None = field(
-        default=None, metadata={"help": "The adapter's factor is lora_alpha / lora_r; default: twice the rank."}
-    )
-    lora_targets: str = field(
-        default="all-linear", metadata={"help": "Layers with an adapter, separated by commas; or 'all-linear'."}
-    )
-    measure_gain: int = field(
-        default=0,
-        metadata={
-            "help": "After training, time so many mini-batches with switching and under single strategies that fit (DDP, FSDP, "
-            "tensor parallelism, a pipeline, the best as predicted), and say how much faster switching is; 0 for none."
-        },
+    lora_r: int = flag(0, "Train a LoRA adapter of this rank instead of all weights, such as 16.")
+    lora_alpha: int | None = flag(None, "The adapter's factor is lora_alpha / lora_r; default: twice the rank.")
+    lora_targets: str = flag("all-linear", "Layers with an adapter, separated by commas; or 'all-linear'.")
+    measure_gain: int = flag(
+        0,
+        "After training, time so many mini-batches with switching and under single strategies that fit (DDP, FSDP, "
+        "tensor parallelism, a pipeline, the best as predicted), and say how much faster switching is; 0 for none.",
     )
 
 
@@ -209,7 +183,8 @@ def look(script: Any, skips_empty: bool) -> None:
         raise HotspaConfigError("--dataset is missing", fix="give a file, a folder or a hub name: --dataset my.jsonl")
     if script.lora_r:
         _peft()
-    _check_dtype(script.dtype)
+    if script.dtype != "auto" and not isinstance(getattr(torch, script.dtype, None), torch.dtype):
+        raise HotspaConfigError(f"--dtype is {script.dtype!r}", fix="use float32, bfloat16 or auto")
     _open_config(_folder(script.model) or script.model if script.model is not None else script.config)
     for dataset in (_rows(script), _evaluated_rows(script)):
         if dataset is not None and "input_ids" not in dataset.column_names:
@@ -228,11 +203,6 @@ def look_together(settings: Settings) -> None:
     agreement.run("what the command line names", lambda: look(script, args.hotspa_skips_empty))
 
 
-def _check_dtype(name: str) -> None:
-    if name != "auto" and not isinstance(getattr(torch, name, None), torch.dtype):
-        raise HotspaConfigError(f"--dtype is {name!r}", fix="use float32, bfloat16 or auto")
-
-
 def _peft() -> Any:
     try:
         import peft
@@ -246,7 +216,6 @@ def _rows(script: Any) -> Any:
 
 
 def _evaluated_rows(script: Any) -> Any:
-    """What is evaluated, or None."""
     if script.eval_dataset is None and script.eval_split is None:
         return None
     return load_source(script.eval_dataset or script.dataset, script.eval_split or "train")
@@ -269,7 +238,6 @@ def _folder(name: str) -> Path | None:
 
 
 def _not_there(what: str, name: str, error: Exception) -> ModelError:
-    """What to raise for a name that nobody has."""
     said = str(error).strip().splitlines() or [""]
     return ModelError(
         f"{what} {name!r} is no folder here, and the hub did not give it",
@@ -346,7 +314,6 @@ def _model(script: Any, args: HotSPaTrainingArguments) -> Any:
 
 
 def _with_adapter(model: Any, script: Any, args: HotSPaTrainingArguments) -> Any:
-    """The model with an adapter, if one is asked for."""
     if not script.lora_r:
         return model
     peft = _peft()

@@ -35,17 +35,11 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, evaluation_buckets, given_buckets
-from hf_hotspa.trainer.auto import (
-    AutoStrategies,
-    check_given,
-    engine_options,
-    prepare_auto,
-)
-from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher, is_users
+from hf_hotspa.trainer.auto import AutoStrategies, check_given, engine_options, prepare_auto
+from hf_hotspa.trainer.events import CallbackEvents, is_users
 from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others
 from hf_hotspa.trainer.optimizers import check_elementwise
-from hf_hotspa.trainer.predictions import Predictions, find_calibration
-from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
+from hf_hotspa.trainer.predictions import DeviceWatch, Predictions, find_calibration, watch_devices
 from hf_hotspa.versions import library_facts
 
 logger = logging.getLogger(__name__)
@@ -222,7 +216,7 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     options = engine_options(args, own, stage_costs, auto.time if auto is not None else None)
     switched = SwitchedModel(model, buckets, options, weights=weights, device=args.device, guards=True)
     engine = switched.engine
-    engine.observer = PhaseDispatcher(trainer)
+    engine.stop = trainer._hotspa_preemption
     if calibration is not None:
         watchers.predictions = Predictions(engine, calibration, args)
     measured = calibration.calibration if calibration is not None else None

@@ -7,6 +7,7 @@ The overrides are in the order in which the loop calls them. Each calls `super()
 
 import atexit
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from itertools import islice
 from operator import is_not
@@ -18,10 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from hf_hotspa.callbacks.progress import PhaseProgressCallback, is_watched
-from hf_hotspa.callbacks.report import ReportCallback
-from hf_hotspa.callbacks.settings import SettingsCallback
-from hf_hotspa.callbacks.step_reports import SwitchOverheadCallback, TraceCallback
+from hf_hotspa.callbacks.progress import PhaseProgressCallback, SettingsCallback, is_watched
+from hf_hotspa.callbacks.step_reports import ReportCallback, SwitchOverheadCallback, TraceCallback
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.tensors import saved_tensors
@@ -49,16 +48,18 @@ from hf_hotspa.switched.model_object import as_built, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files
-from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
-from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
-from hf_hotspa.trainer.model_source import (
-    ModelSource,
-    argument_files,
-    model_not_saved,
-    save_whole,
-    tokenizer_files,
-    write_beside,
+from hf_hotspa.trainer.events import (
+    EVALUATION,
+    LOG,
+    PHASE_EVENTS,
+    SAVE,
+    CallbackEvents,
+    Flags,
+    PhaseDispatcher,
+    is_users,
 )
+from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
+from hf_hotspa.trainer.model_source import ModelSource, argument_files, save_whole, tokenizer_files
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
 from hf_hotspa.trainer.predictions import run_facts
 from hf_hotspa.trainer.preemption import (
@@ -164,7 +165,8 @@ class SwitchedMixin(_Base):
     @property
     def switched(self) -> SwitchedModel:
         """The `SwitchedModel` that is trained; made now where there is none. Collective then."""
-        return self._hotspa_start()
+        switched = self._hotspa_model
+        return switched if switched is not None and switched.module is self.model else self._hotspa_start()
 
     @property
     def engine(self) -> HotSPaEngine | None:
@@ -291,7 +293,7 @@ class SwitchedMixin(_Base):
             ):
                 output: TrainOutput = super()._inner_training_loop(*args, **kwargs)
                 if self.engine is not None:
-                    self.engine.agreement.check({}, self.callback_handler.take_error(), "end of training")
+                    self.engine.agreement.check({}, self.callback_handler.error, "end of training")
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 say_interrupted(self)
@@ -452,7 +454,7 @@ class SwitchedMixin(_Base):
         """Weights, optimizer, scheduler, and what the strategies' choice has learned."""
         if checkpoint is None:
             return
-        resumption, restorer = self._hotspa_resumption, self._hotspa_restorer()
+        resumption, restorer = self._hotspa_resumption, Restorer(self.switched, self.model, self._hotspa_base)
         assert resumption is not None
         assert self.optimizer is not None
         with restorer.naming_other_settings(self.optimizer, self.is_world_process_zero()):
@@ -469,9 +471,6 @@ class SwitchedMixin(_Base):
         if devices is not None and resumption.manifest.world_size == args.world_size:
             name = rank_columns(args.process_index, args.world_size)
             devices.load_rank_tensors(saved_tensors(resumption.path, resumption.manifest, name))
-
-    def _hotspa_restorer(self) -> Restorer:
-        return Restorer(self.switched, self.model, self._hotspa_base)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The generators of this rank; see `load_random_state`."""
@@ -511,26 +510,28 @@ class SwitchedMixin(_Base):
         if self._hotspa_place["epoch"] != epoch:
             self._hotspa_place = next_pass(self._hotspa_place, epoch, self._hotspa_has_ended)
         self._hotspa_has_ended = False
-        self.switched.engine.agreement.run("beginning of an epoch", self._hotspa_check_hooks)
+
+        def check() -> None:
+            with structure_only(), as_built(bare_model(self.model)[0]):  # those at the start were found with the model
+                check_hooks(self.model)
+
+        self.switched.engine.agreement.run("beginning of an epoch", check)
         if not self._hotspa_tried and self.args.save_strategy != SaveStrategy.NO:  # callbacks have begun, too
             self.switched.engine.agreement.run("start of training", lambda: try_files(self))
             self._hotspa_tried = True
         super()._run_epoch(**kwargs)
 
-    def _hotspa_check_hooks(self) -> None:
-        with structure_only(), as_built(bare_model(self.model)[0]):  # those at the start were found with the model
-            check_hooks(self.model)
-
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """As of the class behind. What one rank cannot read is raised by all; batches of one step are announced."""
         if self._hotspa_has_ended:
             return [], None
-        switched, batches, error = self.switched, list[Any](), self.callback_handler.take_error()
+        switched, batches, handler = self.switched, list[Any](), self.callback_handler
+        engine, error = switched.engine, handler.error
         try:
             batches = list(islice(epoch_iterator, num_batches))
         except Exception as failure:  # of a data set, or a collator
             error = error or unreadable(failure, self.args.process_index)
-            release_others(self.callback_handler.train_dataloader)
+            release_others(handler.train_dataloader)
         read = [*map(without_padded_from, batches)]
         if switched.same_batches(len(batches), error, any(map(is_not, read, batches))):
             say_left_out()
@@ -538,16 +539,24 @@ class SwitchedMixin(_Base):
         self._hotspa_place["batches"] += len(batches)
         batches, num_items = super().get_batch_samples(iter(batches), len(batches), device)
         if num_items is not None and not self.args.average_tokens_across_devices:  # each rank counts its own labels
-            num_items = num_items * (not switched.engine.any_rank(float(num_items) == 0.0))
-        cut = [batch.pop(COUNTS) for batch in batches if isinstance(batch, dict) and COUNTS in batch]
-        switched.cut = dict(zip(CUT, sum(cut).tolist() if cut else [0] * len(CUT), strict=True))
+            num_items = num_items * (not engine.any_rank(float(num_items) == 0.0))
+        cut: Any = 0
+        for batch in batches:
+            if isinstance(batch, dict) and COUNTS in batch:
+                cut = cut + batch.pop(COUNTS)
+        switched.cut = dict(zip(CUT, cut.tolist() if isinstance(cut, Tensor) else [0] * len(CUT), strict=True))
         switched.step = self.state.global_step
-        if len(batches) > 1 and self._hotspa_announces(batches[0]):
+        models_own = (
+            self.label_smoother is None and self.compute_loss_func is None
+        )  # else each batch is scored by itself
+        first = batches[0] if len(batches) > 1 and models_own and switched.missed < _MISSED else None
+        if isinstance(first, dict) and "labels" in first:
             given = self.model_accepts_loss_kwargs and self._hotspa_prepares  # TRL's losses divide by it themselves
             switched.announce(batches, num_items if given else None)
         if (devices := self._hotspa_watchers.devices) is not None and batches:
             devices.begin(self.state.global_step, self._hotspa_pass)
-        self._hotspa_optimizer.begin_step()
+        self._hotspa_optimizer.begin_step(engine)
+        engine.observer = PhaseDispatcher(self) if handler.defined(PHASE_EVENTS) else None
         return batches, num_items
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -555,11 +564,6 @@ class SwitchedMixin(_Base):
         if (read := without_padded_from(inputs)) is not inputs:
             say_left_out()
         return super()._prepare_inputs(read)
-
-    def _hotspa_announces(self, batch: Any) -> bool:
-        """Whether the loss will be the model's own: of one from logits each batch is scored by itself."""
-        own = self.label_smoother is None and self.compute_loss_func is None
-        return own and isinstance(batch, dict) and "labels" in batch and self.switched.missed < _MISSED
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As of the class behind, over the switched model. A mini-batch that cannot be trained may be skipped."""
@@ -582,40 +586,34 @@ class SwitchedMixin(_Base):
         self._hotspa_skips = True
         return mean
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self._hotspa_flushed(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if grad_norm is None:
-            grad_norm = self._hotspa_flushed(float("inf"))
-        skips, self._hotspa_skips = self._hotspa_skips, False
-        if not skips:
-            if self.args.hotspa_skip_non_finite:
-                self._hotspa_skipped.trained(self._hotspa_step_loss)
-            self._hotspa_report()
-        self._hotspa_step_loss = 0.0
-        return grad_norm
-
-    def _hotspa_flushed(self, max_norm: float) -> Tensor:
-        """The norm of the gradients, which are complete now, and clipped."""
+    def _clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> Tensor:
+        """The norm of the gradients, which are complete now, and clipped to `max_grad_norm`, or what is given."""
         if not self._hotspa_skips:
             try:
-                return self.switched.clip_grad_norm_(max_norm)
+                return self.switched.clip_grad_norm_(self.args.max_grad_norm if max_norm is None else max_norm)
             except NonFiniteError as failure:
                 self._hotspa_skip(failure)
         return torch.tensor(float("nan"))
 
-    def _hotspa_report(self) -> None:
-        """Tells everybody what the step did: the choice of strategies, the watch over devices, callbacks."""
-        report = self.switched.report
-        if report is None:
-            return
-        if not (watchers := self._hotspa_watchers).are_none:
-            report = watchers.trained(self.state.global_step, self.switched.passes, report)
-        if next(self.model.parameters()).is_meta:  # all are, or none
-            self._hotspa_source.trained()
-        self.last_report = report
-        self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm, clipped or not; tells everybody what the step did: the choice of strategies, the watch over devices, callbacks."""
+        if grad_norm is None:
+            grad_norm = SwitchedMixin._clip_grad_norm(self, model, float("inf"))
+        skips, self._hotspa_skips, loss, self._hotspa_step_loss = self._hotspa_skips, False, self._hotspa_step_loss, 0.0
+        if skips:
+            return grad_norm
+        if self.args.hotspa_skip_non_finite:
+            self._hotspa_skipped.trained(loss)
+        switched, watchers = self.switched, self._hotspa_watchers
+        report = switched.report
+        if report is not None:
+            if not watchers.are_none:
+                report = watchers.trained(self.state.global_step, switched.passes, report)
+            if next(self.model.parameters()).is_meta:  # all are, or none
+                self._hotspa_source.trained()
+            self.last_report = report
+            self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
+        return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what our callbacks measured since the last log, so that every `report_to` receives it."""
@@ -630,7 +628,7 @@ class SwitchedMixin(_Base):
             self._hotspa_checkpoints.poll(self.state)
         if self._hotspa_model is not None and self._hotspa_model.engine.stop_ranks:
             stop_where_told(self, self._hotspa_preemption)
-        with self._hotspa_flags.in_loop():
+        with self._hotspa_flags.in_loop() if self.args.world_size > 1 else nullcontext():
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 self._hotspa_show(LOG)
             super()._maybe_log_save_evaluate(*args, **kwargs)
@@ -695,7 +693,8 @@ class SwitchedMixin(_Base):
         """The weights of the best checkpoint, into the master store and the model. Collective."""
         best = self.state.best_model_checkpoint
         assert best is not None
-        self._hotspa_restorer().weights(Path(best), self._hotspa_ranks.agreement(), self.args.world_size)
+        restorer = Restorer(self.switched, self.model, self._hotspa_base)
+        restorer.weights(Path(best), self._hotspa_ranks.agreement(), self.args.world_size)
         self.switched.show()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -725,17 +724,10 @@ class SwitchedMixin(_Base):
             return
 
         def save() -> None:
-            if not self.args.should_save:
-                return
-            try:
-                target.mkdir(parents=True, exist_ok=True)
-                with as_built(bare_model(self.model)[0]):
-                    save_whole(self.model, target, state_dict)
-                write_beside(tokenizer_files(tokenizer_of(self)) | argument_files(self.args), target)
-            except HotspaError:
-                raise
-            except Exception as failure:  # of the disk, or of a tokenizer
-                raise model_not_saved(target, failure) from failure
+            if self.args.should_save:
+                save_whole(
+                    self.model, target, state_dict, tokenizer_files(tokenizer_of(self)) | argument_files(self.args)
+                )
 
         settled(f"the model saved in {target}", save, self.is_world_process_zero(), float(self.args.ddp_timeout))
 

@@ -21,12 +21,16 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.calibrate.measuring import Measuring, context_layouts, measure_exchanges, measure_hop, measure_link
 from hf_hotspa.calibrate.probe import (
+    Measuring,
     PeakMemory,
     Probe,
+    context_layouts,
     freeing_at_once,
     layer_counts,
+    measure_exchanges,
+    measure_hop,
+    measure_link,
     pack_lengths,
     small_copy,
     time_layers,
@@ -34,10 +38,18 @@ from hf_hotspa.calibrate.probe import (
     time_phases,
     with_frozen_base,
 )
-from hf_hotspa.costs.calibration import Calibration, cache_folder
+from hf_hotspa.costs.adapter import FrozenBase
+from hf_hotspa.costs.calibration import (
+    Calibration,
+    CalibrationKey,
+    ExchangeSample,
+    Link,
+    MemorySample,
+    ModelFacts,
+    cache_folder,
+    config_digest,
+)
 from hf_hotspa.costs.coefficients import Hop
-from hf_hotspa.costs.four_bits import FrozenBase
-from hf_hotspa.costs.measurements import CalibrationKey, ExchangeSample, Link, MemorySample, ModelFacts, config_digest
 from hf_hotspa.costs.memory import activation_bytes
 from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
@@ -212,7 +224,10 @@ class _Session:
         self.notes: list[str] = []
 
     def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
-        key, shape, degrees, whole = self._set_up(strategies)
+        key, shape, degrees, whole = self.agreement.run(
+            "calibration", lambda: self._described(strategies), _same, otherwise=_of_any_kind
+        )
+        key = CalibrationKey(**self._from_first(vars(key)))
         whole = whole if self.seconds is None else []
         path = folder / f"{key.digest()}.json"
         calibration = None if force else self._cached(folder, key)
@@ -233,19 +248,10 @@ class _Session:
 
     # -- before measuring ---------------------------------------------------------------------------------------------
 
-    def _set_up(
-        self, strategies: Iterable[Strategy] | None
-    ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
-        """The key, the shape of the model, and the degrees and whole strategies to measure; the same on every rank."""
-        key, shape, degrees, whole = self.agreement.run(
-            "calibration", lambda: self._described(strategies), _same, otherwise=_of_any_kind
-        )
-        return CalibrationKey(**self._from_first(vars(key))), shape, degrees, whole
-
     def _described(
         self, strategies: Iterable[Strategy] | None
     ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
-        """The same, as this rank sees it."""
+        """The key, the shape of the model, and the degrees and whole strategies to measure, as this rank sees them."""
         if not isinstance(self.config, PreTrainedConfig):
             raise HotspaConfigError(
                 f"calibrate needs a transformers config, and was given a {type(self.config).__name__}",
@@ -273,7 +279,6 @@ class _Session:
         return small_copy(self.config, num_layers, self.dtype, device)
 
     def _trained(self, model: PreTrainedModel) -> nn.Module:
-        """A copy as it is trained."""
         return model if self.base is None else with_frozen_base(model, self.base)
 
     def _from_first(self, data: Any) -> Any:
@@ -298,7 +303,13 @@ class _Session:
         measuring = Measuring(self.agreement, self.device, key.slots / self.world_size, self.rounds, self.say, until)
         self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
         with freeing_at_once():
-            probes = self._probes(degrees, whole, measuring)
+            few, more = self.agreement.run(
+                "calibration",
+                lambda: [self._trained(self._copy(count, self.device)) for count in layer_counts(self.config)],
+                otherwise=_of_any_kind,
+            )
+            # an engine on each copy; that with more layers knows the whole strategies
+            probes = [Probe(few, degrees, self.dtype, measuring), Probe(more, degrees, self.dtype, measuring, whole)]
             most = self._most_tokens(probes[-1], shape)
             longest = self.pack_tokens or self._longest(probes[-1], most)
             memory = self._memory(probes, degrees, longest, most)
@@ -334,20 +345,7 @@ class _Session:
             notes=tuple(self.notes),
         )
 
-    def _probes(self, degrees: list[int], whole: list[Strategy], measuring: Measuring) -> list[Probe]:
-        """An engine on each copy; that with more layers knows the whole strategies."""
-        few, more = self.agreement.run(
-            "calibration",
-            lambda: [self._trained(self._copy(count, self.device)) for count in layer_counts(self.config)],
-            otherwise=_of_any_kind,
-        )
-        return [
-            Probe(few, degrees, self.dtype, measuring),
-            Probe(more, degrees, self.dtype, measuring, whole),
-        ]
-
     def _links(self, shape: ModelShape, measuring: Measuring) -> dict[str, Any]:
-        """The fields of a calibration that say how fast links are."""
         if self.world_size == 1:
             return {"intra": Link(0.0, 1e12), "hop_intra": Hop()}
         self.say("links")
@@ -384,7 +382,6 @@ class _Session:
         return longest
 
     def _most(self, value: float) -> float:
-        """The largest over ranks."""
         return float(self.agreement.gather([value]).max())
 
     def _memory(self, probes: list[Probe], degrees: list[int], longest: int, most: int) -> list[MemorySample]:

@@ -157,7 +157,6 @@ class StockCheckpoint:
         load_optimizer(bare, master, states, {"class": kind, "groups": plain, "scalars": {}}, str(self.path))
 
     def _of_share(self, optimizer: Optimizer, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
-        """This rank's part of the state of a parameter."""
         spec, start, stop, *_ = share
         if library_of(type(optimizer)) is None:
             return {

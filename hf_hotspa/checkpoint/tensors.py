@@ -373,11 +373,7 @@ def copy_buffers(saved: Mapping[str, Tensor], models: Iterable[nn.Module]) -> No
 
 
 def load_optimizer(
-    optimizer: Optimizer,
-    master: MasterStore,
-    states: dict[str, dict[str, Any]],
-    saved: Mapping[str, Any],
-    where: str,
+    optimizer: Optimizer, master: MasterStore, states: dict[str, dict[str, Any]], saved: Mapping[str, Any], where: str
 ) -> None:
     """Puts states into an optimizer.
 

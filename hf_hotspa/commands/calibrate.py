@@ -16,8 +16,8 @@ import torch.multiprocessing as multiprocessing
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError
@@ -140,7 +140,6 @@ def _rank_main(
     quiet: bool,
     base: FrozenBase | None,
 ) -> None:
-    """One process of `_run_own`."""
     backends.prefer_loopback(os.environ)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)
@@ -148,11 +147,7 @@ def _rank_main(
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as launchers do
     dist.init_process_group(
-        _backend(),
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=count,
-        timeout=_TIMEOUT,
+        _backend(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count, timeout=_TIMEOUT
     )
     try:
         calibration = _measure(data, dtype, force, quiet, base)

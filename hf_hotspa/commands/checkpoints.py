@@ -21,7 +21,7 @@ from hf_hotspa.checkpoint.format.manifest import (
     stored_as,
     verify,
 )
-from hf_hotspa.costs.four_bits import KINDS
+from hf_hotspa.costs.adapter import KINDS
 from hf_hotspa.costs.hardware import parse_bytes
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
 from hf_hotspa.reporting.terminal import text_table
@@ -87,13 +87,10 @@ def _inspect(args: argparse.Namespace) -> None:
         rows.append([target.name, *cells, f"{manifest.num_bytes / 1e9:.3f}", f"{numel:,}"])
     print(text_table("", rows))
     if len(manifests) == 1:
-        print(f"\n{_contents(manifests[0][1])}")
-
-
-def _contents(manifest: Manifest) -> str:
-    files = [["file", "bytes", "sha256"], *([f.name, f"{f.size:,}", f.sha256[:16]] for f in manifest.files)]
-    written = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))
-    return f"{text_table('', files)}\n\n{_states(manifest)}\nwritten by: {written}"
+        manifest = manifests[0][1]
+        files = [["file", "bytes", "sha256"], *([f.name, f"{f.size:,}", f.sha256[:16]] for f in manifest.files)]
+        written = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))
+        print(f"\n{text_table('', files)}\n\n{_states(manifest)}\nwritten by: {written}")
 
 
 def _states(manifest: Manifest) -> str:
@@ -136,7 +133,7 @@ def _export(args: argparse.Namespace) -> None:
     limit = parse_bytes(args.max_shard_size, "--max-shard-size")
     checkpoint, output = Path(args.checkpoint), Path(args.output)
     if args.merge:
-        from hf_hotspa.checkpoint.merging import merge  # imports torch
+        from hf_hotspa.checkpoint.model_files import merge  # imports torch
 
         files = merge(
             checkpoint, output, max_shard_bytes=limit, dtype=args.dtype, base=args.base, quantization=args.quantization,

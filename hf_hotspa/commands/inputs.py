@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_hotspa.costs.cards import PRESETS, load_hardware, template
+from hf_hotspa.costs.hardware import PRESETS, load_hardware, template
 from hf_hotspa.costs.model_config import hub_file, preset_names
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.terminal import text_table
@@ -157,7 +157,6 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
 
 
 def _of_model(model: str | None) -> str:
-    """The tokenizer of a model."""
     if model is None or model in preset_names() or Path(model).is_file():
         of = "" if model is None else f"{model} comes without one; "
         raise HotspaConfigError(
@@ -170,9 +169,15 @@ def _tokenizer(name: str) -> Any:
     """Of transformers where it is installed, as in training; else the files of the tokenizer alone."""
     try:
         folder = Path(name).expanduser()
-        auto = _auto_tokenizer()
-        if auto is None:
-            return LightTokenizer(folder if folder.is_dir() else _tokenizer_files(name))
+        try:
+            from transformers import AutoTokenizer as auto
+        except ImportError:  # a light installation
+            if not folder.is_dir():  # the folder of the hub's cache
+                with suppress(HotspaConfigError):  # a template of its own is not everywhere
+                    hub_file(name, "chat_template.jinja")
+                hub_file(name, "tokenizer_config.json")
+                folder = hub_file(name, "tokenizer.json").parent
+            return LightTokenizer(folder)
         if folder.is_dir():
             return auto.from_pretrained(folder)
         try:
@@ -191,23 +196,6 @@ def _tokenizer(name: str) -> Any:
             fix="give --tokenizer a folder with tokenizer.json (tokenizer.save_pretrained makes one), or a name that the "
             "hub or its cache has",
         ) from None
-
-
-def _auto_tokenizer() -> Any:
-    """The class of transformers; None in a light installation."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        return None
-    return AutoTokenizer
-
-
-def _tokenizer_files(name: str) -> Path:
-    """The folder of the hub's cache with the files of a tokenizer; a template of its own is not everywhere."""
-    with suppress(HotspaConfigError):
-        hub_file(name, "chat_template.jinja")
-    hub_file(name, "tokenizer_config.json")
-    return hub_file(name, "tokenizer.json").parent
 
 
 def _lengths(args: argparse.Namespace) -> None:

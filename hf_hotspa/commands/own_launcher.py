@@ -14,7 +14,7 @@ from pathlib import Path
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
@@ -38,11 +38,7 @@ class _Loopback(StaticTCPRendezvous):
         return LOOPBACK
 
 
-def _meet_at_loopback(parameters: RendezvousParameters) -> _Loopback:
-    return _Loopback(parameters.run_id)
-
-
-rendezvous_handler_registry.register(LOOPBACK, _meet_at_loopback)
+rendezvous_handler_registry.register(LOOPBACK, lambda parameters: _Loopback(parameters.run_id))
 
 
 def main(words: Sequence[str]) -> int:

@@ -12,8 +12,8 @@ pack on top of a linear term. A prediction within about a third: measure where t
 
 from collections.abc import Mapping
 
+from hf_hotspa.costs.adapter import DEQUANTIZATIONS, WEIGHT_BYTES
 from hf_hotspa.costs.coefficients import Cost, Hop
-from hf_hotspa.costs.four_bits import DEQUANTIZATIONS, WEIGHT_BYTES
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.model_shape import ModelShape

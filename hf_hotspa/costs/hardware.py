@@ -1,13 +1,28 @@
-"""Machines as the cost model sees them.
+"""Machines as the cost model sees them, by name and by a file: what `--hardware` takes.
 
 Owns `Device` (memory and speed of one device) and `Hardware` (devices, nodes and links), which yields the
-`hf_hotspa.cluster.Cluster` that planners use, and how sizes and clusters are written. `cards` has named ones and files.
+`hf_hotspa.cluster.Cluster` that planners use, and how sizes and clusters are written. Plain data, no torch.
+
+Peak speeds are those of data sheets for dense matrix products (no sparsity); bandwidths are per direction, half of what
+data sheets give for NVLink and PCIe. A file may start from a named machine and change single fields, as YAML or JSON::
+
+    base: a100-80g
+    nics_per_node: 2
+    inter_bandwidth: 12.5e9      # bytes per second and direction of one NIC
+    memory_bytes: 70 GiB         # of one device
+    peak_flops: {bfloat16: 312e12}
+
+`hf-hotspa hardware NAME` prints a machine with all fields, to start from.
 """
 
+import difflib
 import math
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError
@@ -114,3 +129,242 @@ def parse_nodes(text: str) -> tuple[int, int]:
     if not match:
         raise HotspaConfigError(f"{text!r} is no cluster", fix="write nodes x devices, such as 4x8 or 1x8")
     return int(match[1]), int(match[2])
+
+
+_MIB = 1 << 20
+_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
+"""Bytes per second and direction of a slot with 16 lanes."""
+_NDR, _HDR, _100G = 50e9, 25e9, 12.5e9
+"""Bytes per second of a NIC: 400, 200 and 100 Gb/s."""
+
+
+def _gpu(
+    name: str,
+    memory_mib: int,
+    half: float,
+    single: float,
+    memory: float,
+    link: float,
+    nic: float = _100G,
+    nics: int | None = 1,
+    bfloat16: bool = True,
+) -> Hardware:
+    """A GPU in a node of eight: with one NIC, or None for one each, where a board joins all of them."""
+    speeds = {**({"bfloat16": half} if bfloat16 else {}), "float16": half, "float32": single}
+    return Hardware(name, Device(memory_mib * _MIB, speeds, memory), 8, link, nic, nics)
+
+
+# Memory is what the driver lists where known. Links of cards in slots are those of the slot, also where two of them can be
+# joined by a bridge: collectives over a node pass the slots. GeForce cards since Ampere have no direct access to each
+# other's memory, so a byte crosses the slot twice: half its speed. Nodes of such cards are counted with one NIC of
+# 100 Gb/s; give another in a file.
+PRESETS: dict[str, Hardware] = {
+    preset.name: preset
+    for preset in (
+        # NVIDIA, "A100 Tensor Core GPU" data sheet: 312 TFLOPS, 2,039 GB/s (40 GB: 1,555; PCIe: 1,935), NVLink 600 GB/s.
+        _gpu("a100-80g", 81_252, 312e12, 19.5e12, 2.039e12, 300e9, _HDR, None),
+        _gpu("a100-40g", 40_536, 312e12, 19.5e12, 1.555e12, 300e9, _HDR, None),
+        _gpu("a100-80g-pcie", 81_252, 312e12, 19.5e12, 1.935e12, _PCIE4),
+        # The same with NVLink of 400 GB/s.
+        _gpu("a800-80g", 81_252, 312e12, 19.5e12, 2.039e12, 200e9, _HDR, None),
+        # NVIDIA, "H100 Tensor Core GPU" data sheets: SXM 1,979 TFLOPS with sparsity, 3.35 TB/s, NVLink 900 GB/s; PCIe
+        # 1,513 TFLOPS with sparsity, 2 TB/s; NVL 1,671 TFLOPS with sparsity, 94 GB, 3.9 TB/s.
+        _gpu("h100-80g", 81_559, 989e12, 67e12, 3.35e12, 450e9, _NDR, None),
+        _gpu("h100-80g-pcie", 81_559, 756e12, 51e12, 2.0e12, _PCIE5),
+        _gpu("h100-94g-nvl", 95_830, 835e12, 60e12, 3.9e12, _PCIE5),
+        # H100 SXM with NVLink of 400 GB/s.
+        _gpu("h800-80g", 81_559, 989e12, 67e12, 3.35e12, 200e9, _NDR, None),
+        # NVIDIA, H20 specification: 148 TFLOPS, 96 GB, 4.0 TB/s, NVLink 900 GB/s.
+        _gpu("h20-96g", 97_871, 148e12, 44e12, 4.0e12, 450e9, _NDR, None),
+        # NVIDIA, "H200 Tensor Core GPU" data sheet: 1,979 TFLOPS with sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s.
+        _gpu("h200-141g", 143_771, 989e12, 67e12, 4.8e12, 450e9, _NDR, None),
+        # NVIDIA, "HGX B200" data sheet, an eighth of the board: 4.5 PFLOPS with sparsity, 180 GB, 8 TB/s, NVLink 1.8 TB/s.
+        _gpu("b200-180g", 183_359, 2250e12, 75e12, 8.0e12, 900e9, _NDR, None),
+        # NVIDIA, "V100" data sheet (SXM2): 125 TFLOPS in float16 and no bfloat16, 900 GB/s, NVLink 300 GB/s.
+        _gpu("v100-16g", 16_160, 125e12, 15.7e12, 0.9e12, 150e9, _100G, None, bfloat16=False),
+        _gpu("v100-32g", 32_510, 125e12, 15.7e12, 0.9e12, 150e9, _100G, None, bfloat16=False),
+        # NVIDIA, "T4" data sheet: 65 TFLOPS in float16 and no bfloat16, 300 GB/s.
+        _gpu("t4-16g", 15_360, 65e12, 8.1e12, 0.3e12, _PCIE3, bfloat16=False),
+        # NVIDIA, data sheets "A10" (125 TFLOPS, 600 GB/s) and "A40" (149.7 TFLOPS, 696 GB/s); A10G as in AWS's G5 (70 TFLOPS).
+        _gpu("a10-24g", 23_028, 125e12, 31.2e12, 0.6e12, _PCIE4),
+        _gpu("a10g-24g", 23_028, 70e12, 35e12, 0.6e12, _PCIE4),
+        _gpu("a40-48g", 46_068, 149.7e12, 37.4e12, 0.696e12, _PCIE4),
+        # NVIDIA, "RTX A6000" (309.7 TFLOPS with sparsity, 768 GB/s), "RTX 6000 Ada" (1,457 in FP8 with sparsity, 960 GB/s).
+        _gpu("a6000-48g", 49_140, 154.8e12, 38.7e12, 0.768e12, _PCIE4),
+        _gpu("6000ada-48g", 49_140, 364.2e12, 91.1e12, 0.96e12, _PCIE4),
+        # NVIDIA, data sheets "L4" (242 TFLOPS with sparsity, 300 GB/s), "L40" (181.05, 864 GB/s), "L40S" (362.05, 864 GB/s).
+        _gpu("l4-24g", 23_034, 121e12, 30.3e12, 0.3e12, _PCIE4),
+        _gpu("l40-48g", 46_068, 181e12, 90.5e12, 0.864e12, _PCIE4),
+        _gpu("l40s-48g", 46_068, 362e12, 91.6e12, 0.864e12, _PCIE4),
+        # NVIDIA, architecture papers of GA102, AD102 and Blackwell: tensor cores with sums in fp32; 936, 1,008, 1,792 GB/s.
+        _gpu("3090-24g", 24_576, 71e12, 35.6e12, 0.936e12, _PCIE4 / 2),
+        _gpu("4090-24g", 24_564, 165.2e12, 82.6e12, 1.008e12, _PCIE4 / 2),
+        _gpu("5090-32g", 32_607, 209.5e12, 104.8e12, 1.792e12, _PCIE5 / 2),
+        # AMD, "Instinct MI300X" data sheet: 1,307.4 TFLOPS, 192 GB, 5.3 TB/s, seven links of 64 GB/s and direction.
+        _gpu("mi300x-192g", 196_592, 1307.4e12, 163.4e12, 5.3e12, 448e9, _NDR, None),
+        # A stand-in for processes that share a few cores and talk over gloo; calibrate where numbers matter.
+        Hardware(
+            "cpu-gloo",
+            Device(4 << 30, {"float32": 30e9, "float64": 15e9, "bfloat16": 10e9}, 10e9),
+            8,
+            1e9,
+            1e9,
+            intra_latency_s=200e-6,
+            inter_latency_s=200e-6,
+        ),
+    )
+}
+"""The named machines."""
+
+_LIST = "`hf-hotspa hardware` lists the machines that have names, and prints the fields of one for a file of your own"
+
+
+def find_preset(text: str) -> Hardware | None:
+    """The machine that has this name, its first part (`l40s`) where one machine has it, or None.
+
+    Case, spaces and the words NVIDIA and RTX make no difference.
+
+    Raises:
+        HotspaConfigError: several machines have it.
+    """
+    words = str(text).lower().replace("_", "-").replace(" ", "-").split("-")
+    name = "-".join(word.removeprefix("rtx") for word in words if word not in ("nvidia", "rtx", "geforce", "amd", ""))
+    if name in PRESETS:
+        return PRESETS[name]
+    matches = [preset for key, preset in PRESETS.items() if key.split("-")[0] == name]
+    if len(matches) > 1:
+        raise HotspaConfigError(
+            f"there are several machines {text!r}", fix=f"use one of {', '.join(preset.name for preset in matches)}"
+        )
+    return matches[0] if matches else None
+
+
+def _unknown(text: object, where: str = "") -> HotspaConfigError:
+    near = difflib.get_close_matches(str(text).lower(), [*PRESETS, *(key.split("-")[0] for key in PRESETS)], 3)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    return HotspaConfigError(
+        f"there is no machine with the name {str(text)!r}" + ("" if where else ", and no such file"),
+        where=where,
+        fix=meant + _LIST,
+    )
+
+
+def template(hardware: Hardware) -> str:
+    """A machine as a YAML file with all fields, which `load_hardware` reads back as it is."""
+    device = hardware.device
+    rows = [
+        ("name", f"{hardware.name}-own", "for tables"),
+        ("memory_bytes", f"{device.memory_bytes / _MIB:.15g}MiB", "of one device"),
+        ("peak_flops", "", "dense matrix products, operations per second"),
+        *((f"  {dtype}", _plain(speed), "") for dtype, speed in device.peak_flops.items()),
+        ("memory_bandwidth", _plain(device.memory_bandwidth), "bytes per second"),
+        ("devices_per_node", hardware.devices_per_node, "where --nodes does not say it"),
+        ("intra_bandwidth", _plain(hardware.intra_bandwidth), "of a device inside its node: bytes per second, one way"),
+        ("inter_bandwidth", _plain(hardware.inter_bandwidth), "of one NIC: bytes per second, one way"),
+        ("nics_per_node", "null" if hardware.nics_per_node is None else hardware.nics_per_node, "null: one a device"),
+        ("intra_latency_s", f"{hardware.intra_latency_s:g}", "of one collective inside a node"),
+        ("inter_latency_s", f"{hardware.inter_latency_s:g}", "of one across nodes"),
+    ]
+    return "".join(
+        f"{f'{key}: {value}'.ljust(30)}{f'  # {said}' if said else ''}".rstrip() + "\n" for key, value, said in rows
+    )
+
+
+def _plain(value: float) -> str:
+    return f"{value / 1e9:.15g}e9"
+
+
+def load_hardware(text: str | os.PathLike[str]) -> Hardware:
+    """The hardware that a name (see `find_preset`) or a YAML or JSON file describes.
+
+    Raises:
+        HotspaConfigError: no such preset or file, no YAML, an unknown or missing field, or an impossible value.
+    """
+    path = Path(text)
+    if not path.is_file():
+        preset = find_preset(str(text))
+        if preset is None:
+            raise _unknown(text)
+        return preset
+    import yaml  # type: ignore[import-untyped]  # here, because only description files need it
+
+    try:
+        data = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        said = " ".join(str(error).split())
+        raise HotspaConfigError(f"the hardware description is no YAML: {said}", where=str(path), fix=_LIST) from None
+    if not isinstance(data, dict):
+        raise HotspaConfigError(
+            f"the hardware description holds {type(data).__name__} instead of fields",
+            where=str(path),
+            fix="write `field: value` lines, such as `base: a100-80g`",
+        )
+    return hardware_from(data, str(path))
+
+
+def hardware_from(data: Mapping[str, Any], where: str = "hardware description") -> Hardware:
+    """The hardware that a mapping of fields describes; see the head of the file.
+
+    Raises:
+        HotspaConfigError: an unknown or missing field, or an impossible value.
+    """
+    of_hardware = [f.name for f in fields(Hardware) if f.name != "device"]
+    of_device = [f.name for f in fields(Device)]
+    known = ["base", *of_hardware, *of_device]
+    for key in data:
+        if key not in known:
+            raise HotspaConfigError(f"there is no field {key!r}", where=where, fix=f"fields are {', '.join(known)}")
+    base: Hardware | None = None
+    if "base" in data:
+        base = find_preset(str(data["base"]))
+        if base is None:
+            raise _unknown(data["base"], where)
+    else:
+        needed = ["devices_per_node", "intra_bandwidth", "inter_bandwidth", *of_device]
+        if missing := [name for name in needed if name not in data]:
+            raise HotspaConfigError(
+                f"the fields {', '.join(missing)} are missing",
+                where=where,
+                fix=f"give them, or start from a preset with `base: {next(iter(PRESETS))}`",
+            )
+    values = {key: _value(key, value, where) for key, value in data.items() if key != "base"}
+    if base is not None and "name" not in values:
+        values["name"] = f"{base.name}*"
+    for_device = {key: values.pop(key) for key in of_device if key in values}
+    if base is not None:
+        return replace(base, device=replace(base.device, **for_device), **values)
+    return Hardware(**{"name": Path(where).stem, **values}, device=Device(**for_device))
+
+
+def _value(key: str, value: Any, where: str) -> Any:
+    if key == "name":
+        return str(value)
+    if key == "peak_flops":
+        if not isinstance(value, Mapping) or not value:
+            raise HotspaConfigError(
+                f"peak_flops is {value!r} instead of speeds by dtype", where=where, fix="peak_flops: {bfloat16: 312e12}"
+            )
+        return {str(dtype): _number(f"peak_flops of {dtype}", speed, where) for dtype, speed in value.items()}
+    if key == "nics_per_node" and value is None:
+        return None
+    if key == "memory_bytes":
+        return parse_bytes(value, key, where)
+    parsed = _number(key, value, where, zero=key.endswith("latency_s"))
+    if key in ("devices_per_node", "nics_per_node"):
+        if parsed != int(parsed):
+            raise HotspaConfigError(f"{key} is {value!r} instead of an integer", where=where)
+        return int(parsed)
+    return parsed
+
+
+def _number(key: str, value: Any, where: str, zero: bool = False) -> float:
+    try:
+        # YAML 1.1 reads 25e9 as text: its floats need a point and a signed exponent
+        parsed = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        parsed = math.nan
+    if not (0 < parsed < math.inf or (zero and parsed == 0)):
+        raise HotspaConfigError(
+            f"{key} is {value!r}", where=where, fix="give a number above 0" if not zero else "give 0 or a number above"
+        )
+    return parsed

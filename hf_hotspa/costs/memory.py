@@ -16,21 +16,81 @@ follow in closed form, and never fall when the limit rises. Plain data, no torch
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from hf_hotspa.costs.breakdown import MemoryBreakdown, round_up, size
-from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
-from hf_hotspa.costs.context import gathered_bytes, repeated_bytes
-from hf_hotspa.costs.experts import returned_bytes
+from hf_hotspa.costs.divided import carried_bytes, gathered_bytes, repeated_bytes, returned_bytes, tokens_at_a_time
 from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.chunk_cuts import num_chunks
+from hf_hotspa.packing.cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import PipeDream, most_packs
 from hf_hotspa.strategy import Bucket, Strategy
+
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """Bytes on one rank of the fullest stage.
+
+    Args:
+        master_weights: Its share of the master store.
+        master_gradients: The gradients of that share.
+        optimizer: The optimizer state of that share.
+        weights: Weights of the strategy.
+        arena: What the pool's largest strategy needs beyond these two.
+        activations: Of all micro-batches in flight.
+        logits: Of one pack, on the last stage; and what the losses of others that are in flight there keep.
+        switch: Buffers of switches.
+        in_flight: Micro-batches in flight on it, at most.
+        held_tokens: Tokens in flight on it, at most.
+        pack_tokens: Tokens of the largest pack.
+    """
+
+    master_weights: float
+    master_gradients: float
+    optimizer: float
+    weights: float
+    gradients: float
+    arena: float
+    activations: float
+    logits: float
+    switch: float
+    stage: int
+    in_flight: int
+    held_tokens: int
+    pack_tokens: int
+
+    def parts(self) -> dict[str, float]:
+        """Bytes by name."""
+        return {name: getattr(self, name) for name in _PARTS}
+
+    @property
+    def total(self) -> float:
+        """Bytes in all."""
+        return sum([getattr(self, name) for name in _PARTS])
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name.replace('_', ' ')} {size(part)}" for name, part in self.parts().items() if part)
+        return f"{size(self.total)} on stage {self.stage} ({parts})"
+
+
+_PARTS = tuple(f.name for f in fields(MemoryBreakdown)[:-4])
+
+
+def size(num_bytes: float) -> str:
+    """In GiB, or in MiB where it is less."""
+    return f"{num_bytes / _GIB:,.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:,.1f} MiB"
+
+
+def round_up(num_bytes: float) -> str:
+    """A limit that one can type, rounded up to a mebibyte."""
+    mebibytes = -(-int(num_bytes + 1) // (1 << 20))
+    return f"{mebibytes}MiB ({mebibytes / 1024:,.2f} GiB)"
+
 
 UNLIMITED_TOKENS = 1 << 40
 """What `largest_pack` says where nothing limits a pack."""
@@ -38,7 +98,6 @@ UNLIMITED_TOKENS = 1 << 40
 PLANNED_SHARE = 0.9
 """The share of a device's memory that plans fill, whoever makes them, where no limit is given."""
 
-_MIB = 1 << 20
 _NORM_INPUT_BYTES = 4
 """Norms compute in fp32."""
 _STRAIGHT = 1e-9
@@ -104,7 +163,7 @@ class MemoryOptions:
         weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         offload_master: Whether the master store and the optimizer's state are in the memory of the host.
-        context_parallel: How ranks of cp attend, one of `costs.context.WAYS`.
+        context_parallel: How ranks of cp attend, one of `costs.divided.WAYS`.
         pipedream: How stages update by themselves; None for the synchronous update. Each stage then has the master store of its
             own weights, and several versions of them.
         scoring: What a step runs beside its training pass.
@@ -183,17 +242,19 @@ class MemoryModel:
     sizes: ModelSizes
     world_size: int
     options: MemoryOptions = MemoryOptions()
+    _known_stages: dict[tuple[Strategy, int], "_Stage"] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _of_layers: dict[Strategy, float] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known_fullest: dict[Strategy, list["_Fullest"]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
     def _master(self) -> MasterSizes:
         if self.options.offload_master:
             return MasterSizes(0, 0, 0)
         return self.sizes.master(self.world_size, self.options.optimizer)
-
-    def _master_of(self, strategy: Strategy, stage: int) -> MasterSizes:
-        if self.options.pipedream is None:
-            return self._master
-        return self.sizes.master_of_stage(strategy, stage, self.options.optimizer)
 
     def arena_bytes(self, strategy: Strategy) -> int:
         """Weights (as many copies as are kept) and gradients of the strategy on its fullest rank."""
@@ -230,13 +291,16 @@ class MemoryModel:
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
         own, sizes = self._stage_of(bucket.strategy, stage), self.sizes.stages(bucket.strategy)[stage]
-        master = self._master_of(bucket.strategy, stage)
+        options, master, weights = self.options, self._master, self.options.weight_copies * sizes.weight_bytes
         num_packs, chain = self._packs_or_chunks(bucket, num_packs)
+        if options.pipedream is not None:
+            master = self.sizes.master_of_stage(bucket.strategy, stage, options.optimizer)
+            versions = options.pipedream.most_versions(bucket.strategy.pp, stage, num_packs)
+            weights += (versions - 1) * sizes.trained_bytes
         in_flight, held_tokens = self._in_flight(bucket, stage, num_packs, chain)
         activations, logits = self._of_packs(own, bucket, in_flight, held_tokens)
-        weights = self._weight_bytes(bucket.strategy, stage, num_packs)
         return MemoryBreakdown(
-            master_weights=master.weight_bytes * (2 if self.options.scoring.reference else 1),
+            master_weights=master.weight_bytes * (2 if options.scoring.reference else 1),
             master_gradients=master.gradient_bytes,
             optimizer=master.optimizer_bytes,
             weights=weights,
@@ -244,24 +308,12 @@ class MemoryModel:
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
             activations=activations,
             logits=logits,
-            switch=min(self.options.switch_bytes, self._most_moved(sizes, arena_bytes)),
+            switch=min(options.switch_bytes, self._most_moved(sizes, arena_bytes)),
             stage=stage,
             in_flight=in_flight,
             held_tokens=held_tokens,
             pack_tokens=tokens_at_a_time(bucket.strategy, bucket.capacity),
         )
-
-    def _weight_bytes(self, strategy: Strategy, stage: int, num_packs: int | None) -> float:
-        options, sizes = self.options, self.sizes.stages(strategy)[stage]
-        weights = options.weight_copies * sizes.weight_bytes
-        if options.pipedream is not None:
-            versions = options.pipedream.most_versions(strategy.pp, stage, num_packs)
-            weights += (versions - 1) * sizes.trained_bytes
-        return weights
-
-    @cached_property
-    def _known_stages(self) -> dict[tuple[Strategy, int], "_Stage"]:
-        return {}
 
     def _stage_of(self, strategy: Strategy, stage: int) -> "_Stage":
         if (strategy, stage) not in self._known_stages:
@@ -273,10 +325,12 @@ class MemoryModel:
         hidden = shape.hidden_size * width
         rows = -(-shape.vocab_size // strategy.tp)
         last = stage == strategy.pp - 1
-        num_layers, of_layer = self._layers_that_hold(strategy, stage), self._layer_bytes(strategy)
+        # of several stages as if all were as long as the longest, which may hold most of the packs
+        parts = self.sizes.layers_of_stages(strategy.pp, strategy.v)[stage :: strategy.pp]
+        num_layers, of_layer = strategy.v * max(map(len, parts)), self._layer_bytes(strategy)
         # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
         copies = 1 if options.schedule in ("auto", "own") else 2
-        sent = copies * hidden / self._sharers(strategy) * strategy.v
+        sent = copies * hidden / (strategy.tp if strategy.sp else 1) * strategy.v
         return _Stage(
             num_layers=num_layers,
             carrying=self.sizes.stages(strategy)[stage].num_layers,
@@ -348,11 +402,6 @@ class MemoryModel:
             logits += own.kept_by_loss * held_tokens
         return held, logits
 
-    def _layers_that_hold(self, strategy: Strategy, stage: int) -> int:
-        """Layers of a rank; of several stages as if all were as long as the longest, which may hold most of the packs."""
-        parts = self.sizes.layers_of_stages(strategy.pp, strategy.v)[stage :: strategy.pp]
-        return strategy.v * max(map(len, parts))
-
     def _most_moved(self, stage: StageSizes, arena_bytes: int) -> float:
         """What a rank sends and receives at most when it switches: of a small model less than the buffers may hold.
 
@@ -361,17 +410,13 @@ class MemoryModel:
         own = self._stage_arena(stage)
         return 2 * max(arena_bytes, own) * max(stage.weight_bytes, stage.gradient_bytes) / own
 
-    def _sharers(self, strategy: Strategy) -> int:
-        """Over how many ranks the hidden state between layers is divided."""
-        return strategy.tp if strategy.sp else 1
-
     def _recomputing(self, strategy: Strategy, num_layers: int, of_layer: float, hidden: int) -> tuple[float, float]:
         """Bytes of a token that the layers of a stage keep where every n-th recomputes, and when the last one does.
 
         The layers 0, n, 2n, ... keep their input; each makes its activations anew, with a gradient at either end and one inside of
         its MLP, which sequence parallelism gathers.
         """
-        sharers, every, shape = self._sharers(strategy), strategy.rc, self.sizes.shape
+        sharers, every, shape = strategy.tp if strategy.sp else 1, strategy.rc, self.sizes.shape
         element_bytes = dtype_bytes(self.options.compute_dtype)
         inner = shape.active_mlp_parameters / ((3 if shape.gated else 2) * shape.hidden_size) * element_bytes
         inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
@@ -382,10 +427,6 @@ class MemoryModel:
         kept = recomputed * hidden / sharers + (num_layers - recomputed) * of_layer
         # the last one that recomputes: the layers behind it are through
         return kept, kept - (num_layers - 1) % every * of_layer - hidden / sharers + of_layer + gradients
-
-    @cached_property
-    def _of_layers(self) -> dict[Strategy, float]:
-        return {}
 
     def _layer_bytes(self, strategy: Strategy) -> float:
         """Bytes of a token in one layer that keeps all, measured where possible (without cp), on the rank with the most columns."""
@@ -416,36 +457,26 @@ class MemoryModel:
         strategy: Strategy,
         limit_bytes: float | None,
         *,
-        longest: int = 0,
+        longest: int | None = 0,
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> int:
-        """The most tokens that a pack may have.
+        """The most tokens that a pack may have; where `longest` is None, a sequence beside packs of one token.
 
         Returns:
             Tokens; 0 when not even one fits, `UNLIMITED_TOKENS` without a limit.
         """
-        return self._most_tokens(strategy, limit_bytes, longest, num_packs, arena_bytes)
-
-    def longest_alone(self, strategy: Strategy, limit_bytes: float | None, arena_bytes: int = 0) -> int:
-        """The longest sequence that a pipeline holds beside the smallest packs; as `largest_pack`."""
-        return self._most_tokens(strategy, limit_bytes, None, None, arena_bytes)
-
-    def _most_tokens(
-        self, strategy: Strategy, limit_bytes: float | None, longest: int | None, num_packs: int | None, arena: int
-    ) -> int:
-        """Of a pack, or of the longest sequence beside packs of one token where that is None."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         # arenas of other sizes add the same to every pack, so what was found for one is near what is found for another
         shifts = self.options.pipedream is None
         most = UNLIMITED_TOKENS
         for stage, sizes, risings in self._fullest(strategy):
-            key = longest, num_packs, 0 if shifts else arena
+            key = longest, num_packs, 0 if shifts else arena_bytes
             rising = risings.get(key)
             if rising is None:
                 rising = risings[key] = Rising(self._totals(strategy, stage, *key), UNLIMITED_TOKENS)
-            more = self._more_for_arena(sizes, arena) if shifts else 0.0
+            more = self._more_for_arena(sizes, arena_bytes) if shifts else 0.0
             most = min(most, rising.most_within(limit_bytes - more))
         return most
 
@@ -478,10 +509,6 @@ class MemoryModel:
             return 0.0
         moved = min(most, self._most_moved(stage, arena)) - min(most, self._most_moved(stage, 0))
         return arena - own + moved
-
-    @cached_property
-    def _known_fullest(self) -> dict[Strategy, list["_Fullest"]]:
-        return {}
 
     def _fullest(self, strategy: Strategy) -> list["_Fullest"]:
         """The stages of which one is the fullest, whatever the packs: behind an earlier one that is as large in every

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import FrozenBase
 from hf_hotspa.costs.hardware import Hardware
-from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.memory import MemoryBreakdown, MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import EFFICIENCY, Streams, estimate, moved_bytes, seconds_of_links
 from hf_hotspa.costs.time import TimeModel

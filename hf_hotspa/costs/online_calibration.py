@@ -92,7 +92,7 @@ class ScaledTime(TimeModel):
     @classmethod
     def of(cls, time: TimeModel, factors: Mapping[Strategy, float]) -> "ScaledTime":
         """`time`, scaled."""
-        return cls(**{f.name: getattr(time, f.name) for f in fields(TimeModel)}, factors=dict(factors))
+        return cls(**{f.name: getattr(time, f.name) for f in fields(TimeModel) if f.init}, factors=dict(factors))
 
     def kind(self, strategy: Strategy) -> Strategy:
         """Each has a factor of its own."""

@@ -6,7 +6,7 @@ The engine refuses what cannot run, and searches do not offer it: both ask here.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hf_hotspa.costs.context import AUTO, GATHER, RING, ULYSSES, choose_way
+from hf_hotspa.costs.divided import AUTO, GATHER, RING, ULYSSES, choose_way
 from hf_hotspa.errors import HotspaError, StrategyError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.pipeline_order import check_runs
@@ -22,7 +22,7 @@ class RunOptions:
 
     Args:
         schedule: That of pipelines, one of `pipeline_order.SCHEDULES`.
-        context_parallel: How ranks of cp attend, one of `costs.context.WAYS`.
+        context_parallel: How ranks of cp attend, one of `costs.divided.WAYS`.
         device_type: Where ranks compute: `cpu` or `cuda`.
         flexible: Whether ranks of tp may give work away.
         expert_capacity: The capacity factor of experts; None for none.

@@ -7,14 +7,13 @@ norms, blocks that the family's plan does not cut, and key/value heads that are 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_hotspa.costs.adapter import Adapter
-from hf_hotspa.costs.four_bits import WEIGHT_BYTES, FourBits
+from hf_hotspa.costs.adapter import WEIGHT_BYTES, Adapter, FourBits
 from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
@@ -137,6 +136,10 @@ class ModelSizes:
     adapter: Adapter | None = None
     measured: StageCosts | None = None
     four_bits: FourBits | None = None
+    _stages: dict[tuple[int, ...], tuple[StageSizes, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _dequantized: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def stage_costs(self) -> StageCosts:
@@ -207,10 +210,6 @@ class ModelSizes:
         if key not in self._stages:
             self._stages[key] = self._from_layout(strategy) if self.vector is not None else self._from_shape(strategy)
         return self._stages[key]
-
-    @cached_property
-    def _stages(self) -> dict[tuple[int, ...], tuple[StageSizes, ...]]:
-        return {}
 
     def has_uneven_shares(self, strategy: Strategy) -> bool:
         """Whether some of the strategy's tensor-parallel groups divide MLPs by the pace of their devices."""
@@ -312,10 +311,6 @@ class ModelSizes:
                 whole = max((_dequantized(self.vector, Strategy(tp=tp), spec) for spec in packed), default=0)
             self._dequantized[tp] = whole
         return self._dequantized[tp]
-
-    @cached_property
-    def _dequantized(self) -> dict[int, float]:
-        return {}
 
     def made_of_codes(self, tp: int) -> float:
         """Weights of one layer that the fullest of tp coordinates dequantizes for a product of each, by arithmetic."""

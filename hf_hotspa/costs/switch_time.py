@@ -88,7 +88,7 @@ def seconds_of_links(strategy: Strategy, num_bytes: float, cluster: Cluster) -> 
 
 
 @dataclass(frozen=True)
-class Turn:
+class StreamedPack:
     """A pack, or what chunks make of it, of the slowest replica.
 
     Args:
@@ -136,7 +136,7 @@ class Streams:
         """What the same strategy without `+z2` or `+z3` would have moved in its switch, and this one does not."""
         return (self.load_s(strategy) if strategy.z == 3 else 0.0) + self.return_s(strategy)
 
-    def seconds(self, strategy: Strategy, turns: Iterable[Turn], slots: float) -> float:
+    def seconds(self, strategy: Strategy, turns: Iterable[StreamedPack], slots: float) -> float:
         """Seconds of the packs of a phase, transfers included.
 
         Args:

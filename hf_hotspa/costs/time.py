@@ -1,35 +1,260 @@
 """The time model: seconds of packs, of replicas and of phases under a strategy.
 
-One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds a pack for each tensor-parallel degree, its collectives
-included; embedding and head have costs of their own; a pipeline is simulated operation by operation (`pipelines`); the busiest
-replica decides. Where ranks share cores (CPU) the fluid model there says how long a phase takes. Coefficients
-come from measurements (`fit`) or from data sheets (`analytic`). Plain data, no torch.
+One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds a pack for each tensor-parallel degree, its collectives included;
+embedding and head have costs of their own; the busiest replica decides. Coefficients come from measurements (`fit`) or from
+data sheets (`analytic`).
+
+A pipeline is simulated operation by operation, by the order of `packing.pipeline_order`: sends do not block, and a stage waits for
+what it needs next. The usual `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also runs the head.
+Where every rank has a processor of its own, as accelerators do, one walk through the operations is enough (`pipeline_seconds`).
+Ranks that share cores follow the fluid model of a fair scheduler: of `slots` processors, n computing ranks get
+`min(1, slots / n)` each (`shared_pipelines`, `shared_seconds`); four CPU ranks on two cores run at half speed while all are
+busy, and at full speed while two of them wait for others.
 """
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_hotspa.costs import analytic, experts
-from hf_hotspa.costs.chunks import chunked_seconds
+from hf_hotspa.costs import analytic
 from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop, Sample, fit_costs
-from hf_hotspa.costs.context import exchange_seconds
+from hf_hotspa.costs.divided import chunked_seconds, exchange_seconds, expert_exchange_seconds
 from hf_hotspa.costs.hardware import Hardware
-from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.costs.switch_time import Streams, Turn
+from hf_hotspa.costs.switch_time import StreamedPack, Streams
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.shares import fastest_stages, paces_of_groups
 from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
+from hf_hotspa.packing.cuts import cut_for, cut_into_chains, squared_lengths
 from hf_hotspa.packing.passes import joint_passes
-from hf_hotspa.packing.pipeline_order import choose_interleaved, choose_passes
+from hf_hotspa.packing.pipeline_order import (
+    Turn,
+    backward_order,
+    choose_interleaved,
+    choose_passes,
+    most_ahead,
+    operations,
+)
 from hf_hotspa.strategy import Strategy
+
+# -- pipelines ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The packs (or chunks) of one replica and the way they go through its stages.
+
+    Args:
+        forward: `forward[stage][pack]` seconds, of a rank with a processor of its own.
+        backward: The same for the backward pass.
+        hops: Seconds that the hidden state of each pack, or its gradient, travels between two stages.
+        reach: See `pipeline_order.reaches`: how far forward passes may be ahead.
+        depth: Stages that the schedule counts with, see `Passes.depth`; as many as there are when None.
+        chains: How many chunks each chain has, see `pipeline_order`; empty for whole packs.
+        rounds: Stages on each rank.
+        order: The order of all ranks where they have several stages each; else it follows from what is above.
+    """
+
+    forward: Sequence[Sequence[float]]
+    backward: Sequence[Sequence[float]]
+    hops: Sequence[float]
+    reach: Sequence[int]
+    depth: int | None = None
+    chains: Sequence[int] = ()
+    rounds: int = 1
+    order: Sequence[Turn] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.forward) // self.rounds
+
+    def turns(self, rank: int) -> list[Turn]:
+        """What a rank runs, in order."""
+        if self.rounds > 1:
+            return [turn for turn in self.order if turn.stage % self.num_ranks == rank]
+        depth = self.depth or len(self.forward)
+        return [Turn(rank, *operation) for operation in operations(self.reach, depth, rank, self.chains)]
+
+    def seconds(self, turn: Turn) -> float:
+        """Seconds of one pass."""
+        return (self.backward if turn.is_backward else self.forward)[turn.stage][turn.unit]
+
+
+def pipeline_seconds(pipeline: Pipeline) -> float:
+    """Seconds until the last operation of a replica has ended, every rank on a processor of its own.
+
+    Operations are looked at in an order in which nothing is needed before it is known: for each backward pass, first
+    the forward passes that may begin before it, from the first stage to the last, then that pass, from the last to the
+    first.
+    """
+    forward, backward, hops, reach = pipeline.forward, pipeline.backward, pipeline.hops, pipeline.reach
+    num_stages, total = len(forward), len(forward[0])
+    if num_stages == 1:
+        return sum(forward[0]) + sum(backward[0])
+    if pipeline.rounds > 1:
+        return max((event.end for event in interleaved_events(pipeline)), default=0.0)
+    depth = pipeline.depth or num_stages
+    clock, begun = [0.0] * num_stages, [0] * num_stages
+    ready = [0.0] * total  # when the stage that a pack comes to next has its hidden state
+    rising, falling = range(num_stages), range(num_stages - 1, -1, -1)
+    backwards: Sequence[int] = backward_order(pipeline.chains) if pipeline.chains else range(total)
+    aheads: Sequence[int] = most_ahead(pipeline.chains, depth) if pipeline.chains else range(depth, depth + total)
+    for pack, most, ahead in zip(backwards, reach, aheads, strict=True):
+        for stage in rising:
+            end = ahead - stage
+            if end > most:
+                end = most
+            at = begun[stage]
+            if at < end:
+                now, seconds = clock[stage], forward[stage]
+                while at < end:
+                    if ready[at] > now:
+                        now = ready[at]
+                    now += seconds[at]
+                    ready[at] = now + hops[at]
+                    at += 1
+                begun[stage], clock[stage] = end, now
+        gradient, hop = 0.0, hops[pack]
+        for stage in falling:
+            now = clock[stage]
+            if gradient > now:
+                now = gradient
+            now += backward[stage][pack]
+            clock[stage] = now
+            gradient = now + hop
+    return max(clock)
+
+
+class Event(NamedTuple):
+    """One pass on a rank."""
+
+    turn: Turn
+    rank: int
+    start: float
+    end: float
+
+
+def interleaved_events(pipeline: Pipeline) -> list[Event]:
+    """When each pass of a replica runs whose ranks have several stages each, every rank on a processor of its own."""
+    num_ranks, last = pipeline.num_ranks, len(pipeline.forward) - 1
+    clock, ready = [0.0] * num_ranks, dict[Turn, float]()
+    events = []
+    for turn in pipeline.order:
+        rank, start = turn.stage % num_ranks, clock[turn.stage % num_ranks]
+        if not turn.is_backward and turn.stage:
+            start = max(start, ready[Turn(turn.stage - 1, turn.unit, False)])
+        if turn.is_backward and turn.stage < last:
+            start = max(start, ready[Turn(turn.stage + 1, turn.unit, True)])
+        clock[rank] = end = start + pipeline.seconds(turn)
+        ready[turn] = end + pipeline.hops[turn.unit]
+        events.append(Event(turn, rank, start, end))
+    return events
+
+
+def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:
+    """Seconds until the last of several independent loads is done, all started together.
+
+    Args:
+        loads: Processor seconds of each load on each of its ranks.
+        ranks_per_load: Ranks that work on a load together.
+        slots: Ranks that compute at a time.
+    """
+    seconds = done = 0.0
+    for left, load in zip(range(len(loads), 0, -1), sorted(loads), strict=True):
+        seconds += (load - done) * max(1.0, left * ranks_per_load / slots)
+        done = load
+    return seconds
+
+
+def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots: float) -> float:
+    """Seconds until the last of several pipelines is done: `pipeline_seconds` on shared processors.
+
+    All computing stages run at one speed at any moment, so the work that each has done since the start of its operation
+    is the same integral of that speed; an operation ends when the integral has grown by its seconds. Events are thus
+    ordered by two queues: ends of operations by the integral, arrivals of messages by time.
+
+    Args:
+        ranks_per_stage: Ranks that work on a stage together.
+        slots: Ranks that compute at a time.
+    """
+    ranks = [
+        _Rank(replica, rank, pipeline)
+        for replica, pipeline in enumerate(pipelines)
+        for rank in range(pipeline.num_ranks)
+        if pipeline.forward[rank]
+    ]
+    place = {(rank.replica, rank.index): at for at, rank in enumerate(ranks)}
+    ends: list[tuple[float, int]] = []  # (integral at which the rank's operation ends, rank)
+    arrivals: list[tuple[float, int, Turn]] = []  # (time, rank, what it was made for)
+    now = work = 0.0
+
+    def start(at: int) -> None:
+        seconds = ranks[at].start()
+        if seconds is not None:
+            heapq.heappush(ends, (work + seconds, at))
+
+    for at in range(len(ranks)):
+        start(at)
+    while ends or arrivals:
+        speed = min(1.0, slots / (len(ends) * ranks_per_stage)) if ends else 1.0
+        end = now + (ends[0][0] - work) / speed if ends else float("inf")
+        if arrivals and arrivals[0][0] <= end:
+            time, at, turn = heapq.heappop(arrivals)
+            work += (time - now) * speed
+            now = time
+            ranks[at].ready.add(turn)
+            if not ranks[at].busy:
+                start(at)
+            continue
+        work, at = heapq.heappop(ends)
+        now = end
+        rank = ranks[at]
+        turn = rank.finish()
+        target = turn.stage + (-1 if turn.is_backward else 1)
+        if 0 <= target < rank.num_stages:
+            to = place[rank.replica, target % rank.num_ranks]
+            heapq.heappush(arrivals, (now + rank.hops[turn.unit], to, turn._replace(stage=target)))
+        start(at)
+    return now
+
+
+class _Rank:
+    """One rank of one replica: which pass of its order comes next, and what it waits for."""
+
+    def __init__(self, replica: int, index: int, pipeline: Pipeline) -> None:
+        self.replica, self.index, self.num_ranks = replica, index, pipeline.num_ranks
+        self.num_stages, self.hops = len(pipeline.forward), pipeline.hops
+        self.ready: set[Turn] = set()  # of the passes that need what another stage makes
+        self._seconds, self._turns = pipeline.seconds, pipeline.turns(index)
+        self._ended = 0
+        self.busy = False
+
+    def start(self) -> float | None:
+        """Seconds of the pass that starts now; None when there is none, or it has to wait."""
+        if self._ended == len(self._turns):
+            return None
+        turn = self._turns[self._ended]
+        is_end = turn.stage == (self.num_stages - 1 if turn.is_backward else 0)
+        if not is_end and turn not in self.ready:
+            return None
+        self.busy = True
+        return self._seconds(turn)
+
+    def finish(self) -> Turn:
+        """Ends the running pass."""
+        turn = self._turns[self._ended]
+        self.busy = False
+        self._ended += 1
+        return turn
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
 
 Packs = Sequence[Sequence[int]]
 """The packs of a replica, each the lengths of its sequences."""
@@ -68,7 +293,7 @@ class TimeModel:
         cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
         streams: What moves the units of fully sharded strategies; None where there are none.
         shape: The model's, for what ranks of cp exchange; None where that is not known and costs nothing.
-        context_parallel: How they attend, one of `costs.context.WAYS`.
+        context_parallel: How they attend, one of `costs.divided.WAYS`.
         context_exchanges: What that costs, by (cp, tp), where it was measured; hops else.
         forwards: Forwards of all tokens, without gradients, that a step has beside its training pass.
     """
@@ -94,6 +319,13 @@ class TimeModel:
     context_parallel: str = "auto"
     context_exchanges: Mapping[tuple[int, int], Exchanges] = field(default_factory=dict)
     forwards: int = 0
+    _kinds: dict[Strategy, Strategy] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _stage_costs: dict[tuple[int, ...], tuple[Cost, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _different_costs: dict[Strategy, tuple[Mapping[Cost, int], Cost]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
@@ -159,10 +391,6 @@ class TimeModel:
             self._kinds[strategy] = replace(strategy, sp=False, kh=False)
         return self._kinds[strategy]
 
-    @cached_property
-    def _kinds(self) -> dict[Strategy, Strategy]:
-        return {}
-
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
         """The cost of each stage of a replica: v for each of its pp ranks, in the order of the pipeline.
 
@@ -189,21 +417,13 @@ class TimeModel:
             self._different_costs[strategy] = times, sum([cost * number for cost, number in times.items()], Cost())
         return self._different_costs[strategy]
 
-    @cached_property
-    def _different_costs(self) -> dict[Strategy, tuple[Mapping[Cost, int], Cost]]:
-        return {}
-
-    @cached_property
-    def _stage_costs(self) -> dict[tuple[int, ...], tuple[Cost, ...]]:
-        return {}
-
     def _shared_layer(self, strategy: Strategy) -> Cost:
         """One layer on a rank: its share of the tokens of a pack, and of the pairs that attend, and the exchanges."""
         cost, cp = self.layers[strategy.tp], strategy.cp
         if strategy.ep > 1 and self.shape is not None:
             near = strategy.ep <= self.devices_per_node
             link = self.hop_intra if near else self.hop_inter
-            of_tokens = experts.exchange_seconds(strategy, self.shape, link.token_s, link.latency_s)
+            of_tokens = expert_exchange_seconds(strategy, self.shape, link.token_s, link.latency_s)
             cost = Cost(cost.a, cost.b + cp * of_tokens[0], cost.c + of_tokens[1])
         if cp == 1 or self.shape is None:
             return _shared(cost, cp)
@@ -334,7 +554,7 @@ class TimeModel:
             forward = self.forward_share * (backwards + again) / backwards
             backward = 1 - self.forward_share + (self.forward_share / strategy.rc if strategy.rc else 0.0)
             share = forward / (forward + backward)
-            turns.append(Turn(share * seconds, (1 - share) * seconds, backwards + again, backwards))
+            turns.append(StreamedPack(share * seconds, (1 - share) * seconds, backwards + again, backwards))
         return self.streams.seconds(strategy, turns, self.slots)
 
     def _shared(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:

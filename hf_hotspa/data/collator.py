@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, chain, count, pairwise
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from transformers.trainer_utils import has_length
 from hf_hotspa.data.prepare import tokenize_rows
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, TokenRangeError, UnsupportedError, check_choice
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, MiniBatchPlan, Pack, plan_mini_batch
-from hf_hotspa.packing.context_cuts import Piece
+from hf_hotspa.packing.cuts import Piece
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.speeds import Speeds
@@ -317,10 +317,9 @@ class PackedBucketCollator:
     def rows_of(self, plan: MiniBatchPlan) -> tuple[int, ...]:
         """The dataset rows that this rank needs, each once, in the order of use."""
         rows = dict[int, None]()
-        for packs in self.packs_of(plan):
-            for pack in packs:
-                for sequence in pack.sequences:
-                    rows[sequence.row] = None
+        for pack in chain.from_iterable(self.packs_of(plan)):
+            for sequence in pack.sequences:
+                rows[sequence.row] = None
         return tuple(rows)
 
     def of_plan(self, plan: MiniBatchPlan, rows: Mapping[int, Any]) -> MiniBatch:
@@ -330,33 +329,37 @@ class PackedBucketCollator:
             rows: Dataset row -> example (a mapping as for `__call__`, or a `Row`), for `rows_of(plan)`.
         """
         try:
-            read, phases = {row: self._read(rows[row], row) for row in self.rows_of(plan)}, list[PhaseBatch]()
-            for phase, packs in zip(plan.phases, self.packs_of(plan), strict=True):
-                phases.append(PhaseBatch(phase.bucket, tuple([self._micro_batch(pack, read) for pack in packs])))
+            read, phases, of_phases = dict[int, Row](), list[PhaseBatch](), self.packs_of(plan)
+            for pack in chain.from_iterable(of_phases):
+                for sequence in pack.sequences:
+                    if (row := sequence.row) not in read:
+                        example = rows[row]
+                        read[row] = example if isinstance(example, Row) else read_row(example, row, self.rules)
+                        if self.table is not None:
+                            self._check_scan(self.table, read[row], row)
+            for phase, packs in zip(plan.phases, of_phases, strict=True):
+                micro_batches = list[MicroBatch]()
+                for pack in packs:
+                    micro_batches.append(self._micro_batch(pack, read))
+                phases.append(PhaseBatch(phase.bucket, tuple(micro_batches)))
         except HotspaError as error:
-            return self.failed(plan, error)
+            return MiniBatch(plan, tuple(PhaseBatch(phase.bucket, ()) for phase in plan.phases), error)
         return MiniBatch(plan, tuple(phases))
 
-    def failed(self, plan: MiniBatchPlan, error: HotspaError) -> MiniBatch:
-        """A mini-batch that carries an error."""
-        return MiniBatch(plan, tuple(PhaseBatch(phase.bucket, ()) for phase in plan.phases), error)
-
-    def _read(self, example: Any, row: int) -> Row:
-        parsed = example if isinstance(example, Row) else read_row(example, row, self.rules)
-        if self.table is not None:
-            if len(parsed.ids) != int(self.table.lengths[row]):
-                scanned = int(self.table.lengths[row])
-                raise self._stale(row, f"it has {len(parsed.ids)} tokens and {scanned} were scanned")
-            if len(parsed.ids) and parsed.cuts.tolist() != [begin for begin, _ in self.table.documents(row)[1:]]:
-                raise self._stale(row, "its documents begin elsewhere")
-        return parsed
+    def _check_scan(self, table: SequenceTable, read: Row, row: int) -> None:
+        if len(read.ids) != (scanned := int(table.lengths[row])):
+            raise self._stale(row, f"it has {len(read.ids)} tokens and {scanned} were scanned")
+        if len(read.ids) and read.cuts.tolist() != [begin for begin, _ in table.documents(row)[1:]]:
+            raise self._stale(row, "its documents begin elsewhere")
 
     def _micro_batch(self, pack: Pack, rows: Mapping[int, Row]) -> MicroBatch:
         lengths = pack.lengths
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
         ids_T = np.empty(num_tokens, np.int64)
-        labels_T = np.empty(num_tokens, np.int64)
+        labels_T = np.full(
+            num_tokens, IGNORED_LABEL
+        )  # the last token of a sequence predicts nothing, unless `targets` says so
         begin, keys = 0, list[tuple[int, int]]()
         for sequence, end in zip(pack.sequences, ends.tolist(), strict=True):
             row = rows[sequence.row]
@@ -364,20 +367,30 @@ class PackedBucketCollator:
             if sequence.stop > len(row.ids):
                 raise self._stale(sequence.row, f"tokens up to {sequence.stop} were planned and it has {len(row.ids)}")
             ids_T[begin:end] = row.ids[sequence.start : sequence.stop]
-            labels_T[begin:end], num_labels = row.targets_of(sequence.start, sequence.stop)
+            if row.targets is not None:
+                labels_T[begin:end] = row.targets[sequence.start : sequence.stop]
+            else:
+                whole = row.ids if row.labels is None else row.labels
+                labels_T[begin : end - 1] = whole[sequence.start + 1 : sequence.stop]
+            num_labels = end - begin - 1
+            if row.targets is not None or row.labels is not None:
+                num_labels = int(np.count_nonzero(labels_T[begin:end] != IGNORED_LABEL))
             if num_labels != sequence.num_labels:
                 raise self._stale(sequence.row, f"it has {num_labels} labels and {sequence.num_labels} were planned")
             begin = end
         # Ids first: without labels of their own, rows take their targets from them, and the id is the better name.
-        self._check_range(ids_T, "input_ids", pack, rows)
-        self._check_range(np.where(labels_T == IGNORED_LABEL, 0, labels_T), "labels", pack, rows)
+        for key, values_T in (("input_ids", ids_T), ("labels", np.where(labels_T == IGNORED_LABEL, 0, labels_T))):
+            if int(values_T.min()) < 0 or int(values_T.max()) >= self.vocab_size:
+                raise self._out_of_range(values_T, key, pack, rows)
         starts = ends - np.asarray(lengths)
         positions_T = np.arange(num_tokens) - np.repeat(starts, lengths)
-        columns, contents = dict[str, torch.Tensor](), [ids_T, labels_T]
-        for name in rows[pack.sequences[0].row].columns:
+        columns, content = (
+            dict[str, torch.Tensor](),
+            hashlib.blake2b(ids_T.tobytes() + labels_T.tobytes(), digest_size=8),
+        )
+        for name in sorted(rows[pack.sequences[0].row].columns):
             columns[name] = _packed(name, pack, rows)
-        for name in sorted(columns):
-            contents.append(columns[name].numpy())
+            content.update(columns[name].numpy().tobytes())
         return MicroBatch(
             torch.from_numpy(ids_T)[None],
             torch.from_numpy(positions_T)[None],
@@ -387,12 +400,12 @@ class PackedBucketCollator:
             pack.num_labels,
             tuple(keys),
             columns,
-            _content_word(*contents),
+            int.from_bytes(content.digest(), "little"),
         )
 
-    def _check_range(self, values_T: NDArray[np.int64], key: str, pack: Pack, rows: Mapping[int, Row]) -> None:
-        if int(values_T.min()) >= 0 and int(values_T.max()) < self.vocab_size:
-            return
+    def _out_of_range(
+        self, values_T: NDArray[np.int64], key: str, pack: Pack, rows: Mapping[int, Row]
+    ) -> TokenRangeError:
         at = int(np.flatnonzero((values_T < 0) | (values_T >= self.vocab_size))[0])
         begin = 0
         for sequence in pack.sequences:
@@ -401,7 +414,7 @@ class PackedBucketCollator:
             begin += sequence.num_tokens
         # A target stands one position before the label it was made from.
         position = rows[sequence.row].first + sequence.start + at - begin + (key == "labels")
-        raise TokenRangeError(
+        return TokenRangeError(
             f"{key} holds {int(values_T[at])}, and the vocabulary has the ids 0 to {self.vocab_size - 1} "
             f"(size {self.vocab_size})",
             where=f"dataset row {sequence.row}, position {position}, rank {self.rank}",
@@ -416,14 +429,6 @@ class PackedBucketCollator:
             why="the mini-batch was planned from the scan, and its loss divided by the labels counted there",
             fix="datasets must give the same row each time; remove random transforms, or delete the cached scan",
         )
-
-
-def _content_word(*arrays: NDArray[Any]) -> int:
-    """A digest of 64 bits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for array in arrays:
-        digest.update(array.tobytes())
-    return int.from_bytes(digest.digest(), "little")
 
 
 def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
@@ -487,8 +492,8 @@ EMPTY_POLICIES = (ERROR, SKIP)
 COUNTS = "hotspa_cut_rows"
 """The key of a training batch that says how many rows were truncated, split, dropped and empty."""
 
-_MASK = re.compile(r"(^|_)masks?$")
-_NOT_OF_LOSS = {"attention_mask", "special_tokens_mask"}
+is_loss_mask = re.compile(r"(?!(attention|special_tokens)_mask$)(.*_)?masks?$", re.DOTALL).match
+"""Whether a column of this name says which tokens count."""
 _OF_STOCK = (
     stock.DefaultDataCollator, stock.DataCollatorWithPadding, stock.DataCollatorForLanguageModeling,
     stock.DataCollatorForSeq2Seq, stock.DataCollatorWithFlattening,
@@ -552,6 +557,9 @@ class RowCollator:
     longest: int | None = None
     kept: frozenset[str] = frozenset()
 
+    def __post_init__(self) -> None:
+        self._passes_masks_over = is_stock(self.collator)
+
     def __call__(self, examples: Sequence[Any]) -> Any:
         """The batch of some rows, on the host.
 
@@ -561,11 +569,15 @@ class RowCollator:
             OverlongError: a sequence is too long, and no policy says what to do.
         """
         rows = self._read(list(examples)) if len(examples) else []
-        if rows:
-            batch = self._collated(rows)
-        else:
+        if not rows:
             empty = torch.zeros((0, 1), dtype=torch.int64)
-            batch = dict.fromkeys(("input_ids", "labels", "attention_mask"), empty)
+            batch: Any = dict.fromkeys(("input_ids", "labels", "attention_mask"), empty)
+        elif self.collator is None:
+            batch = self._padded(rows)
+        else:
+            if self.columns is not None and isinstance(rows[0], Mapping):
+                rows = [{name: row[name] for name in row if name in self.columns} for row in rows]
+            batch = self.collator(rows)
         if not isinstance(batch, Mapping):
             return batch
         counts = [0, 0, 0, len(examples) - len(rows)]
@@ -588,20 +600,18 @@ class RowCollator:
             except HotspaError as error:
                 raise _within_batch(error) from None
             kept = [{name: e[name] for name in self.loss_columns if name in e} for e in examples]
-            _refuse_two_maskings(self.collator, rendered)
+            if type(self.collator) is stock.DataCollatorForLanguageModeling and "labels" in rendered[0]:
+                raise UnsupportedError(
+                    "DataCollatorForLanguageModeling, and a dataset of conversations or completions",
+                    why="the collator makes every token a label, also those of prompts, which carry none here",
+                    fix="pass no data_collator, or tokenise the dataset yourself",
+                )
             examples = [{**row, **own} for row, own in zip(rendered, kept, strict=True)]
-        elif is_stock(self.collator):
+        elif self._passes_masks_over:
             examples = [*map(with_masks, examples, count())]
         if not self.skips_empty:
             return examples
         return [example for example in examples if not _has_no_tokens(example)]
-
-    def _collated(self, examples: list[Any]) -> Any:
-        if self.collator is None:
-            return self._padded(examples)
-        if self.columns is not None and isinstance(examples[0], Mapping):
-            examples = [{name: e[name] for name in e if name in self.columns} for e in examples]
-        return self.collator(examples)
 
     def _padded(self, examples: list[Any]) -> dict[str, Tensor]:
         rules = RowRules(borders=self.borders, refused=self.refused, columns=tuple(self.loss_columns))
@@ -726,8 +736,11 @@ def with_masks(example: Any, row: int) -> Any:
             reads.
     """
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
-    if ids is None or any(example.get(name) is not None for name in LABEL_COLUMNS):
+    if ids is None:
         return example
+    for name in LABEL_COLUMNS:
+        if example.get(name) is not None:
+            return example
     masks = dict[str, Any]()
     for name, value in example.items():
         if value is not None and is_loss_mask(name):
@@ -788,20 +801,6 @@ def say_left_out() -> None:
         logger.warning(
             "Rows are padded on the left, and the first token after the padding has a label: it is left out, of the mean, too. The "
             "stock Trainer would train it from the padding before it."
-        )
-
-
-def is_loss_mask(name: str) -> bool:
-    """Whether a column of this name says which tokens count."""
-    return bool(_MASK.search(name)) and name not in _NOT_OF_LOSS
-
-
-def _refuse_two_maskings(collator: Any, rendered: Sequence[Mapping[str, Any]]) -> None:
-    if type(collator) is stock.DataCollatorForLanguageModeling and "labels" in rendered[0]:
-        raise UnsupportedError(
-            "DataCollatorForLanguageModeling, and a dataset of conversations or completions",
-            why="the collator makes every token a label, also those of prompts, which carry none here",
-            fix="pass no data_collator, or tokenise the dataset yourself",
         )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows.chat_text import ChatTemplate, Tokens
 from hf_hotspa.rows.features import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
-from hf_hotspa.rows.formats import Chat, Format, Reading, Strings, format_of
+from hf_hotspa.rows.formats import Chat, Format, Strings, format_of
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,10 @@ def _json_fault(path: Path) -> DataError | None:
         return DataError(f"{path}, line {at}, is not UTF-8: {error.reason}", fix="save the file as UTF-8")
     try:
         rows = json.loads(text)
-        where = _first_no_object(rows) if isinstance(rows, list) else None
         if isinstance(rows, list) and not rows:
             return no_rows([path])
+        elements = enumerate(rows) if isinstance(rows, list) else ()
+        where = next((number for number, row in elements if not isinstance(row, dict)), None)
         return None if where is None else DataError(f"{path}: element {where} of the list is no JSON object", fix=fix)
     except json.JSONDecodeError as error:
         whole = error
@@ -125,10 +126,6 @@ def _is_list(line: str) -> bool:
         return isinstance(json.loads(line.lstrip().split("\n", 1)[0]), list)
     except ValueError:
         return False
-
-
-def _first_no_object(rows: list[Any]) -> int | None:
-    return next((number for number, row in enumerate(rows) if not isinstance(row, dict)), None)
 
 
 def _csv_fault(path: Path) -> DataError | None:
@@ -400,7 +397,8 @@ def _tokens(format_: Format, records: Sequence[Mapping[str, Any]], rows: Sequenc
         texts = list(map(str, readings))
         ids = tokenizer(texts, verbose=False)["input_ids"]
         return {"input_ids": [specials.ended(specials.once(list(i), t), t) for i, t in zip(ids, texts, strict=True)]}
-    readings = [_without_template(reading, tokenizer) for reading in readings]
+    if not _has_template(tokenizer):  # a question and its answer stand as strings where no template writes them
+        readings = [r.plain if isinstance(r, Chat) and r.plain is not None else r for r in readings]
     chats = {at: reading for at, reading in enumerate(readings) if isinstance(reading, Chat)}
     tokens: dict[int, Tokens] = {}
     if chats:
@@ -419,13 +417,6 @@ def _tokens(format_: Format, records: Sequence[Mapping[str, Any]], rows: Sequenc
 
 def _has_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
-
-
-def _without_template(reading: Reading, tokenizer: Any) -> Reading:
-    """A question and its answer as strings, where there is no chat template to write them."""
-    if isinstance(reading, Chat) and reading.plain is not None and not _has_template(tokenizer):
-        return reading.plain
-    return reading
 
 
 class _Specials:

@@ -14,8 +14,7 @@ from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import EMBEDDING, ParameterVector
 from hf_hotspa.packing.bucketing import MiniBatchPlan, sequence_cost
 from hf_hotspa.report import MEASURES, StepReport
-from hf_hotspa.stragglers.detection import PhaseWork, SlowDevices, SlowEvent
-from hf_hotspa.stragglers.giving import Giving
+from hf_hotspa.stragglers.giving import Giving, PhaseWork, SlowDevices, SlowEvent
 from hf_hotspa.strategy import Strategy
 
 _COMPUTE, _OTHERS, _PRODUCTS, _LEFT_OUT = (

@@ -68,7 +68,8 @@ class HotSPaEngine:
     Attributes:
         longest: Tokens of the longest sequence that some bucket takes.
         agreement: How all ranks agree (`Agreement.run`).
-        observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
+        observer: Told of the phases (`Observer`), where somebody wants to be.
+        stop: Its `requested` says, when a mini-batch ends, whether this rank wants to stop; None where it never does.
         failures: What ended a phase; knows of a lack of memory on this rank.
         model_digest: `weights_digest` of the model, where it was read when the engine was made.
         base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
@@ -132,7 +133,8 @@ class HotSPaEngine:
         self.agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
         self._groups.warm_up()
         self._switching.prepare()
-        self.observer = Observer()
+        self.observer: Observer | None = None
+        self.stop: Any = None
         self.stop_ranks: tuple[int, ...] = ()
         self._steps, self.grad_norm, self._reached = 0, 0.0, frozenset[str]()
 
@@ -357,7 +359,8 @@ class HotSPaEngine:
             phase = mini_batch.phases[index]
             if self._switching.worker is not None:  # whose thread explains failures, too
                 self.failures.phase_begins(phase, runner, self._steps + 1, where)
-            self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
+            if self.observer is not None:
+                self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
             try:
                 phase_loss, measured = runner.run(
                     phase,
@@ -374,7 +377,8 @@ class HotSPaEngine:
             except BaseException as failure:
                 self._end_all(phase, where, failure)
             loss += phase_loss
-            self.observer.phase_ended(self._steps + 1, mini_batch.plan, order, len(measures), measured)
+            if self.observer is not None:
+                self.observer.phase_ended(self._steps + 1, mini_batch.plan, order, len(measures), measured)
             measures.append(measured)
             previous = runner
         return loss, measures
@@ -406,7 +410,8 @@ class HotSPaEngine:
         self, mini_batch: MiniBatch, order: Sequence[int], loss: float, measures: list[PhaseMeasure], begin: float,
         where: str,
     ) -> StepReport:  # fmt: skip
-        mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
+        stops = self.stop is not None and self.stop.requested
+        mine = [self._agreed - begin, float(peak_memory(self.device)), float(stops)]
         updates, trained = self.updates, self.master.trained
         here, numbers = set[str](), list[float]()
         for index, measured in zip(order, measures, strict=True):

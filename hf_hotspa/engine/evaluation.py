@@ -19,7 +19,7 @@ from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.errors import HotspaError, ModelError
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import Pack, PhasePlan
-from hf_hotspa.packing.context_cuts import Shares, share_by_tokens
+from hf_hotspa.packing.cuts import Shares, share_by_tokens
 from hf_hotspa.parallel.agreement import Agreement, check_mini_batch
 from hf_hotspa.parallel.context import in_order
 from hf_hotspa.parallel.mesh import ProcessGroups

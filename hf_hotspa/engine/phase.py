@@ -15,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,12 +48,8 @@ from hf_hotspa.strategy import Strategy
 # What a rank measures of a phase, and how the measures of all ranks become reports.
 
 
-class Observer:
-    """Who is told of the phases of a mini-batch while it runs: nobody. Others must not raise and not communicate."""
-
-    def wants_stop(self) -> bool:
-        """Whether this rank wants to stop after this mini-batch; asked when its last phase has ended."""
-        return False
+class Observer(Protocol):
+    """Who is told of the phases of a mini-batch while it runs. Must not raise and not communicate."""
 
     def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
         """Before the weights for phase `order[index]` of mini-batch `step` (counted from 1) are loaded."""

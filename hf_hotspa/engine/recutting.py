@@ -8,7 +8,7 @@ from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.layout.shares import is_uneven, paces_of_groups, shard_widths
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.specs import ModelDescription
-from hf_hotspa.stragglers.stage_cuts import (
+from hf_hotspa.stragglers.speeds import (
     Paces,
     can_share,
     cut_by_speed,

@@ -1,7 +1,7 @@
 """Which pipeline stage holds which layer: the one function that layouts, replicas and checkpoints all call.
 
 A cut by count weighs a layer by its parameters; where seconds of the model were measured it weighs those (`StageCosts`).
-Where devices are slow (`stragglers.stage_cuts`), the stages that have them are weighed with their pace.
+Where devices are slow (`stragglers.speeds`), the stages that have them are weighed with their pace.
 `partition` is the whole of PipeDream's programme, with stages that are replicated unequally. Layouts have one dp for all
 stages, so nothing can run what it finds then: it says how much is lost by that.
 

@@ -6,8 +6,7 @@ from datetime import timedelta
 
 import torch
 
-from hf_hotspa.costs.context import WAYS
-from hf_hotspa.costs.experts import check_capacity
+from hf_hotspa.costs.divided import WAYS, check_capacity
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.errors import HotspaConfigError, check_choice
 from hf_hotspa.layout.stages import StageCosts
@@ -57,7 +56,7 @@ class EngineOptions:
         expert_capacity: How many tokens of a pack one expert computes at most, times the mean (`parallel.expert_capacity`);
             None for all, which is exact.
         context_parallel: How the ranks of cp attend to each other's tokens: `auto`, `ulysses`, `allgather` or `ring`
-            (`costs.context`).
+            (`costs.divided`).
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
         devices_per_node: Ranks on one node; as the ranks find them when None.

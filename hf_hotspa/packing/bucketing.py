@@ -40,10 +40,8 @@ from hf_hotspa.strategy import Bucket, Strategy
 # know neither tensors nor processes. A plan is the same on every rank; `MiniBatchPlan.digest` lets ranks prove it.
 
 
-def _count(plan: Any, **counts: Any) -> None:
-    """Fills in the fields that a frozen value counts when it is made."""
-    for name, number in counts.items():
-        object.__setattr__(plan, name, number)
+_count = object.__setattr__
+"""Fills in what a frozen value counts when it is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,9 @@ class Pack:
         for sequence in self.sequences:
             lengths.append(sequence.stop - sequence.start)
             num_labels += sequence.num_labels
-        _count(self, lengths=tuple(lengths), num_tokens=sum(lengths), num_labels=num_labels)
+        _count(self, "lengths", tuple(lengths))
+        _count(self, "num_tokens", sum(lengths))
+        _count(self, "num_labels", num_labels)
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,10 @@ class PhasePlan:
                 num_sequences += len(pack.sequences)
                 num_tokens += pack.num_tokens
                 num_labels += pack.num_labels
-        _count(self, num_packs=num_packs, num_sequences=num_sequences, num_tokens=num_tokens, num_labels=num_labels)
+        _count(self, "num_packs", num_packs)
+        _count(self, "num_sequences", num_sequences)
+        _count(self, "num_tokens", num_tokens)
+        _count(self, "num_labels", num_labels)
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence of the phase: replica by replica, pack by pack."""
@@ -176,8 +179,7 @@ class MiniBatchPlan:
 
 # Packing by cost: which sequences share a micro-batch, and which replica runs it.
 #
-# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`); costs of a
-# pack
+# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`); costs of a pack
 # add up, because packed sequences do not attend to each other. Five steps, all deterministic, ties by index:
 #
 # 1. Best-fit decreasing on tokens: a feasible packing with few packs.
@@ -187,19 +189,15 @@ class MiniBatchPlan:
 #    full), the packs of step 1 are kept and the costliest are halved up to the number of step 2.
 # 4. Packs go to replicas, costliest first, each to the replica with the least cost so far.
 # 5. A pipeline of three packs or more begins with its second cheapest: the stages behind the first wait for all of the
-#    first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `costs.pipelines`).
+#    first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `costs.time`).
 #
-# Where replicas differ in speed (`stragglers/`), each sequence first goes to a replica, longest first, to the one that
-# would
+# Where replicas differ in speed (`stragglers/`), each sequence first goes to a replica, longest first, to the one that would
 # be done with it first; each replica then packs what it has by itself.
 #
 # In a pipeline a sequence above the capacity, up to a given length, has a pack of its own; the rest is packed beside.
 #
-# Promises: no pack of several sequences exceeds the capacity, every sequence is in exactly one pack, no pack is empty,
-# and the packs of a
-# replica come in descending cost but for that one (the largest at once, so that a lack of memory shows). O(n log n);
-# no
-# torch.
+# Promises: no pack of several sequences exceeds the capacity, every sequence is in exactly one pack, no pack is empty, and the
+# packs of a replica come in descending cost but for that one (the largest at once, so that a lack of memory shows). O(n log n).
 
 
 MIN_PIPELINE_PACK_TOKENS = 256
@@ -246,14 +244,12 @@ def pack_sequences(
             where=f"sequence {order[0]} of the bucket",
             fix=f"raise the pack tokens of the bucket to at least {lengths[order[0]]}",
         )
-    costs = [length + quadratic_cost * length * length for length in lengths]  # `sequence_cost`
+    costs: list[float] = []
+    for length in lengths:
+        costs.append(length + quadratic_cost * length * length)  # `sequence_cost`
     if speeds is not None:
-        shares = divide_by_speed(order, costs, speeds)
         pack = partial(pack_sequences, capacity=capacity, pp=pp, quadratic_cost=quadratic_cost, longest=longest)
-        packed = [pack([lengths[i] for i in share])[0] for share in shares]
-        return tuple(
-            tuple(tuple(share[i] for i in pack) for pack in packs) for share, packs in zip(shares, packed, strict=True)
-        )
+        return tuple(_of_share(share, lengths, pack) for share in divide_by_speed(order, costs, speeds))
     alone, fitted = list[list[int]](), list[list[int]]()
     for i in order:
         if lengths[i] <= capacity:
@@ -274,6 +270,14 @@ def pack_sequences(
         return replicas
     most_tokens = Bucket(Strategy(pp=pp), longest, capacity).most_tokens
     return tuple(_filling_soon(replica, lengths, most_tokens) for replica in replicas)
+
+
+def _of_share(
+    share: list[int], lengths: abc.Sequence[int], pack: abc.Callable[..., Any]
+) -> tuple[tuple[int, ...], ...]:
+    """The packs of a replica that packs its share by itself."""
+    (packs,) = pack([lengths[i] for i in share])
+    return tuple(tuple(map(share.__getitem__, own)) for own in packs)
 
 
 def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds: abc.Sequence[float]) -> Packs:
@@ -397,13 +401,17 @@ def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
 
 def _to_replicas(packs: Packs, costs: abc.Sequence[float], dp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Costliest pack first, to the replica with the least cost so far."""
-    pack_costs = [sum(map(costs.__getitem__, pack)) for pack in packs]
-    replicas: list[list[tuple[int, ...]]] = [[] for _ in range(dp)]
+    pack_costs: list[float] = []
+    for pack in packs:
+        pack_costs.append(sum(map(costs.__getitem__, pack)))
+    replicas: list[list[tuple[int, ...]]] = []
+    for _ in range(dp):
+        replicas.append([])
     loads = [*zip([0.0] * dp, range(dp), strict=True)]
-    for pack in sorted(range(len(packs)), key=pack_costs.__getitem__, reverse=True):
+    for number in sorted(range(len(packs)), key=pack_costs.__getitem__, reverse=True):
         load, replica = loads[0]
-        replicas[replica].append(tuple(packs[pack]))
-        heapq.heapreplace(loads, (load + pack_costs[pack], replica))
+        replicas[replica].append(tuple(packs[number]))
+        heapq.heapreplace(loads, (load + pack_costs[number], replica))
     return tuple(map(tuple, replicas))
 
 
@@ -496,21 +504,6 @@ def cut_rows(
     return sequences, counts
 
 
-def assign_buckets(sequences: abc.Iterable[Sequence], buckets: tuple[Bucket, ...]) -> tuple[tuple[Sequence, ...], ...]:
-    """The sequences of each bucket, in the order given; a sequence goes to the shortest bucket that takes it.
-
-    Args:
-        sequences: None longer than the longest bucket.
-        buckets: In any order; the result has the same one.
-    """
-    longest = [bucket.longest for bucket in buckets]
-    by_length, edges = sorted(range(len(buckets)), key=longest.__getitem__), sorted(longest)
-    members: list[list[Sequence]] = [[] for _ in buckets]
-    for sequence in sequences:
-        members[by_length[bisect_left(edges, sequence.stop - sequence.start)]].append(sequence)
-    return tuple(map(tuple, members))
-
-
 def plan_mini_batch(
     rows: abc.Iterable[int],
     table: SequenceTable,
@@ -522,9 +515,11 @@ def plan_mini_batch(
 ) -> MiniBatchPlan:
     """Plans one mini-batch. Pure: the same arguments give the same plan on every rank.
 
+    A sequence goes to the shortest bucket that takes it; those of a bucket stay in their order.
+
     Args:
         rows: Dataset rows of the mini-batch, in order.
-        buckets: Phases come in their order.
+        buckets: In any order; phases come in theirs.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         speeds: Where some ranks are slow, by what packs are divided over replicas.
 
@@ -534,13 +529,24 @@ def plan_mini_batch(
     """
     if not buckets:
         raise HotspaConfigError("there is no bucket", fix="name at least one, such as dp1:2048")
-    sequences, counts = cut_rows(rows, table, max(b.longest for b in buckets), policy)
-    phases = []
-    for bucket, members in zip(buckets, assign_buckets(sequences, buckets), strict=True):
-        if not members:
+    longest, members = list[int](), list[list[Sequence]]()
+    for bucket in buckets:
+        longest.append(bucket.longest)
+        members.append([])
+    by_length, edges = sorted(range(len(buckets)), key=longest.__getitem__), sorted(longest)
+    sequences, counts = cut_rows(rows, table, edges[-1], policy)
+    num_labels, phases = 0, list[PhasePlan]()
+    for sequence in sequences:
+        num_labels += sequence.num_labels
+        members[by_length[bisect_left(edges, sequence.stop - sequence.start)]].append(sequence)
+    for bucket, own in zip(buckets, members, strict=True):
+        if not own:
             continue
+        lengths = list[int]()
+        for sequence in own:
+            lengths.append(sequence.stop - sequence.start)
         replicas = pack_sequences(
-            [s.stop - s.start for s in members],
+            lengths,
             capacity=bucket.pack_tokens,
             dp=bucket.strategy.dp,
             pp=bucket.strategy.pp,
@@ -548,13 +554,13 @@ def plan_mini_batch(
             longest=bucket.longest,
             speeds=speeds.of_replicas(bucket.strategy) if speeds is not None else None,
         )
-        packed, of = list[tuple[Pack, ...]](), members.__getitem__
+        packed = list[tuple[Pack, ...]]()
         for packs in replicas:
-            packed.append(tuple([Pack(tuple(map(of, pack))) for pack in packs]))
+            of_replica = list[Pack]()
+            for pack in packs:
+                of_replica.append(Pack(tuple(map(own.__getitem__, pack))))
+            packed.append(tuple(of_replica))
         phases.append(PhasePlan(bucket, tuple(packed)))
-    num_labels = 0
-    for sequence in sequences:
-        num_labels += sequence.num_labels
     return MiniBatchPlan(tuple(phases), num_labels, **counts)
 
 

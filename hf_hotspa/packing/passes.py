@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_hotspa.packing.bucketing import PhasePlan
-from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains
+from hf_hotspa.packing.cuts import cut_for, cut_into_chains
 from hf_hotspa.packing.pipeline_order import Operation, Passes, Turn, at_a_time, choose_passes
 from hf_hotspa.strategy import Strategy
 

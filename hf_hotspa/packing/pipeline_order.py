@@ -1,33 +1,27 @@
 """Which schedule runs the packs of a pipeline, and in which order each stage runs them, within a number of tokens.
 
 Owns the choice of the schedule and the order of its passes, for the stages that run them and for the cost model that
-predicts what they take and hold. Stage s of p in our 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) runs
-a forward pass as long as fewer than p - s packs are in flight, else the oldest backward pass. What is in flight holds
-its activations; where a mini-batch has packs of very different sizes, a number of tokens limits it, too: a long pack
-then goes through with few or no others beside it, and short ones follow one another closely.
+predicts what they take and hold. Pure functions, no torch. In them `tokens` are those of each unit, a pack or a chunk of one;
+`most_tokens` the most of them in flight on a stage (`Bucket.most_tokens`), None for no limit; `chains` how many units each chain
+has, in order, none where each stands alone. Promises, for every schedule: no stage holds more tokens at a time than the limit,
+padding included, but for one pack that is longer alone.
 
-Promises, for every schedule: no stage holds more tokens at a time than the limit, padding included, but for one pack
-that is longer alone. GPipe runs its packs in groups that are within the limit, one group after the other; torch's 1F1B,
-which knows no limit, gives way to ours where its padded packs would pass it.
+**One stage on each rank.** Stage s of p in our 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) runs a forward pass as
+long as fewer than p - s packs are in flight, else the oldest backward pass. What is in flight holds its activations; where a
+mini-batch has packs of very different sizes, a number of tokens limits it, too: a long pack then goes through with few or no
+others beside it, and short ones follow one another closely. GPipe runs its packs in groups that are within the limit, one
+group after the other; torch's 1F1B, which knows no limit, gives way to ours where its padded packs would pass it.
 
 A pack that is cut into chunks of tokens (`+ck`) is a *chain* of them, and they are what our 1F1B runs: chains come first in,
 first out, and the chunks of a chain go backward last in, first out, as each needs the gradients that later ones have for
 its keys and values. All chunks of a chain are forward before the first is backward, so a stage runs n - 1 more forward
-passes ahead for chains of n (Sun et al., 2024, "Seq1F1B"). Whole packs are chains of one.
+passes ahead for chains of n (Sun et al., 2024, "Seq1F1B"). Whole packs are chains of one. No stage waits for itself, also where a
+message occupies both ends until it is received (`tests/unit/test_pipeline_order.py`): the limit is the same for all stages, so
+a stage is ahead of the next by one forward pass at most, and that one comes right before the backward pass that it could wait for.
 
-In our 1F1B forward passes come in the order of the packs, and without a limit that matters the order is that of the plain
-schedule. No stage waits for itself, also where a message occupies both ends until it is received
-(`tests/unit/test_pipeline_order.py`): the limit is the same for all stages, so a stage is ahead of the next by one
-forward pass at most, and that one comes right before the backward pass that it could wait for.
-
-In the functions here `tokens` are those of each unit, a pack or a chunk of one; `most_tokens` the most of them in flight on
-a stage (`Bucket.most_tokens`), None for no limit; `chains` how many units each chain has, in order, none where each stands alone.
-
-In which order the ranks of a pipeline run their stages where each has several (`+v2`): interleaved 1F1B for any packs.
-
-Stage s of p v is on rank s mod p, so a pack goes round the ranks v times, and a stage is 1 / v as long: the pipeline fills and
-drains v times as fast, for v times the messages (Narayanan et al., SC'21, section 2.2; bubble (p - 1) / (v m) for m packs).
-Their schedule wants m to be a multiple of p, and equal packs. This one takes any number of packs of any sizes:
+**Several stages on each rank (`+v2`)**: interleaved 1F1B. Stage s of p v is on rank s mod p, so a pack goes round the ranks v times,
+and a stage is 1 / v as long: the pipeline fills and drains v times as fast, for v times the messages (bubble (p - 1) / (v m) for
+m packs). The published schedule wants m to be a multiple of p, and equal packs. Ours takes any number of packs of any sizes:
 
 * packs go round in *groups* of p, the last one of what is left, or with the group before it, where that ends sooner; a pack is
   in a smaller group where more tokens than the limit would be held. Every rank runs its forward passes in one sequence (a
@@ -38,41 +32,25 @@ Their schedule wants m to be a multiple of p, and equal packs. This one takes an
   the rank holds no more passes than 2 (p - 1 - r) + (v - 1) p + 1 and no more tokens than the limit. Tokens on one of v
   stages count 1 / v.
 
-Nothing waits for itself: a rank may always run what the next backward pass of its sequence needs, whatever it holds, so the
-first forward or backward pass, in the order of the sequences, that some rank has not run can run there.
+Nothing waits for itself: a rank may always run what the next backward pass of its sequence needs, whatever it holds. There is one
+order for *all* ranks, so that sends and receives posted in it match where each blocks until its partner is there, too
+(`tests/unit/test_interleaved_order.py`).
 
-Promises: the same order on every rank, a pure function; one order for *all* ranks, so that sends and receives posted in it
-match where each blocks until its partner is there, too (`tests/unit/test_interleaved_order.py`); where the longest sequence is
-within the limit, no rank holds more. Chunks of packs (`+ck`) are chains; these, tokens and their limit are as in `pipeline_order`.
+torch's `ScheduleInterleaved1F1B` sends packs of one shape round in m // p groups of equal size, so m must be a multiple of that
+number. A rank r begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups of g, then one forward and one backward pass in
+turn (`torch_order`). Ours runs in its place for fewer packs than ranks, for a number of packs that makes no equal groups, and
+where the padded packs in flight would be more than the limit.
 
-Which interleaved schedule runs the packs of a replica whose ranks have several stages each (`+v2`), and in which order.
-
-Owns the choice between ours (`interleaved_order`) and `ScheduleInterleaved1F1B` of `torch.distributed.pipelining`, and the
-order of the latter, for the ranks that run it and for the cost model that predicts it.
-
-torch's (Narayanan et al., SC'21, section 2.2) sends packs of one shape round in groups of equal size: m packs on p ranks in
-m // p groups, so m must be a multiple of that number. A rank r begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups
-of g, then one forward and one backward pass in turn. As with torch's plain 1F1B, packs are padded to the longest, and ours
-runs in its place for fewer packs than ranks, for a number of packs that makes no equal groups, and where the padded packs in
-flight would be more than the limit.
-
-Promises: a pure function; equal to what torch makes (`tests/unit/test_interleaved_order.py`); no rank holds more than the limit.
-
-PipeDream: which version of a stage's weights each pack uses, where stages update after every backward pass.
-
-Asynchronous 1F1B with weight stashing (Narayanan et al., SOSP'19, section 3.3) is a training mode of its own and *not* the
-synchronous update of everything else here: stage s of p (from 0) has run the backward passes of p - 1 - s packs less than a
-sequential optimizer would have when it runs a pack forward. It keeps the weights of that moment until the pack's backward
-pass, so that both use the same bits. With vertical sync all stages use the version of the first one.
-
-Owns the rule, for the stages that run it and for the memory model that counts what they keep:
+**PipeDream**: which version of a stage's weights each pack uses, where stages update after every backward pass. Asynchronous 1F1B
+with weight stashing (Narayanan et al., SOSP'19, section 3.3) is a training mode of its own and *not* the synchronous update of
+everything else here: stage s of p (from 0) has run the backward passes of p - 1 - s packs less than a sequential optimizer would
+have when it runs a pack forward. It keeps the weights of that moment until the pack's backward pass, so that both use the same
+bits. With vertical sync all stages use the version of the first one.
 
 * Update k of a stage (k = 0, 1, ...) is that of the k-th packs of all replicas together: the gradient of the mean loss over
   their label tokens. Where they have none, nothing is updated.
 * Version v of its weights has seen the updates 0 to v - 1 of the mini-batch. Version 0 is the same point on all stages: a
   pipeline runs empty at the end of every mini-batch.
-
-No torch.
 """
 
 import heapq

@@ -32,12 +32,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.costs.context import RING, ULYSSES, choose_way, head_repeats
+from hf_hotspa.costs.divided import RING, ULYSSES, choose_way, head_repeats
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.chunk_cuts import cut_for
-from hf_hotspa.packing.context_cuts import Piece, Shares, share_by_cost, share_by_tokens
+from hf_hotspa.packing.cuts import Piece, Shares, cut_for, share_by_cost, share_by_tokens
 from hf_hotspa.parallel.attention import (
     AttendsDivided,
     AttentionCall,
@@ -140,7 +139,7 @@ class ContextParallel:
         pair_costs: See the options of the engine: what chunks are cut by.
 
     Attributes:
-        way: How it attends, see `costs.context`.
+        way: How it attends, see `costs.divided`.
         context: The ranks that share each pack.
         let_attend: That of `DropoutMasks`, called with the whole pack where attention will see it; None without dropout.
 

@@ -7,8 +7,7 @@ from statistics import median
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import StepReport
 from hf_hotspa.reporting import svg
-from hf_hotspa.reporting.page import document
-from hf_hotspa.reporting.panels import Panel, plan_panel, run_panel, table
+from hf_hotspa.reporting.page import Panel, document, plan_panel, run_panel, table
 from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals
 from hf_hotspa.reporting.summary import summarize
 from hf_hotspa.reporting.svg import Series, short

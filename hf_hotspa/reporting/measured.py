@@ -31,7 +31,6 @@ def known_as(name: str) -> str:
 
 
 def _shown(seconds: float) -> float:
-    """As seconds are shown: four digits."""
     return float(f"{seconds:#.4g}")
 
 

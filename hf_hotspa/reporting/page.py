@@ -12,29 +12,396 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
-from hf_hotspa.reporting.panels import (
-    Panel,
-    all_panels,
-    lengths_figure,
-    loss_panel,
-    rate_panel,
-    share_panel,
-    time_panel,
-)
+from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.run_log import RunLog, length_histogram, read_run_log
-from hf_hotspa.reporting.summary import advice, summarize, verdict
-from hf_hotspa.reporting.svg import WIDTH, short, text_width
+from hf_hotspa.reporting.summary import advice, strategy_order, summarize, verdict
+from hf_hotspa.reporting.svg import WIDTH, Mark, Series, short, text_width
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.whole_file import write_whole
 
+_MIB, _GIB = 1 << 20, 1 << 30
+_COLOURS = 6
+_MOST_STRIPS = 32
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure.
+
+    Args:
+        name: For links and tests, `loss`.
+        points: How many values are shown; 0 for none.
+        body: HTML.
+        note: How to read it.
+        legend: (colour class, text) pairs.
+        wide: Whether it takes a row of the page for itself.
+    """
+
+    name: str
+    title: str
+    points: int
+    body: str
+    note: str = ""
+    legend: tuple[tuple[str, str], ...] = ()
+    wide: bool = False
+
+    def html(self) -> str:
+        """The figure."""
+        legend = "".join(f'<span><i class="key {style}"></i>{escape(text)}</span>' for style, text in self.legend)
+        return (
+            f'<figure class="panel{" wide" if self.wide else ""}" id="panel-{self.name}" data-points="{self.points}"><h2>{escape(self.title)}</h2>'
+            + (f'<div class="legend">{legend}</div>' if legend else "")
+            + self.body
+            + (f"<figcaption>{escape(self.note)}</figcaption>" if self.note else "")
+            + "</figure>"
+        )
+
+
+def _empty(name: str, title: str, why: str) -> Panel:
+    return Panel(name, title, 0, f'<p class="empty">{escape(why)}</p>')
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """An HTML table; the first row is the heading, `left` columns are flush left."""
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        opened = [f'<{tag} class="left">' if i < left else f"<{tag}>" for i in range(len(row))]
+        return "".join(f"{begin}{escape(cell)}</{tag}>" for begin, cell in zip(opened, row, strict=True))
+
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows[1:])
+    return (
+        f'<div class="scroll"><table><thead><tr>{cells(rows[0], "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def style_of(strategies: Sequence[str], strategy: str) -> str:
+    """The colour class of a strategy: the same in every panel."""
+    return f"s{strategies.index(strategy) % _COLOURS}"
+
+
+def _steps(run: RunLog) -> list[float]:
+    return [float(record.step) for record in run.steps]
+
+
+def _legend(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
+    return tuple((s.style, s.name) for s in series)
+
+
+def lengths_panel(run: RunLog) -> Panel:
+    """The histogram of lengths with the edges of buckets."""
+    histogram = run.facts.lengths
+    if histogram is None or not sum(histogram["sequences"]):
+        return _empty("lengths", "Sequence lengths", "The data set was a stream: its lengths were not known before.")
+    return lengths_figure(histogram, [(b["strategy"], b["longest"]) for b in run.facts.buckets])
+
+
+def lengths_figure(histogram: Mapping[str, Sequence[int]], buckets: Sequence[tuple[str, int]]) -> Panel:
+    """The same for a histogram (`reporting/run_log.py`) and buckets: strategy and longest sequence of each."""
+    series = [
+        Series(key, style, [n / max(sum(histogram[key]), 1) for n in histogram[key]])
+        for key, style in (("sequences", "s0"), ("tokens", "s1"))
+    ]
+    top = histogram["edges"][-1]
+    marks = [Mark(longest, f"{strategy} to {longest}") for strategy, longest in buckets]
+    body = svg.histogram("Sequence lengths in tokens", histogram["edges"], series, marks, "tokens")
+    beyond = [strategy for strategy, longest in buckets if longest > top]
+    note = "Shares by length of the row; lines are the ends of buckets." if buckets else "Shares by length of the row."
+    if beyond:
+        note += f" {', '.join(beyond)}: beyond the longest row."
+    return Panel("lengths", "Sequence lengths", len(histogram["sequences"]), body, note, _legend(series))
+
+
+def time_panel(run: RunLog) -> Panel:
+    """Seconds of each step: computation by strategy, switches, waiting, the rest."""
+    name, title = "time", "Step time by phase"
+    if not run.steps:
+        return _empty(name, title, "No mini-batch was recorded.")
+    order = strategy_order(run)
+    reports = [record.report for record in run.steps]
+    series = [
+        Series(s, style_of(order, s), [sum(p.compute_s for p in r.phases if p.strategy == s) for r in reports])
+        for s in order
+    ]
+    series = [s for s in series if any(s.values)]
+    series += [
+        Series("load and return", "load", [r.load_return_s for r in reports]),
+        Series("switching", "switch", [r.switch_s for r in reports]),
+        Series(
+            "the rest",
+            "other",
+            [max(0.0, r.total_s - r.moved_s - sum(p.compute_s for p in r.phases)) for r in reports],
+        ),
+    ]
+    body = svg.stacked("Seconds of a step", _steps(run), series, " s")
+    note = (
+        "Computation of the busiest rank. Load and return: what one strategy alone would have to move, too; switching: what "
+        "is moved beyond that; both as far as they are not hidden. The rest is waiting and agreeing."
+    )
+    return Panel(name, title, len(reports), body, note, _legend(series))
+
+
+def share_panel(run: RunLog) -> Panel:
+    """How much of each step is switching."""
+    name, title = "share", "Switching, share of the step"
+    if not run.steps:
+        return _empty(name, title, "No mini-batch was recorded.")
+    reports = [record.report for record in run.steps]
+    series = [
+        Series("switching", "switch", [r.switch_share for r in reports]),
+        Series("load and return", "load", [r.load_return_share for r in reports]),
+        Series("hidden, of both", "hidden", [r.hidden_s / r.total_s if r.total_s > 0 else 0.0 for r in reports]),
+    ]
+    if not any(series[2].values):
+        series.pop()
+    body = svg.lines("Share of switching in the step time", _steps(run), series, "%", 100.0)
+    note = (
+        "The step takes that much longer by switching, and by the load and the return that one strategy alone would need, "
+        "too. Hidden: ran beside computation."
+    )
+    return Panel(name, title, len(reports), body, note, _legend(series))
+
+
+def loss_panel(run: RunLog) -> Panel:
+    """Training loss and evaluation loss."""
+    name, title = "loss", "Loss"
+    if not run.steps:
+        return _empty(name, title, "No mini-batch was recorded.")
+    by_step = {
+        step: next((v for k, v in metrics.items() if k.endswith("_loss")), None) for step, metrics in run.evaluations
+    }
+    steps = sorted({record.step for record in run.steps} | set(by_step))
+    losses = {record.step: record.report.loss for record in run.steps}
+    series = [Series("training", "s0", [losses.get(step) for step in steps])]
+    if any(value is not None for value in by_step.values()):
+        series.append(Series("evaluation", "eval", [by_step.get(step) for step in steps]))
+    body = svg.lines("Loss", [float(s) for s in steps], series, from_zero=False)
+    return Panel(name, title, len(run.steps), body, "Mean over the label tokens of the mini-batch.", _legend(series))
+
+
+def learning_rate_panel(run: RunLog) -> Panel:
+    """The learning rate."""
+    return _curve(run, "lr", "Learning rate", "s0", [r.lr for r in run.steps], "Of the first parameter group.")
+
+
+def grad_norm_panel(run: RunLog) -> Panel:
+    """The norm of the gradient."""
+    values = [r.report.grad_norm for r in run.steps]
+    return _curve(run, "grad_norm", "Gradient norm", "s2", values, "Over all weights, before clipping.")
+
+
+def _curve(run: RunLog, name: str, title: str, style: str, values: Sequence[float | None], note: str) -> Panel:
+    known = sum(value is not None for value in values)
+    if not known:
+        return _empty(name, title, "Not recorded." if run.steps else "No mini-batch was recorded.")
+    body = svg.lines(title, _steps(run), [Series(title.lower(), style, values)])
+    return Panel(name, title, known, body, note)
+
+
+def rate_panel(run: RunLog) -> Panel:
+    """Tokens per second."""
+    values = [r.report.num_tokens / r.wall_s if r.wall_s > 0 else None for r in run.steps]
+    note = "Over all ranks; the optimizer step counts, loading data does not."
+    return _curve(run, "rate", "Tokens per second", "s1", values, note)
+
+
+def padding_panel(run: RunLog) -> Panel:
+    """What padding would have wasted, and what packing leaves."""
+    name, title = "padding", "Padding, avoided and left"
+    if not run.steps:
+        return _empty(name, title, "No mini-batch was recorded.")
+    reports = [record.report for record in run.steps]
+    padded = [
+        max((p.longest_tokens for p in r.phases), default=0) * sum(p.num_sequences for p in r.phases) for r in reports
+    ]
+    held = [sum(p.capacity_tokens for p in r.phases) for r in reports]
+    series = [
+        Series("in a padded batch", "s5", [_waste(r.num_tokens, n) for r, n in zip(reports, padded, strict=True)]),
+        Series("unused capacity of packs", "s2", [_waste(r.num_tokens, n) for r, n in zip(reports, held, strict=True)]),
+    ]
+    body = svg.lines("Padding share", _steps(run), series, "%", 100.0)
+    schedule = run.facts.settings.get("pipeline_schedule", "auto")
+    note = "Padded: every sequence as long as the longest of its mini-batch. Unused capacity costs memory, not seconds."
+    if schedule in ("1f1b", "gpipe"):
+        note += f" The schedule {schedule} also pads the packs of a replica to one length."
+    return Panel(name, title, len(reports), body, note, _legend(series))
+
+
+def _waste(tokens: int, slots: int) -> float:
+    return max(0.0, 1.0 - tokens / slots) if slots else 0.0
+
+
+def memory_panel(run: RunLog) -> Panel:
+    """Peak memory of each rank, and what it may use."""
+    name, title = "memory", "Peak memory by rank"
+    if not run.memory:
+        return _empty(name, title, "Not recorded.")
+    limit: int | None = run.facts.machine.get("memory_bytes")
+    size, unit = (_GIB, " GiB") if max(*run.memory, limit or 0) >= _GIB else (_MIB, " MiB")
+    names = [str(i) for i in range(len(run.memory))]
+    most = None if limit is None else Mark(limit / size, f"limit {limit / size:.4g}{unit}")
+    body = svg.bars(f"Peak memory in{unit}", names, [n / size for n in run.memory], unit, "rank", "s3", most)
+    if limit is not None:
+        fullest = max(range(len(run.memory)), key=lambda rank: run.memory[rank])
+        note = f"Allocated by torch. Rank {fullest} was the fullest: {run.memory[fullest] / limit:.0%} of the limit."
+    elif run.facts.machine.get("device", "cpu") == "cpu":
+        note = "Resident in the process, libraries and data loading included; a process has no limit of its own."
+    else:
+        note = "Allocated by torch."
+    return Panel(name, title, len(names), body, note)
+
+
+def devices_panel(run: RunLog) -> Panel:
+    """How long each rank computes, as a multiple of what ranks that are not slow take: a strip for each."""
+    name, title = "devices", "Pace of each device"
+    known = [(record.step, record.report) for record in run.steps if record.report.paces is not None]
+    if not known:
+        why = "Nobody watched: hotspa_stragglers is off, or there is one process."
+        return _empty(name, title, why)
+    size = max(len(report.paces or ()) for _, report in known)
+    rows = [
+        Series(f"rank {rank}", "heat", [_of_rank(report.paces, rank) for _, report in known]) for rank in range(size)
+    ]
+    if size > _MOST_STRIPS:
+        rows = sorted(rows, key=lambda row: -max(v or 0.0 for v in row.values))[:_MOST_STRIPS]
+    body = svg.heat(
+        "Seconds of computation by rank, times those of ranks that are not slow",
+        [float(step) for step, _ in known],
+        rows,
+        3.0,
+    )
+    slow = sorted({rank for _, report in known for rank in report.slow})
+    called = f"Called slow at some time: rank {', '.join(map(str, slow))}." if slow else "No device was called slow."
+    most = f" Of {size} ranks the {_MOST_STRIPS} with the longest steps are shown." if size > _MOST_STRIPS else ""
+    note = f"Seconds without waiting for others, by the cost of what the rank ran; full colour is 3 times as long. {called}{most}"
+    return Panel(name, title, len(known), body, note)
+
+
+def _of_rank(paces: Sequence[float | None] | None, rank: int) -> float | None:
+    return paces[rank] if paces is not None and rank < len(paces) else None
+
+
+def prediction_panel(run: RunLog) -> Panel:
+    """Predicted and measured seconds of the phases of each step."""
+    name, title = "prediction", "Predicted and measured"
+    known = [(record.step, [p for p in record.report.phases if p.predicted_s is not None]) for record in run.steps]
+    known = [(step, phases) for step, phases in known if phases]
+    if not known:
+        why = (
+            "No time model: hotspa_strategies=auto measures the machine first, and so does hotspa_calibration=measure."
+        )
+        return _empty(name, title, why)
+    series = [
+        Series("measured", "s0", [sum(p.seconds for p in phases) for _, phases in known]),
+        Series("predicted", "s4", [sum(p.predicted_s or 0.0 for p in phases) for _, phases in known]),
+    ]
+    body = svg.lines("Seconds of all phases", [float(step) for step, _ in known], series, " s")
+    off = sum(abs((p.predicted_s or 0.0) - p.seconds) for _, phases in known for p in phases)
+    measured = sum(p.seconds for _, phases in known for p in phases)
+    note = f"Phases were off by {off / measured:.0%} of the measured time on average." if measured else ""
+    return Panel(name, title, len(known), body, note, _legend(series))
+
+
+def plan_panel(run: RunLog) -> Panel:
+    """The buckets, and what was predicted of them."""
+    facts = run.facts
+    rows = [["tokens", "strategy", "pack tokens"]]
+    predicted = {row.get("strategy"): row for row in (facts.plan or {}).get("rows", ()) if isinstance(row, dict)}
+    if predicted:
+        rows[0] += ["compute s", "load + return s"]
+    for bucket in facts.buckets:
+        row = [f"{bucket['low'] + 1} - {bucket['longest']}", bucket["strategy"], f"{bucket['pack_tokens']}"]
+        if predicted:
+            prediction = predicted.get(bucket["strategy"], {})
+            row += [_seconds(prediction.get("compute_s")), _seconds(prediction.get("switch_s"))]
+        rows.append(row)
+    note = ""
+    if facts.plan is not None:
+        note = (
+            f"Predicted for a typical mini-batch: {facts.plan['seconds']:.3f} s; the best single strategy, "
+            f"{facts.plan['static']}, {facts.plan['static_s']:.3f} s."
+        )
+        if "verdict" in facts.plan and run.gain is None:  # the records of earlier versions have none
+            note += f" {str(facts.plan['verdict']).capitalize()}."
+    return Panel("plan", "Buckets", len(facts.buckets), table(rows, 2), note)
+
+
+def race_panel(run: RunLog) -> Panel:
+    """How races of plans have ended."""
+    races = [(record.step, race) for record in run.steps if (race := record.report.race) is not None]
+    if not races:
+        why = "No plans were raced: strategies were given, one plan is far ahead of the others, or the run is too short for it."
+        return _empty("race", "Race of plans", why)
+    rows = [
+        ["after step", "kept", "second", "plans", "mini-batches", "second by kept", "interval", "cost in mini-batches"]
+    ]
+    for step, race in races:
+        ratios = [f"{race.factor:.2f}x", f"{race.low:.2f} to {race.high:.2f}"]
+        counts = [f"{race.tried}", f"{race.mini_batches}", *ratios, f"{race.cost:.1f}"]
+        rows.append([f"{step}", race.kept, race.second, *counts])
+    return Panel("race", "Race of plans", len(races), table(rows, 3), f"Last: {races[-1][1]}.", wide=True)
+
+
+def _seconds(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else "-"
+
+
+def strategies_panel(run: RunLog) -> Panel:
+    """What each strategy did."""
+    summary = summarize(run)
+    if not summary.strategies:
+        return _empty("strategies", "Strategies", "No mini-batch was recorded.")
+    totals = summary.strategies
+    columns = {
+        "strategy": [s.strategy for s in totals],
+        "phases": [f"{s.num_phases}" for s in totals],
+        "packs": [f"{s.num_packs}" for s in totals],
+        "sequences": [f"{s.num_sequences}" for s in totals],
+        "tokens": [f"{s.num_tokens}" for s in totals],
+        "compute s": [f"{s.compute_s:.2f}" for s in totals],
+        "tokens/s": [svg.short(s.tokens_per_s) for s in totals],
+        "wait s": [f"{s.wait_s:.2f}" for s in totals],
+        "load+return s": [f"{s.moved_s:.2f}" for s in totals],
+        "GB moved": [f"{s.moved_bytes / 1e9:.3g}" for s in totals],
+    }
+    if any(s.frozen_bytes for s in totals):
+        columns["of it frozen"] = [f"{s.frozen_bytes / 1e9:.3g}" for s in totals]
+    if any(s.context_bytes for s in totals):
+        columns["GB between ranks of cp"] = [f"{s.context_bytes / 1e9:.3g}" for s in totals]
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
+    return Panel("strategies", "Strategies", len(totals), table(rows), wide=True)
+
+
+def run_panel(run: RunLog) -> Panel:
+    """Model, machine, settings and versions."""
+    facts = run.facts
+    parts = {**facts.model, **facts.machine, "ranks": facts.world_size, **facts.settings, **facts.versions}
+    pairs = "".join(
+        f"<div><dt>{escape(str(key).replace('_', ' '))}</dt><dd>{escape(str(value))}</dd></div>"
+        for key, value in parts.items()
+    )
+    return Panel("run", "Run and versions", len(parts), f'<dl class="facts">{pairs}</dl>', wide=True)
+
+
+def all_panels(run: RunLog) -> list[Panel]:
+    """Every panel, in the order of the page: what is looked at first, and at the end those that have nothing to show."""
+    makers = (
+        loss_panel, learning_rate_panel, grad_norm_panel, rate_panel, memory_panel, time_panel, share_panel, lengths_panel,
+        padding_panel, devices_panel, prediction_panel, plan_panel, race_panel, strategies_panel, run_panel,
+    )  # fmt: skip
+    return sorted((make(run) for make in makers), key=lambda panel: not panel.points)
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
 PAGE_NAME = "report.html"
-_GIB = 1 << 30
 
 
 def asset(name: str) -> str:
@@ -195,12 +562,7 @@ def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460
 
 
 SUFFIX = ".svg"
-_MAIN = {
-    "loss": loss_panel,
-    "step_time": time_panel,
-    "switch_share": share_panel,
-    "tokens_per_second": rate_panel,
-}
+_MAIN = {"loss": loss_panel, "step_time": time_panel, "switch_share": share_panel, "tokens_per_second": rate_panel}
 _MARGIN, _ROW, _KEY = 12, 16, 14
 """Pixels: around text, from one row of it to the next, and what a key of the legend takes."""
 

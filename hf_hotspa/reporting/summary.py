@@ -162,15 +162,11 @@ def _answer(gain: float, error: float, single: str) -> str:
     apart = max(gain, 1 / gain) - 1
     if error > max(apart, _CLEAR):
         return f"Whether switching paid is not known: predictions are off by {error:.0%}, and the difference to {single} is {apart:.0%}"
-    return f"{_likely(gain, single)} (predicted)"
-
-
-def _likely(gain: float, single: str) -> str:
     if gain > 1 + _CLEAR:
-        return f"Switching paid: about {gain:.2f}x as fast as {single} alone"
+        return f"Switching paid: about {gain:.2f}x as fast as {single} alone (predicted)"
     if gain < 1 - _CLEAR:
-        return f"Switching did not pay: {single} alone would have been about {1 / gain:.2f}x as fast"
-    return f"One strategy would have been as fast: {single}"
+        return f"Switching did not pay: {single} alone would have been about {1 / gain:.2f}x as fast (predicted)"
+    return f"One strategy would have been as fast: {single} (predicted)"
 
 
 def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:

@@ -200,11 +200,6 @@ class _Frame:
         return "".join([head, *self.parts, *frame, "</svg>"])
 
 
-def _step_ticks(frame: _Frame) -> list[tuple[float, str]]:
-    whole = [t for t in ticks(frame.x_low, frame.x_high) if t == int(t)]
-    return [(frame.x(t), f"{int(t)}") for t in whole or [round(frame.x_low)]]
-
-
 def _slot_ticks(frame: _Frame, xs: Sequence[float]) -> list[tuple[float, str]]:
     """Six steps at most, of those that have a slot each."""
     count, slot = min(6, len(xs)), frame.width / len(xs)
@@ -251,7 +246,8 @@ def lines(
         shown = [f"{s.name} {short(v)}{unit}" for s in series if (v := s.values[i]) is not None]
         if shown:
             frame.hover(frame.x(x), column, f"step {int(x)}: " + ", ".join(shown))
-    return frame.svg("step", _step_ticks(frame))
+    whole = [t for t in ticks(frame.x_low, frame.x_high) if t == int(t)] or [round(frame.x_low)]
+    return frame.svg("step", [(frame.x(t), f"{int(t)}") for t in whole])
 
 
 def stacked(label: str, xs: Sequence[float], series: Sequence[Series], unit: str = "") -> str:

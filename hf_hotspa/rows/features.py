@@ -140,25 +140,15 @@ class Row:
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     targets: NDArray[np.int64] | None = None
 
-    def targets_of(self, start: int, stop: int) -> tuple[NDArray[np.int64], int]:
-        """What the tokens of a slice are to predict, [stop - start] int64, and how many of these targets count.
 
-        The last token of a slice predicts nothing, unless `targets` says so.
-        """
-        if self.targets is not None:
-            targets = self.targets[start:stop]
-            return targets, int(np.count_nonzero(targets != IGNORED_LABEL))
-        targets = np.full(stop - start, IGNORED_LABEL, np.int64)
-        targets[:-1] = (self.ids if self.labels is None else self.labels)[start + 1 : stop]
-        count = stop - start - 1 if self.labels is None else int(np.count_nonzero(targets != IGNORED_LABEL))
-        return targets, count
-
-
-def integer_array(value: Any, key: str, row: int) -> NDArray[np.int64]:
+def integer_array(value: Any, key: str, row: int, num_tokens: int | None = None) -> NDArray[np.int64]:
     """One column of one row, a list, array or tensor of integers, as [length] int64.
 
+    Args:
+        num_tokens: How long it has to be: one value for each token of the row; None for any length.
+
     Raises:
-        DataError: not a flat sequence of integers; names key and row.
+        DataError: not a flat sequence of integers, or of another length; names key and row.
     """
     where = f"dataset row {row}, column {key!r}"
     fix = f"{key} must be a flat list, array or tensor of integers"
@@ -173,9 +163,11 @@ def integer_array(value: Any, key: str, row: int) -> NDArray[np.int64]:
     if array.ndim != 1:
         raise DataError(f"{key} has {array.ndim} dimensions instead of 1", where=where, fix=fix)
     if array.size == 0:  # an empty list has no dtype of its own
-        return np.zeros(0, np.int64)
+        array = np.zeros(0, np.int64)
     if array.dtype.kind not in ("iub" if key == "attention_mask" else "iu"):
         raise DataError(f"{key} has elements of type {array.dtype} instead of integers", where=where, fix=fix)
+    if num_tokens is not None and len(array) != num_tokens:
+        raise unequal(row, num_tokens, len(array), key)
     return array.astype(np.int64, copy=False)
 
 
@@ -206,10 +198,21 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
     if not rules.refused.isdisjoint(example):
         refuse_columns((name for name in example if example[name] is not None), rules)
     ids = integer_array(example["input_ids"], "input_ids", row)
-    labels = _labels(example, ids, row, rules)
+    labels: NDArray[np.int64] | None = None
+    if rules.labels_are_ids:
+        labels = ids if rules.unlabelled_id is None else np.where(ids == rules.unlabelled_id, IGNORED_LABEL, ids)
+    else:
+        for name in LABEL_COLUMNS:
+            if example.get(name) is None:
+                continue
+            column = integer_array(example[name], name, row, len(ids))
+            if labels is not None and not np.array_equal(labels, column):
+                where = f"dataset row {row}"
+                raise DataError(f"the columns {list(LABEL_COLUMNS)} differ", where=where, fix="remove one of them")
+            labels = column
     begin, stop = 0, len(ids)
     if example.get("attention_mask") is not None:
-        mask = _column(example, "attention_mask", len(ids), row)
+        mask = integer_array(example["attention_mask"], "attention_mask", row, len(ids))
         if (mask != 1).any():
             begin, stop = _unpadded(mask, labels, row, rules, positions=example.get("position_ids") is not None)
     if rules.borders and example.get("position_ids") is None:
@@ -270,14 +273,6 @@ def check_left_padding(rules: RowRules, lengths: NDArray[np.int64]) -> None:
         )
 
 
-def _column(example: Mapping[str, Any], key: str, num_tokens: int, row: int) -> NDArray[np.int64]:
-    """A column with one value for each token."""
-    array = integer_array(example[key], key, row)
-    if len(array) != num_tokens:
-        raise unequal(row, num_tokens, len(array), key)
-    return array
-
-
 def unequal(row: int, num_ids: int, num_found: int, key: str = "labels") -> DataError:
     """The error of a column that has not one value for each token."""
     if key in LABEL_COLUMNS:
@@ -290,17 +285,6 @@ def unequal(row: int, num_ids: int, num_found: int, key: str = "labels") -> Data
     return DataError(
         f"a row has {num_ids} input_ids and {num_found} {key}", where=f"dataset row {row}", why=why, fix=fix
     )
-
-
-def _labels(example: Mapping[str, Any], ids: NDArray[np.int64], row: int, rules: RowRules) -> NDArray[np.int64] | None:
-    if rules.labels_are_ids:
-        return ids if rules.unlabelled_id is None else np.where(ids == rules.unlabelled_id, IGNORED_LABEL, ids)
-    labels = [_column(example, name, len(ids), row) for name in LABEL_COLUMNS if example.get(name) is not None]
-    if len(labels) == 2 and not np.array_equal(labels[0], labels[1]):
-        raise DataError(
-            f"the columns {list(LABEL_COLUMNS)} differ", where=f"dataset row {row}", fix="remove one of them"
-        )
-    return labels[0] if labels else None
 
 
 def _unpadded(
@@ -359,9 +343,10 @@ def _cuts(example: Mapping[str, Any], num_tokens: int, begin: int, stop: int, ro
         if example.get(key) is None:
             continue
         if key == "position_ids":
-            by_key[key] = _restarts(_column(example, key, num_tokens, row)[begin:stop], row)
+            by_key[key] = _restarts(integer_array(example[key], key, row, num_tokens)[begin:stop], row)
         elif key == "seq_idx":
-            by_key[key] = np.flatnonzero(np.diff(_column(example, key, num_tokens, row)[begin:stop])) + 1
+            indices = integer_array(example[key], key, row, num_tokens)
+            by_key[key] = np.flatnonzero(np.diff(indices[begin:stop])) + 1
         else:
             by_key[key] = _from_lengths(integer_array(example[key], key, row), key, num_tokens, begin, stop, row)
     (first, cuts), *others = by_key.items()

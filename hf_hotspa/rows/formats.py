@@ -121,7 +121,7 @@ def format_of(names: Sequence[str]) -> Format:
         if question:
             format_ = _pair(question, names, extras)
         elif "text" in names:
-            format_ = Format(("text",), "text", _read_text, ("text",))
+            format_ = Format(("text",), "text", lambda row, number: text_of(row["text"], "text", number), ("text",))
     if format_ is None:
         raise _not_understood(names)
     unused = [*_CHATS, "prompt", "completion", *_ANSWERS, "output", "answer", "response", "text"]
@@ -170,10 +170,6 @@ def _not_understood(names: Sequence[str]) -> DataError:
             fix="rename 'chosen' to 'messages' (or 'completion', beside a 'prompt') to train on the preferred answers",
         )
     return DataError(f"the dataset has the columns {list(names)}", fix=f"give it one of: {UNDERSTOOD}")
-
-
-def _read_text(row: Mapping[str, Any], number: int) -> str:
-    return text_of(row["text"], "text", number)
 
 
 def _read_chat(row: Mapping[str, Any], key: str, number: int) -> Chat:
@@ -282,7 +278,9 @@ def _message(message: Any, where: str) -> dict[str, Any] | None:
     if isinstance(fields.get("author"), Mapping):
         fields.setdefault("role", fields.pop("author").get("role"))
     if "role" not in fields and "from" in fields:
-        fields["role"] = _sharegpt_role(fields.pop("from"), where)
+        fields["role"] = fields.pop("from")
+        if fields["role"] not in _ROLES:
+            raise DataError(f"a message is from {fields['role']!r}", where=where, fix=f"use one of {sorted(_ROLES)}")
     if "content" not in fields and "value" in fields:
         fields["content"] = fields.pop("value")
     role = fields.get("role")
@@ -300,12 +298,6 @@ def _message(message: Any, where: str) -> dict[str, Any] | None:
     if reasoning is not None:  # families read it under different names
         fields |= dict.fromkeys(_REASONING, reasoning)
     return fields
-
-
-def _sharegpt_role(role: Any, where: str) -> Any:
-    if role not in _ROLES:
-        raise DataError(f"a message is from {role!r}", where=where, fix=f"use one of {sorted(_ROLES)}")
-    return role
 
 
 def _content(content: Any, where: str) -> str:

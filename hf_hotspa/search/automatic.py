@@ -11,16 +11,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.memory import MemoryBreakdown
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import check_lengths, cut_rows
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.offers import MARGIN, choose
 from hf_hotspa.search.plan import Plan, all_buckets
+from hf_hotspa.search.search import Choice
 from hf_hotspa.strategy import Bucket, Strategy
 
 PACK_MARGIN = 0.01
@@ -88,7 +88,10 @@ def make_auto_plan(
 
     with _naming_limit(limit_source):
         choice = chosen(sample, near)
-        others = [chosen(_scaled(sample, by, top)).buckets for by in SCALES if sampled and not beside]
+        others = [
+            chosen([min(max(1, int(length * by)), top) for length in sample]).buckets
+            for by in (SCALES if sampled and not beside else ())
+        ]
     pool = pool_of(choice, capacities)
     (smaller,), raced = fitting_beside([pool], [plan.buckets for plan in choice.near], capacities, _PACK_SHARE)
     if smaller != pool:
@@ -96,10 +99,6 @@ def make_auto_plan(
     _, ready = fitting_beside([pool, *raced], others, capacities)
     held = _held(cost, [pool, *raced, *ready])
     return Plan(choice, pool, held, mini_batch_size, limit_bytes, limit_source, raced=tuple(raced), ready=tuple(ready))
-
-
-def _scaled(lengths: Sequence[int], by: float, longest: int) -> list[int]:
-    return [min(max(1, int(length * by)), longest) for length in lengths]
 
 
 def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBreakdown, ...]:

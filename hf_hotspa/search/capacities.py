@@ -5,10 +5,8 @@ The memory model answers; a pool of strategies shares one arena. Plain data, no 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
-from hf_hotspa.costs.breakdown import round_up, size
-from hf_hotspa.costs.memory import MemoryModel
+from hf_hotspa.costs.memory import MemoryModel, round_up, size
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.strategy import Strategy
 
@@ -26,6 +24,10 @@ class Capacities:
     limit_bytes: float | None
     most: Mapping[Strategy, int] = field(default_factory=dict)
     least_arena: int = 0
+    # answers of the memory model, by strategy, arena and longest sequence: searches ask again and again
+    _known: dict[tuple[Strategy, int, int | None], int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def arena(self, strategy: Strategy) -> int:
         """Bytes that a pool must keep for the strategy's weights and gradients."""
@@ -39,24 +41,15 @@ class Capacities:
         capacity = self._by_model(strategy, self.arena(strategy) if arena is None else arena)
         return min(capacity, self.most.get(strategy, capacity))
 
-    @cached_property
-    def _known(self) -> dict[tuple[Strategy, int, int | None], int]:
-        """Answers of the memory model, by strategy, arena and longest sequence: searches ask again and again."""
-        return {}
-
     def _by_model(self, strategy: Strategy, arena: int) -> int:
         key = strategy, arena, None
         if key not in self._known:
-            self._known[key] = self._of_one(strategy, arena)
+            alone = self.model.largest_pack(strategy, self.limit_bytes, num_packs=1, arena_bytes=arena)
+            if strategy.pp > 1 and self.limit_bytes is not None:  # GPipe keeps what the losses of all packs keep
+                beside = self.model.largest_pack(strategy, self.limit_bytes, longest=None, arena_bytes=arena)
+                alone = min(alone, beside)
+            self._known[key] = alone
         return self._known[key]
-
-    def _of_one(self, strategy: Strategy, arena: int) -> int:
-        alone = self.model.largest_pack(strategy, self.limit_bytes, num_packs=1, arena_bytes=arena)
-        if strategy.pp == 1 or self.limit_bytes is None:
-            return alone
-
-        # GPipe keeps what the losses of all packs keep
-        return min(alone, self.model.longest_alone(strategy, self.limit_bytes, arena))
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
         """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""

@@ -7,11 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hf_hotspa.costs.breakdown import MemoryBreakdown, size
+from hf_hotspa.costs.memory import MemoryBreakdown, size
 from hf_hotspa.reporting.terminal import text_table
-from hf_hotspa.search.baselines import Baseline
-from hf_hotspa.search.choice import Choice
-from hf_hotspa.search.rivals import Rival
+from hf_hotspa.search.baselines import Baseline, Rival
+from hf_hotspa.search.search import Choice
 from hf_hotspa.strategy import Bucket, Strategy
 
 _GIB, _MIB = 1 << 30, 1 << 20

@@ -13,7 +13,8 @@ What is exact and what is not:
   is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
   switch" is an answer like any other. Packs are made smaller after that, where it costs at most `pack_margin`.
 * Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best single
-  pipeline that can have them (`search.rounds`).
+  pipeline that can have them (`going_round`). They change neither what is moved nor, by much, what is held, so the strategies and
+  edges that are best without are taken to be the best with them; looking at every pipeline both ways would take twice as long.
 * Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others capacity. The search
   runs once for each size of arena (those that hardly differ count as one, the larger holds). A pipeline whose memory does not hold
   as many of the longest sequences as it has stages takes smaller packs, and these sequences one by one (`Bucket`).
@@ -25,8 +26,8 @@ Deterministic; no torch.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 import numpy as np
@@ -34,11 +35,137 @@ import numpy as np
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.choice import Choice, Near, Row
 from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.search.partition import best_partitions
-from hf_hotspa.search.rounds import Phases, can_go_round, going_round
 from hf_hotspa.strategy import Bucket, Strategy
+
+# -- answers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bucket of the answer, over the mini-batches looked at.
+
+    Args:
+        bucket: Strategy, edges and pack size.
+        num_sequences: Sequences a mini-batch.
+        num_tokens: Tokens a mini-batch.
+        num_packs: Packs a mini-batch, over all replicas.
+        compute_s: Seconds of its computation.
+        switch_s: Seconds of its switch.
+    """
+
+    bucket: Bucket
+    num_sequences: float
+    num_tokens: float
+    num_packs: float
+    compute_s: float
+    switch_s: float
+
+
+@dataclass(frozen=True)
+class Near:
+    """Another plan, whose predicted seconds are near those of the chosen one.
+
+    Args:
+        seconds: Predicted mean seconds of a mini-batch, switches included.
+    """
+
+    buckets: tuple[Bucket, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.buckets))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer of a search.
+
+    Args:
+        seconds: Predicted mean seconds of a mini-batch, switches included.
+        switch_seconds: The switches in it.
+        static: The best single strategy, its packs and its lengths.
+        static_seconds: Its seconds, its own switch included.
+        rows: One for each bucket.
+        exact: Whether all ranges of lengths were simulated, see `search`.
+        num_simulated: Phases that were packed and simulated to find it.
+        near: Other plans, the fastest first, as far as they were asked for.
+    """
+
+    buckets: tuple[Bucket, ...]
+    seconds: float
+    switch_seconds: float
+    static: Bucket
+    static_seconds: float
+    rows: tuple[Row, ...]
+    exact: bool
+    num_simulated: int
+    near: tuple[Near, ...] = ()
+
+    @property
+    def switches(self) -> bool:
+        """Whether more than one strategy is worth it."""
+        return len(self.buckets) > 1
+
+    def with_packs_of(self, pool: Sequence[Bucket]) -> "Choice":
+        """The same with packs no larger than those of a pool with its strategies."""
+        most = {bucket.strategy: bucket.pack_tokens for bucket in pool}
+
+        def smaller(bucket: Bucket) -> Bucket:
+            return replace(bucket, pack_tokens=min(bucket.pack_tokens, most.get(bucket.strategy, bucket.pack_tokens)))
+
+        rows = tuple(replace(row, bucket=smaller(row.bucket)) for row in self.rows)
+        return replace(self, buckets=tuple(map(smaller, self.buckets)), static=smaller(self.static), rows=rows)
+
+    def __str__(self) -> str:
+        """What `hotspa_strategies` takes."""
+        return ",".join(map(str, self.buckets))
+
+
+Phases = tuple[tuple[Strategy, int, int, int], ...]
+"""`(strategy, low, high, pack tokens)` of each phase, by length."""
+
+
+def can_go_round(strategy: Strategy, num_layers: int) -> bool:
+    """Whether the ranks of its pipeline can have two stages each."""
+    return strategy.can_go_round and 2 * strategy.pp <= num_layers
+
+
+def going_round(
+    phases: Phases,
+    margin: float,
+    num_layers: int,
+    capacities: Capacities,
+    switch: dict[Strategy, float],
+    seconds: Callable[[Phases], float],
+) -> Phases:
+    """The same phases, with two stages on each rank of the pipelines that are faster so and fit.
+
+    Args:
+        margin: How much faster a phase must be, as a share.
+        switch: Load and return seconds of each strategy; those that are tried are added, like their own with one stage.
+        seconds: Of phases, together.
+    """
+    for index, (strategy, low, high, tokens) in enumerate(phases):
+        if not can_go_round(strategy, num_layers):
+            continue
+        twin = replace(strategy, v=2)
+        switch[twin] = switch[strategy]
+        arena = max(capacities.arena(other) for other in (twin, *(phase[0] for phase in phases)))
+        tokens = min(tokens, capacities.pack_tokens(twin, arena, high))
+        trial = (*phases[:index], (twin, low, high, tokens), *phases[index + 1 :])
+        fits = all(
+            end <= capacities.tokens(own, arena) and 0 < packs <= capacities.pack_tokens(own, arena, end)
+            for own, _, end, packs in trial
+        )
+        if fits and seconds(trial) < seconds(phases) - margin * seconds((phases[index],)):
+            phases = trial
+    return phases
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+
 
 MOST_PHASES = 8
 """More than anything has gained from; the time of a search grows with them."""
@@ -183,7 +310,9 @@ class _Search:
         self.longest, self.max_phases = longest, max_phases
         self.families: list[list[Strategy]] = []
         self.most_tokens = max(longest, *map(sum, self.batches))
-        pool = [strategy for strategy in pool if not self._needs_no_shards(strategy, pool)]
+        # the same without `+z2` and `+z3` is never slower: shards are for where memory limits it
+        unlimited = {s for s in pool if not s.z and capacities.tokens(s) >= self.most_tokens}
+        pool = [s for s in pool if not s.z or replace(s, z=0) not in unlimited]
         # what `+sp` changes is the memory: it is looked at in place of the same without, and left out where packs fit
         twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
         self.plain = {sp: s for sp, s in twins.items() if s in pool and self._has_more_capacity(sp, s)}
@@ -191,13 +320,6 @@ class _Search:
         self.num_drawn = round(1 / self.weights[0])
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
-
-    def _needs_no_shards(self, strategy: Strategy, pool: Sequence[Strategy]) -> bool:
-        """Whether there is the same without `+z2` and `+z3`, which is never slower, and memory does not limit it."""
-        whole = replace(strategy, z=0)
-        if not strategy.z or whole not in pool:
-            return False
-        return self.capacities.tokens(whole) >= self.most_tokens
 
     def _has_more_capacity(self, sp: Strategy, plain: Strategy) -> bool:
         """Whether there is nothing that the one without `+sp` does better."""

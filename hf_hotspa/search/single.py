@@ -7,7 +7,7 @@ and know by name. The time model and the packer are those of the choice itself. 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hf_hotspa.costs.breakdown import size
+from hf_hotspa.costs.memory import size
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaError
 from hf_hotspa.model_shape import ModelShape

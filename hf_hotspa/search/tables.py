@@ -6,11 +6,10 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hf_hotspa.costs.adapter import WEIGHT_BYTES
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.four_bits import WEIGHT_BYTES
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.reporting.page import picture
-from hf_hotspa.reporting.panels import lengths_figure
+from hf_hotspa.reporting.page import lengths_figure, picture
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.plan import limit_text, memory_table, wrapped
@@ -32,10 +31,6 @@ def _heading(setup: Setup) -> str:
         lines.append(f"its linear layers are frozen in {setup.four_bits.kind}, {WEIGHT_BYTES * 8:.1f} bits a weight")
     lines.append(f"{setup.nodes} x {setup.devices_per_node} devices{machine}")
     lines.append(limit_text(setup.limit_bytes, setup.limit_source))
-    return _in_width(lines)
-
-
-def _in_width(lines: Sequence[str]) -> str:
     return "\n".join(part for line in lines for part in wrapped(line))
 
 
@@ -179,7 +174,7 @@ def plan_text(planned: PlannedSetup) -> str:
             plan.to_copy,
             "",
             _heading(setup),
-            _in_width([f"{plan.mini_batch_size} sequences a step, lengths {planned.source}, longest {plan.longest}"]),
+            *wrapped(f"{plan.mini_batch_size} sequences a step, lengths {planned.source}, longest {plan.longest}"),
             "",
             str(plan),
             "",

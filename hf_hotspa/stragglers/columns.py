@@ -112,13 +112,7 @@ class LayerColumns:
 
 
 def choose_columns(
-    choice: str,
-    num_columns: int,
-    gamma: float,
-    *,
-    variation: Sequence[float] | None,
-    num_iterations: int,
-    seed: str,
+    choice: str, num_columns: int, gamma: float, *, variation: Sequence[float] | None, num_iterations: int, seed: str
 ) -> LayerColumns:
     """Algorithm 1 for one layer.
 

@@ -53,7 +53,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
         share: Of the mini-batches, what a race may cost.
     """
     from hf_hotspa.report import PhaseReport
-    from hf_hotspa.search import lengths_seen, race
+    from hf_hotspa.search import histogram, race
     from hf_hotspa.search.chooser import predict_phases
     from hf_hotspa.trainer import auto, batches
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -78,7 +78,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, share=
     auto.calibrate = calibrate  # this process ends with the test
     race.SHARE = race.SHARE if share is None else share
     batches._SAMPLED_BATCHES = 4
-    lengths_seen._LEAST, lengths_seen._EVERY, lengths_seen._KEPT = 24, 4, 48
+    histogram._LEAST, histogram._EVERY, histogram._KEPT = 24, 4, 48
     if slow != 1.0:  # what is measured depends on the predicted seconds only
         trained = auto.AutoStrategies.trained
 

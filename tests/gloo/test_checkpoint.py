@@ -46,8 +46,8 @@ def refuse(change, path):
 def writer_of(rank, folder, disk):
     import torch.distributed as dist
 
-    from hf_hotspa.checkpoint.saving import CheckpointWriter
     from hf_hotspa.parallel.agreement import Agreement
+    from hf_hotspa.trainer.checkpoints import CheckpointWriter
 
     return CheckpointWriter(RunFolder(Path(folder), disk), Agreement(dist.group.WORLD, rank))
 

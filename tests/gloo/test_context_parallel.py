@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hf_hotspa.costs.context import exchanged_elements, local_heads
+from hf_hotspa.costs.divided import exchanged_elements, local_heads
 from hf_hotspa.errors import StrategyError, UnsupportedError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss

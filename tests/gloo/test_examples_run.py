@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from transformers import Trainer
 
-from hf_hotspa.reporting.panels import all_panels
+from hf_hotspa.reporting.page import all_panels
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.trainer.trainer import SwitchedMixin
 from tests.harness import run_ranks

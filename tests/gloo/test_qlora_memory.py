@@ -8,7 +8,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hf_hotspa.calibrate.calibration as calibration_of
 from hf_hotspa.calibrate import probe
 from hf_hotspa.calibrate.calibration import calibrate
-from hf_hotspa.costs.four_bits import FrozenBase
+from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from tests.gloo.test_fully_sharded_memory import Allocated

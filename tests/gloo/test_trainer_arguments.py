@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import SchedulerType, Trainer, TrainingArguments
 
-from hf_hotspa.trainer.launcher import recompute_argument
+from hf_hotspa.trainer.given_arguments import recompute_argument
 from tests.families import tiny_model
 from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks

@@ -46,7 +46,7 @@ def files_of(title):
 @pytest.mark.parametrize(("title", "name"), [("An option of a strategy", "rc"), ("A degree", "ep")])
 def test_the_files_that_read_an_option_or_a_degree_are_those_of_the_page(title, name):
     reading = {str(p.relative_to(ROOT)) for p in PRODUCT if re.search(rf"\.{name}\b", p.read_text())}
-    rest = SECTIONS[title].partition("Three more")[2].partition("\n\n")[0] if name == "ep" else ""
+    rest = SECTIONS[title].partition("Two more")[2].partition("\n\n")[0] if name == "ep" else ""
     beside = re.findall(r"`([\w/]+\.py)`", rest.partition(". What")[0])
     assert reading == {*files_of(title), *beside}
     assert len(files_of(title)) <= 9

@@ -22,7 +22,7 @@ from transformers.training_args import OptimizerNames
 from hf_hotspa.costs.optimizer_state import LOW_BIT_STATES
 from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, StrategyError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
-from hf_hotspa.trainer.launcher import recompute_argument
+from hf_hotspa.trainer.given_arguments import recompute_argument
 from hf_hotspa.trainer.optimizers import ELEMENTWISE_OPTIMIZERS
 from hf_hotspa.trainer.trainer import HotSPaTrainer, switched
 from tests.families import tiny_model

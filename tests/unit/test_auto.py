@@ -18,9 +18,9 @@ from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import fitting_beside, make_auto_plan
 from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.long_sequences import CHUNK_SIZES, with_chunks
+from hf_hotspa.search.chooser import Selector
+from hf_hotspa.search.offers import CHUNK_SIZES, with_chunks
 from hf_hotspa.search.plan import limit_text
-from hf_hotspa.search.select import Selector
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from hf_hotspa.trainer import auto

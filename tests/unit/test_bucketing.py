@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.packing.bucketing import (
     OVERLONG_POLICIES,
-    Sequence,
-    assign_buckets,
     check_lengths,
     cut_rows,
     plan_mini_batch,
@@ -81,11 +79,10 @@ def test_a_mini_batch_of_nothing_is_a_plan_without_phases():
 
 
 def test_edges_of_buckets_belong_to_the_shorter_one():
-    sequences = [Sequence(n, 0, n, 0) for n in (1, 8, 9, 20, 21, 50)]
-    lengths = [[s.num_tokens for s in members] for members in assign_buckets(sequences, BUCKETS)]
-    assert lengths == [[1, 8], [9, 20], [21, 50]]
-    turned = [[s.num_tokens for s in members] for members in assign_buckets(sequences, BUCKETS[::-1])]
-    assert turned == lengths[::-1]
+    table = table_of(1, 8, 9, 20, 21, 50)
+    for buckets, expected in ((BUCKETS, [[1, 8], [9, 20], [21, 50]]), (BUCKETS[::-1], [[21, 50], [9, 20], [1, 8]])):
+        plan = plan_mini_batch(range(6), table, buckets)
+        assert [sorted(s.num_tokens for s in phase.sequences()) for phase in plan.phases] == expected
 
 
 def test_phases_follow_the_buckets_given_and_empty_ones_are_left_out():

@@ -10,23 +10,24 @@ from typing import Any
 
 import pytest
 
-from hf_hotspa.costs.calibration import Calibration, cache_folder
-from hf_hotspa.costs.coefficients import Cost, Hop, Sample
-from hf_hotspa.costs.measurements import (
+from hf_hotspa.costs.calibration import (
+    Calibration,
     CalibrationKey,
     Link,
     MemorySample,
     ModelFacts,
     PhaseSample,
     SwitchSample,
+    cache_folder,
     config_digest,
 )
+from hf_hotspa.costs.coefficients import Cost, Hop, Sample
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.optimizer_state import OptimizerState
-from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import port_seconds
+from hf_hotspa.costs.time import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape

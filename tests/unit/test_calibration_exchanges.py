@@ -7,11 +7,10 @@ from typing import Literal
 
 import pytest
 
-from hf_hotspa.calibrate.measuring import context_layouts
-from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.calibrate.probe import context_layouts
+from hf_hotspa.costs.calibration import Calibration, ExchangeSample
 from hf_hotspa.costs.coefficients import Cost, Hop
-from hf_hotspa.costs.context import GATHER, RING, ULYSSES
-from hf_hotspa.costs.measurements import ExchangeSample
+from hf_hotspa.costs.divided import GATHER, RING, ULYSSES
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes

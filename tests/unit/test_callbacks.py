@@ -20,7 +20,6 @@ from hf_hotspa.callbacks import (
     step_reports,
 )
 from hf_hotspa.callbacks import progress as progress_module
-from hf_hotspa.callbacks.log_line import LogLine
 from hf_hotspa.errors import CallbackError, HotspaConfigError, HotspaError
 from hf_hotspa.process_lock import LOCK_NAME
 from hf_hotspa.report import PhaseEvent
@@ -29,7 +28,7 @@ from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import verdict
 from hf_hotspa.trainer import trainer as trainer_module
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.events import CallbackEvents
+from hf_hotspa.trainer.events import CallbackEvents, LogLine
 from tests.families import tiny_model
 from tests.run_logs import LONG, SHORT, made_facts, made_phase, made_report
 
@@ -43,9 +42,8 @@ def run_callback(callback, folder, steps, *, first=1, main=True, end=True):
     callback.on_run_begin(args, state, None, run=made_facts(), callback_seconds=lambda: {"X": 0.5})
     callback.on_train_begin(args, state, None)
     for step in range(first, first + steps):
-        callback.on_step_begin(args, state, None)
+        callback.on_step_begin(args, state, None, optimizer=optimizer)
         callback.on_step_report(args, state, None, report=made_report(step, single_s=2.64))
-        callback.on_pre_optimizer_step(args, state, None, optimizer=optimizer)
         state.global_step = step
         callback.on_step_end(args, state, None)
     if end:
@@ -122,10 +120,14 @@ def test_a_run_that_was_killed_and_resumed(tmp_path):
 
 
 def test_a_full_disk_stops_the_record_and_not_the_training(tmp_path, monkeypatch, caplog):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+    write = step_reports.RunLogWriter.write
 
-    monkeypatch.setattr(step_reports.RunLogWriter, "step", full)
+    def full(writer, kind, *args, **kwargs):
+        if kind == "step":
+            raise OSError(28, "No space left on device")
+        write(writer, kind, *args, **kwargs)
+
+    monkeypatch.setattr(step_reports.RunLogWriter, "write", full)
     run_callback(ReportCallback(tmp_path), tmp_path, 4)
     assert [r.message for r in caplog.records].count(
         "the record of the run ends here, training goes on: [Errno 28] No space left on device"
@@ -403,8 +405,7 @@ def test_an_error_waits_is_named_and_others_are_called(events):
     with handler.deferring_errors():
         control = handler.on_step_end(args, state, TrainerControl())
         handler.dispatch("on_phase_end", args, state, control, phase="p")
-        error = handler.take_error()
-        assert handler.take_error() is None
+        error = handler.error
     assert type(error) is CallbackError
     assert str(error).startswith("HSP-320 Callback: Failing.on_step_end raised KeyError: 'lost' | Where: step 4")
     assert control.should_log
@@ -415,7 +416,7 @@ def test_on_one_process_an_error_is_raised_where_it_is_but_for_events_inside_a_m
     handler, args, state = events
     with pytest.raises(KeyError, match="lost"), handler.deferring_errors(alone=True):
         handler.on_step_end(args, state, TrainerControl())
-    assert handler.take_error() is None
+    assert handler.error is None
 
 
 def test_an_error_that_was_agreed_on_has_that_of_the_callback_as_its_cause(events):
@@ -424,7 +425,7 @@ def test_an_error_that_was_agreed_on_has_that_of_the_callback_as_its_cause(event
     def trains():
         with handler.deferring_errors():
             handler.on_step_end(args, state, TrainerControl())
-            raise HotspaError.from_dict(handler.take_error().to_dict())  # as the agreement does
+            raise HotspaError.from_dict(handler.error.to_dict())  # as the agreement does
 
     with pytest.raises(CallbackError) as caught:
         trains()
@@ -435,7 +436,7 @@ def test_outside_of_training_an_error_is_raised_where_it_is(events):
     handler, args, state = events
     with pytest.raises(KeyError, match="lost"):
         handler.on_step_end(args, state, TrainerControl())
-    assert handler.take_error() is None
+    assert handler.error is None
 
 
 def test_an_error_of_a_training_before_is_forgotten(events):
@@ -443,7 +444,7 @@ def test_an_error_of_a_training_before_is_forgotten(events):
     with handler.deferring_errors():
         handler.dispatch("on_phase_end", args, state, TrainerControl(), phase="p")
     with handler.deferring_errors():
-        assert handler.take_error() is None
+        assert handler.error is None
 
 
 def test_interrupts_are_not_held_back(events):
@@ -459,8 +460,8 @@ def _interrupted(*args, **kwargs):
 
 def test_seconds_inside_callbacks(events):
     handler, args, state = events
-    assert handler.defined("on_phase_end")
-    assert not handler.defined("on_switch")
+    assert handler.defined(("on_switch", "on_phase_end"))
+    assert not handler.defined(("on_switch",))
     assert handler.pop_metrics(1) == {"mine": 1.0}
     for _ in range(4):
         handler.dispatch("on_step_report", args, state, TrainerControl(), report=None)
@@ -530,7 +531,7 @@ def test_a_printed_line_has_a_few_numbers_and_every_other_reader_all(events, cap
 
 def test_a_line_says_what_a_person_asks_for(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("hf_hotspa.callbacks.log_line.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hf_hotspa.trainer.events.time.perf_counter", lambda: now[0])
     lines, state = LogLine(), TrainerState(max_steps=1000)
     logs = {"loss": 3.25, "grad_norm": 1.234, "learning_rate": 2e-5, "hotspa/tokens_per_s": 12345.6}
     logs |= {"hotspa/memory_share": 0.81, "hotspa/switch_share": 0.0123, "hotspa/truncated": 3.0, "epoch": 0.1}

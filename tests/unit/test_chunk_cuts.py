@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_hotspa.data.collator import MicroBatch, PackedBucketCollator
-from hf_hotspa.packing.chunk_cuts import cut_into_chains, num_chunks, squared_lengths
+from hf_hotspa.packing.cuts import cut_into_chains, num_chunks, squared_lengths
 from hf_hotspa.parallel.loss import tokens_of
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import parse_buckets

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_hotspa.cli import main
-from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import PLANNED_SHARE
 from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model, model_from, preset_names
 from hf_hotspa.errors import HotspaConfigError, ModelError

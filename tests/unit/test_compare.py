@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from hf_hotspa import cli
+from hf_hotspa.callbacks.step_reports import TracedStep, save_trace, trace_events
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.reporting import terminal
-from hf_hotspa.reporting.chrome_trace import TracedStep, save_trace, trace_events
 from hf_hotspa.reporting.compare import compare, compare_page, sentences
 from hf_hotspa.reporting.page import save_pictures
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_hotspa.costs.context import (
+from hf_hotspa.costs.divided import (
     AUTO,
     GATHER,
     RING,
@@ -21,7 +21,7 @@ from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import pack_sequences
-from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_tokens
+from hf_hotspa.packing.cuts import Shares, share_by_cost, share_by_tokens
 from hf_hotspa.search.histogram import synthetic_lengths
 from hf_hotspa.strategy import Strategy, parse_buckets
 

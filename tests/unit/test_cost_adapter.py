@@ -9,7 +9,7 @@ import torch
 
 from hf_hotspa.cli import main
 from hf_hotspa.costs.adapter import Adapter
-from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.model_config import load_model, model_from
 from hf_hotspa.costs.sizes import ModelSizes

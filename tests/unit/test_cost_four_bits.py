@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from hf_hotspa.cli import main
-from hf_hotspa.costs.adapter import Adapter
-from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.adapter import WEIGHT_BYTES, Adapter, FourBits, FrozenBase
 from hf_hotspa.costs.coefficients import Cost
-from hf_hotspa.costs.four_bits import WEIGHT_BYTES, FourBits, FrozenBase
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.model import check_calibration
 from hf_hotspa.costs.model_config import load_model

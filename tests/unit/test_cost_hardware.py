@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.cards import PRESETS, hardware_from, load_hardware, template
-from hf_hotspa.costs.hardware import parse_bytes, parse_nodes
+from hf_hotspa.costs.hardware import PRESETS, hardware_from, load_hardware, parse_bytes, parse_nodes, template
 from hf_hotspa.errors import HotspaConfigError
 
 

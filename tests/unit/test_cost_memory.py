@@ -17,7 +17,7 @@ from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, build_vector
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.packing.chunk_cuts import cut_for
+from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import SCHEDULES, choose_passes, interleaved_order
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.planning import Setup

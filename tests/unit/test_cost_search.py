@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
@@ -19,11 +19,10 @@ from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.search.histogram import synthetic_lengths
 from hf_hotspa.search.partition import best_partitions
-from hf_hotspa.search.search import search
+from hf_hotspa.search.search import Choice, search
 from hf_hotspa.strategy import Strategy, check_buckets, legal_strategies, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B, llama
 

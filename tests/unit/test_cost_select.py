@@ -12,8 +12,7 @@ from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.packing.bucketing import cut_rows, plan_mini_batch
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.chooser import predict_phases
-from hf_hotspa.search.select import Selector
+from hf_hotspa.search.chooser import Selector, predict_phases
 from hf_hotspa.search.single import SingleStrategy, with_single
 from hf_hotspa.strategy import Strategy, parse_buckets
 from tests.run_logs import made_phase, made_report

@@ -16,17 +16,16 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost, Hop, Sample, nonnegative_least_squares
-from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
-from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.costs.time import Pipeline, TimeModel, pipeline_seconds, shared_pipelines
 from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
-from hf_hotspa.packing.chunk_cuts import num_chunks
+from hf_hotspa.packing.cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import choose_passes, operations, reaches
 from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.search.histogram import synthetic_lengths

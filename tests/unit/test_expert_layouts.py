@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.cards import load_hardware
-from hf_hotspa.costs.experts import exchange_seconds
+from hf_hotspa.costs.divided import expert_exchange_seconds
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
@@ -166,9 +166,9 @@ def test_sizes_from_a_shape_are_those_of_the_layout(family):
 def test_time_counts_the_exchange_of_tokens_and_that_replicas_keep_step():
     shape = describe_model(tiny_model_of("mixtral")).shape
     assert (shape.num_experts, shape.experts_per_token) == (8, 2)
-    assert exchange_seconds(Strategy.parse("dp4"), shape, 1.0, 1.0) == (0.0, 0.0)
-    assert exchange_seconds(Strategy.parse("dp4ep4"), shape, 1.0, 0.0) == (4 * 2 * 3 / 4, 0.0)
-    assert exchange_seconds(Strategy.parse("tp4ep4"), shape, 1.0, 0.0) == (2 * 3 / 4, 0.0)
+    assert expert_exchange_seconds(Strategy.parse("dp4"), shape, 1.0, 1.0) == (0.0, 0.0)
+    assert expert_exchange_seconds(Strategy.parse("dp4ep4"), shape, 1.0, 0.0) == (4 * 2 * 3 / 4, 0.0)
+    assert expert_exchange_seconds(Strategy.parse("tp4ep4"), shape, 1.0, 0.0) == (2 * 3 / 4, 0.0)
     time = TimeModel.analytic(ModelSizes(shape, "bfloat16"), load_hardware("a100-80g"))
     uneven = [((8,), (64000,)), ((64000,), (8,)), ((8,),), ((8,),)]
     alone, together = (time.phase_seconds(Strategy.parse(name), uneven) for name in ("dp4", "dp4ep4"))

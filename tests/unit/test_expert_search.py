@@ -6,14 +6,13 @@ from dataclasses import replace
 import pytest
 
 from hf_hotspa.costs.analytic import layer_cost
-from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, activation_bytes
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.search.long_sequences import longest_by_strategy, with_chunks
-from hf_hotspa.search.offers import divided, experts_that_pay
+from hf_hotspa.search.offers import divided, experts_that_pay, longest_by_strategy, with_chunks
 from hf_hotspa.search.planning import Setup, make_plan
 from hf_hotspa.strategy import Strategy, check_buckets, expert_strategies, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B

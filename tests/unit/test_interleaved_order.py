@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hf_hotspa.costs.coefficients import Cost
-from hf_hotspa.costs.pipelines import Pipeline, interleaved_events, pipeline_seconds, shared_pipelines
-from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.costs.time import Pipeline, TimeModel, interleaved_events, pipeline_seconds, shared_pipelines
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.packing.pipeline_order import (

@@ -5,7 +5,7 @@ import pytest
 
 from hf_hotspa.errors import LaunchError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.launcher import check_processes
+from hf_hotspa.trainer.given_arguments import check_processes
 
 ONE_PROCESS = {
     "ACCELERATE_USE_CPU": "True",

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from hf_hotspa.calibrate import probe as timed
-from hf_hotspa.calibrate.measuring import Measuring
-from hf_hotspa.calibrate.probe import kinds_of_layers, time_layers
-from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.calibrate.probe import Measuring, kinds_of_layers, time_layers
+from hf_hotspa.costs.calibration import Calibration, LayerSample, PhaseSample
 from hf_hotspa.costs.coefficients import Cost, Sample
-from hf_hotspa.costs.measurements import LayerSample, PhaseSample
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model.specs import describe_model

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.search.lengths_seen import LengthsSeen
+from hf_hotspa.search.histogram import LengthsSeen
 
 
 def drawn(draw, median, count=64):

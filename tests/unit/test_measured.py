@@ -116,7 +116,7 @@ def test_what_people_know_has_its_name(name, known):
 def with_gain(folder, gain):
     write_run(folder)
     writer = RunLogWriter(folder, goes_on=True)
-    writer.gain(gain)
+    writer.write("gain", **gain.to_dict())
     writer.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
+from hf_hotspa.costs.time import Pipeline, pipeline_seconds
 from hf_hotspa.errors import OverlongError
 from hf_hotspa.packing.bucketing import (
     MIN_PIPELINE_PACK_TOKENS,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from hf_hotspa.errors import StrategyError
-from hf_hotspa.packing.chunk_cuts import cut_for
+from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.passes import joint_passes
 from hf_hotspa.packing.pipeline_order import (
     SCHEDULES,

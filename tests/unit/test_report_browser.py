@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_hotspa.reporting.page import report_page
-from hf_hotspa.reporting.panels import all_panels
+from hf_hotspa.reporting.page import all_panels, report_page
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.whole_file import write_whole
 from tests.run_logs import write_run

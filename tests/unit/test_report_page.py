@@ -11,8 +11,7 @@ from hf_hotspa.errors import StrategyError
 from hf_hotspa.report import ModelFlops
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.compare import compare, compare_page
-from hf_hotspa.reporting.page import report_page, show_lengths, show_report
-from hf_hotspa.reporting.panels import strategies_panel
+from hf_hotspa.reporting.page import report_page, show_lengths, show_report, strategies_panel
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import Mark, Series

@@ -60,7 +60,7 @@ def test_a_record_of_an_earlier_version_reads_with_nothing_of_what_it_does_not_k
 def test_strategies_of_an_earlier_version_have_the_names_of_today(tmp_path):
     path = write_run(tmp_path, end=False) / FILE_NAME
     writer = RunLogWriter(tmp_path, goes_on=True)
-    writer.gain(MeasuredGain((1.0, 2.0), {"tp2": (1.5, 2.5), "cp2+z2": (2.5, 3.5)}, 0.0))
+    writer.write("gain", **MeasuredGain((1.0, 2.0), {"tp2": (1.5, 2.5), "cp2+z2": (2.5, 3.5)}, 0.0).to_dict())
     writer.close()
     now = read_run_log(path)
     then = of_earlier_releases(path.read_text())
@@ -216,9 +216,10 @@ def test_a_long_record_is_thinned_out_and_its_sums_stay(tmp_path, monkeypatch):
 
     def steps(begin, end):
         for step in range(begin, end):
-            writer.step(step, records[step].report, records[step].wall_s, records[step].lr)
+            record = records[step]
+            writer.write("step", record.report, step=step, wall_s=record.wall_s, lr=record.lr)
             if step == 120:
-                writer.save(step)
+                writer.write("save", step=step)
                 writer.evaluation(step, {"eval_loss": 1.0})
             nonlocal largest
             largest = max(largest, writer.path.stat().st_size)
@@ -257,5 +258,5 @@ def test_a_record_that_cannot_be_thinned_out_ends(tmp_path, monkeypatch):
     run = read_run_log(write_run(tmp_path / "b", steps=1))
     writer = RunLogWriter(path.parent, goes_on=True)
     with pytest.raises(OSError, match="cannot be thinned out"):  # which ends the record, not the training
-        writer.step(4, run.steps[0].report, 1.0, None)
+        writer.write("step", run.steps[0].report, step=4, wall_s=1.0, lr=None)
     writer.close()

@@ -16,10 +16,10 @@ from hf_hotspa.engine.recutting import StageCuts
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
-from hf_hotspa.stragglers.speeds import Speeds
-from hf_hotspa.stragglers.stage_cuts import (
+from hf_hotspa.stragglers.speeds import (
     LEAST_GAIN,
     Paces,
+    Speeds,
     cut_by_speed,
     paces_of_ranks,
     stage_loads,

@@ -20,14 +20,16 @@ from hf_hotspa.stragglers.columns import (
     random_columns,
     renumbered,
 )
-from hf_hotspa.stragglers.detection import PhaseWork, SlowDevices, expected_seconds
 from hf_hotspa.stragglers.giving import (
     Giving,
+    PhaseWork,
     PretestCurves,
+    SlowDevices,
     TaskWork,
     divide_semi,
     excess_ratio,
     excess_ratios,
+    expected_seconds,
     fitted_line,
     migrated_share,
     num_migrating,

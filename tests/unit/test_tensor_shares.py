@@ -31,8 +31,7 @@ from hf_hotspa.layout.shares import (
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
-from hf_hotspa.stragglers.stage_cuts import shares_by_speed, works_by_degree
+from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds, shares_by_speed, works_by_degree
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.families import tiny_model
 

@@ -1,4 +1,6 @@
-"""The three ways in which ranks of cp attend to each other's tokens: what each can do, what it moves, and which one runs.
+"""What it takes to divide the tokens of a pack: over ranks (`cp`), to the ranks of their experts (`ep`), in chunks (`+ck`).
+
+Ranks of cp attend to each other's tokens in one of three ways: what each can do, what it moves, and which one runs.
 
 * `ulysses`: an all-to-all gives each rank some heads of all tokens, and another one its tokens of all heads back (Jacobs et
   al., 2023, "DeepSpeed Ulysses"). Any attention; the query heads of a rank must be a multiple of cp, and key/value heads
@@ -8,14 +10,24 @@
 * `ring`: the same keys and values go from neighbour to neighbour while those at hand are used, and partial results are
   merged by the logarithms of their sums (Liu et al., 2023, "Ring Attention"). Full attention with plain scores, on CPU.
 
+In `ep` a rank sends each of its tokens to the ranks of its k experts, and gets k rows back: twice forward, twice backward. Loads are
+taken as equal, as the balance losses of families make them: how unequal a router is shows in the report of a step only.
+
+Of a sequence that is cut into chunks (`parallel.token_chunks`), each layer keeps keys and values of the tokens in chunks before the last one, in the compute
+dtype, and sums of their gradients in at least fp32; the chunk that is in a graph has the former once more, joined to its
+own. Everything else is one chunk's. Its tokens run forward twice, but for those of the last chunk. What `+kg` adds are the
+graphs of more chunks, which run forward once; what `+kh` takes away is all that the layers keep, but for that of one and the next.
+
 Plain data, no torch: the engine, the cost models and `auto` ask the same functions.
 """
 
 import math
+from collections.abc import Iterable, Sequence
 
-from hf_hotspa.costs.coefficients import Exchanges, Hop
-from hf_hotspa.errors import StrategyError
+from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop
+from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.cuts import cut_into_chains
 from hf_hotspa.strategy import Strategy
 
 AUTO, ULYSSES, GATHER, RING = "auto", "ulysses", "allgather", "ring"
@@ -140,3 +152,84 @@ def exchange_seconds(
         again, back = measured.gather, measured.all_to_all
         return tokens * (2 * again.token_s + back.token_s) / 3, 2 * again.latency_s + back.latency_s
     return tokens * hop.token_s, 3 * (strategy.cp - 1) * hop.latency_s
+
+
+_EXCHANGES = 4
+_MESSAGES = _EXCHANGES + 1  # and the counts, forward
+
+
+def expert_exchange_seconds(
+    strategy: Strategy, shape: ModelShape, token_s: float, latency_s: float
+) -> tuple[float, float]:
+    """What a layer's exchanges add, forward and backward: seconds a token of the pack, and seconds a pack.
+
+    Args:
+        token_s: Seconds in which a hidden state of one token passes between two ranks.
+        latency_s: Seconds of a message beside its bytes.
+    """
+    if strategy.ep == 1:
+        return 0.0, 0.0
+    away = (strategy.ep - 1) / strategy.ep * shape.experts_per_token / (strategy.cp * strategy.tp)
+    return _EXCHANGES * away * token_s, _MESSAGES * latency_s
+
+
+def returned_bytes(strategy: Strategy, shape: ModelShape, element_bytes: int) -> float:
+    """Bytes that a layer keeps of a token of a rank's row until its backward: what came back from its experts.
+
+    What the experts themselves keep is as much, in the mean, as where they are not divided.
+    """
+    if strategy.ep == 1:
+        return 0.0
+    return shape.experts_per_token * shape.hidden_size * element_bytes / strategy.tp
+
+
+def check_capacity(factor: float | None) -> None:
+    """Refuses a capacity factor that is none.
+
+    Raises:
+        HotspaConfigError: it is not a number above 0.
+    """
+    if factor is not None and not 0 < factor < math.inf:
+        raise HotspaConfigError(
+            f"the capacity factor of experts is {factor}",
+            where="hotspa_expert_capacity",
+            fix="use a number such as 1.25, or leave it out: no token is dropped",
+        )
+
+
+def tokens_at_a_time(strategy: Strategy, pack_tokens: int) -> int:
+    """The most tokens of a pack whose activations exist at once on a rank: those of a chunk, and its share of cp's."""
+    return -(-(min(pack_tokens, strategy.ck) if strategy.ck else pack_tokens) // strategy.cp)
+
+
+def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longest: int, element_bytes: int) -> float:
+    """What chunks leave for each other on the device in the layers of a stage, in bytes."""
+    if not strategy.ck:
+        return 0.0
+    heads = max(1, -(-shape.num_key_value_heads // strategy.tp))
+    width = 2 * heads * shape.attention_size / shape.num_attention_heads  # of keys and of values
+    before = max(0, longest - strategy.ck)
+    if strategy.kh:  # those of one layer: fetched, joined, and the gradients of both; and those of the next one
+        return 5 * width * element_bytes * before / strategy.cp
+    chunks = -(-longest // strategy.ck)
+    # of each graph, what its chunk attends to
+    joined = (chunks + 1) / 2 if strategy.pp > 1 else min(1 + strategy.kg, chunks)
+    return num_layers * width * (element_bytes * (1 + joined) + max(4, element_bytes)) * before / strategy.cp
+
+
+def chunked_seconds(cost: Cost, packs: Iterable[Sequence[int]], strategy: Strategy, forward_share: float) -> float:
+    """Seconds of packs that are computed in chunks on one stage.
+
+    Args:
+        cost: Of a pack under the strategy, forward and backward.
+        forward_share: The forward pass in that.
+    """
+    seconds = 0.0
+    for lengths in packs:
+        chains = cut_into_chains(lengths, strategy.ck)
+        num_again = [max(len(chain) - 1 - strategy.kg, 0) for chain in chains]
+        again = [chain[num][0] - chain[0][0] for chain, num in zip(chains, num_again, strict=True)]
+        first_rounds = cost.a * sum(n * n for n in again) + cost.b * sum(again) + cost.c * sum(num_again)
+        whole = cost.a * sum(n * n for n in lengths) + cost.b * sum(lengths) + cost.c * sum(map(len, chains))
+        seconds += whole + forward_share * first_rounds
+    return seconds
