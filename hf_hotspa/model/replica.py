@@ -284,9 +284,8 @@ class Replica:
         self._drop(description, options)
         self._divide(description, options)
         self._take_loss(description, options)
-        self.attach(rope if rope.is_needed else None)
-        own = self.dropout, self.noise, self.routers, self.experts, self.capacity, self.flexible, self.context
-        for attachment in own:
+        rides = self.dropout, self.noise, self.routers, self.experts, self.capacity, self.flexible, self.context
+        for attachment in (rope if rope.is_needed else None, *rides):
             self.attach(attachment)
         self.keeps_graphs = False
         self.kept: dict[tuple[Any, ...], KeptForward] = {}

@@ -247,7 +247,9 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
             )
         if is_of_parameter(module):
             _refuse_other_parameters(path, module, base)
-        elif type(module) is not (_of_four_bit() if is_four_bit(base) else Linear) or not _is_plain(base):
+        elif type(module) is not (_of_four_bit() if is_four_bit(base) else Linear) or not (
+            type(base) is nn.Linear or is_four_bit(base)
+        ):
             raise UnsupportedError(
                 f"the adapter on {path!r} is a {type(module).__name__} around a {type(base).__name__}",
                 why=_WHY,
@@ -267,11 +269,6 @@ def _of_four_bit() -> type[nn.Module]:
 
     kind: type[nn.Module] = Linear4bit
     return kind
-
-
-def _is_plain(base: nn.Module) -> bool:
-    """Whether a layer computes as its library's class does."""
-    return type(base) is nn.Linear or is_four_bit(base)
 
 
 def is_of_parameter(module: nn.Module) -> bool:

@@ -644,7 +644,8 @@ def rows_error(mini_batch: MiniBatch, rank: int, agreement: Agreement, where: st
         strategy = phase.bucket.strategy
         for replica in range(strategy.dp):
             ranks = replica_ranks(strategy, replica)
-            rows = [place for place in zip(*(everyone[r][index] for r in ranks), strict=True) if _differ(place)]
+            places = zip(*(everyone[r][index] for r in ranks), strict=True)
+            rows = [place for place in places if any(other != place[0] for other in place)]
             if rows:
                 return _error(rows, ranks, strategy, f"{where}, strategy {strategy}, replica {replica}")
     return _error([], list(range(len(everyone))), None, where)
@@ -674,10 +675,6 @@ def _sequences(pack: MicroBatch) -> Iterator[tuple[int, int, str, str]]:
     for (row, start), begin, end in zip(pack.keys, ends[:-1], ends[1:], strict=True):
         ids, labels = (t[0, begin:end].cpu().numpy().tobytes() for t in (pack.input_ids, pack.labels))
         yield row, start, hashlib.sha256(ids).hexdigest()[:16], hashlib.sha256(labels).hexdigest()[:16]
-
-
-def _differ(place: Sequence[Any]) -> bool:
-    return any(other != place[0] for other in place)
 
 
 def _error(rows: list[Any], ranks: list[int], strategy: Strategy | None, where: str) -> DataError:

@@ -14,18 +14,14 @@ meaning:
   whose masks must not depend on the layout, and for sinks in 32-bit on CUDA: no fused kernel of torch computes these. Caps go
   through the kernel of flash-attn where that is installed.
 
-Shapes: T packed tokens, S of keys with their prefixes, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
+`explicit_attention` computes scores and probabilities one by one, also beside sinks (learned scores that take part in the
+softmax and then are dropped). It works on one sequence after the other, and inside of it on blocks of queries, of which only
+the keys that they may see are looked at; the backward computes scores and masks again. So memory grows with the length of a
+pack, as with fused kernels, and not with its square: beside queries, keys and values only what one block needs exists at a
+time, about `BLOCK_ELEMENTS` numbers a few times over.
 
-Attention whose scores and probabilities are computed one by one: for what no fused kernel takes.
-
-That is a cap on the scores (Gemma 2), dropout of the probabilities with given masks, and sinks (learned scores that take
-part in the softmax and then are dropped) beside these. Works on one sequence after the other, and inside of it on blocks of
-queries, of which only the keys that they may see are looked at. A sequence may have more keys than queries: these are its
-last tokens then. The backward computes scores and masks again, so that
-memory grows with the length of a pack, as with fused kernels, and not with its square: beside queries, keys and values
-only what one block needs exists at a time, about `BLOCK_ELEMENTS` numbers a few times over.
-
-Shapes: T packed tokens, S of keys and values (T, where no sequence has a prefix), H query heads, K key/value heads, D and E head dims of keys and of values.
+Shapes: T packed tokens, S of keys and values (with prefixes, whose sequences have more keys than queries: these are the last
+tokens then), H query heads, K key/value heads, D and E head dims of keys and of values; queries are [1, H, T, D].
 """
 
 import dis
@@ -347,11 +343,6 @@ class AttentionCall:
         return self.softcap is None and not self.dropout
 
     @property
-    def is_capped_alone(self) -> bool:
-        """Whether a cap is all that keeps a fused kernel from it."""
-        return self.softcap is not None and self.sinks is None and not self.dropout
-
-    @property
     def is_plain(self) -> bool:
         """Whether `scaled_dot_product_attention` computes it."""
         return self.softcap is None and self.sinks is None and not self.dropout
@@ -557,7 +548,7 @@ def attend(
     if pack.prefix is not None:
         before, takes = pack.prefix.before(module, key, value), pack.prefix.takes_gradients(module)
     is_fused = call.is_plain or (call.is_fusable and (kernel_takes(query, value) or varlen_takes(query, value)))
-    if not is_fused and call.is_capped_alone:
+    if not is_fused and call.softcap is not None and call.sinks is None and not call.dropout:  # a cap is all
         is_fused = varlen_takes(query, value) and capping_kernel() is not None
     scores = None if is_fused else call.scores(module, query, pack)
     kernel = partial(_attend, module, pack, call, scores, takes)

@@ -331,7 +331,7 @@ def use_keyed_dropout(
             spec = specs[f"{name.replace(_LORA, f'.{LORA_A}.')}.weight"]
             width = spec.shape[1]
             if tensor is not None and spec.shard_dim == 1:
-                features = _indices(rows(spec))
+                features = torch.cat([torch.arange(low, high) for low, high in rows(spec)])
         model.set_submodule(name, KeyedDropout(name, module.p, masks, features, width))
     return bool(dropouts)
 
@@ -349,10 +349,6 @@ def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_hea
         return False
     masks.attentions = attentions
     return bool(attentions)
-
-
-def _indices(ranges: Sequence[tuple[int, int]]) -> Tensor:
-    return torch.cat([torch.arange(low, high) for low, high in ranges])
 
 
 def held_rates(module: nn.Module) -> dict[str, float]:

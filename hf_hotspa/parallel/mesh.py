@@ -286,11 +286,9 @@ def own_node() -> str:
     if launcher is None and {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         launcher = f"from {int(os.environ['RANK']) - int(os.environ['LOCAL_RANK'])}"
     addresses = {entry.address.partition("%")[0] for each in psutil.net_if_addrs().values() for entry in each}
-    return json.dumps([socket.gethostname(), launcher or "", sorted(a for a in addresses if not _is_loopback(a))])
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
+    return json.dumps(
+        [socket.gethostname(), launcher or "", sorted(a for a in addresses if a != "::1" and not a.startswith("127."))]
+    )
 
 
 def nodes_from(texts: Sequence[str]) -> Nodes:
