@@ -454,12 +454,13 @@ class CallGradients:
             is still to be trained. And of every rank the numbers `beside`, fp64 [ranks, numbers].
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
-        ratios, weighed, at_once = list[float](), list[float](), list[bool]()
+        ratios, weighed, at_once, have_seeds = list[float](), list[float](), list[bool](), False
         for call in calls:
+            have_seeds |= call.seeds is not None or call.logit_seeds is not None
             at_once.append(call.assumed is not None)
             ratios.append(call.ratio(rank, tolerance, self._own) if at_once[-1] else call.constant(rank, tolerance))
             weighed.append(0.0 if at_once[-1] else call.constant(rank, tolerance, True))
-        seeds = self._own_seeds(calls, again=False)
+        seeds = self._own_seeds(calls, again=False) if have_seeds else Seeds()
         table = gather([*ratios, *weighed, float(seeds.columns), float(len(seeds.logits)), *beside])
         n = len(calls)
         rows, weighed_rows, sizes, numbers = table.tensor_split([n, 2 * n, 2 * n + 2], dim=1)

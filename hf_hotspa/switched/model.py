@@ -642,11 +642,7 @@ class SwitchedModel(DistributedDataParallel):
     def _train(
         self, numbers: Sequence[int], seeds: Seeds, mode: tuple[bool, float], fields: int = 0, sums: bool = False
     ) -> Numbers:
-        """A training pass whose gradients are added to those of the step.
-
-        Args:
-            mode: Whether in training mode, and the temperature.
-        """
+        """A training pass whose gradients are added to those of the step, in a mode (training, temperature)."""
         trained = self._passes.train(
             self._documents, numbers, seeds, step=self.step, add=self._has_gradients,
             training=mode[0], temperature=mode[1], fields=fields, sums=sums,
