@@ -370,7 +370,7 @@ class Bucket:
         """The most tokens in flight on a rank of a replica: a full pipeline, or one sequence longer than all of it.
 
         With several stages on a rank, tokens count by the share of its stages that hold them: pp + (pp - 1) / v packs, which
-        is what the first rank holds in a full pipeline (`packing.interleaved_order`). With chunks in a pipeline, all chunks of
+        is what the first rank holds in a full pipeline (`packing.pipeline_order`). With chunks in a pipeline, all chunks of
         the longest sequence and one for each other stage; the last chunk of a sequence may be filled with short ones.
         """
         pp, v, ck = self.strategy.pp, self.strategy.v, self.strategy.ck

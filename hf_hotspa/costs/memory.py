@@ -7,7 +7,7 @@ switches. What the model does not count (a device's context, communicators, frag
 `PLANNED_SHARE` leaves free. With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et
 al., SC'21, section 2.2), with GPipe every stage keeps all of a group; neither keeps more tokens than
 `Bucket.most_tokens` (`packing.pipeline_order`). A rank with v stages (`+v2`) holds a pack on some of them at a time, and
-more packs: up to p + (p - 1) / v full ones (`packing.interleaved_order`).
+more packs: up to p + (p - 1) / v full ones (`packing.pipeline_order`).
 
 Activations are linear in the tokens of a pack (attention keeps no score matrix), so the most tokens a pack may have
 follow in closed form, and never fall when the limit rises. Plain data, no torch.

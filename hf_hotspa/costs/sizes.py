@@ -358,7 +358,7 @@ class ModelSizes:
         has_embedding: bool = True,
     ) -> MasterSizes:
         share, rest = -(-trained // num_ranks), -(-frozen // num_ranks) * dtype_bytes(self.compute_dtype)
-        if self.four_bits is not None:  # what is not in 4 bits is in fp32, see `four_bits`
+        if self.four_bits is not None:  # what is not in 4 bits is in fp32, see `costs.adapter`
             packed = min(frozen, num_layers * self.four_bits.weights)
             rest = math.ceil(((frozen - packed) * _MASTER_BYTES + packed * WEIGHT_BYTES) / num_ranks)
         vocabulary = self.shape.vocab_size * self.shape.hidden_size

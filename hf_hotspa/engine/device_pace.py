@@ -1,6 +1,6 @@
 """How fast each device computes, from the reports of mini-batches: what a rank took, by the cost of what it ran.
 
-The cost of a pack is that of packing (`packing.packs.sequence_cost`); a rank has its stage's part of it (the costs by
+The cost of a pack is that of packing (`packing.bucketing.sequence_cost`); a rank has its stage's part of it (the costs by
 which layers were cut into stages) and its shard's (by the weights that it holds). No communication: the report holds what
 every rank measured, and all ranks come to the same result.
 """

@@ -1,6 +1,6 @@
-"""Where a pack is cut into chunks of tokens (`+ck`): plain numbers.
+"""How packs are cut: into chunks of tokens (`+ck`), and into what each rank of cp has. Plain numbers, the same on all ranks.
 
-A sequence that is no longer than a chunk stays whole, and several share one; a longer one is cut, and the chunks that it is
+Chunks: a sequence that is no longer than a chunk stays whole, and several share one; a longer one is cut, and the chunks that it is
 in are a *chain*: each needs the keys and values of those before it. A chain holds parts of one sequence only, and what is
 left of its last chunk is filled with the short ones that follow, so that no more than one sequence's keys and values are
 kept at a time. Huang et al. (2025, "ChunkFlow") cut and fill in this way.
@@ -8,9 +8,7 @@ kept at a time. Huang et al. (2025, "ChunkFlow") cut and fill in this way.
 On one stage memory decides, and chunks have equal tokens. In a pipeline stages wait for one another, and chunks have equal
 *time* (Li et al., 2021, "TeraPipe", section 3.3): later tokens attend to more, so later chunks are shorter.
 
-Which tokens of a pack each rank of cp has: plain numbers, the same on all ranks.
-
-Two ways to divide a pack. By tokens: the row is cut into stretches of equal length, for attention whose heads are divided
+Ranks of cp divide a pack in one of two ways. By tokens: the row is cut into stretches of equal length, for attention whose heads are divided
 instead (Ulysses). By cost: sequences stay whole on one rank where that is balanced, and the others are cut into 2 * cp
 slices of which rank r has the r-th and the r-th from the end, so that each rank has as many pairs of tokens to look at as
 tokens (the zigzag of Llama 3: Grattafiori et al., 2024, section 3.3.2).
@@ -174,7 +172,7 @@ class Shares:
         return frozenset(sequence for sequence, ranks in seen.items() if len(ranks) > 1)
 
     def costs(self, quadratic_cost: float) -> list[float]:
-        """The cost of each rank's pieces, in units of the linear cost of a token (see `packs.sequence_cost`)."""
+        """The cost of each rank's pieces, in units of the linear cost of a token (see `sequence_cost`)."""
         return [
             sum(sequence_cost(stop, quadratic_cost) - sequence_cost(first, quadratic_cost) for _, first, stop in pieces)
             for pieces in self.pieces

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of each pack are divided over the ranks of cp, and only attention sees them all.
 
 Owns what a rank has of a pack (`ContextParallel.divide`), the exchanges of tokens between ranks, with their gradients, and
-attention on top of them, in the three ways of `costs.context`:
+attention on top of them, in the three ways of `costs.divided`:
 
 * `_attend_by_heads` (Ulysses) exchanges tokens for heads, and runs the packed attention as it is on whole sequences.
 * `_attend_gathered` gathers the keys and values of the sequences that are cut, and runs each of this rank's pieces as a
@@ -9,7 +9,7 @@ attention on top of them, in the three ways of `costs.context`:
 * `Ring` passes them from neighbour to neighbour, the next block on its way while the one at hand is used. Each rank's queries
   meet the blocks of all ranks one after the other, and partial results are merged by the logarithms of their sums; the backward
   takes each block's gradients from the merged result, and they travel on with the block until they are home (Liu et al., 2023,
-  "Ring Attention"). Sequences are cut so that all ranks have equal work in each step (`packing.context_cuts`).
+  "Ring Attention"). Sequences are cut so that all ranks have equal work in each step (`packing.cuts`).
 
 Everything else in a model works token by token and does not notice. Positions, targets, and what dropout and noise draw from
 are those of whole sequences; each rank's loss is the sum over its own tokens. A piece is some tokens of a sequence, and its

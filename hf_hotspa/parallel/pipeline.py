@@ -22,7 +22,7 @@ Every rank of a pipeline sees the same micro-batches and therefore makes the sam
 
 One run of a pipeline whose ranks have several stages each (`+v2`): interleaved 1F1B for packs of any sizes.
 
-The order of passes, and so of messages, is one for all ranks (`packing.interleaved_order`). A rank goes through it: its own
+The order of passes, and so of messages, is one for all ranks (`packing.pipeline_order`). A rank goes through it: its own
 passes it runs, and sends on what they made; of others' passes it posts a receive where what they make is for one of its
 stages. So both ends post their messages in the same order, whatever is between two ranks (with two of them, all messages
 are between one pair); a receive is waited for by the pass that needs it, and sends stay pending until the end.

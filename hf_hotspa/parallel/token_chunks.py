@@ -1,7 +1,7 @@
 """Training a pack in chunks of tokens (`+ck`), exactly: keys and values go forward, their gradients come back.
 
 A token needs of the tokens before it nothing but the keys and values of each attention, so a sequence can be computed a
-chunk at a time (Li et al., 2021, "TeraPipe"). On one stage the chunks of a chain (`packing.chunk_cuts`) run in two rounds:
+chunk at a time (Li et al., 2021, "TeraPipe"). On one stage the chunks of a chain (`packing.cuts`) run in two rounds:
 
 1. all but the last run forward without a graph, and leave their keys and values;
 2. from the last to the first, each runs forward with a graph, in which those of the chunks before are leaves, and backward
@@ -447,7 +447,7 @@ class ChunkedPacks:
 
     Args:
         strategy: Says into chunks of how many tokens; whole packs without `+ck`.
-        pair_cost: See `chunk_cuts.cut_into_chains`; for pipelines.
+        pair_cost: See `cut_into_chains`; for pipelines.
 
     Attributes:
         host: What is in host memory; None where nothing is.

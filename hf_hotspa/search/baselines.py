@@ -319,7 +319,7 @@ class Pricing:
 
 
 def people_run(pricing: Pricing, strategies: Sequence[Strategy], devices_per_node: int) -> tuple[Rival, ...]:
-    """What a user would run in the place of a plan, beside data parallelism (`baselines`).
+    """What a user would run in the place of a plan, beside data parallelism (`DataParallel`).
 
     Args:
         strategies: All that may run.

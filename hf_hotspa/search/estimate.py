@@ -107,7 +107,7 @@ class LengthTable:
         edge, high edge].
 
         Tokens and squares are spread evenly over the replicas, packs are as full as tokens allow (a pack holds one
-        sequence of more than half the capacity), their number follows the rule of `packing.packs`, and a pipeline
+        sequence of more than half the capacity), their number follows the rule of `packing.bucketing`, and a pipeline
         takes its slowest stage once for each pack and the others once. Where ranks share cores, no phase is shorter than
         its work on all of them. Infinite where the range is empty by
         construction or holds a length above both the capacity and the longest sequence.

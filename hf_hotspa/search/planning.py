@@ -102,7 +102,7 @@ class Setup:
             calibration: A file of `hf-hotspa calibrate`.
             dtype: The dtype of computation; that of the calibration, else bfloat16, when None.
             lora: See `Adapter.read`.
-            quantization: One of `four_bits.KINDS`, with an adapter; None where the frozen model is in the dtype of computation.
+            quantization: One of `costs.adapter.KINDS`, with an adapter; None where the frozen model is in the dtype of computation.
             options: Other fields.
 
         Raises:
