@@ -97,14 +97,6 @@ class Strategy:
     def __post_init__(self) -> None:
         _check_strategy(self)
 
-    def __hash__(self) -> int:
-        known = self.__dict__.get("_hash")  # searches look for strategies in tables a million times
-        if known is None:
-            known = self.__dict__["_hash"] = hash((
-                self.dp, self.tp, self.pp, self.sp, self.rc, self.ck, self.cp, self.z, self.kg, self.kh, self.ep, self.v
-            ))  # fmt: skip
-        return int(known)
-
     def __str__(self) -> str:
         degrees = zip(DEGREES, self.degrees, strict=True)
         return ("".join(f"{name}{degree}" for name, degree in degrees if degree > 1) or "dp1") + self.options
