@@ -329,7 +329,8 @@ class HotSPaEngine:
                 why="the loss is a mean over label tokens",
                 fix="use a larger hotspa_mini_batch_size or drop rows without labels",
             )
-        check_mini_batch(self.agreement, mini_batch, self._switching.held, error, where, facts)
+        if error is not None or self.world_size > 1:
+            check_mini_batch(self.agreement, mini_batch, self._switching.held, error, where, facts)
         self._agreed = time.perf_counter()  # about the same moment on all ranks
         if not add:
             self.master.zero_gradients()
@@ -411,9 +412,9 @@ class HotSPaEngine:
         where: str,
     ) -> StepReport:  # fmt: skip
         stops = self.stop is not None and self.stop.requested
-        mine = [self._agreed - begin, float(peak_memory(self.device)), float(stops)]
-        updates, trained = self.updates, self.master.trained
-        here, numbers = set[str](), list[float]()
+        updates, trained, here = self.updates, self.master.trained, set[str]()
+        square = updates.squared_norm if updates is not None else self.master.squared_norm()
+        numbers = [loss, square, self._agreed - begin, float(peak_memory(self.device)), float(stops)]
         for index, measured in zip(order, measures, strict=True):
             runner = self.phases[mini_batch.phases[index].bucket.strategy]
             for part in runner.parts:
@@ -421,10 +422,11 @@ class HotSPaEngine:
                     if parameter in part.reached:
                         here.add(slot.spec.name)
             numbers += measured
-        reached = packed_flags(map(here.__contains__, trained)) if self.world_size > 1 else []
-        square = updates.squared_norm if updates is not None else self.master.squared_norm()
-        values = [loss, square, *mine, *numbers, *reached]
-        rows, flags = self.agreement.gather(values).tensor_split([len(values) - len(reached)], 1)
+        rows = torch.tensor([numbers], dtype=torch.float64)  # of this rank
+        if self.world_size > 1:  # of all
+            reached = packed_flags(map(here.__contains__, trained))
+            rows, flags = self.agreement.gather(numbers + reached).tensor_split([len(numbers)], 1)
+            here = set(itertools.compress(trained, any_flag(flags, len(trained))))
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         self.grad_norm = squared_norm**0.5
         self.stop_ranks = tuple(rows[:, 4].nonzero().flatten().tolist())
@@ -433,8 +435,6 @@ class HotSPaEngine:
                 mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where, updates is None
             )
         if updates is None:
-            if reached:
-                here = set(itertools.compress(trained, any_flag(flags, len(trained))))
             self._reached |= here
             self.master.bind_gradients(self._reached)
         plan, reports = mini_batch.plan, list[PhaseReport]()

@@ -219,8 +219,8 @@ class PhaseRunner:
         most_tokens = phase.bucket.most_tokens if self.mesh.strategy.pp > 1 else None
         loss = float(self.compute(micro_batches, scale, most_tokens, not self.hands_over, plan))
         computed, units = moment(device), self._stream.measure() if self._stream is not None else {}
-        # without it, waiting for the busiest replica would be counted as switching
-        wait_for_all()
+        if self._has_peers:  # waiting for the busiest replica is not switching
+            wait_for_all()
         met = moment(device)
         returned = self._hand_over() if self.hands_over else self.return_gradients()
         return loss, self._measure(load, returned, units, since, (begin, loaded, computed, met, moment(device)))

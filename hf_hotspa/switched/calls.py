@@ -461,7 +461,8 @@ class CallGradients:
             ratios.append(call.ratio(rank, tolerance, self._own) if at_once[-1] else call.constant(rank, tolerance))
             weighed.append(0.0 if at_once[-1] else call.constant(rank, tolerance, True))
         seeds = self._own_seeds(calls, again=False) if have_seeds else Seeds()
-        table = gather([*ratios, *weighed, float(seeds.columns), float(len(seeds.logits)), *beside])
+        mine = [*ratios, *weighed, float(seeds.columns), float(len(seeds.logits)), *beside]
+        table = gather(mine) if self._engine.world_size > 1 else torch.tensor([mine], dtype=torch.float64)
         n = len(calls)
         rows, weighed_rows, sizes, numbers = table.tensor_split([n, 2 * n, 2 * n + 2], dim=1)
         scale = self._scale(calls, rows, weighed_rows, torch.tensor(at_once))
