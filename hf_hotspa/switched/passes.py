@@ -21,7 +21,7 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DataError, OverlongError, TokenRangeError, UnsupportedError
-from hf_hotspa.model.tape import Tape, TapedReplica, Taping
+from hf_hotspa.model.replica import Tape, TapedReplica, Taping
 from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, replica_ranks
 from hf_hotspa.parallel.experts import RouterLoss

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from hf_hotspa.errors import HotspaError, PeerError, TokenRangeError, UnsupportedError
-from hf_hotspa.model.tape import TapedReplica
+from hf_hotspa.model.replica import TapedReplica
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.passes import Documents
