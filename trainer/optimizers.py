@@ -395,11 +395,14 @@ class MasterOptimizer:
 
     Args:
         trainer: Its `optimizer` and `lr_scheduler` are looked at.
+
+    Attributes:
+        watched: The optimizer that was taken over last, by this engine.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._watched: weakref.ref[Optimizer] | None = None  # taken over last, by this engine
+        self.watched: weakref.ref[Optimizer] | None = None
         self._made: weakref.ref[Optimizer] | None = None  # from the arguments
 
     def made(self, optimizer: Any) -> Any:
@@ -410,7 +413,7 @@ class MasterOptimizer:
     def let_go(self, restarts: bool) -> None:
         """Before the engine is closed. The optimizer goes on with a new engine, as with the stock Trainer, if one is
         about to start or the user gave it; else its memory is freed with the engine's. Not collective."""
-        trainer, optimizer, self._watched = self._trainer, self._trainer.optimizer, None
+        trainer, optimizer, self.watched = self._trainer, self._trainer.optimizer, None
         if optimizer is None:
             return
         if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
@@ -429,14 +432,15 @@ class MasterOptimizer:
                     why="the Trainer does not look at what it returns",
                     fix="set self.optimizer in it",
                 )
-            self._on_master_store(optimizer)
+            self.put_on_master_store(optimizer)
             return optimizer
 
         self._trainer.engine.agreement.run(
             "optimizer", taken_over, facts=lambda made: optimizer_facts(made, self._trainer.lr_scheduler)
         )
 
-    def _on_master_store(self, optimizer: Optimizer) -> None:
+    def put_on_master_store(self, optimizer: Optimizer) -> None:
+        """Takes over an optimizer. Not collective; the same on all ranks."""
         args = self._trainer.args
         saved = args.save_strategy != SaveStrategy.NO and not args.save_only_model
         library = library_of(type(bare_optimizer(optimizer)))
@@ -447,25 +451,13 @@ class MasterOptimizer:
                 fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights as transformers saves them all the same",
             )
         take_over(optimizer, self._trainer.engine, self._trainer.model, saved)
-        self._watched = weakref.ref(bare_optimizer(optimizer))
+        self.watched = weakref.ref(bare_optimizer(optimizer))
         # groups that are added in the course of training come with parameters of the model
         self._trainer.switched.takes_over = self._take_over_added
 
     def _take_over_added(self, optimizer: Optimizer) -> None:
-        if self._watched is not None and self._watched() is bare_optimizer(optimizer):
+        if self.watched is not None and self.watched() is bare_optimizer(optimizer):
             take_over(optimizer, self._trainer.engine, self._trainer.model)
-
-    def begin_step(self, engine: HotSPaEngine) -> None:
-        """An optimizer that was put in its place since training started is taken over, too; where stages update by themselves,
-        it is they who step."""
-        optimizer = self._trainer.optimizer
-        if optimizer is None:
-            return
-        bare = bare_optimizer(optimizer)
-        if self._watched is None or self._watched() is not bare:
-            self._on_master_store(optimizer)
-        if engine.updates is not None:
-            engine.updates.step = bare.step
 
     def settings(self) -> dict[str, str]:
         """What is the optimizer's and may be changed at any time: by a scheduler, a callback, the user."""

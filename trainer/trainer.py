@@ -36,6 +36,7 @@ from hf_hotspa.data.collator import (
 )
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
+from hf_hotspa.engine.master import bare_optimizer
 from hf_hotspa.errors import HotspaError, NonFiniteError
 from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.model.model_kind import refuse_other_models
@@ -555,7 +556,12 @@ class SwitchedMixin(_Base):
             switched.announce(batches, num_items if given else None)
         if (devices := self._hotspa_watchers.devices) is not None and batches:
             devices.begin(self.state.global_step, self._hotspa_pass)
-        self._hotspa_optimizer.begin_step(engine)
+        if (optimizer := self.optimizer) is not None:
+            bare, of_master = bare_optimizer(optimizer), self._hotspa_optimizer
+            if of_master.watched is None or of_master.watched() is not bare:  # it was put there since training started
+                of_master.put_on_master_store(optimizer)
+            if engine.updates is not None:  # stages step by themselves
+                engine.updates.step = bare.step
         engine.observer = PhaseDispatcher(self) if handler.defined(PHASE_EVENTS) else None
         return batches, num_items
 
