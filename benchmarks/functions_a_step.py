@@ -24,7 +24,7 @@ from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = tuple(str(ROOT / name) + "/" for name in ("hf_hotspa", "trainer", "callbacks"))
 STEP = 3
-MOST_FILES, MOST_FUNCTIONS = 30, 150
+MOST_FILES, MOST_FUNCTIONS = 22, 150
 
 
 class Entered(TrainerCallback):
