@@ -42,8 +42,9 @@ def run_callback(callback, folder, steps, *, first=1, main=True, end=True):
     callback.on_run_begin(args, state, None, run=made_facts(), callback_seconds=lambda: {"X": 0.5})
     callback.on_train_begin(args, state, None)
     for step in range(first, first + steps):
-        callback.on_step_begin(args, state, None, optimizer=optimizer)
+        callback.on_step_begin(args, state, None)
         callback.on_step_report(args, state, None, report=made_report(step, single_s=2.64))
+        callback.on_pre_optimizer_step(args, state, None, optimizer=optimizer)
         state.global_step = step
         callback.on_step_end(args, state, None)
     if end:
