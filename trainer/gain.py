@@ -154,11 +154,7 @@ def _take_turns(
     shape = engine.description.shape
     rules = RowRules(columns=_columns(trainer))
     collator = PackedBucketCollator(
-        engine.buckets,
-        rank=engine.rank,
-        vocab_size=shape.vocab_size,
-        quadratic_cost=shape.quadratic_cost,
-        rules=rules,
+        engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost, rules=rules
     )
     exchange = Exchange(engine.agreement, engine.world_size)
 
@@ -196,9 +192,7 @@ def _switching(trainer: "SwitchedMixin") -> Side:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
     chooser = auto.chooser
     return Side(
-        SWITCHING,
-        auto.pool,
-        lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets,
+        SWITCHING, auto.pool, lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets
     )
 
 

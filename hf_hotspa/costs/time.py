@@ -478,12 +478,7 @@ class TimeModel:
         return self.hop_intra if apart < self.devices_per_node else self.hop_inter
 
     def phase_seconds(
-        self,
-        strategy: Strategy,
-        replicas: Sequence[Packs],
-        most_tokens: int | None = None,
-        *,
-        enough: float = math.inf,
+        self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None, *, enough: float = math.inf
     ) -> float:
         """Seconds of a phase without its switch: those of the busiest replica, or of all where they share cores.
 

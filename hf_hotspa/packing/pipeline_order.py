@@ -216,11 +216,7 @@ class Passes:
 
 
 def choose_passes(
-    schedule: str,
-    tokens: Sequence[int],
-    num_stages: int,
-    most_tokens: int | None = None,
-    chains: Sequence[int] = (),
+    schedule: str, tokens: Sequence[int], num_stages: int, most_tokens: int | None = None, chains: Sequence[int] = ()
 ) -> Passes:
     """How the packs of a replica will run, by one of `SCHEDULES`."""
     reach = tuple(reaches(tokens, most_tokens, chains))

@@ -38,10 +38,7 @@ BACKENDS = {
     # 2 of `TORCH_NCCL_ASYNC_ERROR_HANDLING`: after a timeout the watchdog aborts the communicator, and leaves the process
     # alive to say why. torch's own choice, 3, ends the process before a typed error can be raised.
     "nccl": Abilities(
-        host_tensors=False,
-        tags=False,
-        wakes_ranks=False,
-        environment=(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),),
+        host_tensors=False, tags=False, wakes_ranks=False, environment=(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),)
     ),
 }
 _UNKNOWN = Abilities(host_tensors=False, tags=False, wakes_ranks=True)

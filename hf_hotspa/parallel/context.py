@@ -542,10 +542,7 @@ class _RingFunction(torch.autograd.Function):
 
 
 def divided_pack(
-    context: ContextParallel,
-    division: Division,
-    whole: MicroBatch,
-    prefix: Prefix | None = None,
+    context: ContextParallel, division: Division, whole: MicroBatch, prefix: Prefix | None = None
 ) -> tuple[MicroBatch, PackedSequences]:
     """This rank's row of a pack, and the row as attention sees it.
 

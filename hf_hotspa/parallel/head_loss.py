@@ -132,10 +132,7 @@ def chunks_of_sequences(lengths: Sequence[int], most: int) -> list[slice]:
 
 
 def chunked_loss(
-    run: Callable[[Tensor, slice], Tensor],
-    hidden: Tensor,
-    parameters: Sequence[nn.Parameter],
-    chunks: Sequence[slice],
+    run: Callable[[Tensor, slice], Tensor], hidden: Tensor, parameters: Sequence[nn.Parameter], chunks: Sequence[slice]
 ) -> Tensor:
     """The loss of a pack, one chunk of tokens after the other.
 

@@ -41,14 +41,7 @@ from transformers import PreTrainedConfig
 
 from hf_hotspa.parallel.attention import PackedSequences, calls_attention, code_of_forward, names_in_forward
 from hf_hotspa.parallel.collectives import CLOCK, with_gradient
-from hf_hotspa.parallel.context import (
-    ContextGroup,
-    Division,
-    gathered,
-    heads_to_tokens,
-    scattered_sum,
-    tokens_to_heads,
-)
+from hf_hotspa.parallel.context import ContextGroup, Division, gathered, heads_to_tokens, scattered_sum, tokens_to_heads
 
 _PACKABLE = {"full_attention", "sliding_attention", "attention", "dense", "sparse"}
 _SLIDING = {"sliding_attention", "hybrid_sliding"}

@@ -134,9 +134,7 @@ def time_panel(run: RunLog) -> Panel:
         Series("load and return", "load", [r.load_return_s for r in reports]),
         Series("switching", "switch", [r.switch_s for r in reports]),
         Series(
-            "the rest",
-            "other",
-            [max(0.0, r.total_s - r.moved_s - sum(p.compute_s for p in r.phases)) for r in reports],
+            "the rest", "other", [max(0.0, r.total_s - r.moved_s - sum(p.compute_s for p in r.phases)) for r in reports]
         ),
     ]
     body = svg.stacked("Seconds of a step", _steps(run), series, " s")

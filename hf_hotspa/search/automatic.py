@@ -113,10 +113,7 @@ def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBre
 
 
 def fitting_beside(
-    pools: Sequence[tuple[Bucket, ...]],
-    plans: Sequence[tuple[Bucket, ...]],
-    capacities: Capacities,
-    least: float = 1.0,
+    pools: Sequence[tuple[Bucket, ...]], plans: Sequence[tuple[Bucket, ...]], capacities: Capacities, least: float = 1.0
 ) -> tuple[list[tuple[Bucket, ...]], list[tuple[Bucket, ...]]]:
     """The plans that fit beside pools, in one arena, with packs that are smaller where they must be.
 
