@@ -304,7 +304,6 @@ class OverOnline(OverTRL):
 
     @property
     def _hotspa_goes_on(self) -> bool:
-        """Whether the next batch is one of those that were generated last."""
         return bool(self._step % (self.args.steps_per_generation * self.num_iterations))
 
     def hotspa_state(self) -> dict[str, Any]:
@@ -414,10 +413,6 @@ _REFUSED_FIELDS: dict[str, tuple[Any, str, str]] = {
 def _refuse(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> None:
     """Refuses what cannot be honoured in front of TRL.
 
-    Args:
-        kind: Of the trainer.
-        given: Its other arguments.
-
     Raises:
         UnsupportedError: naming it.
     """
@@ -516,10 +511,6 @@ def first_seeds(trainer: Any, inputs: Any) -> Tensor | None:
 class ExpectedLengths:
     """A loader of batches as long as those to come, for `auto`: prompts as they are, completions from an eighth of the longest one
     to all of it, until the lengths that were generated ask for another plan.
-
-    Args:
-        trainer: Whose prompts they are.
-        loader: Its train data loader.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:

@@ -59,7 +59,6 @@ class Measuring:
 
     Args:
         agreement: Host-side barrier and gathering.
-        device: Where this rank computes.
         share: Cores for each rank. From 1 on, waiting is part of a cost; below, ranks take turns on a core.
         rounds: How often everything is measured, after one round that warms up.
         say: Told what is being done.
@@ -431,7 +430,6 @@ class Probe:
 
     Args:
         degrees: Tensor-parallel degrees; each runs on as many replicas as fit the world.
-        compute_dtype: The dtype of computation.
         others: Further strategies, for whole phases.
     """
 
@@ -505,7 +503,6 @@ class Probe:
         return memory.stop()
 
     def close(self) -> None:
-        """Frees the engine."""
         self.engine.close()
 
 
@@ -665,11 +662,7 @@ def mixed_lengths(longest: int, world_size: int) -> tuple[tuple[int, ...], ...]:
 def time_phases(
     probe: Probe, strategies: Sequence[Strategy], longest: int, measuring: Measuring
 ) -> tuple[PhaseSample, ...]:
-    """Measures the phases; the fastest counts. Collective.
-
-    Args:
-        probe: Has all these strategies.
-    """
+    """Measures the phases; the fastest counts. Collective."""
     if len(strategies) < 2:  # nothing to choose between
         return ()
     measuring.say(f"whole phases under {len(strategies)} strategies")
@@ -712,7 +705,6 @@ def kinds_of_layers(model: nn.Module, description: ModelDescription) -> tuple[tu
 
     Args:
         model: The whole model; on the meta device, if it likes.
-        description: What was read from it.
     """
     shape = description.shape
     if shape.num_layers < 2 or Strategy(pp=shape.num_layers).unsupported_reason(shape) is not None:
@@ -741,12 +733,7 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 class _Layer:
-    """One decoder layer on this rank, with the arguments that its model calls it with.
-
-    Args:
-        index: Which layer.
-        pack: What it runs on.
-    """
+    """One decoder layer on this rank, with the arguments that its model calls it with."""
 
     def __init__(self, description: ModelDescription, index: int, pack: MicroBatch, device: torch.device) -> None:
         one_each = Strategy(pp=description.shape.num_layers)  # the stage of this index has this layer
@@ -787,7 +774,6 @@ class _Layer:
         (self._call,) = caught
 
     def run(self) -> None:
-        """Forward and backward."""
         args, kwargs = self._call
         args, kwargs = tuple(map(_leaf, args)), {name: _leaf(value) for name, value in kwargs.items()}
         out = self._layer(*args, **kwargs)
@@ -795,7 +781,6 @@ class _Layer:
         out.backward(torch.ones_like(out))
 
     def release(self) -> None:
-        """Lets go of the weights."""
         self._call = ((), {})
         self._replica.release()
 

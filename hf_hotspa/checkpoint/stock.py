@@ -81,7 +81,6 @@ class StockCheckpoint:
     """An opened checkpoint of the stock Trainer.
 
     Args:
-        trainer_state: The Trainer's own state.
         optimizer: The optimizer's `state_dict`; its tensors lie in the file. Empty where the checkpoint has none, and then
             `scheduler` is, too: both start anew, as with the stock Trainer.
         state: What only our checkpoints hold: nothing.
@@ -244,7 +243,6 @@ class StockCheckpoint:
         Args:
             rows: Rows of the data set.
             steps_in_epoch: Optimizer steps of an epoch of the run.
-            mini_batch: Rows of a mini-batch of the run.
             drop_last: Whether a last one that is not full is left out.
 
         Raises:
@@ -366,7 +364,6 @@ def optimizer_state(optimizer: Optimizer, master: MasterStore, states: Mapping[s
     """The optimizer's `state_dict` with whole parameters in place of this rank's shares, in host memory.
 
     Args:
-        optimizer: On the master store; its groups are made as with the stock Trainer.
         states: State -> parameter -> the whole of it.
     """
     bare, state = bare_optimizer(optimizer), dict[int, dict[str, Any]]()

@@ -56,7 +56,6 @@ def tensor_bytes(tensor: Tensor) -> Buffer:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a manifest names."""
     return {name: version_of(name) or "" for name in ("hf-hotspa", "torch", "transformers")}
 
 

@@ -81,7 +81,6 @@ def machines(args: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def add_parsers(commands: Any) -> None:
-    """Adds the commands to the sub-parsers of `hf-hotspa`."""
     lengths = commands.add_parser(
         "lengths",
         help="how long the rows of a data set are",

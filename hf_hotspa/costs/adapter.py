@@ -161,7 +161,6 @@ class FrozenBase:
 
     @classmethod
     def of(cls, four_bits: FourBits | None, adapter: Adapter | None) -> "FrozenBase | None":
-        """That of a plan."""
         return cls(four_bits.kind, adapter.rank) if four_bits is not None and adapter is not None else None
 
     def __str__(self) -> str:

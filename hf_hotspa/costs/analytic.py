@@ -41,7 +41,6 @@ def all_reduce_seconds(tp: int, num_bytes: float, hardware: Hardware) -> float:
 
 
 def _products(parameters: float, adapter: float | None) -> float:
-    """Operations of a token in matrix products."""
     return 6 * parameters if adapter is None else 4 * parameters + 6 * adapter
 
 

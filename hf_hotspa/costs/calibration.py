@@ -75,7 +75,6 @@ class CalibrationKey:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, other: "CalibrationKey") -> list[str]:
-        """What differs, in words."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return [f"{name} {mine!r} instead of {theirs!r}" for name, mine, theirs in pairs if mine != theirs]
 
@@ -229,11 +228,9 @@ class Calibration:
     """Measurements of one model on one machine. See `calibrate/calibration.py` for how they are taken.
 
     Args:
-        key: What it holds for.
         samples: Seconds of packs, all ranks busy; embedding, head and loss included. Seconds on a core where ranks share
             cores.
         slots: How many of the ranks compute at the same time; infinite where each has a core or device of its own.
-        intra: The links inside a node.
         hop_intra: Passing a hidden state inside a node.
         inter: The links between nodes; None with one node.
         hop_inter: Passing a hidden state between nodes; None with one node.
@@ -281,7 +278,6 @@ class Calibration:
         return tuple(sorted({sample.tp for sample in self.samples}))
 
     def covers(self, strategies: Iterable[Strategy]) -> bool:
-        """Whether all of these can be predicted."""
         return {s.tp for s in strategies} <= set(self.degrees)
 
     # ------------------------------------------------------------------------------------------------ the cost models

@@ -57,7 +57,6 @@ class Hop:
     token_s: NotNegative = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Seconds for a pack of so many tokens."""
         return self.latency_s + self.token_s * tokens
 
 

@@ -42,7 +42,6 @@ class Matmul:
 
     @classmethod
     def of(cls, n: int, tp: int = 1) -> "Matmul":
-        """Of matrices of n x n."""
         return cls(2 * n**3 / tp, 2 * n**2 + 4 * n**2 / tp)
 
     @property

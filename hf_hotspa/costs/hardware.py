@@ -64,7 +64,6 @@ class Hardware:
     """A kind of machine.
 
     Args:
-        name: For tables and messages.
         intra_bandwidth: Bytes per second, per direction, of a device's port inside its node.
         inter_bandwidth: Bytes per second, per direction, of one NIC.
         nics_per_node: NICs of a node; None for one a device.
@@ -89,7 +88,6 @@ class Hardware:
         return min(self.intra_bandwidth, self.inter_bandwidth * (self.nics_per_node or self.devices_per_node))
 
     def cluster(self, world_size: int) -> Cluster:
-        """The links of `world_size` devices."""
         one_node = world_size <= self.devices_per_node
         return Cluster(
             world_size,

@@ -503,7 +503,6 @@ class MemoryModel:
         return total
 
     def _more_for_arena(self, stage: StageSizes, arena: int) -> float:
-        """Bytes that a stage holds more than in a pool of its own."""
         own, most = self._stage_arena(stage), self.options.switch_bytes
         if arena <= own:
             return 0.0

@@ -46,7 +46,6 @@ class PhaseSeconds:
 
     @property
     def seconds(self) -> float:
-        """Both together."""
         return self.compute_s + self.switch_s
 
 
@@ -74,7 +73,6 @@ class Factors:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Sequence[float]]) -> "Factors":
-        """The inverse of `to_dict`."""
         rows = {Strategy.parse(name): (float(row[0]), float(row[1])) for name, row in data.items()}
         return cls({s: row[0] for s, row in rows.items()}, {s: row[1] for s, row in rows.items()})
 
@@ -91,7 +89,6 @@ class ScaledTime(TimeModel):
 
     @classmethod
     def of(cls, time: TimeModel, factors: Mapping[Strategy, float]) -> "ScaledTime":
-        """`time`, scaled."""
         return cls(**{f.name: getattr(time, f.name) for f in fields(TimeModel) if f.init}, factors=dict(factors))
 
     def kind(self, strategy: Strategy) -> Strategy:
@@ -133,9 +130,6 @@ _Pair = tuple[PhaseSeconds, PhaseSeconds]
 
 class OnlineCalibration:
     """Watches predictions and corrects them.
-
-    Args:
-        strategies: Those that may run.
 
     Attributes:
         factors: Those in force for what is decided next.

@@ -271,7 +271,6 @@ class ModelSizes:
         return tuple(stages)
 
     def _head_shares(self, tp: int) -> tuple[float, float]:
-        """The share of query heads, and of key/value heads, on the fullest of tp coordinates."""
         heads, kv_heads = self.shape.num_attention_heads, self.shape.num_key_value_heads
         if tp <= kv_heads:
             return -(-kv_heads // tp) / kv_heads, -(-kv_heads // tp) / kv_heads
@@ -284,7 +283,6 @@ class ModelSizes:
         return math.ceil(self.adapter.held(self._cut(tp)) - 1e-3)
 
     def _cut(self, tp: int) -> dict[str | None, float]:
-        """The share of the cut dim of linear layers that the fullest of tp coordinates has, by `Linear.of_heads`."""
         shape, (queries, keys) = self.shape, self._head_shares(tp)
         return {
             "query": queries + (1 - queries) * shape.whole_attention,
@@ -293,7 +291,6 @@ class ModelSizes:
         }
 
     def _layer_bytes(self, tp: int, ep: int = 1) -> int:
-        """Bytes of the weights of one layer on the fullest of tp coordinates, without an adapter."""
         num_bytes = self._layer(tp, ep) * dtype_bytes(self.compute_dtype)
         if self.four_bits is None:
             return num_bytes
@@ -379,7 +376,6 @@ class ModelSizes:
         return MasterSizes(int(weights[rank]), int(gradients[rank]), math.ceil(state[rank]))
 
     def _state_bytes(self, segment: Segment, optimizer: OptimizerState) -> float:
-        """What an optimizer keeps for an element of a segment, in the mean."""
         assert self.vector is not None
         if not segment.trainable:
             return 0.0

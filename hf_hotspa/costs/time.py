@@ -71,18 +71,15 @@ class Pipeline:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
         return len(self.forward) // self.rounds
 
     def turns(self, rank: int) -> list[Turn]:
-        """What a rank runs, in order."""
         if self.rounds > 1:
             return [turn for turn in self.order if turn.stage % self.num_ranks == rank]
         depth = self.depth or len(self.forward)
         return [Turn(rank, *operation) for operation in operations(self.reach, depth, rank, self.chains)]
 
     def seconds(self, turn: Turn) -> float:
-        """Seconds of one pass."""
         return (self.backward if turn.is_backward else self.forward)[turn.stage][turn.unit]
 
 
@@ -247,7 +244,6 @@ class _Rank:
         return self._seconds(turn)
 
     def finish(self) -> Turn:
-        """Ends the running pass."""
         turn = self._turns[self._ended]
         self.busy = False
         self._ended += 1
@@ -263,7 +259,6 @@ _NO_HOP = Hop()
 
 
 def _shared(cost: Cost, cp: int) -> Cost:
-    """What works token by token, on a rank of cp."""
     return Cost(cost.a / cp, cost.b / cp, cost.c)
 
 
@@ -365,8 +360,6 @@ class TimeModel:
         Args:
             samples: At least three different packs for each tp. Samples with embedding and head tell these apart
                 from the layers when they were taken with different numbers of layers (or without the ends, too).
-            depth: See `fit_costs`.
-            fields: The others of the model.
 
         Raises:
             HotspaConfigError: too few or impossible samples.
@@ -560,7 +553,6 @@ class TimeModel:
         return shared_pipelines(piped, strategy.tp * strategy.cp, self.slots)
 
     def _alone(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> float:
-        """Seconds of a replica whose ranks have a core each."""
         if strategy.pp > 1:
             return pipeline_seconds(self._pipeline(strategy, packs, most_tokens))
         (cost,) = self.stage_costs(strategy)

@@ -76,13 +76,11 @@ class MicroBatch:
         return self.input_ids.shape[1]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MicroBatch":
-        """The same micro-batch on a device."""
         if self.input_ids.device == torch.device(device):
             return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "MicroBatch":
-        """The same micro-batch in page-locked memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def padded_to(self, num_tokens: int, pad_token_id: int) -> "MicroBatch":
@@ -212,7 +210,6 @@ class MiniBatch:
         return self.plan.num_labels
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MiniBatch":
-        """The same mini-batch on a device."""
         return self._map(lambda micro_batch: micro_batch.to(device, non_blocking))
 
     def pin_memory(self) -> "MiniBatch":
@@ -247,7 +244,6 @@ class PackedBucketCollator:
         vocab_size: Token ids and labels must be below it.
         quadratic_cost: See `ModelShape.quadratic_cost`; balances packs of unequal lengths.
         policy: One of `OVERLONG_POLICIES`, for sequences above the longest bucket.
-        rules: What rows are read by.
         table: The scan that plans were made from; with it, a row whose length is no longer the scanned one is
             refused even where the planned slice would still fit.
 
@@ -653,7 +649,6 @@ class RowCollator:
     # -- sequences that are too long ----------------------------------------------------------------------------------
 
     def _cut(self, batch: Mapping[str, Any], counts: list[int]) -> dict[str, Any]:
-        """Truncates, splits or drops rows of [B, L] tensors; the others have an entry for each row, or are left alone."""
         ids, longest, out = batch.get("input_ids"), self.longest, dict(batch)
         if isinstance(ids, Tensor) and ids.dim() == 2 and longest is not None:
             pieces = self._pieces(batch, ids, longest, counts)
@@ -827,8 +822,6 @@ class MiniBatchSampler(_BatchesOfRanks):
         sampler: The order of rows.
         size: Rows of a mini-batch.
         parts: Batches that are accumulated.
-        rank: This rank.
-        world_size: Ranks.
         drop_last: Leave out a last mini-batch that is not full.
     """
 
@@ -841,7 +834,6 @@ class MiniBatchSampler(_BatchesOfRanks):
     epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration."""
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)

@@ -66,8 +66,6 @@ def unreadable(files: Sequence[Path], kind: str, split: str, error: Exception) -
 
     Args:
         kind: The builder: json, csv, text or parquet.
-        split: What of them was asked for.
-        error: What the builder has raised.
     """
     if all(path.stat().st_size == 0 or not path.read_bytes().strip() for path in files):
         return no_rows(files)
@@ -81,7 +79,6 @@ def unreadable(files: Sequence[Path], kind: str, split: str, error: Exception) -
 
 
 def no_rows(files: Sequence[Path]) -> DataError:
-    """The error of files without a row."""
     names = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
     return DataError(
         f"{names}: {'the file is' if len(files) == 1 else 'the files are'} empty, without a row of data",
@@ -121,7 +118,6 @@ def _json_fault(path: Path) -> DataError | None:
 
 
 def _is_list(line: str) -> bool:
-    """Whether the first line is a list by itself, so that the file is one of lines."""
     try:
         return isinstance(json.loads(line.lstrip().split("\n", 1)[0]), list)
     except ValueError:
@@ -260,7 +256,6 @@ def say_once(format_: Format, tokenizer: Any) -> None:
 
 
 def _say(line: str) -> None:
-    """Once, and on rank 0."""
     if os.environ.get("RANK", "0") == "0" and line not in _said:
         _said.add(line)
         logger.warning("%s", line)
@@ -442,7 +437,6 @@ class _Specials:
         return begins, int(ends and ids[before:].count(eos) > text.count(self.tokenizer.eos_token))
 
     def once(self, ids: list[int], text: str) -> list[int]:
-        """The tokens of a text, special ones once."""
         begins, ends = self.doubled(ids, text)
         if begins or ends:
             _say(
@@ -452,7 +446,6 @@ class _Specials:
         return ids[begins : len(ids) - ends]
 
     def ended(self, ids: list[int], text: str) -> list[int]:
-        """With the EOS token behind it, where it is not there yet."""
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or (ids and ids[-1] == eos) or self._has_end(ids, text) else [*ids, eos]
 

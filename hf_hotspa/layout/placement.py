@@ -184,7 +184,6 @@ def _holders(
 def _placed(
     name: str, vector: ParameterVector, strategy: Strategy, intervals: Callable[[Slot, int], list[Interval]]
 ) -> Layout:
-    """A layout of a strategy; `intervals(slot, tp coordinate)` says what of a slot counts. Holders are pp coordinates here."""
     known: dict[tuple[object, ...], Placement] = {}
     placements = []
     uneven = is_uneven(vector, strategy)
@@ -242,7 +241,6 @@ def _place(
 
 
 def strategy_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
-    """The layout of the weights under a strategy."""
     return _placed(str(strategy), vector, strategy, lambda slot, _: slot.intervals())
 
 

@@ -79,7 +79,6 @@ class StageCosts:
         return next((paces for paces in self.paces if len(paces) == num_stages), None)
 
     def with_paces(self, paces: Iterable[tuple[int, ...]]) -> "StageCosts":
-        """The same costs where stages have these paces."""
         return replace(self, paces=tuple(sorted(paces)))
 
     def ranks(self, pp: int, v: int = 1) -> tuple[tuple[int, ...], ...]:

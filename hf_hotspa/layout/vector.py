@@ -321,11 +321,9 @@ class ParameterVector:
         return len(self.layer_costs)
 
     def segment_of(self, spec: ParameterSpec) -> Segment:
-        """The segment that holds a parameter."""
         return self.segments[bisect_right(self._segment_starts, spec.offset) - 1]
 
     def specs_of(self, segment: Segment) -> tuple[ParameterSpec, ...]:
-        """The parameters of a segment, by offset."""
         return self._specs_by_segment[segment.index]
 
     @cached_property

@@ -344,7 +344,6 @@ class Replica:
             self.capacity.limit(base_layer(modules[name]) for name in description.experts if name in modules)
 
     def _take_loss(self, description: ModelDescription, options: EngineOptions) -> None:
-        """What is computed of logits, and of the logits of routers."""
         mesh, strategy = self.mesh, self.mesh.strategy
         self.objective: Objective = LogitLoss(
             mesh.tensor, options.loss, options.label_smoothing, self._vocab_size, self.vocabulary_widths

@@ -205,7 +205,6 @@ class _Structure:
 
     @property
     def decoder_layers(self) -> dict[str, nn.Module]:
-        """The decoder layers in the order of their units, by what names inside them begin with."""
         return {
             f"{self.base}.{name}.{index}.": layer
             for name in self.layers
@@ -214,16 +213,13 @@ class _Structure:
 
     @property
     def layer_prefixes(self) -> tuple[str, ...]:
-        """What names inside the layers begin with; one for each list of layers."""
         return tuple(f"{self.base}.{name}." for name in self.layers)
 
     @property
     def embedding_prefixes(self) -> list[str]:
-        """What names inside the modules before the layers begin with."""
         return [f"{self.base}.{name}." for name in self.embeddings]
 
     def adapted(self, name: str) -> tuple[str, str | None]:
-        """See `Adapters`; any name as it is without an adapter."""
         return (name, None) if self.adapters is None else self.adapters.adapted(name)
 
 
@@ -477,7 +473,6 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
 
 
 def _num_positions(text: PreTrainedConfig, counted: int | None) -> int | None:
-    """Tokens of the longest sequence that there are positions for; None when unbounded."""
     most = getattr(text, "max_position_embeddings", None)
     return most if most is None or counted is None else most - counted - 1
 

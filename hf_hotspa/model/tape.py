@@ -94,7 +94,6 @@ class TapedReplica(Attachment, Objective):
         return self._loss.logit_widths
 
     def of(self, micro_batch: MicroBatch, whole: MicroBatch, scale: float) -> LossOfLogits:
-        """See `LogitLoss.of`."""
         tape, writes, loss = self._taping.tape, self._writes, self._loss
         if tape is None:
             return loss.of(micro_batch, whole, scale)
@@ -212,7 +211,6 @@ def _rows_of(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 
 def _write_logits(tables: dict[int, Tensor], micro_batch: MicroBatch, logits: Tensor, tokens: slice) -> None:
-    """Puts the logits [t, v] of some tokens of a pack into the tables of their documents."""
     for document, positions, place in _sequences(micro_batch):
         first, stop = max(place.start, tokens.start), min(place.stop, tokens.stop)
         if document in tables and first < stop:

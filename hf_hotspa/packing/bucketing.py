@@ -275,7 +275,6 @@ def pack_sequences(
 def _of_share(
     share: list[int], lengths: abc.Sequence[int], pack: abc.Callable[..., Any]
 ) -> tuple[tuple[int, ...], ...]:
-    """The packs of a replica that packs its share by itself."""
     (packs,) = pack([lengths[i] for i in share])
     return tuple(tuple(map(share.__getitem__, own)) for own in packs)
 
@@ -400,7 +399,6 @@ def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
 
 
 def _to_replicas(packs: Packs, costs: abc.Sequence[float], dp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Costliest pack first, to the replica with the least cost so far."""
     pack_costs: list[float] = []
     for pack in packs:
         pack_costs.append(sum(map(costs.__getitem__, pack)))

@@ -246,7 +246,6 @@ def _whole_on_ranks(order: Sequence[int], lengths: Sequence[int], costs: Sequenc
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces that follow one another in a sequence, as one."""
     joined: list[Piece] = []
     for sequence, first, stop in pieces:
         if joined and joined[-1][0] == sequence and joined[-1][2] == first:

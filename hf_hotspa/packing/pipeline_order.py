@@ -203,7 +203,6 @@ class Passes:
         return len(self.tokens) + self.num_stages if self.kind == "gpipe" else self.num_stages
 
     def operations(self, stage: int) -> list[Operation]:
-        """What a stage runs, in order."""
         return operations(self.reach, self.depth, stage, self.chains)
 
     @property
@@ -514,7 +513,6 @@ def choose_interleaved(
 
 
 def _group(num_packs: int, num_ranks: int) -> int:
-    """Packs that go round together."""
     return num_packs // max(1, num_packs // num_ranks)
 
 

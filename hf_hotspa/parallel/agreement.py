@@ -97,7 +97,6 @@ class MonitoredBarrier:
         return [rank for rank in range(self._world_size) if not self._store.check([self._key(rank)])]
 
     def _wait(self, seconds: float, ready: Callable[[], bool]) -> bool:
-        """Waits until it is so, the time is up, or the run has its error; returns whether it is so."""
         deadline = time.monotonic() + seconds
         while not (so := ready()) and not self._store.check([self._outcome]) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -462,7 +461,6 @@ class Agreement:
             self._collective(work.wait)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
         if self.group is not None:
             self._collective(lambda: dist.barrier(group=self.group))
 
@@ -489,7 +487,6 @@ class Agreement:
         return [raw[:size].decode() for raw, size in zip(self._gather_bytes(data, max(sizes)), sizes, strict=True)]
 
     def _gather_bytes(self, data: bytes, longest: int) -> list[bytes]:
-        """Every rank's bytes, filled with zeros to the longest."""
         padded = torch.frombuffer(bytearray(data.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
         return [row.numpy().tobytes() for row in self._gather(padded)]
 
@@ -670,7 +667,6 @@ def _odd(rank: int) -> int:
 
 
 def _sequences(pack: MicroBatch) -> Iterator[tuple[int, int, str, str]]:
-    """Dataset row, first token, digest of the tokens and of the labels of each sequence."""
     ends = pack.cu_seqlens.tolist()
     for (row, start), begin, end in zip(pack.keys, ends[:-1], ends[1:], strict=True):
         ids, labels = (t[0, begin:end].cpu().numpy().tobytes() for t in (pack.input_ids, pack.labels))

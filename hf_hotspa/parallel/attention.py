@@ -303,7 +303,6 @@ class Prefix(Protocol):
         """Keys and values of the prefixes, [1, K, P, D] each, one after the other; called once in each call of an attention.
 
         Args:
-            module: The attention module.
             key: [1, K, T, D], of the row's own tokens.
             value: [1, K, T, D].
         """
@@ -500,12 +499,10 @@ def packed_attention(
     """Causal attention inside each sequence of a packed row.
 
     Args:
-        module: The family's attention module.
         query: [1, H, T, D].
         key: [1, K, T, D]; H is a multiple of K.
         value: [1, K, T, D].
         attention_mask: Must be None: a mask would join or cut sequences in another way than the pack says.
-        hotspa_pack: The sequences of the row.
         dropout: The probability of attention probabilities to be dropped, where the module is trained.
         scaling: Factor on the scores; 1 / sqrt(D) when None.
         sliding_window: Tokens that a position sees, itself included; all before it when None.

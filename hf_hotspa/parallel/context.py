@@ -160,15 +160,12 @@ class ContextParallel:
         self._multiple = strategy.tp if strategy.sp else 1
 
     def bind(self) -> None:
-        """A phase begins, see `Attachment`."""
         self.context.sent_bytes = 0
 
     def measures(self) -> dict[str, float]:
-        """See `Attachment`."""
         return {"context_bytes": float(self.context.sent_bytes)}
 
     def shares(self, lengths: Sequence[int]) -> Shares:
-        """What each rank has of a pack."""
         return _shares(tuple(lengths), self.context.size, self.way, self._quadratic_cost, self._multiple)
 
     def parts(self, lengths: Sequence[int]) -> list[Shares]:
@@ -184,7 +181,6 @@ class ContextParallel:
         return divisions
 
     def divide(self, lengths: Sequence[int]) -> Division:
-        """A pack, divided."""
         return Division(self.shares(lengths), self.context, self.device)
 
     def row_tokens(self, lengths: Sequence[int]) -> int:
@@ -416,7 +412,6 @@ class Ring:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
     ) -> Tensor:
-        """See `attention.AttendsDivided`."""
         if call.slides(self.longest) or not call.is_plain or not kernel_takes(query, value):
             raise UnsupportedError(
                 f"{type(module).__name__} on a ring",
@@ -462,7 +457,6 @@ class Ring:
 
 
 def _placed(pieces: Sequence[Piece]) -> list[tuple[int, int, int, int]]:
-    """Pieces and where each begins, one after the other."""
     placed, at = [], 0
     for sequence, first, stop in pieces:
         placed.append((sequence, first, stop, at))
@@ -547,7 +541,6 @@ def divided_pack(
     """This rank's row of a pack, and the row as attention sees it.
 
     Args:
-        whole: The pack.
         prefix: What comes before its first sequence.
     """
     row = context.row_of(whole)

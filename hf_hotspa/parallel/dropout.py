@@ -199,11 +199,9 @@ class DropoutMasks:
             self._sharers, self._place = tensor.size, tensor.order[tensor.shard]
 
     def begin_step(self, step: int) -> None:
-        """A mini-batch begins, see `Attachment`."""
         self.step = step
 
     def begin(self, pack: PackedSequences, micro_batch: MicroBatch, whole: MicroBatch) -> None:
-        """A forward begins, see `Attachment`."""
         self.pack = pack
         self.let_attend(pack, micro_batch)
 
@@ -300,7 +298,6 @@ class KeyedDropout(nn.Module):
         return torch.where(keep, x, 0.0) * (1.0 / (1.0 - self.p))
 
     def _keys_of(self, x: Tensor, call: int) -> tuple[Tensor, Tensor]:
-        """The keys of the features of a tensor in the module's n-th call."""
         place = call, x.shape[-1]
         if place not in self._feature_keys:
             features = self._features if self._features is not None else torch.arange(x.shape[-1])
@@ -458,11 +455,9 @@ class EmbeddingNoise:
         self.micro_batch: MicroBatch | None = None
 
     def begin_step(self, step: int) -> None:
-        """A mini-batch begins, see `Attachment`."""
         self.step = step
 
     def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
-        """A forward begins, see `Attachment`."""
         self.micro_batch = micro_batch
 
     def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:

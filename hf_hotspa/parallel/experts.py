@@ -87,11 +87,9 @@ class ExpertCapacity:
         self.factor, self.num_dropped, self.is_counting, self._counts = factor, 0, False, counts
 
     def bind(self) -> None:
-        """A phase begins, see `Attachment`."""
         self.num_dropped = 0
 
     def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
-        """A forward begins, see `Attachment`."""
         self.is_counting = self._counts and not is_idle(whole)
 
     def end(self) -> None:
@@ -99,7 +97,6 @@ class ExpertCapacity:
         self.is_counting = False
 
     def measures(self) -> dict[str, float]:
-        """See `Attachment`."""
         return {"dropped_tokens": float(self.num_dropped)}
 
     def kept(self, index: Tensor, num_experts: int) -> Tensor:
@@ -251,11 +248,9 @@ class ExpertParallel:
         self.is_counting = self.is_idle = False
 
     def bind(self) -> None:
-        """A phase begins, see `Attachment`."""
         self.num_rows = 0
 
     def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
-        """A forward begins, see `Attachment`."""
         self.is_counting, self.is_idle = True, is_idle(whole)
 
     def end(self) -> None:
@@ -263,7 +258,6 @@ class ExpertParallel:
         self.is_counting = False
 
     def measures(self) -> dict[str, float]:
-        """See `Attachment`."""
         return {"expert_tokens": float(self.num_rows)}
 
     def divide(self, model: nn.Module, names: Iterable[str]) -> None:
@@ -497,7 +491,6 @@ class RouterLoss:
         self.value = torch.zeros((), dtype=torch.float64)
 
     def bind(self) -> None:
-        """A phase begins."""
         self.value = torch.zeros((), dtype=torch.float64)
 
     def begin(self, *of_pack: object) -> None:
@@ -514,7 +507,6 @@ class RouterLoss:
         return [torch.cat(logits) for logits in self._logits]
 
     def clear(self) -> None:
-        """Drops what is recorded."""
         for logits in self._logits:
             logits.clear()
 

@@ -66,7 +66,6 @@ class GradientMemory:
         self.before: Tensor | None = None
 
     def begin_step(self) -> None:
-        """A mini-batch begins."""
         if self.now is not None:
             self.before, self.now = self.now, None
 
@@ -550,7 +549,6 @@ class FlexibleLinear:
         return whole if added is None else whole + added
 
     def with_bias(self, x: Tensor) -> Tensor:
-        """The linear's own forward."""
         return self(x, self._linear.bias)
 
 

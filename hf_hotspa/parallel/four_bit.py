@@ -307,7 +307,6 @@ class FourBitProduct:
         return out.to(x.dtype)
 
     def with_bias(self, x: Tensor) -> Tensor:
-        """The forward of the layer."""
         out, bias = self(x), self._linear.bias
         return out if bias is None else out + bias.to(out.dtype)
 

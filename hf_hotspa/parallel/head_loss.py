@@ -34,8 +34,6 @@ class BaseOutput(MoeModelOutputWithPast):
 
 
 class _Chunk(nn.Module):
-    """Stands where the base model is: its result is the chunk at hand."""
-
     hidden: Tensor | None = None
 
     @property

@@ -146,7 +146,6 @@ class ProcessGroups:
         return StrategyMesh(strategy, self.rank, coord, tensor, groups.get("pp"), groups.get("cp"), experts)
 
     def _experts(self, strategy: Strategy) -> ExpertGroup | None:
-        """This rank's group of ep, made with those of all ranks; None without ep."""
         if strategy.ep == 1:
             return None
         groups = {ranks: self.of(ranks) for ranks in strategy.expert_groups()}
@@ -155,7 +154,6 @@ class ProcessGroups:
         return ExpertGroup(group, strategy.ep, strategy.expert_shard(self.rank))
 
     def _own(self, strategy: Strategy, axis: str) -> dist.ProcessGroup | None:
-        """This rank's group on an axis; makes those of all ranks."""
         groups = {ranks: self.of(ranks) for ranks in strategy.groups(axis)}
         return groups[strategy.group_of(self.rank, axis)]
 
@@ -181,7 +179,6 @@ class ProcessGroups:
 
     @staticmethod
     def _joined(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-        """The groups that this rank is a member of."""
         return [g for g in groups if g is not None and g is not dist.GroupMember.NON_GROUP_MEMBER]
 
     def warm_up(self) -> None:

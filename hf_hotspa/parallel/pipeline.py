@@ -134,7 +134,6 @@ class InterleavedRun:
         return work
 
     def _take(self, turn: Turn) -> Tensor:
-        """What a pass of another rank has made."""
         tensor, work = self._received.pop(turn)
         CLOCK.wait(work)
         return tensor
@@ -176,7 +175,6 @@ class PipelineRunner(PackRunner):
 
     Args:
         stages: This rank's stage, or several of `+v2` in the order of the pipeline.
-        mesh: The strategy and its pipeline group.
         schedule: One of `SCHEDULES`.
         pad_token_id: What padding is made of, where a schedule needs one shape.
         pair_cost: Cost of a pair of tokens relative to that of one: what chunks of equal time are cut by.
@@ -209,7 +207,6 @@ class PipelineRunner(PackRunner):
         most_tokens: int | None = None,
         joint: Sequence[Operation] | None = None,
     ) -> Tensor:
-        """See `PackRunner.run`."""
         chains = self._packs.chains(micro_batches)
         chunks = _joined(chains)
         tokens = [chunk.micro_batch.num_tokens for chunk in chunks]
@@ -241,7 +238,6 @@ class PipelineRunner(PackRunner):
 
     @torch.no_grad()
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """See `PackRunner.run_forward`."""
         chains = self._packs.chains(micro_batches)
         chunks = _joined(chains)
         if self._rounds > 1:
@@ -371,8 +367,6 @@ class OneForwardOneBackward:
 
 
 class _StageModule(nn.Module):
-    """The stage as the module that torch's schedules call: micro-batches are named by index, tensors stay here."""
-
     def __init__(self, stage: Stage) -> None:
         super().__init__()
         self._stage = stage
@@ -398,8 +392,6 @@ class _TimedStage(PipelineStage):
 
 
 class _TorchSchedules:
-    """Runs torch's schedules."""
-
     def __init__(self, stages: Sequence[Stage], mesh: StrategyMesh) -> None:
         self._stages, self._mesh = stages, mesh
         self._modules = [_StageModule(stage) for stage in stages]

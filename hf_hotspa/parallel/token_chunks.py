@@ -128,7 +128,6 @@ class PrefixFetcher:
         return keys, values
 
     def _after(self, index: int, count: int) -> int | None:
-        """The attention that comes next, as far as can be told."""
         first, last = not index, index == count - 1
         before = self._last.index if self._last is not None else -1
         if not torch.is_grad_enabled():
@@ -217,7 +216,6 @@ class _CutSequence:
     fetcher: PrefixFetcher | None = None
 
     def keep(self, module: nn.Module, first: int, key: Tensor, value: Tensor) -> None:
-        """Takes the keys and values of the tokens from `first` on."""
         if module not in self.kept:
             self.kept[module] = self._storage(key, key.dtype), self._storage(value, value.dtype)
         for storage, x in zip(self.kept[module], (key, value), strict=True):
@@ -329,7 +327,6 @@ class _Carry:
         return self._sequence.fetched(module, before, device)
 
     def state(self, key: StateKey, takes_gradient: bool) -> Tensor | None:
-        """See `isolation.StatePrefix`."""
         place = key, len(self.chunks) - 1
         state = self._sequence.states.get(place)
         if state is None:
@@ -342,7 +339,6 @@ class _Carry:
         return leaf
 
     def leave_state(self, key: StateKey, state: Tensor) -> None:
-        """See `isolation.StatePrefix`."""
         if self._is_over:  # a layer that is computed again
             return
         self._sequence.states[key, len(self.chunks)] = state.detach()
@@ -350,7 +346,6 @@ class _Carry:
             self._states[key] = state
 
     def end(self) -> None:
-        """The forward is over."""
         self._is_over = True
 
     def roots(self) -> list[tuple[Tensor, Tensor]]:

@@ -40,7 +40,6 @@ def plan_load(
         source: Where the parameters are. Two layouts when they are in two places at once: the master store, and the
             weights of the strategy that ran last.
         target: Where they are needed. It may leave out elements.
-        cluster: Which ranks share a node, and the links.
         element_sizes: Bytes of one element of each segment on the wire, for balancing the links.
         planner: One of `PLANNERS`.
 

@@ -144,7 +144,6 @@ class _Cutter:
         return [tuple(group) for group in groups]
 
     def _busiest(self, kind: int) -> int:
-        """Elements that the busiest rank sends or receives of one segment."""
         most = 0
         for table in self._plan.kinds[kind].hops:
             moves = table[table[:, SRC] != table[:, DST]]
@@ -195,7 +194,6 @@ class _Cutter:
         return _Windows(count, window, per_round)
 
     def _is_direct(self, store: Numbers, num_bytes: Numbers) -> NDArray[np.bool_]:
-        """Which transfers travel as messages of their own."""
         return np.isin(store, self._native) & (num_bytes >= DIRECT_BYTES)
 
     def _most_peers(self, tables: Sequence[Numbers]) -> int:
@@ -304,7 +302,6 @@ class _Windows(NamedTuple):
 
 
 def _fullest(routes: Sequence[Numbers], sizes: Sequence[Numbers]) -> int:
-    """The largest total of a route; 0 when there is none."""
     if not routes:
         return 0
     _, inverse = np.unique(np.concatenate(routes), return_inverse=True)
@@ -316,7 +313,6 @@ def _align(sizes: Numbers) -> Numbers:
 
 
 def _part(piece: Slice, first: int, last: int) -> Slice:
-    """Elements `[first, last)` of a slice."""
     return Slice(piece.store, piece.segment, piece.offset + first, last - first)
 
 

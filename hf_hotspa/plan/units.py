@@ -79,8 +79,6 @@ class Program:
 
 
 class _Draft:
-    """A visit in the making."""
-
     def __init__(self, unit: int, is_backward: bool, index: int) -> None:
         self.unit, self.is_backward, self.index = unit, is_backward, index
         self.free = -1
@@ -127,7 +125,6 @@ class _Stage:
             transfers.append(UnitTransfer(draft.unit, True))
 
     def end(self, index: int, transfers: list[UnitTransfer]) -> None:
-        """Adds what follows a visit."""
         draft = self.drafts[index]
         self.load_ahead(index, transfers)
         if draft.is_backward and draft.unit in self._units.trained:

@@ -53,7 +53,6 @@ class Panel:
     wide: bool = False
 
     def html(self) -> str:
-        """The figure."""
         legend = "".join(f'<span><i class="key {style}"></i>{escape(text)}</span>' for style, text in self.legend)
         return (
             f'<figure class="panel{" wide" if self.wide else ""}" id="panel-{self.name}" data-points="{self.points}"><h2>{escape(self.title)}</h2>'
@@ -184,12 +183,10 @@ def loss_panel(run: RunLog) -> Panel:
 
 
 def learning_rate_panel(run: RunLog) -> Panel:
-    """The learning rate."""
     return _curve(run, "lr", "Learning rate", "s0", [r.lr for r in run.steps], "Of the first parameter group.")
 
 
 def grad_norm_panel(run: RunLog) -> Panel:
-    """The norm of the gradient."""
     values = [r.report.grad_norm for r in run.steps]
     return _curve(run, "grad_norm", "Gradient norm", "s2", values, "Over all weights, before clipping.")
 
@@ -203,7 +200,6 @@ def _curve(run: RunLog, name: str, title: str, style: str, values: Sequence[floa
 
 
 def rate_panel(run: RunLog) -> Panel:
-    """Tokens per second."""
     values = [r.report.num_tokens / r.wall_s if r.wall_s > 0 else None for r in run.steps]
     note = "Over all ranks; the optimizer step counts, loading data does not."
     return _curve(run, "rate", "Tokens per second", "s1", values, note)
@@ -403,7 +399,6 @@ PAGE_NAME = "report.html"
 
 
 def asset(name: str) -> str:
-    """A file of this folder."""
     return resources.files("hf_hotspa.reporting").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -106,8 +106,6 @@ def thinned(xs: Sequence[float], series: Sequence[Series]) -> tuple[list[float],
 
 
 class _Frame:
-    """The axes of a chart, and what is drawn in them."""
-
     def __init__(
         self,
         label: str,
@@ -138,7 +136,6 @@ class _Frame:
     def rect(
         self, style: str, x0: float, x1: float, low: float, high: float, tip: str = "", shade: float | None = None
     ) -> None:
-        """A bar in data coordinates of y and pixels of x; with a shade from 0 to 1 of its colour."""
         top, bottom = self.y(high), self.y(low)
         attribute = f" data-tip={quoteattr(tip)}" if tip else ""
         attribute += "" if shade is None else f' fill-opacity="{0.06 + 0.94 * shade:.2f}"'
@@ -151,7 +148,6 @@ class _Frame:
         self.parts.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
 
     def hover(self, x: float, width: float, tip: str) -> None:
-        """A column that is not seen and can be pointed at."""
         left, right = max(x - width / 2, self.left), min(x + width / 2, WIDTH - _RIGHT)
         self.parts.append(
             f'<rect class="hover" x="{left:.1f}" y="{self.top}" width="{max(right - left, 0.5):.1f}" '
@@ -201,7 +197,6 @@ class _Frame:
 
 
 def _slot_ticks(frame: _Frame, xs: Sequence[float]) -> list[tuple[float, str]]:
-    """Six steps at most, of those that have a slot each."""
     count, slot = min(6, len(xs)), frame.width / len(xs)
     at = sorted({round(i * (len(xs) - 1) / max(count - 1, 1)) for i in range(count)})
     return [(frame.left + slot * (i + 0.5), f"{int(xs[i])}") for i in at]

@@ -156,7 +156,6 @@ def _within(pool: Sequence[Bucket], capacities: Capacities, arena: int, least: f
 
 @contextmanager
 def _naming_limit(limit_source: str) -> Iterator[None]:
-    """Says in errors of memory where the limit is from."""
     try:
         yield
     except DeviceMemoryError as error:

@@ -70,7 +70,6 @@ class Baseline:
 
     @property
     def name(self) -> str:
-        """What people call it."""
         return NAMES[self.stage] + (" with checkpointing" if self.recompute else "")
 
     @property
@@ -202,16 +201,13 @@ class DataParallel:
 
     @property
     def _parameters(self) -> tuple[int, float]:
-        """Those that are trained, and those that are not; codes and scales as elements of as many bytes."""
         sizes = self.memory.sizes
         return sizes.num_trained, sizes.weight_bytes / dtype_bytes(self.dtype) - sizes.num_trained
 
     def _together(self, alone: Sequence[float]) -> float:
-        """Seconds until all replicas are done that started together; they may share cores."""
         return max(max(alone), sum(alone) / self.time.slots)
 
     def _link_seconds(self, elements: float) -> float:
-        """Seconds of a ring that passes so many elements through each device."""
         link = self.hardware.ring_bandwidth(self.memory.world_size) * LINK_EFFICIENCY
         return elements * dtype_bytes(self.dtype) / link
 
@@ -235,7 +231,6 @@ class Rival:
     why: str = ""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
         text = ",".join(map(str, self.buckets))
         return {"name": self.name, "hotspa_strategies": text, "seconds": self.seconds, "why": self.why}
 
@@ -257,7 +252,6 @@ class Pricing:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """Of these lengths."""
         return make_evaluator(self.lengths, self.cost, self.mini_batch_size, self.longest)
 
     def best(self, name: str, strategies: Sequence[Strategy], max_phases: int = 1) -> Rival:
@@ -319,11 +313,7 @@ class Pricing:
 
 
 def people_run(pricing: Pricing, strategies: Sequence[Strategy], devices_per_node: int) -> tuple[Rival, ...]:
-    """What a user would run in the place of a plan, beside data parallelism (`DataParallel`).
-
-    Args:
-        strategies: All that may run.
-    """
+    """What a user would run in the place of a plan, beside data parallelism (`DataParallel`)."""
     # they have sequence parallelism and recomputation; what is sharded or in chunks is no part of them
     plain = [s for s in strategies if s.is_common]
     whole = [s for s in plain if s.cp == 1]

@@ -104,7 +104,6 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """All sequences."""
         return int(self.sizes.sum())
 
     def drawn(self, most: int | None = None, seed: int = 0) -> list[int]:
@@ -121,7 +120,6 @@ class Counts:
         return [int(length) for length in rng.permutation(drawn)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes them as a JSON histogram."""
         counts = {str(length): size for length, size in zip(self.lengths.tolist(), self.sizes.tolist(), strict=True)}
         write_json(path, KIND, SCHEMA_VERSION, {"source": self.source, "counts": counts})
 
@@ -258,7 +256,6 @@ class LengthsSeen:
         self._basis = _histogram(self._recent)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {"basis": self._basis.tolist(), "recent": self._recent, "mini_batches": self._mini_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,7 +273,6 @@ class LengthsSeen:
 
 
 def _histogram(lengths: Iterable[int]) -> NDArray[np.float64]:
-    """The share of the tokens in each bin; nothing of nothing."""
     tokens = np.maximum(np.array(list(lengths), np.float64), 1.0)
     bins = np.minimum((2 * np.log2(tokens)).astype(np.int64), _BINS - 1)
     sums = np.bincount(bins, tokens, _BINS)

@@ -104,7 +104,6 @@ class Plan:
 
     @property
     def _beside(self) -> str:
-        """What comes nearest to the plan beside what the stock Trainer runs, in a sentence."""
         best = self._others[0] if self._others else None
         if best is None or isinstance(best, Baseline):
             return ""

@@ -103,7 +103,6 @@ class Setup:
             dtype: The dtype of computation; that of the calibration, else bfloat16, when None.
             lora: See `Adapter.read`.
             quantization: One of `costs.adapter.KINDS`, with an adapter; None where the frozen model is in the dtype of computation.
-            options: Other fields.
 
         Raises:
             HotspaConfigError: one of them names nothing, or cannot be.
@@ -143,12 +142,10 @@ class Setup:
 
     @property
     def world_size(self) -> int:
-        """Devices in all."""
         return self.nodes * self.devices_per_node
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        """Sizes of model states."""
         sizes = ModelSizes(
             self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, adapter=self.adapter,
             four_bits=self.four_bits,
@@ -290,7 +287,6 @@ def make_plan(
 
     Args:
         lengths: See `read_lengths`, and for `longest` and `overlong`, too.
-        overlong: What happens to longer ones.
         written: Strategies in the words of `hotspa_strategies`, to be priced beside the plan.
 
     Raises:

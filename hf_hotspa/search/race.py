@@ -77,7 +77,6 @@ class Race:
             self._queue.clear()
 
     def _open(self) -> None:
-        """All plans are in the race, and none has run."""
         self._live = list(range(len(self.names)))
         self._queue: list[int] = list(self._live)
         self._round = 0
@@ -142,7 +141,6 @@ class Race:
     # -- what is known of a race --------------------------------------------------------------------------------------
 
     def _weights(self) -> list[float]:
-        """The logarithm of the mean predicted seconds under each plan, over all mini-batches of the race."""
         return [math.log(mean(run.predicted[plan] for run in self._runs)) for plan in range(len(self.names))]
 
     def _of_rounds(self, plan: int) -> dict[int, float]:
@@ -179,7 +177,6 @@ class Race:
         return [mine[number] - theirs[number] + shift for number in sorted(mine.keys() & theirs.keys())]
 
     def _cost(self) -> float:
-        """What the race has cost so far, in mini-batches of the leader."""
         leader = self._leader()
         level = self._score(leader, self._weights()) - self._weights()[leader]
         level -= 0.0 if self._of_rounds(leader) else math.log(1 + _COLD)
@@ -254,7 +251,6 @@ class Race:
             self._again(f"for these lengths {self.names[better]} may be faster")
 
     def _better(self, known: Sequence[Sequence[float]]) -> int | None:
-        """A plan that would be faster for mini-batches like these, by what the race has measured."""
         kept = self._kept
         for plan, level in self._levels.items():
             ahead = [level - self._levels[kept] + math.log(each[plan] / each[kept]) for each in known[-4:]]
@@ -269,7 +265,6 @@ class Race:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "names": list(self.names),
             "budget": self._budget,

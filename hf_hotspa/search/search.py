@@ -388,7 +388,6 @@ class _Search:
         return frozenset(replace(self.time.kind(strategy), rc=0, z=0, v=1) for strategy, *_ in phases)
 
     def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
-        """The phase with the smallest packs that are hardly slower."""
         strategy, low, high, tokens = phase
         most = self.evaluator.phase(*phase).seconds * (1 + pack_margin)
         for smaller in pack_choices(tokens, high)[::-1] if pack_margin else ():
@@ -417,7 +416,6 @@ class _Search:
         return most > -math.inf
 
     def _capacity(self, strategy: Strategy, arena: int) -> int:
-        """Tokens of a sequence, no more than a mini-batch can fill."""
         return min(self.capacities.tokens(strategy, arena), self.most_tokens)
 
     def _packs(self, strategy: Strategy, arena: int, high: int) -> list[int]:
@@ -469,7 +467,6 @@ class _Search:
         return ((strategy, *whole, tokens),)
 
     def _candidates(self) -> list[Phases]:
-        """Pools worth simulating, over all sizes of arena."""
         candidates: dict[tuple[Strategy, ...], _Estimated] = {}
         self.exact = True
         for arena in self._arenas():
@@ -524,12 +521,10 @@ class _Search:
         return [*packed, *map(self._moved, packed[:2])]
 
     def _with_packs(self, each: _Estimated) -> Phases:
-        """The phases with their best pack sizes in a pool of these strategies."""
         arena = max(self.capacities.arena(strategy) for strategy, *_ in each)
         return tuple(self._packed(strategy, low, high, arena) for strategy, low, high, _ in each)
 
     def _partitions(self, capacities: Mapping[Strategy, int], arena: int) -> list[_Estimated]:
-        """The best partitions with given capacities in a pool with that arena, with more than one phase."""
         edges = choose_edges(self.batches, list(capacities.values()), self.longest, _MOST_EDGES)
         strategies = list(capacities)
         if len(capacities) * (len(edges) * (len(edges) - 1) // 2) * 4 <= EXACT_PHASES:
@@ -559,7 +554,6 @@ class _Search:
         return table.phase_seconds(self.time, strategy, chosen, self.switch[strategy])
 
     def _simulated(self, edges: Sequence[int], strategy: Strategy, arena: int) -> np.typing.NDArray[np.float64]:
-        """The same, packed and simulated."""
         costs = np.full((len(edges), len(edges)), np.inf)
         for j, high in enumerate(edges):
             for i in range(j) if self._packs(strategy, arena, high) else ():
@@ -567,7 +561,6 @@ class _Search:
         return costs
 
     def _packed(self, strategy: Strategy, low: int, high: int, arena: int) -> tuple[Strategy, int, int, int]:
-        """The phase with its best pack size."""
         sizes = self._packs(strategy, arena, high)
         best, best_seconds = sizes[0], math.inf
         for tokens in sizes:

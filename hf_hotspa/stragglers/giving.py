@@ -168,7 +168,6 @@ class SlowDevices:
         return paces, SlowEvent(step, onset, tuple(sorted(before - self.slow)))
 
     def _take(self, rank: int, pace: float, lost_s: float) -> bool:
-        """Whether what is known of a rank changed."""
         refreshed = self._refresh(rank, pace)
         if self.known[rank] >= SLOW and lost_s >= LEAST_LOST_S:
             self.slow |= {rank}

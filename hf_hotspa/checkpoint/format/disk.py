@@ -189,7 +189,6 @@ class Disk:
 
         Args:
             folder: The directory of the checkpoint, which is itself not synced.
-            skipped: Names in it that are not looked at.
         """
         records = []
         entries = [path for path in folder.iterdir() if path.name not in skipped]

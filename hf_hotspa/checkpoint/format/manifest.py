@@ -96,7 +96,6 @@ class SavedParameter:
     Args:
         shape: Its Hugging Face shape.
         shard_dim: The dim that is outermost in storage; None for the natural order.
-        segment: The segment it lies in.
         offset: Where it starts in the vector.
         trainable: False for a frozen one, which has no optimizer state.
         model_dtype: The dtype in which the Hugging Face model holds it.
@@ -137,10 +136,8 @@ class Manifest:
         world_size: Ranks that wrote it.
         strategies: The strategies of the run, as the user writes them.
         resumable: False where only the model was saved.
-        run: Identifies the run that wrote it.
         versions: Of hf_hotspa, torch and transformers.
         files: Every file but the manifest.
-        segments: The segments of the vector.
         schema_version: The format, 1 to 3; `format_of`.
     """
 
@@ -157,7 +154,6 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
     @property
@@ -204,7 +200,6 @@ class Manifest:
             rank += 1
 
     def text(self) -> str:
-        """The contents of the file."""
         data = {"kind": KIND, **asdict(self)}
         body = _render(data)
         return _render({**data, "sha256": hashlib.sha256(body.encode()).hexdigest()})
@@ -270,7 +265,6 @@ def _problem(manifest: Manifest) -> str | None:
 
 
 def _shares(manifest: Manifest) -> list[str]:
-    """Names of the files with the ranks' shares, by rank."""
     return [manifest.located(rank_tensors(rank, manifest.world_size)) for rank in range(manifest.world_size)]
 
 
@@ -414,9 +408,6 @@ def _verify_file(folder: Path, record: FileRecord) -> None:
 
 def verify(folder: Path) -> Manifest:
     """Reads a whole checkpoint and compares it with its manifest.
-
-    Returns:
-        The manifest.
 
     Raises:
         DamagedCheckpointError: naming the file that is missing or differs.

@@ -194,7 +194,6 @@ def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _La
 
 
 def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
-    """Adds `(source, destination, bytes)` to the loads."""
     if moves:
         loads.add(*(np.array(column) for column in zip(*moves, strict=True)))
 

@@ -241,7 +241,6 @@ def _with_neighbours(
 
 
 def _by_node(part: Mapping[int, float], cluster: Cluster) -> list[tuple[tuple[int, ...], float]]:
-    """The ranks of a split grouped by node, with the bytes of each group."""
     groups: dict[int, list[int]] = {}
     for rank in part:
         groups.setdefault(cluster.node(rank), []).append(rank)
