@@ -529,8 +529,7 @@ _MAX_FOLDERS = 1000
 
 
 def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
-    """The folder, or, where another process writes a record into it, the first of `<name>-2`, `<name>-3`, ... that is
-    free. Made when missing, and locked."""
+    """The folder, or, where another process writes into it, the first free one of `<name>-2`, ...; made and locked."""
     for number in range(1, _MAX_FOLDERS):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -632,8 +631,7 @@ class ReportCallback(TraceCallback):
         pictures: Also SVG files of the main charts.
 
     Attributes:
-        gain_follows: Whether what switching gained is measured after training (`measure_gain`); false at first. Nothing is
-            claimed of it before.
+        gain_follows: Whether `measure_gain` follows after training; false at first. No gain is claimed before it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, steps: int = 3, pictures: bool = False) -> None:

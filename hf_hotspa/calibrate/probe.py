@@ -178,8 +178,7 @@ def measure_exchanges(
 ) -> tuple[ExchangeSample, ...]:
     """Seconds of both exchanges in two sizes, the slowest rank's; the fastest of a few rounds counts. Collective.
 
-    Where ranks share cores, a rank's share of the seconds is counted, as if it had a core to itself: the time model adds up
-    the ranks that share one.
+    Where ranks share cores, a rank's share of the seconds counts, as on a core of its own: the time model adds them up.
 
     Args:
         groups: Makes the groups of cp, and keeps them.
@@ -509,13 +508,11 @@ class Probe:
 def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
     """The packs that tell a, b and c apart: three sequences alone, two packs of shorter ones, and the last ones.
 
-    The last ones are longer, for one copy only: attention kernels work in blocks, and the quadratic cost of long
-    sequences shows in long sequences only.
+    The last ones are longer, for one copy: kernels work in blocks, and quadratic cost shows in long sequences only.
 
     Args:
         longest: Tokens of the longest pack but for the last ones.
-        last: Tokens of the very last one, if that is longer; where it is more than four times as long, one of about four
-            times the others' comes before it.
+        last: Tokens of the very last one, if longer; before one of over four times comes one of about four.
     """
     middle, short = max(1, longest // 4), max(1, longest // 16)
     packs = (short,), (middle,), (longest,), (short,) * (middle // short), (middle,) * (longest // middle)
@@ -560,8 +557,7 @@ def time_packs(
 ) -> Timing:
     """Measures packs and switches. Collective.
 
-    The seconds of a pack are those of the slowest rank's clock; where ranks share cores what it costs on a core
-    (`_on_shared_cores`).
+    Seconds of a pack are by the slowest rank's clock; where ranks share cores on a core (`_on_shared_cores`).
 
     Args:
         probes: One for each copy of the model; the last has most layers.
@@ -822,8 +818,7 @@ def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> t
 
 
 def _seconds(layer: _Layer, measuring: Measuring) -> float:
-    """Of one forward and backward on this rank, the second of two: the first finds its buffers. On a core, where ranks share
-    cores (`timing.time_packs`)."""
+    """Of the second forward and backward here: the first finds its buffers. On a core, where ranks share cores."""
     layer.prepare()
     measuring.timed(layer.run)
     clock, on_core = measuring.timed(layer.run)

@@ -83,8 +83,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a model config as `to_dict` gives it, without what changes no cost.
 
     Args:
-        config: The config's fields. Names, versions and dtypes are left out (the dtype of computation is a field of
-            the key).
+        config: The config's fields. Names, versions and dtypes do not count (the compute dtype is in the key).
     """
     left_out = {
         "_name_or_path",
@@ -228,8 +227,7 @@ class Calibration:
     """Measurements of one model on one machine. See `calibrate/calibration.py` for how they are taken.
 
     Args:
-        samples: Seconds of packs, all ranks busy; embedding, head and loss included. Seconds on a core where ranks share
-            cores.
+        samples: Seconds of packs, all ranks busy; with embedding, head and loss. On a core where ranks share cores.
         slots: How many of the ranks compute at the same time; infinite where each has a core or device of its own.
         hop_intra: Passing a hidden state inside a node.
         inter: The links between nodes; None with one node.
@@ -302,9 +300,8 @@ class Calibration:
     def stage_costs(self, layer_costs: Sequence[int]) -> StageCosts:
         """What the stages of a pipeline are cut by, in nanoseconds: measured, for the largest pack that was.
 
-        A layer takes its share of the mean layer: as measured where layers were timed one by one, else by its relative
-        cost. Head, loss and embedding were measured together, and count where the head is. At the least tp that was
-        measured: one cut serves all.
+        A layer takes its share of the mean one: as measured one by one, else by relative cost. Head, loss and embedding
+        were measured together, and count where the head is. At the least tp that was measured: one cut serves all.
 
         Args:
             layer_costs: Relative cost of each layer, by its parameters.
@@ -485,8 +482,7 @@ class Calibration:
             key: What it must hold for; anything when None.
 
         Raises:
-            HotspaConfigError: the file is missing, torn, of another kind or version, holds impossible numbers, or
-                holds for something else.
+            HotspaConfigError: the file is missing, torn, of another kind or version, impossible, or for something else.
         """
         calibration = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
         if key is not None and (differences := calibration.key.differences(key)):

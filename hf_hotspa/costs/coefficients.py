@@ -1,5 +1,4 @@
-"""The units of the time model: seconds of a pack as a quadratic in its sequence lengths, and of what ranks pass on; and how they
-are fitted to what was measured."""
+"""Units of the time model: seconds of a pack, quadratic in its lengths, and of what ranks pass on; and their fit."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -42,8 +42,7 @@ class ModelConfig:
 
     Args:
         tied: Whether head and embedding are one weight.
-        linears: The linear layers of a decoder layer that an adapter may stand beside, by name; not those of experts,
-            whose weights are no layers of their own.
+        linears: A decoder layer's linear layers that may have an adapter, by name; experts' weights are no layers.
     """
 
     name: str

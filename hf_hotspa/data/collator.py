@@ -190,8 +190,7 @@ class MiniBatch:
     Args:
         plan: The plan of the whole mini-batch, the same on every rank.
         phases: One for each phase of the plan, on every rank, in the same order.
-        error: What was found wrong while the rows were read, to be agreed on and raised by all ranks; the phases are
-            empty then.
+        error: What was wrong with the rows, for all ranks to agree on and raise; the phases are empty then.
         content: A digest of the tokens, where ranks read them from streams of their own.
     """
 

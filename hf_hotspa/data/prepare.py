@@ -311,8 +311,7 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
     Args:
         path_or_name: A .json, .jsonl, .parquet, .csv (cells are texts) or .txt file (one row a line); a directory of such files
             of one kind; a directory written by `save_to_disk`; or else a name on the hub.
-        split: The split; slices such as ``train[:1000]`` are understood, but not for `save_to_disk` directories.
-            Local files are all of the split `train`.
+        split: The split, perhaps a slice like ``train[:1000]`` (not of `save_to_disk`). Local files are all `train`.
 
     Raises:
         DataError: there is no such file, it is empty or cannot be read (which file, and which line), a directory holds nothing

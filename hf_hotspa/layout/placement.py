@@ -153,8 +153,7 @@ def _expert_run(spec: ParameterSpec, ep: int, shard: int) -> Run:
 def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: int | None = None) -> tuple[Slot, ...]:
     """The parameters that a rank holds under a strategy, in vector order.
 
-    Ranks that differ only in their dp coordinate hold the same slots, but for experts under ep and where MLPs are divided by the
-    pace of devices.
+    Ranks that differ only in dp hold the same slots, but for experts under ep and MLPs divided by paces of devices.
 
     Args:
         stage: One of the rank's stages, for the parameters of that alone; None for all of them.
@@ -284,8 +283,7 @@ def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy |
     """The layout of the master store: every segment cut evenly over all ranks, so that loading a layer draws on all.
 
     Args:
-        by_stage: A pipeline whose stages update by themselves: each segment is cut over the ranks of its stage alone. None
-            where all ranks update together.
+        by_stage: A pipeline whose stages update by themselves: a segment is cut over its stage's ranks. None for all.
     """
     known: dict[tuple[range, int, tuple[int, ...]], Placement] = {}
     placements = []

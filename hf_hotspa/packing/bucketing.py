@@ -94,8 +94,7 @@ class PhasePlan:
     """What one bucket runs inside a mini-batch.
 
     Args:
-        replicas: The packs of each replica, indexed by dp coordinate. Replicas may hold different numbers of packs, and
-            none at all.
+        replicas: The packs of each replica, by dp coordinate. Replicas may hold different numbers of packs, or none.
     """
 
     bucket: Bucket
@@ -135,8 +134,7 @@ class MiniBatchPlan:
         phases: One for each bucket that has sequences, in the order of the buckets; buckets without any are left out.
         num_labels: Label tokens of the whole mini-batch: the N of the loss `sum(CE) / N`. Zero is legal.
         num_rows: Dataset rows of the mini-batch, also those that ended up empty or dropped.
-        num_truncated: Rows (where rows are packed already: documents) of which only the beginning is trained (policy
-            `truncate`).
+        num_truncated: Rows (of packed rows: documents) of which only the beginning is trained (policy `truncate`).
         num_split: Those cut into several sequences (policy `split`).
         num_dropped: Over-long ones left out (policy `drop`).
         num_empty: Rows without any token, left out.

@@ -74,8 +74,7 @@ def num_chunks(length: int, most: int, pair_cost: float = 0.0) -> int:
 
 
 def squared_lengths(lengths: Sequence[int], chains: Sequence[Chain]) -> list[list[int]]:
-    """For each chunk of each chain, by how much its tokens raise the sum of the squares of the sequences' lengths: what its
-    attention costs, in pairs of tokens."""
+    """By chunk of each chain what its tokens add to the sum of squared lengths: its attention, in pairs of tokens."""
     begins, total = [0], 0
     for length in lengths:
         total += length

@@ -384,8 +384,7 @@ class PackedSequences:
         visible: Which tokens of the row the running layer sees, `(first, last + 1)`; None for all.
         attention_dropout: Which attention probabilities are dropped; None where none are.
         first_tokens: The place of each sequence's first token in its row, for that.
-        carried: The states of linear attention before and behind the row (`parallel.isolation`); None where the row
-            begins and ends with whole sequences.
+        carried: Linear attention's states before and behind the row (`parallel.isolation`); None for whole sequences.
         division: Where the row is a part of a pack, how that is divided.
         plans: What layers of linear attention have worked out for the pack, by the width of their convolution.
     """
@@ -465,8 +464,7 @@ def calls_attention(module: nn.Module) -> bool:
 
 
 def num_attends(module: nn.Module) -> int:
-    """How often the forward of a module that `calls_attention` names the function that it got from the interface, hence
-    calls it; 1 where that cannot be seen."""
+    """How often the forward of a module that `calls_attention` calls it, by the name it got it under; 1 if unseen."""
     code = code_of_forward(module)
     loads = [] if code is None else [i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
     return max(sum(i.argval == "attention_interface" for i in loads), 1)

@@ -13,8 +13,7 @@ transformers. What draws from torch's generator in another way is refused.
 
 What of a model's dropout can be trained: the settings of its config, and what its modules hold.
 
-Dropout that draws from torch's generator draws other masks under every layout, and is refused here by name; what is
-served is in `parallel.dropout`.
+Dropout from torch's generator differs with the layout, and is refused by name; what is served: `parallel.dropout`.
 
 NEFTune's noise on embeddings, the same whatever the layout.
 

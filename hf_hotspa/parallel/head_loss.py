@@ -1,5 +1,4 @@
-"""From the last hidden state to the loss, without the logits of a whole pack: the cross entropy, or a loss of the user's own,
-over vocabulary shards.
+"""From the last hidden state to the loss (cross entropy, or the user's own) over vocabulary shards, never all logits.
 
 The head runs on a chunk of tokens after the other, and the gradient of a chunk is computed as soon as its loss is known,
 while its logits still exist: nothing is computed twice, and at most one chunk's logits are alive, whatever the length of

@@ -37,8 +37,7 @@ class TensorGroup:
     """The tensor-parallel group of a rank.
 
     Args:
-        shard: Which shard of each weight this rank holds. Not its position in the group: a process group sorts its
-            ranks, and the order of shards may differ.
+        shard: Which shard of each weight this rank holds; not its position in the group, whose ranks are sorted.
         order: `order[i]` is the position in the group of the rank that holds shard i.
     """
 

@@ -296,8 +296,7 @@ def apply_tensor_parallel(
 def set_local_heads(attention: nn.Module, num_heads: int, num_key_value_heads: int) -> None:
     """Tells an attention module how many heads this rank has.
 
-    Families read the numbers from attributes or from their config; the module gets a config of its own, so that other
-    layers are not changed.
+    Families read the numbers from attributes or a config; the module gets its own, so that other layers do not change.
     """
     values = {
         "num_heads": num_heads,

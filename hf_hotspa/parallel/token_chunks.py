@@ -525,8 +525,7 @@ class PackRunner:
             micro_batches: What this replica runs; the same on every stage. May be empty.
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight on a stage of a pipeline; None for no limit.
-            joint: What this stage of a pipeline runs, in order, where the stages of all replicas keep step; None where replicas
-                go their own way.
+            joint: What this stage runs, in order, where stages of all replicas keep step; None where they do not.
 
         Returns:
             fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.

@@ -37,8 +37,7 @@ def plan_load(
     """Plans a load: everything that the target layout holds, from ranks that hold it in a source layout.
 
     Args:
-        source: Where the parameters are. Two layouts when they are in two places at once: the master store, and the
-            weights of the strategy that ran last.
+        source: Where the parameters are; two layouts for two places: master store, and weights of the last strategy.
         target: Where they are needed. It may leave out elements.
         element_sizes: Bytes of one element of each segment on the wire, for balancing the links.
         planner: One of `PLANNERS`.

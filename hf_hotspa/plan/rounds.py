@@ -71,8 +71,7 @@ def cut_rounds(
         wires: How each segment travels; None only for segments that the plan does not move.
         round_bytes: The most bytes that a rank packs to send, and unpacks, in one round. What travels between two
             ranks in a round, the window, is this divided by the peers of the rank that has most of them.
-        group_bytes: Segments are fused until the busiest rank sends or receives more than this in a group; everything
-            is one group when None.
+        group_bytes: Segments are fused until the busiest rank sends or receives more in a group; None: one group.
         native: The source stores of a load whose elements have the wire's dtype on every rank, as the target's have.
 
     Raises:
@@ -293,8 +292,7 @@ class _Cutter:
 
 
 class _Windows(NamedTuple):
-    """How a group and hop is cut: so many windows of so many bytes, and messages from buffer to buffer a round of a
-    route."""
+    """How a group and hop is cut: so many windows of so many bytes, and direct messages a round of a route."""
 
     number: int
     num_bytes: int

@@ -77,8 +77,7 @@ class Selector:
         pool: The buckets. Their longest lengths are only the order; `Bucket.capacity` says what fits.
 
     Raises:
-        HotspaConfigError: there is no bucket, a strategy has no coefficients or no switch seconds, or the margin is
-            negative.
+        HotspaConfigError: no bucket, a strategy without coefficients or switch seconds, or a negative margin.
     """
 
     def __init__(

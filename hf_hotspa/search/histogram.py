@@ -1,5 +1,4 @@
-"""The lengths that a plan is made for: named synthetic distributions, JSON histograms, or those of a data set; and what becomes
-of long ones.
+"""Lengths to plan for: named synthetic distributions, JSON histograms, or a data set's; and what becomes of long ones.
 
 The two long-tailed ones are log-normal with the parameters that make the published stage times of a 32B model
 reproduce the published step times of HotSPa (SOSP'24, Table 3); they stand in for corpora whose lengths nobody

@@ -184,8 +184,7 @@ class Race:
         return sum(r.seconds / (r.predicted[leader] * math.exp(level)) - 1 for r in own)
 
     def _is_worth(self, plan: int) -> bool:
-        """Whether a plan is to be tried: what that is expected to cost is within what is left, and the plan was not far behind when
-        all ran for the first time."""
+        """Whether to try a plan: its expected cost is within what is left, and its first run was not far behind."""
         leader, weights = self._leader(), self._weights()
         if plan == leader:
             return True
@@ -306,8 +305,7 @@ class Race:
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median of all pairwise means (Hodges and Lehmann's), and the interval that holds the true one in at least 90 % of cases; of fewer
-    than 5 values the least and the most."""
+    """The median of pairwise means (Hodges, Lehmann) and its 90 % interval; of fewer than 5 values least and most."""
     walsh = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
     ways, count = [1] + [0] * len(walsh), len(values)  # how many sets of ranks have each sum
     for rank in range(1, count + 1):

@@ -222,8 +222,7 @@ class RunFolder:
         return True
 
     def rotate(self, newest: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
-        """Removes checkpoints, those first that were written first, until `limit` good ones are left. Never raises for what
-        the disk refuses.
+        """Removes checkpoints, oldest first, until `limit` good ones are left. Never raises for what the disk refuses.
 
         Only checkpoints that verify count as left. The newest one and those to keep are never removed; when the newest
         one would be the only one left, it is read back first. Directories without a manifest of ours are not touched.

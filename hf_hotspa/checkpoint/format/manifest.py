@@ -1,8 +1,7 @@
 """`MANIFEST.json`: what a checkpoint holds, and where each element of each parameter lies in it.
 
 The file is read strictly: it carries its own SHA-256, and it must be, byte for byte, what `Manifest.text` writes. So no
-change of it goes unnoticed, unknown or doubled keys included. A hash finds damage, not forgery: whoever can write the
-directory can write a manifest that fits.
+change of it goes unnoticed, doubled keys included. A hash finds damage, not forgery by who can write there.
 
 The parameters of a checkpoint lie end to end in one vector, as in `layout.vector`, divided in segments. Rank r holds
 the elements `[start + cuts[r], start + cuts[r + 1])` of every segment, and its file holds the part of each parameter

@@ -151,8 +151,7 @@ def sender_shares(
     Args:
         amounts: What nodes lack, by the ranks that hold it; what several nodes lack counts for each.
         entering: What each node lacks.
-        background: What moves inside nodes anyway (pulls, and forwards after landing). Nothing is relayed to finish
-            before it does.
+        background: What moves inside nodes anyway (pulls, forwards after landing). No relaying to finish before it.
         neighbours: Whether ranks that are no owners may send, too.
 
     Returns:
