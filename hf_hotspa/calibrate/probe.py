@@ -95,11 +95,7 @@ _TOKENS = (16, 512, 4096)
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """`(seconds of nothing, seconds a byte)`: least squares on relative errors, neither below zero.
-
-    Args:
-        sizes: Bytes of each message.
-    """
+    """`(seconds of nothing, seconds a byte)` of messages of these bytes: least squares on relative errors, >= 0."""
     measured = np.asarray(seconds)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, np.float64)], 1) / measured[:, None]
     latency, each = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0].tolist()
@@ -128,11 +124,7 @@ def measure_link(transport: ProcessGroupTransport, world_size: int, apart: int, 
 
 
 def measure_hop(transport: ProcessGroupTransport, apart: int, token_bytes: int, measuring: Measuring) -> Hop:
-    """Half of the time to the rank `apart` after rank 0 and back. Collective.
-
-    Args:
-        token_bytes: Bytes of the hidden state of one token.
-    """
+    """Half of the time to the rank `apart` after rank 0 and back, for a token of `token_bytes`. Collective."""
     buffer = torch.zeros(max(_TOKENS) * token_bytes, dtype=torch.uint8, device=measuring.device)
 
     def there_and_back(count: int) -> None:
@@ -160,11 +152,7 @@ _EXCHANGED = (64 << 10, 4 << 20)
 
 
 def context_layouts(world_size: int, degrees: Iterable[int]) -> list[Strategy]:
-    """The strategies whose groups of cp are measured: every cp beside each tp, the other ranks being replicas.
-
-    Args:
-        degrees: Tensor-parallel degrees that divide the world.
-    """
+    """The strategies whose groups of cp are measured: every cp beside each tp of `degrees`, the rest replicas."""
     return [
         Strategy(world_size // (tp * cp), tp, cp=cp)
         for tp in sorted(set(degrees))
@@ -482,11 +470,7 @@ class Probe:
         return clock / times, on_core / times
 
     def run_phase(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
-        """Forward and backward of a whole phase; seconds on this rank.
-
-        Args:
-            replicas: The packs of each replica; each has some.
-        """
+        """Forward and backward of a whole phase; each replica has some packs. Seconds on this rank."""
         return self._timed(strategy, replicas[strategy.coord(self.engine.rank).dp])[0]
 
     def _timed(self, strategy: Strategy, packs: Packs) -> tuple[float, float]:
@@ -541,11 +525,7 @@ _MOST_IDLE = 1.5
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured, the same on every rank.
-
-    Args:
-        pipeline_factor: By how much packs cost more in stages, where ranks share cores; else 1.
-    """
+    """What was measured, the same on every rank; `pipeline_factor` is that of packs in stages on shared cores, or 1."""
 
     samples: tuple[Sample, ...]
     switches: tuple[SwitchSample, ...]

@@ -78,11 +78,7 @@ Shards = list[tuple[str, Entries]]
 
 
 def adapter_name(name: str) -> str:
-    """The name of an adapter's parameter in PEFT's files, which leave out what the adapter is called in the model.
-
-    Args:
-        name: As in `PeftModel.named_parameters`.
-    """
+    """The name of a `PeftModel.named_parameters` in PEFT's files, which leave out what the adapter is called."""
     return re.sub(r"\.(lora_[AB])\.[^.]+\.(?=weight$)", r".\1.", name)
 
 

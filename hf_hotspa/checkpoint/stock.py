@@ -332,10 +332,7 @@ def random_states(world_size: int) -> dict[str, Any]:
 
 
 def state_names(master: MasterStore, optimizer: Optimizer) -> list[str]:
-    """The elementwise states of an optimizer, such as `exp_avg`.
-
-    The same on all ranks: the stores of all of them hold all parameters, even if no element of them.
-    """
+    """The elementwise states of an optimizer, such as `exp_avg`; equal on all ranks: all stores have all parameters."""
     state = bare_optimizer(optimizer).state
     return sorted({
         key
@@ -361,11 +358,7 @@ def _is_elementwise(value: Any, parameter: Tensor) -> bool:
 
 
 def optimizer_state(optimizer: Optimizer, master: MasterStore, states: Mapping[str, Mapping[str, Tensor]]) -> Any:
-    """The optimizer's `state_dict` with whole parameters in place of this rank's shares, in host memory.
-
-    Args:
-        states: State -> parameter -> the whole of it.
-    """
+    """The optimizer's `state_dict` with whole parameters (`states`: state -> parameter -> it), in host memory."""
     bare, state = bare_optimizer(optimizer), dict[int, dict[str, Any]]()
     described = bare.state_dict()
     for names, group in zip(names_in_groups(bare, master), described["param_groups"], strict=True):

@@ -114,11 +114,7 @@ def hops(shape: ModelShape, hardware: Hardware, dtype: str) -> tuple[Hop, Hop]:
 def costs(
     shape: ModelShape, hardware: Hardware, dtype: str, adapters: Mapping[int, tuple[int | None, float]]
 ) -> tuple[dict[int, Cost], dict[int, Cost], dict[int, Cost]]:
-    """Layer, head and embedding costs by tp.
-
-    Args:
-        adapters: For each tp that is asked for, `adapter` and `codes` of `layer_cost`.
-    """
+    """Layer, head and embedding costs by tp; `adapters` has `adapter` and `codes` of `layer_cost` for each."""
     return (
         {tp: layer_cost(shape, tp, hardware, dtype, *both) for tp, both in adapters.items()},
         {tp: head_cost(shape, tp, hardware, dtype, adapter is not None) for tp, (adapter, _) in adapters.items()},

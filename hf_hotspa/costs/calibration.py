@@ -100,12 +100,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a reader, or `hf-hotspa plan`, must know of the model that was measured.
-
-    Args:
-        family: The transformers `model_type`.
-        hidden_size: Width of the residual stream.
-    """
+    """What a reader, or `hf-hotspa plan`, must know of the measured model: its `model_type`, the residual's width."""
 
     family: str
     hidden_size: PositiveCount
@@ -126,11 +121,7 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class SwitchSample:
-    """One load and one return of gradients, of the busiest rank.
-
-    Args:
-        strategy: The strategy, `dp4`; `StrategyError` when it is none.
-    """
+    """One load and one return of gradients, of the busiest rank, under `dp4` (`StrategyError` when it is none)."""
 
     strategy: str
     num_parameters: PositiveCount
@@ -195,12 +186,7 @@ class ExchangeSample:
 
 @dataclass(frozen=True)
 class Link:
-    """Messages between neighbours, all ranks sending and receiving at the same time.
-
-    Args:
-        latency_s: Seconds of the shortest message.
-        bandwidth: Bytes per second and direction.
-    """
+    """Messages between neighbours, all ranks at once: seconds of the shortest, bytes per second and direction."""
 
     latency_s: NotNegative
     bandwidth: Positive
@@ -400,11 +386,7 @@ class Calibration:
     def memory_model(
         self, sizes: ModelSizes, options: MemoryOptions | None = None, world_size: int | None = None
     ) -> MemoryModel:
-        """The memory model, with measured activations where there are measurements.
-
-        Args:
-            world_size: Ranks; as many as were measured when None.
-        """
+        """The memory model, with measured activations where there are some; of as many ranks as measured when None."""
         options = options or MemoryOptions()
         layers, ends = self.memory_per_token
         options = replace(options, compute_dtype=self.key.dtype, activation_bytes=layers, end_bytes=ends)

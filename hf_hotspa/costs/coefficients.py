@@ -45,12 +45,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Hop:
-    """Passing a hidden state, or its gradient, to the neighbouring stage.
-
-    Args:
-        latency_s: Fixed seconds.
-        token_s: Seconds a token.
-    """
+    """Passing a hidden state, or its gradient, to the neighbouring stage: fixed seconds, and seconds a token."""
 
     latency_s: NotNegative = 0.0
     token_s: NotNegative = 0.0
@@ -82,13 +77,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement.
-
-    Args:
-        num_layers: Decoder layers that ran.
-        seconds: Forward and backward.
-        with_ends: Whether embedding, head and loss ran, too.
-    """
+    """Seconds, forward and backward, of `num_layers` decoder layers; `with_ends`: with embedding, head and loss."""
 
     tp: PositiveCount
     num_layers: PositiveCount

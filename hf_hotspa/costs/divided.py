@@ -104,11 +104,7 @@ def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
 
 
 def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: str, element_bytes: int) -> float:
-    """What one layer holds of all ranks' keys and values while it attends; nothing of it outlives the layer.
-
-    Args:
-        row_tokens: Tokens of the pack that a rank has.
-    """
+    """What one layer holds of all ranks' keys and values for a row of tokens while it attends, and not after."""
     if strategy.cp == 1 or (chosen := choose_way(strategy, shape, way)) == ULYSSES:
         return 0.0
     _, kv_heads = local_heads(strategy, shape) or (0, shape.num_key_value_heads)
@@ -218,12 +214,7 @@ def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longes
 
 
 def chunked_seconds(cost: Cost, packs: Iterable[Sequence[int]], strategy: Strategy, forward_share: float) -> float:
-    """Seconds of packs that are computed in chunks on one stage.
-
-    Args:
-        cost: Of a pack under the strategy, forward and backward.
-        forward_share: The forward pass in that.
-    """
+    """Seconds of packs in chunks on one stage; `cost` is of a pack, `forward_share` what of it is forward."""
     seconds = 0.0
     for lengths in packs:
         chains = cut_into_chains(lengths, strategy.ck)

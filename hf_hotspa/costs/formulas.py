@@ -76,11 +76,7 @@ def intra_elements(num_tokens: int, hidden_size: int, tp: int, layers_of_stage: 
 
 
 def pipeline_seconds(pp: int, num_micro_batches: int, micro_batch_s: float) -> float:
-    """`(m + p - 1) (t_f + t_b)`: seconds of a batch (N21 2.2).
-
-    Args:
-        micro_batch_s: Forward and backward of a micro-batch on one stage.
-    """
+    """`(m + p - 1) (t_f + t_b)`: seconds of a batch (N21 2.2); `micro_batch_s` is t_f + t_b on one stage."""
     bubble_fraction(pp, num_micro_batches)
     return (num_micro_batches + pp - 1) * micro_batch_s
 
@@ -186,12 +182,7 @@ def model_state_bytes(
 
 
 class Traffic(NamedTuple):
-    """What a ring sends in one optimizer step, in elements that each device sends (and receives).
-
-    Attributes:
-        gathers: Weights, by all-gathers.
-        reduces: Gradients, by reduce-scatters.
-    """
+    """Elements that each device sends (and receives) in a step: weights by all-gathers, gradients reduce-scattered."""
 
     gathers: float
     reduces: float

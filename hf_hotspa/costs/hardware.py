@@ -34,12 +34,7 @@ _UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}} 
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
-
-    Args:
-        peak_flops: Floating-point operations per second of matrix products, by dtype name.
-        memory_bandwidth: Bytes per second of its memory.
-    """
+    """One device: operations per second of matrix products by dtype name, and bytes per second of its memory."""
 
     memory_bytes: int
     peak_flops: Mapping[str, float]

@@ -25,13 +25,7 @@ _SAME_LAYER = 0.05
 
 @dataclass(frozen=True)
 class CostModel:
-    """What strategies of a model cost.
-
-    Args:
-        cluster: The links that switches take.
-        efficiency: Speed of switches over that of the links.
-        switch_s: Seconds of a switch beside its bytes.
-    """
+    """What strategies of a model cost on a cluster, switches at `efficiency` of its links and `switch_s` more each."""
 
     time: TimeModel
     memory: MemoryModel

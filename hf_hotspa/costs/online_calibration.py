@@ -33,12 +33,7 @@ _STEP = 4.0
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Seconds of a phase.
-
-    Args:
-        compute_s: Forward and backward of the busiest replica.
-        switch_s: Load of the weights and return of the gradients.
-    """
+    """Seconds of a phase: forward and backward of the busiest replica; load of weights and return of gradients."""
 
     strategy: Strategy
     compute_s: float
@@ -51,12 +46,7 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class Factors:
-    """What predicted seconds are multiplied by.
-
-    Args:
-        compute: For computation, by strategy; 1 where there is none.
-        switch: The same for switches.
-    """
+    """What predicted seconds are multiplied by, by strategy: of computation and of switches; 1 where there is none."""
 
     compute: Mapping[Strategy, float] = field(default_factory=dict)
     switch: Mapping[Strategy, float] = field(default_factory=dict)
@@ -79,11 +69,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class ScaledTime(TimeModel):
-    """A time model whose seconds are multiplied by a factor for each strategy.
-
-    Args:
-        factors: By strategy; 1 where there is none.
-    """
+    """A time model whose seconds are multiplied by a factor for each strategy; 1 where there is none."""
 
     factors: Mapping[Strategy, float] = field(default_factory=dict)
 
@@ -106,12 +92,7 @@ class ScaledTime(TimeModel):
 
 @dataclass(frozen=True)
 class Refit:
-    """A correction, for the log.
-
-    Args:
-        error: The error that led to it, as a share of the measured seconds.
-        factors: The factors from now on.
-    """
+    """A correction, for the log: the error (a share of measured seconds) that led to it, the factors from now on."""
 
     error: float
     factors: Factors
@@ -129,11 +110,7 @@ _Pair = tuple[PhaseSeconds, PhaseSeconds]
 
 
 class OnlineCalibration:
-    """Watches predictions and corrects them.
-
-    Attributes:
-        factors: Those in force for what is decided next.
-    """
+    """Watches predictions and corrects them by the `factors` in force for what is decided next."""
 
     def __init__(self, strategies: Iterable[Strategy]) -> None:
         self.factors = Factors()

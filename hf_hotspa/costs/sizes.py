@@ -71,13 +71,7 @@ class StageSizes:
 
 @dataclass(frozen=True)
 class MasterSizes:
-    """What the fullest rank holds of the master store.
-
-    Args:
-        weight_bytes: Master weights.
-        gradient_bytes: Gradients of the trained ones.
-        optimizer_bytes: State of the optimizer.
-    """
+    """What the fullest rank holds of the master store: master weights, trained ones' gradients, optimizer state."""
 
     weight_bytes: int
     gradient_bytes: int

@@ -106,11 +106,7 @@ class StreamedPack:
 
 @dataclass(frozen=True)
 class Streams:
-    """What moves units.
-
-    Args:
-        efficiency: Speed over that of the port model, as for switches.
-    """
+    """What moves units, at a share of the port model's speed."""
 
     sizes: ModelSizes
     cluster: Cluster

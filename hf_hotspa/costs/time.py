@@ -512,11 +512,7 @@ class TimeModel:
     def _sharded(
         self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None, enough: float = math.inf
     ) -> float:
-        """Seconds where units come and go: replicas keep step, pack by pack; in a pipeline chunk by chunk.
-
-        Raises:
-            HotspaConfigError: nothing is known of the links.
-        """
+        """Seconds where units come and go: replicas keep step, pack by pack; in a pipeline chunk by chunk."""
         if self.streams is None:
             raise HotspaConfigError(
                 f"the time model ({self.source}) knows no links, and {strategy} moves its units over them",

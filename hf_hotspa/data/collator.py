@@ -112,10 +112,7 @@ class MicroBatch:
         )
 
     def part(self, first: int, stop: int) -> "MicroBatch":
-        """The tokens `[first, stop)`: a pack of whole sequences and of parts of them, see `cuts`.
-
-        Positions and targets are those of the whole sequences.
-        """
+        """The tokens `[first, stop)`, with parts of sequences (`cuts`); positions and targets as in the whole ones."""
         if (first, stop) == (0, self.num_tokens):
             return self
         begins = [0, *accumulate(self.lengths)]
@@ -128,10 +125,7 @@ class MicroBatch:
         )
 
     def pieces(self, pieces: Sequence[Piece]) -> "MicroBatch":
-        """Parts of sequences, one after the other, as a pack of its own; there may be several of one, or none at all.
-
-        Positions and targets are those of the whole sequences.
-        """
+        """Any number of parts of sequences as a pack of its own; positions and targets are those of the whole ones."""
         begins, of_sequences = [0, *accumulate(self.lengths)], [i for i, _, _ in pieces]
         places = [slice(begins[i] + first, begins[i] + stop) for i, first, stop in pieces]
         lengths = tuple(stop - first for _, first, stop in pieces)
@@ -448,11 +442,7 @@ def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
 
 
 def idle_micro_batch(columns: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """One token of padding: its loss, and its part of every gradient, is 0.
-
-    Args:
-        columns: Those of another pack, for their names and dtypes.
-    """
+    """One token of padding with columns like another pack's: its loss, and its part of every gradient, is 0."""
     token = torch.zeros((1, 1), dtype=torch.int64)
     ends = torch.tensor([0, 1], dtype=torch.int32)
     beside = {name: c.new_zeros((1, 1) if c.dim() == 2 else 1) for name, c in columns.items()}

@@ -62,11 +62,7 @@ def csv_columns(files: Sequence[Path]) -> list[str]:
 
 
 def unreadable(files: Sequence[Path], kind: str, split: str, error: Exception) -> DataError:
-    """What to say of files that a builder of `datasets` cannot read: the one that is broken, and where.
-
-    Args:
-        kind: The builder: json, csv, text or parquet.
-    """
+    """What to say of files that a builder (json, csv, text, parquet) of `datasets` cannot read: which, and where."""
     if all(path.stat().st_size == 0 or not path.read_bytes().strip() for path in files):
         return no_rows(files)
     for path in files:

@@ -305,12 +305,7 @@ def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy |
 
 
 def _master_cuts(starts: Sequence[int], numel: int, num: int) -> NDArray[np.int64]:
-    """The ends of the shares of a segment, from 0 on: as even as `MASTER_ALIGNMENT` allows.
-
-    Args:
-        starts: Where its parameters start, counted from its own start.
-        num: Ranks that share it.
-    """
+    """The ends of a segment's shares, from 0 on, as even as `MASTER_ALIGNMENT` and its parameters' `starts` allow."""
     even = np.arange(num + 1, dtype=np.int64) * numel // num
     ends = np.array([*starts, numel], np.int64)
     at = np.searchsorted(ends, even, side="right") - 1

@@ -52,12 +52,7 @@ class _Counting(PassThrough):
 
 
 def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
-    """Makes a base model take `inputs_embeds` as the hidden state between layers.
-
-    Args:
-        base: The base model; changed.
-        embeddings: Names of its modules before the layers.
-    """
+    """Makes a base model, changed, take `inputs_embeds` past `embeddings` as the hidden state between layers."""
     dropouts = [name for name, child in base.named_children() if isinstance(child, nn.Dropout)]  # of the embeddings
     for name in dropouts:
         setattr(base, name, PassThrough())

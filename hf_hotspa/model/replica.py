@@ -154,11 +154,7 @@ _BUFFER = "_hotspa_gradient"
 
 
 def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Lets the gradients of a parameter accumulate in a dtype. Before other hooks of the parameter are registered.
-
-    Args:
-        dtype: That of the buffers that `bind_gradient` will get.
-    """
+    """Lets a parameter's gradients accumulate in the dtype of `bind_gradient`'s buffers. Before its other hooks."""
     if KNOWS_GRAD_DTYPE:
         parameter.grad_dtype = dtype
     elif dtype != parameter.dtype:

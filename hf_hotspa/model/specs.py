@@ -373,11 +373,7 @@ def _with_unsupported_reasons(
     drops: bool,
     vector: ParameterVector,
 ) -> ModelShape:
-    """The shape with the reasons why strategies of some kinds cannot be exact for the model.
-
-    Args:
-        drops: Whether attention probabilities are dropped.
-    """
+    """The shape with reasons why strategies are not exact for it; `drops`: attention probabilities are dropped."""
     model, base, layers, family = structure.model, structure.base_model, structure.layers, shape.family
     decoder_layers = list(structure.decoder_layers.values())
     return replace(
@@ -537,11 +533,7 @@ def sp_unsupported_reason(
 def cut_unsupported_reason(
     family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str
 ) -> str | None:
-    """Why sequences of the model cannot be cut along their tokens, or None.
-
-    Args:
-        how: What is to be done with the parts, for the message.
-    """
+    """Why sequences of the model cannot be cut along their tokens, or None; `how` words it in the message."""
     alone = [index for index, kind in enumerate(kinds) if kind.alone]
     if alone:
         layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]

@@ -68,11 +68,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The sequences of one micro-batch, in the order in which they are concatenated. Never empty.
-
-    Attributes:
-        lengths: Tokens of each sequence.
-    """
+    """The sequences of one micro-batch, as concatenated; `lengths` are their tokens. Never empty."""
 
     sequences: tuple[Sequence, ...]
     lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -91,11 +87,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """What one bucket runs inside a mini-batch.
-
-    Args:
-        replicas: The packs of each replica, by dp coordinate. Replicas may hold different numbers of packs, or none.
-    """
+    """What one bucket runs: packs by replica, in the order of dp coordinates; some may have fewer, or none."""
 
     bucket: Bucket
     replicas: tuple[tuple[Pack, ...], ...]
@@ -278,10 +270,7 @@ def _of_share(
 
 
 def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds: abc.Sequence[float]) -> Packs:
-    """Each sequence to the replica that would be done with it first; those of a replica in their order.
-
-    None is left without work where there is enough: nobody would see it recover.
-    """
+    """Each sequence, in order, to the replica done with it first; none is idle if avoidable, to see it recover."""
     shares: Packs = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
     for i in order:

@@ -143,13 +143,7 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Shares:
-    """What each rank has of a pack.
-
-    Args:
-        lengths: Tokens of each sequence of the pack.
-        pieces: For each rank its pieces.
-        pads: For each rank the tokens of padding behind them.
-    """
+    """What each rank has of a pack with sequences of these lengths: pieces, and tokens of padding behind them."""
 
     lengths: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
@@ -179,12 +173,7 @@ class Shares:
 
 
 def share_by_tokens(lengths: Sequence[int], cp: int, multiple: int = 1) -> Shares:
-    """Divides a pack into stretches of equal length.
-
-    Args:
-        lengths: Tokens of each sequence, each at least 1.
-        multiple: What the length of each rank's row must be a multiple of.
-    """
+    """Divides a pack into stretches of equal length, rows of multiples of `multiple` tokens."""
     total = sum(lengths)
     cuts = [total * rank // cp for rank in range(cp + 1)]
     pieces: list[list[Piece]] = [[] for _ in range(cp)]

@@ -25,11 +25,7 @@ Lengths = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over the units of a stage, forward or backward.
-
-    Args:
-        replicas: Those that compute in it, by dp coordinate.
-    """
+    """One pass over the units of a stage, forward or backward, of the replicas (dp coordinates) that compute in it."""
 
     stage: int
     is_backward: bool

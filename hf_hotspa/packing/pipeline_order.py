@@ -373,12 +373,7 @@ class _Rank:
 
 
 class _Run:
-    """All ranks against the clock of the model.
-
-    Attributes:
-        turns: By when they end.
-        seconds: When the last one does.
-    """
+    """All ranks against the clock of the model: by when turns end, and the last one."""
 
     def __init__(
         self,
@@ -494,13 +489,7 @@ def choose_interleaved(
     most_tokens: int | None = None,
     chains: Sequence[int] = (),
 ) -> InterleavedPasses:
-    """How the packs of a replica will run, forward and backward.
-
-    Args:
-        schedule: One of `pipeline_order.SCHEDULES` that `check_runs` allows.
-
-    The others are those of `interleaved_order`.
-    """
+    """How a replica's packs run by a schedule that `check_runs` allows; otherwise as `interleaved_order`."""
     total, replaced = len(tokens), False
     if schedule == "1f1b" and total >= num_ranks and total % (total // num_ranks) == 0:
         longest = max(tokens)
@@ -523,11 +512,7 @@ def _ahead(num_packs: int, num_ranks: int, rounds: int, rank: int) -> int:
 
 @lru_cache(maxsize=256)
 def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]:
-    """All passes of torch's schedule, in one order in which each comes behind what it needs.
-
-    Args:
-        num_packs: A multiple of `num_packs // num_ranks`, which is at least 1.
-    """
+    """All passes of torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >= 1."""
     orders = [_of_rank(num_packs, num_ranks, rounds, rank) for rank in range(num_ranks)]
     return tuple(turn for turns in at_a_time(orders, num_ranks * rounds) for turn in turns)
 
@@ -579,11 +564,7 @@ class PipeDream:
         return tuple(num_stages - 1 - (0 if self.vertical_sync else stage) for stage in range(num_stages))
 
     def most_versions(self, num_stages: int, stage: int, num_packs: int | None = None) -> int:
-        """The most versions of its weights that a stage holds at a time.
-
-        Args:
-            num_packs: Packs of the replica with most of them; None for any number.
-        """
+        """The most versions of its weights that a stage holds at a time, for so many packs; None for any number."""
         most = num_stages if self.vertical_sync else num_stages - stage
         if num_packs is None:
             return most

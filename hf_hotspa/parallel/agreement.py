@@ -202,12 +202,7 @@ def packed_flags(flags: Iterable[bool]) -> list[float]:
 
 
 def any_flag(gathered: torch.Tensor, number: int) -> list[bool]:
-    """Which of some flags any rank has set.
-
-    Args:
-        gathered: fp64 [world size, n], the `packed_flags` of each rank.
-        number: How many they are.
-    """
+    """Which of so many flags any rank has set, of fp64 [world size, n] `packed_flags`."""
     words = functools.reduce(torch.bitwise_or, gathered.long()).tolist()
     return [bool(words[place // _FLAGS] >> place % _FLAGS & 1) for place in range(number)]
 
@@ -417,11 +412,7 @@ class Agreement:
         return own[None] if self.group is None else torch.stack(self._gather(own))
 
     def vectors(self, values: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Every rank's 1-D tensor, of any size each and one dtype, in host memory; a collective call.
-
-        Args:
-            sizes: Of every rank's, where all ranks know them.
-        """
+        """Every rank's 1-D tensor of one dtype in host memory, of known `sizes` or any. Collective."""
         if self.group is None:
             return [values]
         if sizes is None:

@@ -202,11 +202,7 @@ def _factor(block: _Block, dropout: AttentionDropout | None, dtype: torch.dtype)
 def attend_explicitly(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: SequenceLengths, scores: Scores
 ) -> Tensor:
-    """`explicit_attention` without a graph, whose arguments these are.
-
-    Args:
-        lengths: Queries and keys of each sequence.
-    """
+    """`explicit_attention` without a graph, with its arguments; `lengths` of queries and keys of each sequence."""
     heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
     out = query.new_zeros(heads, query.shape[1], value.shape[2])
     for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
@@ -618,10 +614,7 @@ def varlen_takes(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _varlen_options() -> frozenset[str]:
-    """Names of what the variable-length kernel of the installed torch takes; none where torch has no such kernel.
-
-    torch 2.11 has windows and no grouped queries (`enable_gqa`).
-    """
+    """Arguments of the installed torch's variable-length kernel, if any; 2.11 has windows, no grouped queries."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -99,12 +99,7 @@ def token_keys(seed: int, step: int, micro_batch: MicroBatch) -> tuple[Tensor, T
 
 
 def feature_keys(module: str, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 [F] for features of a module.
-
-    Args:
-        module: Its name in the whole model.
-        features: int64 [F], their indices in the whole module; or of any other shape.
-    """
+    """Two int32 [F] for features of a module of that whole-model name, by int64 indices in it, of any shape."""
     return _halves(_mixed(features * _GOLDEN + _key(module)))
 
 
@@ -205,11 +200,7 @@ class DropoutMasks:
         self.let_attend(pack, micro_batch)
 
     def let_attend(self, pack: PackedSequences, micro_batch: MicroBatch, place: int = 0) -> None:
-        """Attention will see a pack, of which the forward under way may have some tokens of all heads.
-
-        Args:
-            place: Which heads: those of this place among the ranks that share the pack.
-        """
+        """Attention will see a pack: some tokens of all heads, or this place's heads among ranks that share it."""
         pack.token_keys = token_keys(self._seed, self.step, micro_batch)
         pack.first_tokens = tuple(start for _, start in micro_batch.keys) or (0,) * len(pack.lengths)
         pack.attention_dropout = partial(self._of_call, place) if self.attentions else None

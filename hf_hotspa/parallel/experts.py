@@ -100,14 +100,7 @@ class ExpertCapacity:
         return {"dropped_tokens": float(self.num_dropped)}
 
     def kept(self, index: Tensor, num_experts: int) -> Tensor:
-        """Which pairs of a token and an expert are computed.
-
-        Args:
-            index: int64 [T, k], the experts of each token of a whole pack.
-
-        Returns:
-            bool [T, k].
-        """
+        """bool [T, k]: which experts of int64 [T, k], for each token of a whole pack, are computed."""
         pairs = index.reshape(-1)
         most = math.ceil(self.factor * len(pairs) / num_experts)
         order = torch.argsort(pairs, stable=True)
@@ -261,10 +254,7 @@ class ExpertParallel:
         return {"expert_tokens": float(self.num_rows)}
 
     def divide(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Makes modules of experts, whose parameters are (or become) those of this rank's shard, compute those of all.
-
-        A name without a module is of another stage.
-        """
+        """Makes experts modules, but other stages', with this rank's shard of parameters, compute those of all."""
         modules: dict[str, Any] = dict(model.named_modules())
         for module in (modules[name] for name in names if name in modules):
             module.num_experts = int(module.num_experts) // self._group.size
@@ -407,12 +397,7 @@ label tokens."""
 
 
 class ChunkRouters:
-    """The routers of one chunk in one forward, beside those of the other chunks of its sequence.
-
-    Args:
-        index: The chunk's place among them.
-        is_last: Whether the sequence ends in it.
-    """
+    """The routers of chunk `index` in one forward, beside those of others; its sequence ends in the last one."""
 
     def __init__(self, sequence: RoutersOfChunks, index: int, is_last: bool) -> None:
         self.is_last = is_last
@@ -457,11 +442,7 @@ class ChunkRouters:
 
 
 class ChunkPrefix(Prefix, Protocol):
-    """What a chunk needs of those before it.
-
-    Attributes:
-        routers: Takes part in the balance loss of the sequence that is cut.
-    """
+    """What a chunk needs of those before it; `routers` take part in the balance loss of the cut sequence."""
 
     routers: ChunkRouters
 

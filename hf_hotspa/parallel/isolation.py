@@ -257,11 +257,7 @@ _STEP = 1e6
 
 
 class StatePrefix(Protocol):
-    """What a layer keeps of the tokens before those of a row, and leaves for those behind it.
-
-    Attributes:
-        continues: Whether the first sequence goes on behind the row.
-    """
+    """What a layer keeps of tokens before a row and, where the first sequence `continues`, leaves for those behind."""
 
     continues: bool
 
@@ -326,12 +322,7 @@ def has_kernel(x: Tensor) -> bool:
 
 
 class _Mixer:
-    """The two functions of one gated delta net.
-
-    Args:
-        convolution: The family's own, which looks back from each token of a row.
-        recurrence: The family's own.
-    """
+    """The family's two functions of a gated delta net: a convolution that looks back, and a recurrence."""
 
     def __init__(self, module: nn.Module, convolution: Callable[..., Tensor], recurrence: Callable[..., Any]) -> None:
         self._module, self._convolution, self._recurrence = module, convolution, recurrence

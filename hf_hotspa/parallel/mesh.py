@@ -49,12 +49,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The ranks that hold the experts of a layer between them.
-
-    Args:
-        size: Their number.
-        shard: Which of the shards this rank holds, and its position in the group.
-    """
+    """The `size` ranks that hold a layer's experts between them; `shard` is this one's, and its place in the group."""
 
     group: dist.ProcessGroup
     size: int

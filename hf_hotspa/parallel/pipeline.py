@@ -86,14 +86,7 @@ class InterleavedRun:
         self._loss = torch.zeros((), dtype=torch.float64, device=stages[0].device)
 
     def run(self, order: Sequence[Turn]) -> Tensor:
-        """Runs all passes.
-
-        Args:
-            order: See `interleaved_order`; of forward passes alone without gradients.
-
-        Returns:
-            fp64 scalar: the sum of the scaled losses where the pipeline ends, 0 elsewhere.
-        """
+        """Runs all passes of an `interleaved_order`; fp64: the sum of scaled losses where the pipeline ends, else 0."""
         for turn in order:
             target = turn.stage + (-1 if turn.is_backward else 1)
             if turn.stage % self._num_ranks == self._index:
@@ -305,10 +298,7 @@ class OneForwardOneBackward:
         return self._loss
 
     def _hand_over(self, message: _Message | None, wanted: _Message | None) -> Tensor | None:
-        """Sends what the last operation made, and receives what the next one needs: together where it is one neighbour.
-
-        Otherwise the send goes first, by itself.
-        """
+        """Sends and receives, together where both are with one neighbour; otherwise the send goes first, by itself."""
         if message is None or wanted is None or message[1] == wanted[1]:
             return self._exchange(message, wanted)
         self._exchange(message, None)

@@ -65,11 +65,7 @@ def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collec
 
 
 class RopeByRow:
-    """Makes the rotary modules of a replica compute each token's table by the length of its own sequence.
-
-    Attributes:
-        is_needed: Whether there is one whose table depends on the length.
-    """
+    """Makes a replica's rotary modules compute tables by sequence length, where that `is_needed`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._lengths: tuple[int, ...] = ()

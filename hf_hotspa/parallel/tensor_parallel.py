@@ -186,12 +186,7 @@ def _embedding(ids: Tensor, *, forward: OnTensor, first_row: int, num_rows: int,
 
 
 def wrap_embedding(module: Any, widths: tuple[int, ...], shard: int, sum_of: OnTensor) -> None:
-    """Makes an embedding look up the rows of its shard of the vocabulary, and add up what the shards find.
-
-    Args:
-        widths: Rows of each shard.
-        sum_of: The sum over the group, for autograd.
-    """
+    """Makes an embedding look up its shard's rows (`widths` of all), and adds up what shards have by `sum_of`."""
     first_row, num_rows = sum(widths[:shard]), widths[shard]
     padding = module.padding_idx
     # the padding row's gradient is zero; its local index exists on one shard only
@@ -415,10 +410,7 @@ def apply_sequence_parallel(
     widths: Mapping[str, tuple[int, ...]],
     tensor_group: TensorGroup,
 ) -> None:
-    """Wraps the forward of every block, row-parallel projection, module of cut experts, and embedding.
-
-    Arguments as for `apply_tensor_parallel`.
-    """
+    """Wraps forwards of blocks, row-parallel projections, cut experts and embedding, as `apply_tensor_parallel`."""
     enter = partial(gather_tokens, group=tensor_group.group)
     leave = partial(_scatter_sum, group=tensor_group.group)
     for name in sorted(blocks_of(styles)):

@@ -56,12 +56,7 @@ StateKey = tuple[nn.Module, str]
 
 @dataclass
 class HostBytes:
-    """What keys, values and sums of their gradients take in host memory with `+kh`, in bytes.
-
-    Args:
-        now: At the moment.
-        most: At most so far.
-    """
+    """Bytes of keys, values and sums of their gradients in host memory with `+kh`: now, and at most so far."""
 
     now: int = 0
     most: int = 0
@@ -86,12 +81,7 @@ class _Copies:
 
 
 class PrefixFetcher:
-    """Brings the prefixes of the attentions of a stage to its device.
-
-    Attributes:
-        num_fetched: Pairs that were asked for.
-        num_ahead: Of them, those that were copied, or on their way, by then.
-    """
+    """Brings prefixes of a stage's attentions to its device; counts pairs asked for, and those that were ahead."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -416,11 +406,7 @@ class Chunk:
         return out
 
     def backward(self, stage: Stage, out: Tensor, gradient: Tensor | None) -> None:
-        """From the result of the last forward, and from the keys and values in it; later chunks went before.
-
-        Args:
-            gradient: Of the loss to the result; None where it is the loss.
-        """
+        """From the last forward's result (without a gradient if the loss), keys and values, after later chunks."""
         roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
         if self.carry is not None:
             roots += [*self.carry.roots(), *self.carry.routers.roots()]
@@ -476,12 +462,7 @@ class ChunkedPacks:
 
 
 def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:
-    """Makes of the losses of chunks, the last ones in a list, one for each pack.
-
-    Args:
-        chunks: In the order of their losses.
-        losses: What a stage left.
-    """
+    """Makes of chunks' losses, the stage's last ones in order, one for each pack."""
     if not losses:
         return
     of_chunks = losses[len(losses) - len(chunks) :]

@@ -104,12 +104,7 @@ class Pieces:
 
 
 def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement, int], world_size: int) -> Pieces:
-    """Cuts one segment.
-
-    Args:
-        sources: One or two source placements, each with what is to be added to its positions.
-        target: The same for the target.
-    """
+    """Cuts one segment, of one or two source placements and a target, each with what is added to its positions."""
     sides = [*sources, target]
     bounds = [column + shift for placement, shift in sides for column in (placement.starts, placement.stops)]
     cuts = np.unique(np.concatenate(bounds)) if bounds else np.empty(0, np.int64)
@@ -170,10 +165,7 @@ class SendLoads:
 
 
 def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster: Cluster) -> int:
-    """Which holder sends a piece to `dst`: itself, else the least loaded on its node, else the least loaded of all.
-
-    Ties go to the lowest rank. `loads` is read, not changed.
-    """
+    """Who sends a piece to `dst`: itself, else the least loaded on its node, else of all; of equals the lowest rank."""
     if dst in holders:
         return dst
     node = cluster.node(dst)

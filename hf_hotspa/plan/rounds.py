@@ -351,10 +351,7 @@ def _append(slices: list[Slice], new: Slice) -> None:
 def _messages(
     drafts: dict[tuple[int, Wire], list[Slice]], channels: Mapping[Wire, int], shared: bool = True
 ) -> tuple[list[Message], int]:
-    """The joined messages of one direction, and the staging bytes they need.
-
-    Wide elements are staged first, so that every message is aligned without gaps.
-    """
+    """The joined messages of one direction, wide elements first so that all are aligned, and their staging bytes."""
     places: dict[tuple[object, ...], int] = {}
     messages, end = [], 0
     for (peer, wire), slices in sorted(drafts.items(), key=lambda item: -item[0][1].itemsize):

@@ -499,12 +499,7 @@ def _loss(loss: float | None) -> str:
 
 
 class InlinePage:
-    """A page in the output of a cell.
-
-    Args:
-        page: The whole page, HTML.
-        height: Of its frame, in pixels; what is longer scrolls.
-    """
+    """A page (HTML) in the output of a cell, in a frame `height` pixels high; what is longer scrolls."""
 
     def __init__(self, page: str, height: int) -> None:
         self.page, self.height = page, height

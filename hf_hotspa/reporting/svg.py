@@ -273,11 +273,7 @@ def bars(
     style: str = "s0",
     limit: Mark | None = None,
 ) -> str:
-    """One bar for each name; names are thinned out where they do not fit.
-
-    Args:
-        limit: A horizontal line at a value, with its text.
-    """
+    """One bar for each name, names thinned out where they do not fit; `limit` is a horizontal line with its text."""
     frame = _Frame(label, (0, len(names)), (0.0, _top([*values, limit.x * 1.08 if limit is not None else 0.0])), unit)
     slot = frame.width / len(names)
     every = -(-len(names) // 12)
@@ -294,12 +290,7 @@ def bars(
 
 
 def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -> str:
-    """A strip for each row over steps, darker where its value is larger.
-
-    Args:
-        rows: From the top down; None is left empty.
-        high: The value from which on the colour is full; 1 has none.
-    """
+    """A strip for each row, from the top down, over steps, darker up to the value `high`; None is left empty."""
     xs, rows = thinned(xs, rows)
     names = [(len(rows) - i - 0.5, rows[i].name) for i in range(0, len(rows), -(-len(rows) // 8))]
     frame = _Frame(label, (0, len(xs)), (0.0, float(len(rows))), "", names)
@@ -315,13 +306,7 @@ def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -
 
 
 def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks: Sequence[Mark], x_label: str) -> str:
-    """Shares (0 to 1) by bins side by side, with marks between or inside bins.
-
-    Args:
-        edges: [B + 1], of the bins.
-        series: Each with [B] shares.
-        marks: At values of the edges' axis.
-    """
+    """Shares (0 to 1) by bins with `edges` [B + 1], each series of [B] side by side; marks at values of their axis."""
     bins = len(edges) - 1
     values = [v or 0.0 for s in series for v in s.values]
     frame = _Frame(label, (0, bins), (0.0, _top([v * 100 for v in values])), "%")

@@ -93,11 +93,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Data parallelism of a model over all devices.
-
-    Args:
-        memory: The memory model; of it, what is not a model state. Each of its devices is a replica.
-    """
+    """Data parallelism of a model over all devices, each a replica; `memory` says all but the model states."""
 
     memory: MemoryModel
     time: TimeModel
@@ -173,11 +169,7 @@ class DataParallel:
         longest: int,
         limit_bytes: float | None,
     ) -> Baseline:
-        """The fastest run under a stage, with or without gradient checkpointing; or how much of it fits.
-
-        Args:
-            weights: What each counts.
-        """
+        """The fastest run under a stage, with or without checkpointing (batches count `weights`); or how much fits."""
         most, plain = max(longest, *map(sum, batches)), self._strategy(False)
         quadratic_cost = self.memory.sizes.shape.quadratic_cost
         capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
@@ -237,12 +229,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Pricing:
-    """Prices strategies for some lengths.
-
-    Args:
-        lengths: In random order.
-        longest: The longest sequence that must fit.
-    """
+    """Prices strategies for lengths in random order, of which the longest, in tokens, must fit."""
 
     cost: CostModel
     capacities: Capacities

@@ -223,11 +223,7 @@ _BINS = 64
 
 
 class LengthsSeen:
-    """Watches the lengths of mini-batches.
-
-    Args:
-        planned_for: Those of the plan, in tokens.
-    """
+    """Watches the lengths of mini-batches against those, in tokens, that were `planned_for`."""
 
     def __init__(self, planned_for: Iterable[int]) -> None:
         self._basis = _histogram(planned_for)

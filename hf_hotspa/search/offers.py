@@ -286,11 +286,7 @@ def _most(
 
 
 def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """The strategies without those with ep that cannot pay beside the others; one that has no other without ep stays.
-
-    Args:
-        tokens: The longest sequence that a strategy holds.
-    """
+    """The strategies but those with ep that cannot pay beside others for `tokens` held; one without others stays."""
     divided: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
         if strategy.ep > 1:

@@ -241,12 +241,7 @@ def _of_adapter(
 
 @dataclass(frozen=True)
 class PlannedSetup:
-    """The answer of `hf-hotspa plan`.
-
-    Args:
-        lengths: The lengths looked at.
-        source: Where they are from.
-    """
+    """The answer of `hf-hotspa plan`, for these lengths from that source."""
 
     setup: Setup
     lengths: tuple[int, ...]
@@ -321,11 +316,7 @@ def make_plan(
 
 
 def _longest_held(setup: Setup, wanted: int, offload: bool = False) -> int:
-    """The longest sequence that any strategy of a setup holds, up to the wanted one.
-
-    Args:
-        offload: Whether the master store is in the memory of the host (`hotspa_offload="master"`).
-    """
+    """The longest sequence, up to the wanted one, that any strategy holds, with `hotspa_offload="master"` if asked."""
     memory = setup.cost.memory
     tokens = Capacities(
         replace(memory, options=replace(memory.options, offload_master=offload)), setup.limit_bytes

@@ -65,11 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Near:
-    """Another plan, whose predicted seconds are near those of the chosen one.
-
-    Args:
-        seconds: Predicted mean seconds of a mini-batch, switches included.
-    """
+    """Another plan, whose predicted mean seconds of a mini-batch, switches included, are near the chosen one's."""
 
     buckets: tuple[Bucket, ...]
     seconds: float

@@ -86,12 +86,7 @@ class Singles:
         shape: ModelShape,
         limit_bytes: float | None,
     ) -> "Singles":
-        """Looks at every strategy.
-
-        Args:
-            plan: Plans a run under one of them; raises a `HotspaError` where it does not fit.
-            limit_bytes: What a device may hold.
-        """
+        """Looks at every strategy under the limit; `plan` plans a run, or raises a `HotspaError` where none fits."""
         room = size(limit_bytes).replace(".0 ", " ") if limit_bytes is not None else "memory"
         timed: list[tuple[float, Bucket]] = []
         refused: dict[Strategy, str] = {}

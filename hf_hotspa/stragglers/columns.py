@@ -90,12 +90,7 @@ def random_columns(num_columns: int, count: int, seed: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LayerColumns:
-    """The lineage of one product: which columns it computes.
-
-    Args:
-        num_columns: L.
-        kept: K, ascending.
-    """
+    """The lineage of one product of L columns: `kept`, K, are computed, ascending."""
 
     num_columns: int
     kept: tuple[int, ...]

@@ -394,12 +394,7 @@ def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Cu
 
 @dataclass(frozen=True)
 class TaskWork:
-    """What one task does differently.
-
-    Args:
-        migrated: Share of its columns that other tasks compute.
-        resized: Share of its columns that nobody computes.
-    """
+    """What one task does differently: the shares of its columns that others (`migrated`), or none, compute."""
 
     migrated: float = 0.0
     resized: float = 0.0
@@ -408,14 +403,7 @@ class TaskWork:
 def divide_semi(
     seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
 ) -> tuple[TaskWork, ...]:
-    """Algorithm 2: who migrates and who is resized.
-
-    Args:
-        seconds: T of each task.
-        product_s: M of each.
-        workloads: L of each, in columns of all its layers.
-        curves: Of the pretest.
-    """
+    """Algorithm 2: who migrates, who is resized; of each task T, M and L (columns of all layers); pretest curves."""
     gammas = excess_ratios(seconds, product_s)
     order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
     slower = [i for i in order if gammas[i] > 0.0]
@@ -557,11 +545,7 @@ class Giving:
         return tuple(1.0 + a * p for a, p in zip(extra, known, strict=True))
 
     def decide(self, paces: Sequence[float], slow: frozenset[int]) -> bool:
-        """Decides anew where what is known of the devices changed.
-
-        Returns:
-            Whether some share changed.
-        """
+        """Decides anew where what is known of the devices changed; whether some share changed."""
         state = [list(paces), sorted(slow), sorted(s for s, known in self._products.items() if any(known))]
         if state == self._decided and not (self.mode == "semi" and slow):
             return False

@@ -70,11 +70,7 @@ class Speeds:
 
 
 class SpeedHistory:
-    """The speeds of a run, by mini-batch.
-
-    Args:
-        delay: See the head of the file.
-    """
+    """The speeds of a run, by mini-batch, with the delay that the head of the file explains."""
 
     def __init__(self, delay: int) -> None:
         self.delay = delay
@@ -134,11 +130,7 @@ Paces = tuple[tuple[int, ...], ...]
 
 
 def paces_of_ranks(speeds: Sequence[float]) -> tuple[int, ...]:
-    """How long each rank takes, see `USUAL_PACE`.
-
-    Args:
-        speeds: Of each rank, 1 for one that is not slow.
-    """
+    """How long each rank takes (`USUAL_PACE`), from speeds that are 1 for ranks that are not slow."""
     return tuple(max(round(USUAL_PACE / speed), 1) for speed in speeds)
 
 

@@ -33,11 +33,7 @@ class Demand(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Bytes that a rank lacks and others of its node hold.
-
-    Attributes:
-        owners: The ranks of its node that hold them.
-    """
+    """Bytes that a rank lacks, and the `owners` in its node that hold them."""
 
     owners: tuple[int, ...]
     needer: int
