@@ -268,13 +268,8 @@ def small_copy(
 
 
 def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
-    """A copy with its decoder's linear layers in 4 bits of bitsandbytes, below an adapter of all of them.
-
-    Codes repeat one block, as the weights do. The random state of torch is left alone.
-
-    Args:
-        model: Of `small_copy`, with weights; it is changed.
-    """
+    """`small_copy`, changed: its decoder's linear layers in 4 bits of bitsandbytes, below an adapter of all of them.
+    Codes repeat one block, as the weights do. The random state of torch is left alone."""
     from bitsandbytes.functional import QuantState, quantize_4bit
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
     from peft import LoraConfig, get_peft_model
@@ -769,14 +764,8 @@ def _leaf(value: Any) -> Any:
 
 
 def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> tuple[LayerSample, ...]:
-    """Seconds of a layer of each kind; the fastest counts. Collective.
-
-    Args:
-        model: The whole model, on the meta device.
-
-    Returns:
-        A sample for each kind, the same on every rank; none where all layers are of one kind.
-    """
+    """Seconds of a layer of each kind of a model on the meta device; the fastest counts. A sample for each kind, the
+    same on every rank; none where all are of one kind. Collective."""
     description = describe_model(model)
     kinds = kinds_of_layers(model, description)
     if len(kinds) < 2:

@@ -130,12 +130,8 @@ class ModelWeights:
     def write(
         self, disk: Disk, folder: Path, weights: Weights | dict[str, Tensor], part: int = 0, parts: int = 1
     ) -> list[FileRecord]:
-        """Writes every `parts`-th file, from number `part` on; the first part writes the index, too.
-
-        Args:
-            weights: The weights, or what `hold` gave.
-            part: Which part of the files: the ranks share the work.
-        """
+        """Writes every `parts`-th file, from number `part` on, of weights or of what `hold` gave: the ranks share the
+        work. The first part writes the index, too."""
         stream = iter(weights.items() if isinstance(weights, dict) else self._made(weights, self.shards[part::parts]))
 
         def data(names: tuple[str, str]) -> Buffer:

@@ -20,12 +20,8 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer of a decoder layer.
-
-    Args:
-        of_heads: Whether what tp cuts belongs to `query` heads or to `key` heads; None for an MLP.
-        rows: Whether tp cuts its outputs (column-parallel); else its inputs.
-    """
+    """One linear layer of a decoder layer. tp cuts what belongs to `query` heads, to `key` heads, or (None) to an MLP:
+    its outputs (column-parallel) with `rows`, else its inputs."""
 
     inputs: int
     outputs: int

@@ -54,12 +54,8 @@ def all_reduce_latency(tp: int, hardware: Hardware) -> float:
 def layer_cost(
     shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapter: int | None = None, codes: float = 0.0
 ) -> Cost:
-    """One decoder layer, forward and backward, on each device of a tp group.
-
-    Args:
-        adapter: The parameters of an adapter that are trained instead of the layer; None where the layer is.
-        codes: Weights that are dequantized for each of their products.
-    """
+    """One decoder layer, forward and backward, on each device of a tp group. With `adapter` parameters that are trained
+    in its place (None: the layer is), and `codes` weights dequantized for each product."""
     peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
     whole = shape.whole_parameters
     parameters = (shape.active_parameters - whole) / tp + whole

@@ -154,12 +154,8 @@ class PhaseSample:
 
 @dataclass(frozen=True)
 class LayerSample:
-    """Forward and backward of one decoder layer alone, without tensor parallelism, all ranks at the same time.
-
-    Args:
-        layers: The indices of all layers of its kind.
-        seconds: Of one of them; on a core where ranks share cores.
-    """
+    """Forward and backward of one decoder layer alone, without tp, all ranks at the same time: the indices of all
+    layers of its kind, and the seconds of one, on a core where ranks share cores."""
 
     layers: tuple[Count, ...]
     lengths: tuple[PositiveCount, ...]

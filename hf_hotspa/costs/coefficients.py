@@ -56,12 +56,8 @@ class Hop:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """What ranks of cp exchange in a layer; a token is the bytes of its hidden state that a rank sends to the others.
-
-    Args:
-        all_to_all: Heads for tokens, and gradients to where they are summed.
-        gather: Keys and values.
-    """
+    """What ranks of cp exchange in a layer: heads for tokens (and gradients to where they are summed), and keys and
+    values. A token is the bytes of its hidden state that a rank sends to the others."""
 
     all_to_all: Hop
     gather: Hop

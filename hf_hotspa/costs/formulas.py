@@ -82,12 +82,8 @@ def pipeline_seconds(pp: int, num_micro_batches: int, micro_batch_s: float) -> f
 
 
 def tensor_seconds(message: float, bandwidth: float, tp: int, layers_of_stage: float, num_micro_batches: int) -> float:
-    """`T_tp`: the all-reduces of a batch, layers recomputing everything: six a layer and micro-batch, each of a message.
-
-    Args:
-        message: Bytes.
-        bandwidth: Bytes a second of the links between the ranks of tp.
-    """
+    """`T_tp`: the all-reduces of a batch, layers recomputing everything: six a layer and micro-batch, each of a message
+    in bytes, over links between the ranks of tp of that bandwidth in bytes a second."""
     each = message / bandwidth * 2 * (tp - 1) / tp
     return each * ALL_REDUCES_RECOMPUTED * layers_of_stage * num_micro_batches
 

@@ -273,12 +273,8 @@ class MemoryModel:
         return max(stages, key=lambda stage: stage.total)
 
     def stages(self, bucket: Bucket, num_packs: int | None = None, arena_bytes: int = 0) -> list[MemoryBreakdown]:
-        """Bytes on the fullest rank of each stage (of each place in the pipeline, where a rank has several).
-
-        Args:
-            num_packs: Packs of a replica; None for enough to fill the pipeline.
-            arena_bytes: What the largest strategy of the pool needs for weights and gradients, see `arena_bytes`.
-        """
+        """Bytes on the fullest rank of each stage (of each place in the pipeline, where a rank has several); with packs
+        of a replica that fill the pipeline when None, and an arena of `arena_bytes` for the pool."""
         return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(bucket.strategy.pp)]
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:

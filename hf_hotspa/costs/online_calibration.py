@@ -118,15 +118,8 @@ class OnlineCalibration:
         self._window: list[list[_Pair]] = []
 
     def observe(self, predicted: Sequence[PhaseSeconds], measured: Sequence[PhaseSeconds]) -> Refit | None:
-        """Takes the phases of one mini-batch.
-
-        Args:
-            predicted: By the uncorrected model.
-            measured: The same phases in the same order; numbers that all ranks have in common.
-
-        Returns:
-            The correction, where one is due; it is in force already.
-        """
+        """Takes the phases of one mini-batch, predicted by the uncorrected model, and measured, in the same order and
+        equal on all ranks. Returns the correction, in force already, where one is due."""
         self._window = [*self._window, list(zip(predicted, measured, strict=True))][-WINDOW:]
         if len(self._window) < WINDOW or (error := median(map(self._error, self._window))) <= LIMIT:
             return None

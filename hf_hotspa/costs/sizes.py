@@ -49,14 +49,8 @@ def loss_chunk_tokens(vocabulary_rows: int) -> int:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What the fullest rank of a pipeline stage holds.
-
-    Args:
-        num_layers: Decoder layers of the stage.
-        weight_bytes: Weights of the strategy that are there at a time.
-        gradient_bytes: Gradients that are, in the dtype in which they accumulate.
-        trained_bytes: Of all weights of the strategy, those that are trained.
-    """
+    """What the fullest rank of a pipeline stage holds: decoder layers, weights that are there at a time, their
+    gradients in the dtype in which they accumulate, and of all weights those that are trained."""
 
     num_layers: int
     weight_bytes: int

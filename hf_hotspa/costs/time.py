@@ -155,13 +155,8 @@ def interleaved_events(pipeline: Pipeline) -> list[Event]:
 
 
 def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:
-    """Seconds until the last of several independent loads is done, all started together.
-
-    Args:
-        loads: Processor seconds of each load on each of its ranks.
-        ranks_per_load: Ranks that work on a load together.
-        slots: Ranks that compute at a time.
-    """
+    """Seconds until the last of independent loads is done, all started together: processor seconds on each rank,
+    `ranks_per_load` working on one together, and `slots` computing at a time."""
     seconds = done = 0.0
     for left, load in zip(range(len(loads), 0, -1), sorted(loads), strict=True):
         seconds += (load - done) * max(1.0, left * ranks_per_load / slots)

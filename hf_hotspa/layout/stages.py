@@ -135,12 +135,8 @@ def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages of consecutive layers, each replicated by itself.
-
-    Args:
-        seconds: Of a micro-batch in the steady state: the slowest stage, or pass between two.
-        stages: Layers and replicas of each.
-    """
+    """Stages of consecutive layers, each replicated by itself: layers and replicas of each, and the seconds of a
+    micro-batch in the steady state (the slowest stage, or pass between two)."""
 
     seconds: float
     stages: tuple[tuple[range, int], ...]

@@ -123,13 +123,8 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
 
 
 def changed_facts(facts: Facts, expected: Facts, like: PreTrainedModel) -> list[str]:
-    """Where facts are not the expected ones, as texts that name module, attribute and both values.
-
-    Attributes that neither the expected facts nor the classes of the modules have are passed over: no forward knows them.
-
-    Args:
-        like: What the expected facts are of.
-    """
+    """Where facts are not the expected ones (those of `like`), as texts that name module, attribute and both values.
+    Attributes that neither the expected facts nor the modules' classes have no forward knows: passed over."""
     names, is_of_text = {name for name, _ in facts}, of_text(like)
     modules = {name: module for name, module in like.named_modules() if is_of_text(name)}
     texts = [

@@ -154,12 +154,8 @@ def _fill_buffers(probe: Any) -> None:
 def modules_of_units(
     model: nn.Module, layers: Sequence[nn.Module], unit_of: Callable[[nn.Parameter], int | None]
 ) -> Iterator[tuple[int, nn.Module]]:
-    """The modules outside of layers whose call needs the weights of a unit, each with that unit.
-
-    Args:
-        layers: The decoder layers of the model.
-        unit_of: The unit with which a parameter is streamed; None for one that stays.
-    """
+    """The modules outside of the decoder layers whose call needs the weights of a unit, each with that unit; `unit_of`
+    gives that of a parameter, None for one that stays."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:

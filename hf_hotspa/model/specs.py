@@ -181,13 +181,7 @@ def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Structure:
-    """A causal language model and the names of its parts.
-
-    Args:
-        model: The model, without the wrapper of an adapter.
-        prefix: See `ModelDescription`; `adapters`, `base`, `layers`, `embeddings`, `norms` and `head`, too.
-        input_embedding: Name of the input embedding.
-    """
+    """A causal language model, without the wrapper of an adapter, and the names of its parts (`ModelDescription`)."""
 
     model: PreTrainedModel
     prefix: str

@@ -138,12 +138,8 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
 
 
 def reaches(tokens: Sequence[int], most_tokens: int | None = None, chains: Sequence[int] = ()) -> list[int]:
-    """How many forward passes may have begun before each backward pass.
-
-    Returns:
-        For each backward pass, in their order, the number k of units so that 0 to k - 1, without those whose backward pass
-        came before, are within the limit together; a whole chain at least.
-    """
+    """For each backward pass, in order, how many forward passes may have begun before it: the k so that units 0 to k -
+    1, but those whose backward pass came before, are within the limit; a whole chain at least."""
     total = len(tokens)
     if most_tokens is None:
         return [total] * total
@@ -311,13 +307,8 @@ def interleaved_order(
     chains: Sequence[int] = (),
     is_trained: bool = True,
 ) -> tuple[Turn, ...]:
-    """All passes of a replica, in the one order that all of its ranks follow.
-
-    Args:
-        num_ranks: Of the pipeline, at least 2.
-        rounds: Stages on each rank.
-        is_trained: Whether there are backward passes.
-    """
+    """All passes of a replica, backward ones too if `is_trained`, in the one order that all ranks of its pipeline (at
+    least 2) follow, with `rounds` stages on each."""
     sizes = tuple(chains) or (1,) * len(tokens)
     return _order(tuple(tokens), num_ranks, rounds, most_tokens if is_trained else None, sizes, is_trained)
 

@@ -59,12 +59,8 @@ _CALLED = "hotspa_barrier"
 
 
 class MonitoredBarrier:
-    """The barrier of one rank, as `torch.distributed.monitored_barrier` but over the store. Several threads may hold it.
-
-    Args:
-        store: The store that all ranks share.
-        outcome: The key under which the first error of the run appears; nobody waits for names after that.
-    """
+    """The barrier of one rank, as `torch.distributed.monitored_barrier` but over the store of all ranks. Nobody waits
+    for names once the run's first error is under the key `outcome`. Several threads may hold it."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, outcome: str) -> None:
         self._store, self._rank, self._world_size, self._outcome = store, rank, world_size, outcome
@@ -124,12 +120,8 @@ def _without_store(error: HotspaError, rank: int) -> HotspaError:
 
 
 def _in_time(function: Callable[[], T], seconds: float) -> T:
-    """Calls a function of a store in a thread of its own, as nothing else can end its wait.
-
-    Raises:
-        TimeoutError: it has not come back; its thread is left behind.
-        Exception: what it raises.
-    """
+    """Calls a function of a store in a thread of its own, as nothing else can end its wait; raises what it raises, or
+    `TimeoutError`, and leaves the thread behind."""
     came: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
     def call() -> None:
@@ -208,14 +200,8 @@ def any_flag(gathered: torch.Tensor, number: int) -> list[bool]:
 
 
 def odd_ones(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:
-    """Who is not with the majority.
-
-    Args:
-        columns: For each of several things what each one has.
-
-    Returns:
-        The positions of those that differ from the rest in any; None where no more than half of all have the same.
-    """
+    """The positions of those that differ from the majority in any of several things; None where no more than half of
+    all have the same. Each of `columns` has one thing of all."""
     odd = set[int]()
     for seen in columns:
         usual, count = Counter(seen).most_common(1)[0]
@@ -422,13 +408,8 @@ class Agreement:
         return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
 
     def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
-        """What every rank sends to this one, in the order of ranks; a collective call.
-
-        Args:
-            send: 1-D, in host memory: what each rank gets, in the order of ranks.
-            send_sizes: Elements for each rank.
-            receive_sizes: Elements from each rank, which must be what these send.
-        """
+        """What every rank sends to this one, in the order of ranks, with as many elements as those send; `send`, 1-D in
+        host memory, has what each rank gets. Collective."""
         if self.group is None:
             return send
         received = send.new_empty(sum(receive_sizes))

@@ -296,12 +296,8 @@ class Prefix(Protocol):
     chunks: tuple[int, ...]
 
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prefixes, [1, K, P, D] each, one after the other; called once in each call of an attention.
-
-        Args:
-            key: [1, K, T, D], of the row's own tokens.
-            value: [1, K, T, D].
-        """
+        """Keys and values of the prefixes, [1, K, P, D] each, one after the other, for the row's own [1, K, T, D];
+        called once in each call of an attention."""
         ...
 
     def fetched(self, module: nn.Module, before: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -70,12 +70,8 @@ def prepare_environment(device: torch.device) -> None:
 
 
 def host_group(ranks: Iterable[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new group that takes tensors in host memory. A collective call for all ranks of the world.
-
-    Args:
-        ranks: Its ranks; all when None.
-        timeout: How long an operation may wait for a peer; torch's default when None.
-    """
+    """A new group of these ranks, or all, that takes tensors in host memory; torch's time limit for waiting when None.
+    A collective call for all ranks of the world."""
     made: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=HOST)
     return made
 

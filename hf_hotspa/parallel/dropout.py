@@ -104,13 +104,8 @@ def feature_keys(module: str, features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kept(tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], p: float) -> Tensor:
-    """Which elements stay: bool [T, F], each with probability 1 - p.
-
-    Args:
-        tokens: `token_keys` of T tokens.
-        features: `feature_keys` of F features.
-        p: The probability to be dropped, below 1.
-    """
+    """Which elements stay: bool [T, F], each with probability 1 - p, p below 1, by the `token_keys` of T tokens and the
+    `feature_keys` of F features."""
     (low_t, high_t), (low_f, _) = tokens, features
     least = round(p * 2**32) - 2**31
     num_tokens, width = low_t.shape[0], low_f.shape[0]
@@ -135,14 +130,8 @@ def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Te
 
 
 class _PairMasks:
-    """Which attention probabilities of one call of a module stay.
-
-    Args:
-        module: A name of the call.
-        p: The probability to be dropped, below 1.
-        heads: The heads that this rank computes, counted in the whole model.
-        pack: The pack, with its token keys.
-    """
+    """Which attention probabilities of one call (by name) of a module stay, dropped with p below 1: of these heads,
+    counted in the whole model, and the pack, with its token keys."""
 
     def __init__(self, module: str, p: float, heads: range, pack: PackedSequences) -> None:
         self._module, self._least, self._heads, self._pack = module, round(p * 2**32) - 2**31, heads, pack

@@ -145,12 +145,8 @@ def experts_per_token(config: PreTrainedConfig) -> int:
 def unsupported_reason(
     family: str, modules: Mapping[str, nn.Module], layers: tuple[str, ...], kinds: Sequence[LayerKind]
 ) -> str | None:
-    """Why the experts of a model cannot be divided over ranks, or None.
-
-    Args:
-        layers: What the names of layers begin with; one for each list of them.
-        kinds: How each layer treats the sequences of a pack.
-    """
+    """Why the experts of a model cannot be divided over ranks, or None; by what the names of layers begin with, one for
+    each list, and how each layer treats the sequences of a pack."""
     fused = fused_experts(modules, layers)
     loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in fused), None)
     if loose is not None:
@@ -327,12 +323,8 @@ def _compute(module: nn.Module, forward: Callable[..., Tensor], rows: Tensor, ex
 
 
 def fits_grouped_kernels(dtype: torch.dtype, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether the fused kernel of experts takes a rank's shards: rows of whole 16 bytes, and no fp64.
-
-    Args:
-        dtype: In which it computes.
-        shapes: Of all parameters of the rank; those of experts have three dims.
-    """
+    """Whether the fused kernel of experts takes a rank's shards in a dtype: rows of whole 16 bytes, and no fp64. Of all
+    shapes of the rank, those of experts have three dims."""
     if dtype == torch.float64:
         return False
     experts = [shape for shape in shapes if len(shape) == 3]
@@ -411,13 +403,8 @@ class ChunkRouters:
         return sum(num_labels for _, num_labels in self._sequence.values())
 
     def leave(self, logits: Sequence[Tensor], num_labels: int, loss_of: Callable[[Tensor, int], Tensor]) -> None:
-        """Takes what the forward gave.
-
-        Args:
-            logits: Of each router [tokens, E].
-            num_labels: The chunk's.
-            loss_of: The loss of the logits [T, E] of a router for a sequence with so many label tokens.
-        """
+        """Takes the forward's logits [tokens, E] of each router, the chunk's number of labels, and the loss of a
+        router's logits [T, E] for a sequence with so many label tokens."""
         self._sequence[self._index] = [own.detach() for own in logits], num_labels
         self._in_graph, self._loss_of = list(logits), loss_of
 

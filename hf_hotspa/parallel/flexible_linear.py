@@ -148,13 +148,8 @@ class Exchange(Enum):
 
 @dataclass(frozen=True)
 class Product:
-    """The shape of a linear's product.
-
-    Args:
-        columns: Columns on each position of the group.
-        outputs: Outputs on each.
-        is_row: Whether it is row-parallel: its outputs are summed over the group.
-    """
+    """The shape of a linear's product: columns and outputs on each position of the group. If it is row-parallel, its
+    outputs are summed over the group."""
 
     columns: tuple[int, ...]
     outputs: tuple[int, ...]

@@ -266,13 +266,8 @@ class FourBitProduct:
         linear.hotspa_product, linear.forward = self, self.with_bias
 
     def cut(self, dim: int, rows: Sequence[tuple[int, int]], held_whole: bool) -> None:
-        """Makes it the product with a shard.
-
-        Args:
-            dim: Of the weight, along which it is cut.
-            rows: What of it the shard is.
-            held_whole: Whether the rank holds all codes, and takes its slice of what it dequantizes.
-        """
+        """Makes it the product with a shard: these rows of the weight along the dim that is cut. With `held_whole` the
+        rank holds all codes, and takes its slice of what it dequantizes."""
         local = list(self._layer.shape)
         local[dim] = sum(stop - start for start, stop in rows)
         self._shape = (local[0], local[1])

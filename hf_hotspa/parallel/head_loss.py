@@ -45,13 +45,8 @@ class _Chunk(nn.Module):
 
 
 class Tail:
-    """What a causal language model does after its base model, as a function of the hidden state.
-
-    Args:
-        model: The replica's model on a last stage.
-        base: Name of its base model.
-        head: Name of its language-model head.
-    """
+    """What a causal language model, of a replica's last stage, does after its base model, as a function of the hidden
+    state; by the names of the base model and the language-model head."""
 
     def __init__(self, model: nn.Module, base: str, head: str) -> None:
         self._chunk = _Chunk()
@@ -163,13 +158,8 @@ class Objective(Protocol):
         """Logits that each tensor-parallel shard has, in the order of shards."""
 
     def of(self, micro_batch: MicroBatch, whole: MicroBatch, scale: float) -> LossOfLogits:
-        """What makes of the logits of some tokens of a micro-batch their scaled loss.
-
-        Args:
-            micro_batch: This rank's tokens of a pack.
-            whole: The pack.
-            scale: 1 / (label tokens of the mini-batch).
-        """
+        """What makes of the logits of a micro-batch's tokens on this rank, of the whole pack, their loss, scaled by 1 /
+        (label tokens of the mini-batch)."""
 
 
 @dataclass(frozen=True)

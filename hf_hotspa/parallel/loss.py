@@ -307,14 +307,8 @@ class TokenLoss(_OwnLoss):
     """A loss that is a sum over tokens: `function(TokenSlice) -> scalar`, the sum over its tokens, not divided."""
 
     def of(self, log_probs: Tensor, pack: TokenSlice, tokens: slice, scale: float) -> Tensor:
-        """The scaled loss of a slice, an fp64 scalar.
-
-        Args:
-            log_probs: [t] of `vocab_parallel_log_probabilities`.
-            pack: `tokens_of` the micro-batch.
-            tokens: Which of its tokens these are.
-            scale: 1 / (label tokens of the mini-batch).
-        """
+        """The loss of a slice of the tokens of `tokens_of` a micro-batch, fp64, by `vocab_parallel_log_probabilities`
+        [t]; scaled by 1 / (label tokens of the mini-batch)."""
         part = pack[tokens]
         labelled = (part.labels != IGNORE).nonzero()[:, 0]
         if not labelled.numel():

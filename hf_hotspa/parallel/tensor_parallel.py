@@ -85,12 +85,8 @@ def _slice_of_shard(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGrou
 
 
 def gather_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
-    """The whole last dim of what the ranks of a group have shards of, for something that all of them do alike.
-
-    Args:
-        x: [..., own width].
-        widths: Of the last dim on each shard, in the order of shards.
-    """
+    """The whole last dim of what the ranks of a group have shards of ([..., own width]; `widths` in the order of
+    shards), for something that all of them do alike."""
     place: dict[str, Any] = {"widths": widths, "tensor_group": tensor_group}
     return with_gradient(partial(_all_gather_last, **place), partial(_slice_of_shard, **place), x)
 
@@ -343,12 +339,8 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def same_tokens(x: Tensor, group: dist.ProcessGroup | None, num_tokens: int) -> Tensor:
-    """[T/t, ...] of this rank's tokens as [T, ...] without padding, for something that every rank computes alike.
-
-    Args:
-        group: The tensor-parallel group, of t ranks; None where this rank has all tokens.
-        num_tokens: T but for the padding.
-    """
+    """[T/t, ...] of this rank's tokens as [T, ...] without padding, for something that all t ranks of the
+    tensor-parallel group compute alike; None where this rank has all tokens."""
     if group is not None:
         size, index = dist.get_world_size(group), dist.get_rank(group)
         x = with_gradient(partial(gather, group=group), lambda grad: grad.chunk(size)[index], x)
@@ -375,13 +367,8 @@ def sequence_parallel_refusal(
     layers: tuple[str, ...],
     experts: set[str],
 ) -> str | None:
-    """Why a model cannot be sequence parallel, or None.
-
-    Args:
-        own: Parameters that are cut, or whose gradient is a part of a sum on each shard (q/k norms).
-        layers: What the names of layers begin with.
-        experts: The modules of fused experts.
-    """
+    """Why a model cannot be sequence parallel, or None. `own` are parameters that are cut, or whose gradient is part of
+    a sum on each shard (q/k norms); `layers` are beginnings of names; `experts` fused ones."""
     blocks = blocks_of(styles)
     mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts)
     latents = {name.rpartition(".")[0] for name, style in styles.items() if style == LATENT}

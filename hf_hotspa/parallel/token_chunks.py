@@ -91,13 +91,8 @@ class PrefixFetcher:
         self.num_fetched = self.num_ahead = 0
 
     def fetch(self, index: int, count: int, prefix_of: Callable[[int], Pair]) -> Pair:
-        """The prefix of an attention on the device, in the graph; the gradients of these go back to the host.
-
-        Args:
-            index: Its place among the attentions of the stage.
-            count: How many there are.
-            prefix_of: Gives the prefix of each, in host memory.
-        """
+        """The prefix of attention `index` of `count` of the stage on the device, in the graph, from `prefix_of` each in
+        host memory; the gradients of these go back to the host."""
         pair, after = prefix_of(index), self._after(index, count)
         # the last one again, where a layer is computed again; a chunk later the same attention has another prefix
         known = (copies for copies in (self._ahead, self._last) if copies is not None and copies.index == index)

@@ -90,12 +90,8 @@ class Holders:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of one kind of segment that somebody needs.
-
-    Args:
-        starts: First element of each piece.
-        held: Who has it in a source layout; where a rank has it in both, the second source.
-    """
+    """The pieces of one kind of segment that somebody needs: their first elements, and who has them in a source layout
+    (where a rank has one in both, in the second source)."""
 
     starts: Numbers
     lengths: Numbers
@@ -177,13 +173,8 @@ def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster:
 def plan_direct(
     kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, planner: str
 ) -> tuple[list[SegmentPlan], list[int]]:
-    """Direct plans of all segments, and which segment has which.
-
-    Args:
-        kind_of: The kind of each segment; -1 for none.
-        element_sizes: Bytes of one element of each segment on the wire.
-        planner: `algorithm1`, `round_robin` or `first_owner`.
-    """
+    """Direct plans of all segments by `algorithm1`, `round_robin` or `first_owner`, and which segment has which.
+    Segments are of a kind, -1 for none, with bytes an element on the wire."""
     if planner != "algorithm1":
         return [_table(pieces, _stateless(pieces, planner), cluster.world_size) for pieces in kinds], list(kind_of)
     loads = SendLoads.zero(cluster.world_size)

@@ -206,12 +206,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All rounds of one rank. The number of rounds is the same on every rank; a rank may have nothing in a round.
-
-    Args:
-        groups: The segments of each group.
-        extents: Elements that the buffer of each `(store, segment)` must have at least.
-    """
+    """All rounds of one rank, the segments of each group, and the elements that each `(store, segment)` needs at least.
+    The number of rounds is the same on every rank; a rank may have nothing in a round."""
 
     rounds: tuple[Round, ...]
     groups: tuple[tuple[int, ...], ...]

@@ -209,13 +209,8 @@ MEGATRON, IN_NODE, DYNAMIC = "Megatron-like dp x tp x pp", "tp in a node + dp", 
 
 @dataclass(frozen=True)
 class Rival:
-    """Something to compare a plan with.
-
-    Args:
-        buckets: How it runs; of what does not fit what was asked for, if anything.
-        seconds: Predicted mean seconds of a mini-batch, switches included; None where it does not fit.
-        why: Why not.
-    """
+    """Something to compare a plan with: its buckets, of what does not fit what was asked for if anything, predicted
+    mean seconds of a mini-batch with switches, None where it does not fit, and why not."""
 
     name: str
     buckets: tuple[Bucket, ...]

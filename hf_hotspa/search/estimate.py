@@ -197,13 +197,8 @@ def _greatest(costs: Iterable[Cost]) -> list[Cost]:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The weighted mean of a phase over the mini-batches.
-
-    Args:
-        compute_s: Seconds of its packs on the busiest replica.
-        switch_s: Seconds of its switch, where it runs at all.
-        num_packs: Packs over all replicas.
-    """
+    """The weighted mean of a phase over the mini-batches: seconds of its packs on the busiest replica and of its
+    switch, where it runs at all, and packs over all replicas."""
 
     compute_s: float
     switch_s: float

@@ -82,13 +82,8 @@ def _log_normal(uniform: np.typing.NDArray[np.float64], median: float, sigma: fl
 
 @dataclass(frozen=True)
 class Counts:
-    """How many sequences of each length there are.
-
-    Args:
-        lengths: [N] int64, different lengths in tokens, each at least 1.
-        sizes: [N] int64, how many sequences have each.
-        source: Where they are from, in words.
-    """
+    """How many sequences (`sizes` [N] int64) of each length (`lengths` [N] int64, different, at least 1 token) there
+    are, and where they are from, in words."""
 
     lengths: np.typing.NDArray[np.int64]
     sizes: np.typing.NDArray[np.int64]

@@ -259,13 +259,8 @@ def _check(sample: list[int], max_phases: int, margin: float, mini_batch_size: i
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
-    """The mini-batches that are looked at, and what each counts: equal, but for one that holds nothing but a longest
-    sequence, where all others are shorter.
-
-    Args:
-        sample: Lengths in random order.
-        size: Sequences of a mini-batch; all when None.
-    """
+    """The mini-batches of `size` lengths (all when None) of a random sample, and what each counts: equal, but for one
+    that holds nothing but a longest sequence, where all others are shorter."""
     size = size or len(sample)
     count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
     stream = cycle(sample)  # a histogram that is smaller than a mini-batch is repeated

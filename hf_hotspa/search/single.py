@@ -21,13 +21,8 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 @dataclass(frozen=True)
 class SingleStrategy:
-    """One strategy that would train everything.
-
-    Args:
-        bucket: The strategy, its longest sequence and its packs.
-        switch: Load and return seconds of it, and of the strategies of the mini-batches.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
-    """
+    """One strategy that would train everything, with its packs balanced by `quadratic_cost`; `switch` has load and
+    return seconds of it and of the strategies of the mini-batches."""
 
     bucket: Bucket
     time: TimeModel

@@ -98,13 +98,8 @@ def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SlowEvent:
-    """Devices became slow, or recovered.
-
-    Args:
-        step: The mini-batch after which it is known, counted from 1.
-        slow: Rank -> how many times as long it takes as those that are not slow, of those that became slow.
-        recovered: The ranks that are slow no longer.
-    """
+    """Devices became slow (rank -> how many times as long it takes as those that are not), or recovered, after a
+    mini-batch, counted from 1."""
 
     step: int
     slow: dict[int, float]
@@ -139,14 +134,8 @@ class SlowDevices:
         self._seen: set[str] = set()
 
     def observe(self, step: int, phases: Sequence[PhaseWork]) -> tuple[tuple[float | None, ...], SlowEvent | None]:
-        """Takes the phases of a mini-batch.
-
-        Args:
-            step: The mini-batch, counted from 1.
-
-        Returns:
-            The pace of each rank in this mini-batch, None where it did nothing that says anything; and what changed.
-        """
+        """Takes the phases of a mini-batch, counted from 1; returns each rank's pace in it, None where it did nothing
+        that says anything, and what changed."""
         known = [phase for phase in phases if phase.strategy in self._seen]
         self._seen.update(phase.strategy for phase in phases)
         ranks = range(len(self.known))
@@ -301,12 +290,8 @@ def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers:
 
 
 def undone(product_share: float, extra: float) -> float:
-    """The share that products would have of a task's seconds, if it neither gave nor took any.
-
-    Args:
-        product_share: As it was measured, M / T.
-        extra: What the task computed beyond its own columns, as a share of them; below 0 for one that gives.
-    """
+    """The share that products would have of a task's seconds, as measured M / T, if it neither gave nor took any; it
+    computed `extra` beyond its own columns, as a share of them, below 0 for one that gives."""
     return product_share / (1.0 + extra - extra * product_share)
 
 

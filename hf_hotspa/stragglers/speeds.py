@@ -146,13 +146,8 @@ def stages_of_replicas(strategy: Strategy, ranks: Sequence[int]) -> list[list[in
 def throughput(
     costs: StageCosts, stages: Sequence[range], replicas: Iterable[Sequence[int]], pp: int | None = None
 ) -> Fraction:
-    """How many packs all replicas are done with in the time of one unit of cost, together.
-
-    Args:
-        stages: The cut.
-        replicas: `stages_of_replicas`.
-        pp: Ranks of a pipeline; as many as stages when None.
-    """
+    """How many packs all replicas (`stages_of_replicas`) are done with under a cut in the time of one unit of cost,
+    together; with as many ranks to a pipeline as stages, or `pp`."""
     own, passes, total = costs.of_stages(stages), costs.passes(stages), Fraction(0)
     pp = pp or len(stages)
     for paces in replicas:

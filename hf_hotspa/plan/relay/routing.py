@@ -18,13 +18,7 @@ from hf_hotspa.plan.relay.balancing import MOST_SWEEPS, TOLERANCE, Shares, balan
 
 
 class Demand(NamedTuple):
-    """Bytes that a node lacks.
-
-    Attributes:
-        owners: The ranks that hold them; none of them is in `node`.
-        node: The node that lacks them.
-        needers: The ranks of that node that need them; at least one.
-    """
+    """Bytes that a node lacks: the ranks that hold them, none of it, and its own ranks that need them, at least one."""
 
     owners: tuple[int, ...]
     node: int
