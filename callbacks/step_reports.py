@@ -394,7 +394,6 @@ class TraceCallback(TrainerCallback):
         self._traced: list[TracedStep] = []
         self._trace_is_done = steps == 0
         self._began = self._trace_zero = 0.0
-        self._groups: Any = None
         self._report: StepReport | None = None
         self._report_at = 0.0
         self._lr: float | None = None
@@ -444,15 +443,21 @@ class TraceCallback(TrainerCallback):
 
         self._try(begin)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Starts the clock of the step."""
-        self._began, self._report, self._groups = time.perf_counter(), None, getattr(optimizer, "param_groups", None)
+        self._began, self._report = time.perf_counter(), None
 
     def on_step_report(self, args: Any, state: TrainerState, control: Any, report: StepReport, **kwargs: Any) -> None:
-        """Takes the report of a mini-batch, and the learning rate of the update, which is next."""
+        """Takes the report of a mini-batch."""
         if self._writer is not None:
             self._report, self._report_at = report, time.perf_counter()
-            self._lr = float(self._groups[0]["lr"]) if self._groups else None
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Takes the learning rate, before the scheduler sets that of the next step."""
+        groups = getattr(optimizer, "param_groups", None)
+        self._lr = float(groups[0]["lr"]) if groups else None
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Writes the line of the step."""

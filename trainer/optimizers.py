@@ -300,13 +300,9 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
             fix=_FIX,
         )
     moved = {id(p): shares[names[id(p)]] for p in given if id(p) in names}
-    thawed = [names[id(p)] for p in given if id(p) in moved and p.requires_grad and not moved[id(p)].requires_grad]
-    if thawed:
-        raise UnsupportedError(
-            f"the parameter {thawed[0]!r} was frozen when training started and is to be trained now",
-            why="which parameters have gradients is laid out at the start",
-            fix="unfreeze it before train(), with a learning rate of 0 until it is to be trained",
-        )
+    _refuse_thawed(
+        [names[id(p)] for p in given if id(p) in moved and p.requires_grad and not moved[id(p)].requires_grad]
+    )
     after = [moved.get(id(p), p) for p in given]
     if not any(share.requires_grad for share in after):
         raise UnsupportedError(
@@ -333,6 +329,15 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         release(bare, engine, model)
         raise
     return True
+
+
+def _refuse_thawed(names: list[str]) -> None:
+    if names:
+        raise UnsupportedError(
+            f"the parameter {names[0]!r} was frozen when training started and is to be trained now",
+            why="which parameters have gradients is laid out at the start",
+            fix="unfreeze it before train(), with a learning rate of 0 until it is to be trained",
+        )
 
 
 def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
