@@ -528,7 +528,8 @@ _MAX_FOLDERS = 1000
 
 
 def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
-    """The folder, or, where another process writes into it, the first free one of `<name>-2`, ...; made and locked."""
+    """The folder, or, where another process writes a record into it, the first of `<name>-2`, `<name>-3`, ... that is
+    free. Made when missing, and locked."""
     for number in range(1, _MAX_FOLDERS):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         folder.mkdir(parents=True, exist_ok=True)

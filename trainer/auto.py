@@ -61,7 +61,8 @@ logger = logging.getLogger(__name__)
 
 
 def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may_divide: bool) -> list[Strategy]:
-    """Every strategy of a run, with every option; `may_divide`: parts of sequences can have a loss (cp)."""
+    """Every strategy that a run may have, with every choice of options; `may_divide` says whether the loss can be
+    computed of parts of sequences (cp)."""
     every = min(args.hotspa_recompute_every, shape.num_layers)
     options = strategies_with_options(args.world_size, shape)
     noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of whole rows

@@ -601,7 +601,8 @@ def hub_error(failure: Exception) -> HotspaError:
 
 
 class CheckpointPushes:
-    """What `hub_strategy` asks for at every checkpoint of a trainer, in a thread of its main process."""
+    """What `hub_strategy` asks for at every checkpoint of a trainer, in a thread of the main process; sets
+    `push_in_progress`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -787,7 +787,8 @@ def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> t
 
 
 def _seconds(layer: _Layer, measuring: Measuring) -> float:
-    """Of the second forward and backward here: the first finds its buffers. On a core, where ranks share cores."""
+    """Of one forward and backward on this rank, the second of two: the first finds its buffers. On a core, where ranks
+    share cores (`timing.time_packs`)."""
     layer.prepare()
     measuring.timed(layer.run)
     clock, on_core = measuring.timed(layer.run)

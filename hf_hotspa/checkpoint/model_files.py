@@ -78,7 +78,7 @@ Shards = list[tuple[str, Entries]]
 
 
 def adapter_name(name: str) -> str:
-    """The name of a `PeftModel.named_parameters` in PEFT's files, which leave out what the adapter is called."""
+    """The name in PEFT's files, which leave out what the adapter is called, of one in `PeftModel.named_parameters`."""
     return re.sub(r"\.(lora_[AB])\.[^.]+\.(?=weight$)", r".\1.", name)
 
 

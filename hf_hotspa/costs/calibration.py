@@ -121,7 +121,8 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class SwitchSample:
-    """One load and one return of gradients, of the busiest rank, under `dp4` (`StrategyError` when it is none)."""
+    """One load and one return of gradients, of the busiest rank, under a strategy (`dp4`; `StrategyError` when it is
+    none)."""
 
     strategy: str
     num_parameters: PositiveCount
@@ -460,7 +461,8 @@ class Calibration:
             key: What it must hold for; anything when None.
 
         Raises:
-            HotspaConfigError: the file is missing, torn, of another kind or version, impossible, or for something else.
+            HotspaConfigError: the file is missing, torn, of another kind or version, holds impossible numbers, or holds
+                for something else.
         """
         calibration = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
         if key is not None and (differences := calibration.key.differences(key)):

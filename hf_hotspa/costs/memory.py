@@ -349,7 +349,8 @@ class MemoryModel:
         return num_packs, chain
 
     def _in_flight(self, bucket: Bucket, stage: int, num_packs: int | None, chain: int) -> tuple[int, int]:
-        """The most packs (or chunks, `_packs_or_chunks`) whose activations a stage keeps; their tokens on a rank."""
+        """The most packs (or chunks, see `_packs_or_chunks`) whose activations a stage keeps, and the tokens of them
+        that a rank holds."""
         strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
         held_tokens, longest = -(-bucket.most_tokens // strategy.cp), bucket.longest or bucket.capacity
         in_flight = most_packs(self.options.schedule, strategy.pp, stage, num_packs, chain, strategy.v)
@@ -445,7 +446,8 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> int:
-        """The most tokens of a pack (of `longest` and ones, if None); 0 if none fit, `UNLIMITED_TOKENS` if all."""
+        """The most tokens that a pack may have; where `longest` is None, a sequence beside packs of one token. 0 when
+        not even one fits, `UNLIMITED_TOKENS` without a limit."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         # arenas of other sizes add the same to every pack, so what was found for one is near what is found for another

@@ -96,7 +96,7 @@ class StreamedPack:
 
 @dataclass(frozen=True)
 class Streams:
-    """What moves units, at a share of the port model's speed."""
+    """What moves units, at `efficiency` times the speed of the port model, as for switches."""
 
     sizes: ModelSizes
     cluster: Cluster

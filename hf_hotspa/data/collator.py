@@ -112,7 +112,8 @@ class MicroBatch:
         )
 
     def part(self, first: int, stop: int) -> "MicroBatch":
-        """The tokens `[first, stop)`, with parts of sequences (`cuts`); positions and targets as in the whole ones."""
+        """The tokens `[first, stop)`: a pack of whole sequences and of parts of them, see `cuts`. Positions and targets
+        are those of the whole sequences."""
         if (first, stop) == (0, self.num_tokens):
             return self
         begins = [0, *accumulate(self.lengths)]

@@ -62,7 +62,8 @@ def csv_columns(files: Sequence[Path]) -> list[str]:
 
 
 def unreadable(files: Sequence[Path], kind: str, split: str, error: Exception) -> DataError:
-    """What to say of files that a builder (json, csv, text, parquet) of `datasets` cannot read: which, and where."""
+    """What to say of files that a builder of `datasets` (json, csv, text or parquet) cannot read: the one that is
+    broken, and where."""
     if all(path.stat().st_size == 0 or not path.read_bytes().strip() for path in files):
         return no_rows(files)
     for path in files:

@@ -55,8 +55,8 @@ def load_cpu_adam() -> str | None:
 
 @cache
 def cpu_adam_class() -> type[Optimizer]:
-    """`CpuAdamW(groups, lr, betas, eps, weight_decay)`, fp32 on the host, after `load_cpu_adam`: DeepSpeed is
-    optional."""
+    """`CpuAdamW(groups, lr, betas, eps, weight_decay)`: AdamW on fp32 parameters in host memory. Made on demand, after
+    `load_cpu_adam`: DeepSpeed is an optional dependency."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     class CpuAdamW(DeepSpeedCPUAdam):  # type: ignore[misc]

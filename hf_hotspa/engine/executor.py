@@ -287,7 +287,8 @@ class SwitchExecutor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Wires]]) -> int:
-        """Bytes, none allocated, that these switches, one after the other, take beside source and target buffers."""
+        """Bytes that this rank needs beside source and target buffers to run these switches, one after the other.
+        Nothing is allocated for them."""
         slots = [self._slots(plan, wires) for plan, wires in switches]
         return sum(max(sizes) for kind in zip(*slots, strict=True) for sizes in zip(*kind, strict=True))
 
@@ -521,8 +522,8 @@ class SwitchExecutor:
 def _relay_places(
     plan: SwitchPlan, schedule: Schedule, group: int, wire_dtypes: Wires
 ) -> list[tuple[int, int, int, torch.dtype]]:
-    """`(segment, first byte, last byte, dtype)` of relay buffers in a slot; dtype of the wire, fp32 at least for
-    sums."""
+    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot. What is forwarded keeps the
+    wire's dtype; sums are kept in fp32 at least."""
     places, end = [], 0
     for segment, extent in schedule.relay_extents(group).items():
         dtype = wire_dtypes[segment]

@@ -279,7 +279,8 @@ def check_model_loss(model: nn.Module, description: ModelDescription, loss: Sequ
 
 
 def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, labels: Tensor, logits: Tensor) -> None:
-    """Refuses other logits (`ModelError`) than those of the same weights in what its class builds from its config."""
+    """Refuses a model whose logits differ from those of the same weights in what its class builds from its config, as
+    replicas are (`ModelError`)."""
     bare = bare_model(model)[0]
     if attention_dropouts(bare.config) != attention_dropouts(description.config):
         return  # turned off for this run

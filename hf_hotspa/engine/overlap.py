@@ -101,7 +101,7 @@ class WeightGuard:
 
 
 class GradientWatch:
-    """Opens the gates of a gradient return, as these parameters of the replica get their gradients."""
+    """Opens the gates of a gradient return, for the replica's parameters and where they lie."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Slot]]) -> None:
         watched = [(parameter, slot) for parameter, slot in parameters if slot.spec.trainable and slot.numel]

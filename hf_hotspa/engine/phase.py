@@ -228,7 +228,8 @@ class PhaseRunner:
     def _measure(
         self, load: SwitchJob, returned: SwitchJob, counted: dict[str, float], since: float, moments: Sequence[float]
     ) -> PhaseMeasure:
-        """What was measured of a phase, whose acts these moments divide; `counted` of its units and attachments."""
+        """What was measured of a phase, whose acts these moments divide; `counted` has what its stream of units has
+        measured, to which attachments of its replicas add theirs."""
         begin, loaded, computed, met, end = moments
         others_s = counted.get("unit_load_s", 0.0) + counted.get("unit_return_s", 0.0)
         for part in self.parts:

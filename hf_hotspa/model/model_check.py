@@ -40,7 +40,8 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
         weights: The folder that its weights will be read from; None where it holds them.
 
     Raises:
-        UnsupportedError: it carries hooks, returns more than logits, has no weights, or has them although a folder has.
+        UnsupportedError: it carries hooks, returns more than logits, has no weights, or has weights although
+            they are to be read from a folder.
         ModelError: it was changed after it was built.
     """
     check_hooks(model)
@@ -311,7 +312,8 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A digest of all parameters' bits and places, to find other seeds on ranks, and changed weights. Zeros on meta."""
+    """A digest of all parameters' bits and places, to find ranks that built their model from different seeds, and
+    weights that were changed since. Zeros on meta."""
     sums = [(name, _placed_bits(tensor)) for name, tensor in stored_tensors(model)]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 

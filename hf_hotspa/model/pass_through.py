@@ -52,7 +52,8 @@ class _Counting(PassThrough):
 
 
 def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
-    """Makes a base model, changed, take `inputs_embeds` past `embeddings` as the hidden state between layers."""
+    """Changes a base model so that it takes `inputs_embeds` as the hidden state between layers; `embeddings` are the
+    names of its modules before the layers."""
     dropouts = [name for name, child in base.named_children() if isinstance(child, nn.Dropout)]  # of the embeddings
     for name in dropouts:
         setattr(base, name, PassThrough())

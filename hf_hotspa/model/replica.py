@@ -154,7 +154,8 @@ _BUFFER = "_hotspa_gradient"
 
 
 def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Lets a parameter's gradients accumulate in the dtype of `bind_gradient`'s buffers. Before its other hooks."""
+    """Lets the gradients of a parameter accumulate in a dtype, that of the buffers that `bind_gradient` will get.
+    Before other hooks of the parameter are registered."""
     if KNOWS_GRAD_DTYPE:
         parameter.grad_dtype = dtype
     elif dtype != parameter.dtype:

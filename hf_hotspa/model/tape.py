@@ -75,7 +75,8 @@ class Taping:
 class TapedReplica(Attachment, Objective):
     """The tape on one replica: in the place of its loss on a last stage, and of its routers' balance loss.
 
-    The value of the loss is still the scaled cross entropy, for reports and checks; its gradient is that of the seeds.
+    The value of the loss is still the scaled cross entropy, for reports and for the search of what is not finite; its
+    gradient is that of the seeds.
     """
 
     def __init__(self, replica: Replica, taping: Taping) -> None:

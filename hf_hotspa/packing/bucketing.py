@@ -270,7 +270,8 @@ def _of_share(
 
 
 def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds: abc.Sequence[float]) -> Packs:
-    """Each sequence, in order, to the replica done with it first; none is idle if avoidable, to see it recover."""
+    """Each sequence to the replica that would be done with it first; those of a replica in their order. None is left
+    without work where there is enough: nobody would see it recover."""
     shares: Packs = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
     for i in order:

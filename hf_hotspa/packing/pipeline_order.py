@@ -138,8 +138,8 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
 
 
 def reaches(tokens: Sequence[int], most_tokens: int | None = None, chains: Sequence[int] = ()) -> list[int]:
-    """For each backward pass, in order, how many forward passes may have begun before it: the k so that units 0 to k -
-    1, but those whose backward pass came before, are within the limit; a whole chain at least."""
+    """How many forward passes may have begun before each backward pass, in order: the number k of units so that the
+    first k, without those whose backward pass came before, are within the limit; a whole chain at least."""
     total = len(tokens)
     if most_tokens is None:
         return [total] * total
@@ -364,7 +364,7 @@ class _Rank:
 
 
 class _Run:
-    """All ranks against the clock of the model: by when turns end, and the last one."""
+    """All ranks against the clock of the model: by when `turns` end, and the `seconds` when the last one does."""
 
     def __init__(
         self,

@@ -200,8 +200,8 @@ def any_flag(gathered: torch.Tensor, number: int) -> list[bool]:
 
 
 def odd_ones(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:
-    """The positions of those that differ from the majority in any of several things; None where no more than half of
-    all have the same. Each of `columns` has one thing of all."""
+    """The positions of those that differ from the rest in any of several things, of each of which `columns` has what
+    each one has; None where no more than half of all have the same."""
     odd = set[int]()
     for seen in columns:
         usual, count = Counter(seen).most_common(1)[0]

@@ -456,7 +456,8 @@ def calls_attention(module: nn.Module) -> bool:
 
 
 def num_attends(module: nn.Module) -> int:
-    """How often the forward of a module that `calls_attention` calls it, by the name it got it under; 1 if unseen."""
+    """How often the forward of a module that `calls_attention` names the function that it got from the interface, hence
+    calls it; 1 where that cannot be seen."""
     code = code_of_forward(module)
     loads = [] if code is None else [i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
     return max(sum(i.argval == "attention_interface" for i in loads), 1)
@@ -610,7 +611,8 @@ def varlen_takes(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _varlen_options() -> frozenset[str]:
-    """Arguments of the installed torch's variable-length kernel, if any; 2.11 has windows, no grouped queries."""
+    """Names of what the variable-length kernel of the installed torch takes; none where torch has no such kernel. torch
+    2.11 has windows and no grouped queries (`enable_gqa`)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

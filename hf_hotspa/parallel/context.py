@@ -578,7 +578,8 @@ def _attend_by_heads(
 
 
 class _CutTokens:
-    """Where cut sequences' tokens are, here and among all ranks'; `before`: the first one's chunks before the pack."""
+    """Where the tokens of cut sequences are, on this rank and among those of all ranks; `before` are the chunks before
+    the pack of its first sequence, divided."""
 
     def __init__(self, division: Division, before: Sequence[Shares] = ()) -> None:
         shares, context = division.shares, division.context

@@ -99,7 +99,8 @@ def token_keys(seed: int, step: int, micro_batch: MicroBatch) -> tuple[Tensor, T
 
 
 def feature_keys(module: str, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 [F] for features of a module of that whole-model name, by int64 indices in it, of any shape."""
+    """Two int32 [F] for features of a module, by its name in the whole model: int64 [F], their indices in the whole
+    module; or of any other shape."""
     return _halves(_mixed(features * _GOLDEN + _key(module)))
 
 

@@ -100,7 +100,8 @@ class ExpertCapacity:
         return {"dropped_tokens": float(self.num_dropped)}
 
     def kept(self, index: Tensor, num_experts: int) -> Tensor:
-        """bool [T, k]: which experts of int64 [T, k], for each token of a whole pack, are computed."""
+        """Which pairs of a token and an expert are computed, bool [T, k], of the experts of each token of a whole pack,
+        int64 [T, k]."""
         pairs = index.reshape(-1)
         most = math.ceil(self.factor * len(pairs) / num_experts)
         order = torch.argsort(pairs, stable=True)
@@ -250,7 +251,8 @@ class ExpertParallel:
         return {"expert_tokens": float(self.num_rows)}
 
     def divide(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Makes experts modules, but other stages', with this rank's shard of parameters, compute those of all."""
+        """Makes modules of experts, whose parameters are (or become) those of this rank's shard, compute those of all.
+        A name without a module is of another stage."""
         modules: dict[str, Any] = dict(model.named_modules())
         for module in (modules[name] for name in names if name in modules):
             module.num_experts = int(module.num_experts) // self._group.size
@@ -389,7 +391,8 @@ label tokens."""
 
 
 class ChunkRouters:
-    """The routers of chunk `index` in one forward, beside those of others; its sequence ends in the last one."""
+    """The routers of one chunk in one forward, beside those of the other chunks of its sequence, at its place `index`
+    among them; `is_last` where the sequence ends in it."""
 
     def __init__(self, sequence: RoutersOfChunks, index: int, is_last: bool) -> None:
         self.is_last = is_last

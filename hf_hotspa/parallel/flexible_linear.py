@@ -212,7 +212,8 @@ class FlexibleWork:
         self.variation, self.lineage, self.left_out = variation, {}, {}
 
     def own_columns(self, name: str, x: Tensor, outputs: int, parts: "Sequence[Part]") -> OwnColumns:
-        """The columns that this rank computes of a product of [T, L]: some left out, `parts` given away."""
+        """The columns that this rank computes of a product with input [T, L], where `parts` are given away. The share
+        that is left out counts on L."""
         columns = x.shape[1]
         own = OwnColumns(
             next((part.migration.first for part in parts if part.gives), columns),
@@ -530,7 +531,8 @@ def make_flexible(
     widths: Mapping[str, tuple[int, ...]],
     tensor_group: TensorGroup,
 ) -> FlexibleWork:
-    """Gives cut linears products that can migrate, before tp wraps their forwards; as `apply_tensor_parallel`."""
+    """Gives the column- and row-parallel linears of a group products that can migrate. Before their forwards are
+    wrapped for tp. Arguments as for `apply_tensor_parallel`."""
     work = FlexibleWork(tensor_group)
     for name, style in styles.items():
         module = modules.get(name) if style in (COLWISE, ROWWISE) else None

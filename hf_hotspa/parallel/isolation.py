@@ -257,7 +257,8 @@ _STEP = 1e6
 
 
 class StatePrefix(Protocol):
-    """What a layer keeps of tokens before a row and, where the first sequence `continues`, leaves for those behind."""
+    """What a layer keeps of the tokens before those of a row, and leaves for those behind it, where the first sequence
+    `continues` behind the row."""
 
     continues: bool
 
@@ -322,7 +323,8 @@ def has_kernel(x: Tensor) -> bool:
 
 
 class _Mixer:
-    """The family's two functions of a gated delta net: a convolution that looks back, and a recurrence."""
+    """The family's two functions of a gated delta net: a convolution, which looks back from each token of a row, and a
+    recurrence."""
 
     def __init__(self, module: nn.Module, convolution: Callable[..., Tensor], recurrence: Callable[..., Any]) -> None:
         self._module, self._convolution, self._recurrence = module, convolution, recurrence

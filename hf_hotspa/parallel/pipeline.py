@@ -298,7 +298,8 @@ class OneForwardOneBackward:
         return self._loss
 
     def _hand_over(self, message: _Message | None, wanted: _Message | None) -> Tensor | None:
-        """Sends and receives, together where both are with one neighbour; otherwise the send goes first, by itself."""
+        """Sends what the last operation made, and receives what the next one needs: together where it is one neighbour.
+        Otherwise the send goes first, by itself."""
         if message is None or wanted is None or message[1] == wanted[1]:
             return self._exchange(message, wanted)
         self._exchange(message, None)

@@ -65,7 +65,8 @@ def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collec
 
 
 class RopeByRow:
-    """Makes a replica's rotary modules compute tables by sequence length, where that `is_needed`."""
+    """Makes the rotary modules of a replica compute each token's table by the length of its own sequence; `is_needed`
+    says whether there is one whose table depends on the length."""
 
     def __init__(self, model: nn.Module) -> None:
         self._lengths: tuple[int, ...] = ()

@@ -182,7 +182,8 @@ def _embedding(ids: Tensor, *, forward: OnTensor, first_row: int, num_rows: int,
 
 
 def wrap_embedding(module: Any, widths: tuple[int, ...], shard: int, sum_of: OnTensor) -> None:
-    """Makes an embedding look up its shard's rows (`widths` of all), and adds up what shards have by `sum_of`."""
+    """Makes an embedding look up the rows of its shard of the vocabulary (`widths`: of each), and add up what the
+    shards find with `sum_of`, for autograd."""
     first_row, num_rows = sum(widths[:shard]), widths[shard]
     padding = module.padding_idx
     # the padding row's gradient is zero; its local index exists on one shard only
@@ -367,8 +368,8 @@ def sequence_parallel_refusal(
     layers: tuple[str, ...],
     experts: set[str],
 ) -> str | None:
-    """Why a model cannot be sequence parallel, or None. `own` are parameters that are cut, or whose gradient is part of
-    a sum on each shard (q/k norms); `layers` are beginnings of names; `experts` fused ones."""
+    """Why a model cannot be sequence parallel, or None. `own` are parameters that are cut, or whose gradient is a part
+    of a sum on each shard (q/k norms); names of layers begin with `layers`; `experts` are fused."""
     blocks = blocks_of(styles)
     mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts)
     latents = {name.rpartition(".")[0] for name, style in styles.items() if style == LATENT}
@@ -397,7 +398,8 @@ def apply_sequence_parallel(
     widths: Mapping[str, tuple[int, ...]],
     tensor_group: TensorGroup,
 ) -> None:
-    """Wraps forwards of blocks, row-parallel projections, cut experts and embedding, as `apply_tensor_parallel`."""
+    """Wraps the forward of every block, row-parallel projection, module of cut experts, and embedding. Arguments as for
+    `apply_tensor_parallel`."""
     enter = partial(gather_tokens, group=tensor_group.group)
     leave = partial(_scatter_sum, group=tensor_group.group)
     for name in sorted(blocks_of(styles)):

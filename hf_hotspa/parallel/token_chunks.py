@@ -81,7 +81,8 @@ class _Copies:
 
 
 class PrefixFetcher:
-    """Brings prefixes of a stage's attentions to its device; counts pairs asked for, and those that were ahead."""
+    """Brings the prefixes of the attentions of a stage to its device: `num_fetched` pairs were asked for, of which
+    `num_ahead` were copied, or on their way, by then."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -401,7 +402,8 @@ class Chunk:
         return out
 
     def backward(self, stage: Stage, out: Tensor, gradient: Tensor | None) -> None:
-        """From the last forward's result (without a gradient if the loss), keys and values, after later chunks."""
+        """From the result of the last forward, and from the keys and values in it; later chunks went before. `gradient`
+        is of the loss to the result; None where it is the loss."""
         roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
         if self.carry is not None:
             roots += [*self.carry.roots(), *self.carry.routers.roots()]

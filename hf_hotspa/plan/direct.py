@@ -100,7 +100,7 @@ class Pieces:
 
 
 def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement, int], world_size: int) -> Pieces:
-    """Cuts one segment, of one or two source placements and a target, each with what is added to its positions."""
+    """Cuts one segment: one or two source placements, and a target, each with what is to be added to its positions."""
     sides = [*sources, target]
     bounds = [column + shift for placement, shift in sides for column in (placement.starts, placement.stops)]
     cuts = np.unique(np.concatenate(bounds)) if bounds else np.empty(0, np.int64)
@@ -161,7 +161,8 @@ class SendLoads:
 
 
 def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster: Cluster) -> int:
-    """Who sends a piece to `dst`: itself, else the least loaded on its node, else of all; of equals the lowest rank."""
+    """Which holder sends a piece to `dst`: itself, else the least loaded on its node, else the least loaded of all.
+    Ties go to the lowest rank. `loads` is read, not changed."""
     if dst in holders:
         return dst
     node = cluster.node(dst)

@@ -93,7 +93,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Data parallelism of a model over all devices, each a replica; `memory` says all but the model states."""
+    """Data parallelism of a model over all devices, each a replica; of the memory model, what is not a model state."""
 
     memory: MemoryModel
     time: TimeModel
@@ -169,7 +169,8 @@ class DataParallel:
         longest: int,
         limit_bytes: float | None,
     ) -> Baseline:
-        """The fastest run under a stage, with or without checkpointing (batches count `weights`); or how much fits."""
+        """The fastest run under a stage, with or without gradient checkpointing, or how much of it fits; `weights` say
+        what each batch counts."""
         most, plain = max(longest, *map(sum, batches)), self._strategy(False)
         quadratic_cost = self.memory.sizes.shape.quadratic_cost
         capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}

@@ -224,8 +224,8 @@ def that_pay(
     tokens: Callable[[Strategy], int],
     quadratic_cost: float,
 ) -> list[Strategy]:
-    """The strategies without those with cp that cannot pay beside the others, for drawn lengths and by the `tokens`
-    that a strategy holds; one whose layout has no other stays."""
+    """The strategies without those with cp that cannot pay beside the others, for drawn lengths (at least one); one
+    whose layout has no other stays. `tokens` gives the longest sequence that a strategy holds."""
 
     def cost(length: int) -> float:
         return length * (1 + quadratic_cost * length)
@@ -277,7 +277,8 @@ def _most(
 
 
 def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """The strategies but those with ep that cannot pay beside others for `tokens` held; one without others stays."""
+    """The strategies without those with ep that cannot pay beside the others; one that has no other without ep stays.
+    `tokens` gives the longest sequence that a strategy holds."""
     divided: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
         if strategy.ep > 1:

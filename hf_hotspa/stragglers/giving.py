@@ -388,7 +388,8 @@ class TaskWork:
 def divide_semi(
     seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
 ) -> tuple[TaskWork, ...]:
-    """Algorithm 2: who migrates, who is resized; of each task T, M and L (columns of all layers); pretest curves."""
+    """Algorithm 2: who migrates and who is resized, by T (`seconds`), M (`product_s`) and L (`workloads`, in columns of
+    all its layers) of each task, and the curves of the pretest."""
     gammas = excess_ratios(seconds, product_s)
     order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
     slower = [i for i in order if gammas[i] > 0.0]

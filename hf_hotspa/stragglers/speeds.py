@@ -70,7 +70,7 @@ class Speeds:
 
 
 class SpeedHistory:
-    """The speeds of a run, by mini-batch, with the delay that the head of the file explains."""
+    """The speeds of a run, by mini-batch; see the head of the file for `delay`."""
 
     def __init__(self, delay: int) -> None:
         self.delay = delay

@@ -614,7 +614,8 @@ def is_unread(name: str, value: Any) -> bool:
 def unreadable(
     input_ids: Tensor | None, others: Mapping[str, Any], columns: Sequence[str], rank: int
 ) -> UnsupportedError | None:
-    """What is wrong with a forward's arguments, `others` by no name of its own, token-loss columns in them; or None."""
+    """What is wrong with the arguments of a forward; None for nothing. `others` are those that no name of its own says,
+    `columns` which of them a token loss reads."""
     wrong = [name for name, value in others.items() if not is_unread(name, value) and name not in columns]
     if input_ids is not None and not wrong:
         return None
