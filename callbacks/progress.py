@@ -80,18 +80,14 @@ def is_watched() -> bool:
 
 
 class _Bar:
-    """One line of a terminal, below the Trainer's bar."""
-
     def __init__(self, num_phases: int) -> None:
         self._bar = tqdm(total=num_phases, unit="phase", leave=False, position=1, dynamic_ncols=True)
 
     def show(self, num_done: int, text: str) -> None:
-        """What runs, and how many phases are done."""
         self._bar.n = num_done
         self._bar.set_description_str(text)
 
     def close(self) -> None:
-        """Takes the line away."""
         self._bar.close()
 
 
@@ -106,11 +102,9 @@ class _NotebookLine:
         self._handle = display(_Text(""), display_id=True)
 
     def show(self, num_done: int, text: str) -> None:
-        """What runs, and how many phases are done."""
         self._update(f"{text} (phase {num_done + 1} of {self.num_phases})")
 
     def close(self) -> None:
-        """Takes the line away."""
         self._update("")
 
     def _update(self, text: str) -> None:
@@ -156,7 +150,6 @@ class SettingsCallback(TrainerCallback):
 
 
 def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
-    """The block of lines."""
     model, machine, used = facts.model, facts.machine, facts.settings
     mode = used.get("pipeline_mode", "synchronous")  # records of earlier versions do not say it
     strategies = ", ".join(f"{b['strategy']}:{b['longest']}@{b['pack_tokens']}" for b in facts.buckets)
@@ -181,7 +174,6 @@ def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
 
 
 def _changed(args: Any) -> str:
-    """Our flags that are not at their defaults, and have no line of their own."""
     changes = []
     for field in fields(args):
         value = getattr(args, field.name)

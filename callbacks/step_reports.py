@@ -47,13 +47,8 @@ _STEP, _PHASE, _INSIDE, _BESIDE = range(len(_TRACKS))
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A mini-batch and when it began.
-
-    Args:
-        step: Counted from 1.
-        start_s: Seconds from the first traced mini-batch to the begin of this one on the main process.
-        report: With `ranks`; without them the phases of the report stand for every rank.
-    """
+    """A mini-batch, counted from 1, and the seconds from the first traced one to its begin on the main process. Without
+    `ranks` the phases of the report stand for every rank."""
 
     step: int
     start_s: float
@@ -181,7 +176,6 @@ class _Totals:
         return max(means.items(), key=lambda mean: mean[1], default=None)
 
     def of_phases(self, name: str) -> Any:
-        """A sum over the phases of all strategies."""
         return sum(sums[name] for sums in self.by_strategy.values())
 
     def add(self, report: StepReport) -> None:
@@ -569,7 +563,6 @@ class RunLogWriter:
         self._bytes = self.path.stat().st_size
 
     def write(self, kind: str, report: StepReport | None = None, **values: Any) -> None:
-        """One line."""
         values = {"kind": kind, **values, "time": time.time()}
         if report is not None:
             values["report"] = report.to_dict()
@@ -608,7 +601,6 @@ class RunLogWriter:
             self._file, self._bytes = open(self.path, "a", encoding="utf-8"), size  # noqa: SIM115
 
     def header(self, facts: RunFacts) -> None:
-        """The first line."""
         self.write("header", format=FORMAT, **facts.to_dict())
 
     def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
@@ -637,8 +629,7 @@ class ReportCallback(TraceCallback):
         pictures: Also SVG files of the main charts.
 
     Attributes:
-        gain_follows: Whether what switching gained is measured after training (`measure_gain`); false at first. Nothing is
-            claimed of it before.
+        gain_follows: Whether `measure_gain` follows after training; false at first. No gain is claimed before it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, steps: int = 3, pictures: bool = False) -> None:

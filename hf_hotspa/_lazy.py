@@ -26,12 +26,7 @@ def on_demand(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], o
 
 
 def needs_training_libraries(who: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """What to say where a library is missing that only training needs.
-
-    Args:
-        who: What needs it.
-        error: What the import has raised.
-    """
+    """What to say where a library is missing that only training needs."""
     return ModuleNotFoundError(
         f"{who} needs {error.name}, which is not installed; the light installation plans and reports only. To train: {TRAIN}",
         name=error.name,

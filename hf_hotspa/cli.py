@@ -320,7 +320,6 @@ def _calibrate(args: argparse.Namespace) -> None:
 
 
 def _missing(command: str, error: ModuleNotFoundError) -> int:
-    """Says that a command needs more than the light installation; the exit code."""
     if error.name not in TRAIN_LIBRARIES:
         raise error
     print(f"hf-hotspa: {needs_training_libraries(command, error)}", file=sys.stderr)

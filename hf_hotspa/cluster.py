@@ -61,10 +61,8 @@ class Cluster:
         return self.nics_per_node is not None and self.nics_per_node < self.devices_per_node
 
     def node(self, rank: int) -> int:
-        """The node of a rank."""
         return rank // self.devices_per_node
 
     def ranks(self, node: int) -> range:
-        """The ranks of a node."""
         first = node * self.devices_per_node
         return range(first, min(first + self.devices_per_node, self.world_size))

@@ -19,14 +19,12 @@ class ModelShape:
         max_position_embeddings: The longest sequence the position encoding was made for; None when unbounded.
         has_tp_plan: Whether transformers has a tensor-parallel plan for the family.
         has_pp_plan: Whether transformers has a pipeline plan for the family.
-        tp_unsupported_reason: Why tp > 1 cannot be exact although there is a plan, or None; others alike, by what a `Strategy`
-            calls it.
+        tp_unsupported_reason: Why tp > 1 cannot be exact despite a plan, or None; others alike, by `Strategy`'s names.
         ring_unsupported_reason: Why its attention cannot run on a ring of the ranks of cp, or None.
         num_experts: Experts of a layer, where layers have any; 0 for a dense model.
         experts_per_token: Of them, those that compute a token.
         expert_parameters: Parameters of all experts of one layer (the mean, where layers differ).
-        whole_attention: The share of its layers' attention, or what stands in its place, that tensor parallelism does not
-            divide: every rank holds and computes it.
+        whole_attention: The share of attention, or what replaces it, that tp does not divide: every rank has all of it.
         whole_mlp: The same of its MLPs, experts and routers.
         gated: Whether its MLPs, or experts, have a gate beside the two matrices.
         head_norms: Whether queries and keys are normed.

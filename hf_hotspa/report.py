@@ -84,13 +84,11 @@ class PhaseReport:
         hidden_load_s: Seconds in which the load and the computation ran at the same time. Counted on the rank that was
             busy with the load for the shortest time, as the others also waited for it; 0 without overlap.
         hidden_return_s: The same for the return.
-        predicted_s: What the time model said of load, computation and return together, before it ran; None without a
-            time model.
+        predicted_s: What the time model said of load, computation and return before it ran; None without a model.
         capacity_tokens: Tokens that its packs could have held.
         busiest_tokens: Tokens of the busiest replica.
         longest_tokens: The longest sequence.
-        frozen_bytes: The part of `load_bytes` that was frozen weights: none where a strategy still holds them from its
-            last run.
+        frozen_bytes: The part of `load_bytes` that was frozen weights; none where a strategy still holds them.
         unit_load_s: The part of `compute_s` in which a rank waited for the weights of a unit (`+z3`).
         unit_return_s: The part in which it waited for gradients of units to leave (`+z2`, `+z3`).
         hidden_unit_load_s: Seconds in which units were loaded beside the computation, as `hidden_load_s`.
@@ -194,8 +192,7 @@ class RaceReport:
         kept: The plan that stays, and `second` the nearest other one, in words.
         tried: How many plans there were.
         mini_batches: How many were raced.
-        factor: How many times as long the second takes, with the interval `low` to `high`: that of 90 % from 5 rounds on, before it
-            the least and the most.
+        factor: How many times as long the second takes; `low` to `high`: 90 % from 5 rounds on, else least and most.
         cost: What the race has cost, in mini-batches.
         why: Why it was held; empty for the first one.
     """

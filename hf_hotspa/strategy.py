@@ -57,8 +57,7 @@ class Strategy:
         pp: Pipeline stages of a replica.
         sp: Sequence parallel: between the parts of a layer that tp divides, each of its ranks holds only its share of
             the tokens (Korthikanti et al., 2022, section 4.2.2). Needs tp > 1.
-        rc: Recompute: every rc-th layer keeps only its input and computes its activations again in the backward pass; 0
-            for none.
+        rc: Recompute: every rc-th layer keeps its input only and runs again in the backward pass; 0 for none.
         ck: The most tokens of a chunk: packs are computed a chunk at a time, also inside of a sequence
             (`parallel.token_chunks`), and pass through a pipeline in chunks; 0 for whole packs.
         kg: How many chunks before the last one of a sequence keep their graphs, so that they run forward once.

@@ -100,7 +100,6 @@ def _write(path: Path, text: str, repeats: bool) -> None:
 
 
 def _launcher_shows_it() -> bool:
-    """Whether the launcher prints the error file, and to where this process would print."""
     count, most = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if count != most:  # it says nothing of a failure after which it tries again
         return False

@@ -40,13 +40,8 @@ def version_of(name: str) -> str | None:
 
 
 def library_facts(*more: str) -> dict[str, str]:
-    """The releases that all ranks must share, for an agreement: another one may plan, read or compute something else.
-
-    Python counts by its minor version: its sums of floats changed with one.
-
-    Args:
-        more: Distributions beside `LIBRARIES`.
-    """
+    """The releases, also of `more` distributions, that all ranks must share for an agreement: another one may plan,
+    read or compute something else. Python counts by its minor version: its sums of floats changed with one."""
     facts = {f"version of {name}": version_of(name) or "not installed" for name in (*LIBRARIES, *more)}
     return facts | {"version of Python": ".".join(platform.python_version_tuple()[:2])}
 

@@ -61,11 +61,8 @@ logger = logging.getLogger(__name__)
 
 
 def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may_divide: bool) -> list[Strategy]:
-    """Every strategy that a run may have, with every choice of options.
-
-    Args:
-        may_divide: Whether the loss can be computed of parts of sequences (cp).
-    """
+    """Every strategy that a run may have, with every choice of options; `may_divide` says whether the loss can be
+    computed of parts of sequences (cp)."""
     every = min(args.hotspa_recompute_every, shape.num_layers)
     options = strategies_with_options(args.world_size, shape)
     noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of whole rows
@@ -265,7 +262,6 @@ class AutoStrategies:
             )
 
     def _take(self, pools: tuple[tuple[Bucket, ...], ...], why: str) -> None:
-        """From now on these are the plans of the run."""
         assert self._race is not None
         before, self._pools = self._choosers, pools
         self._choosers = [self._chooser(pool) for pool in pools]
@@ -513,11 +509,8 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
 def cost_model(
     calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
 ) -> CostModel:
-    """The cost model of a run: the model in its dtypes, on its processes.
-
-    Args:
-        calibration: None for a device that nothing is known of: its seconds only say what is less work.
-    """
+    """The cost model of a run: the model in its dtypes, on its processes; None of a calibration is for an unknown
+    device, whose seconds only say what is less work."""
     if calibration is None:
         sizes = _sizes(description, args)
         device = Device(1 << 40, {sizes.compute_dtype: 1e13}, 1e11)
@@ -582,7 +575,6 @@ def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[i
 
 
 def _free_host_memory() -> float:
-    """Bytes that this machine, or the container on it, can still give."""
     free = float(psutil.virtual_memory().available)
     try:
         allowed = (_CGROUP / "memory.max").read_text().strip()

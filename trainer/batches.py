@@ -111,7 +111,6 @@ class Rows:
             collator.longest = longest
 
     def _given_collator(self) -> Any:
-        """The user's data collator; None where the trainer has the stock default."""
         collator = getattr(self._trainer, "data_collator", None)
         if isinstance(collator, RowCollator):  # while a loader is made
             return collator.collator
@@ -227,7 +226,6 @@ class Rows:
         return prepared
 
     def _signature(self) -> list[str]:
-        """Columns that the stock Trainer leaves for the model."""
         self._trainer._set_signature_columns_if_needed()
         columns: list[str] = self._trainer._signature_columns
         return columns
@@ -241,7 +239,6 @@ class Rows:
         return bare_model(self._trainer.model)[0].config
 
     def _refused(self) -> frozenset[str]:
-        """Those of them that packing cannot honour."""
         return frozenset(self._signature()) - {*TOKEN_COLUMNS, "label"}
 
     # -- lengths ------------------------------------------------------------------------------------------------------
@@ -370,7 +367,6 @@ class _Rendered:
 
     @classmethod
     def of(cls, dataset: Any, tokenizer: Any, skips_empty: bool) -> Any:
-        """The data set itself where its rows have token ids."""
         if tokenizer is None or getattr(dataset, "column_names", None) or not len(dataset):
             return dataset
         first = dataset[0]

@@ -291,7 +291,6 @@ class CheckpointContents:
             self._failure = error
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What is saved of the model, as `HotSPaEngine.weights`. Collective."""
         return self._engine.weights(frozen=not self._adapted)
 
     def write(self, temporary: Path) -> list[FileRecord]:
@@ -342,7 +341,6 @@ class CheckpointContents:
         )
 
     def _stock_files(self) -> dict[str, Any]:
-        """File -> what this rank pickles into it for the stock Trainer, taken now. Collective."""
         engine, optimizer, rank, world = self._engine, self._optimizer, self._rank, self._world
         states = dict[str, dict[str, Tensor]]()
         files: dict[str, Any] = {PICKLED_ARGUMENTS: self._args} if rank == 0 else {}
@@ -414,7 +412,6 @@ class Checkpoints:
         self._try(state, lambda writer: writer.poll())
 
     def finish(self, state: TrainerState) -> None:
-        """Waits for a save in the background."""
         self._try(state, lambda writer: writer.finish())
 
     def leave_best(self, state: TrainerState) -> None:
@@ -452,7 +449,6 @@ class Checkpoints:
         self._try(state, save)
 
     def _try(self, state: TrainerState, action: Callable[[CheckpointWriter], None]) -> None:
-        """The disk's failure of a save does not end training, unless it happens again and again."""
         writer = self.writer
         if writer is None:
             return
@@ -493,11 +489,7 @@ def contents_of(trainer: Any, folder: RunFolder) -> CheckpointContents:
 
 
 def _texts(trainer: Any, share: Share) -> dict[str, str]:
-    """The JSON files that one rank writes for all.
-
-    Raises:
-        UnsavableError: something is no JSON; it is named.
-    """
+    """The JSON files that one rank writes for all; names what is no JSON (`UnsavableError`)."""
     state, args = trainer.state, trainer.args
 
     def made(name: str, make: Callable[[], Any]) -> Any:
@@ -609,11 +601,8 @@ def hub_error(failure: Exception) -> HotspaError:
 
 
 class CheckpointPushes:
-    """What `hub_strategy` asks for at every checkpoint, in a thread of the main process.
-
-    Args:
-        trainer: Whose checkpoints they are; its `push_in_progress` is set.
-    """
+    """What `hub_strategy` asks for at every checkpoint of a trainer, in a thread of the main process; sets
+    `push_in_progress`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -215,7 +215,6 @@ class DeepSpeedSchedule:
         return self.peak * (begin + share * (1.0 - begin) if iteration < warmup else share)
 
     def _after(self, iteration: int, warmup: int) -> float:
-        """The share of the peak when the warm-up is over."""
         if self.type == "WarmupLR":
             return 1.0
         total = self.params["total_num_steps"]

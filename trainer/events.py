@@ -69,11 +69,7 @@ class LogLine:
         self._first: tuple[int, float] | None = None
 
     def text(self, logs: Mapping[str, Any], state: TrainerState) -> str:
-        """The line.
-
-        Args:
-            logs: With `loss`.
-        """
+        """The line of logs with a `loss`."""
         step, now = state.global_step, time.perf_counter()
         if self._first is None or step <= self._first[0]:
             self._first = step, now
@@ -316,11 +312,7 @@ class CallbackEvents(CallbackHandler):
 
 
 class PhaseDispatcher:
-    """Tells callbacks of the phases while a mini-batch runs.
-
-    Args:
-        trainer: Gives `args`, `state`, `control` and the `CallbackEvents`.
-    """
+    """Tells callbacks of a trainer's `CallbackEvents` of the phases while a mini-batch runs."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -51,7 +51,6 @@ class Side:
     choose: Callable[[Sequence[int]], tuple[Bucket, ...]] | None = None
 
     def of(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
-        """The buckets of a mini-batch."""
         return self.buckets if self.choose is None else self.choose(lengths)
 
 
@@ -140,25 +139,14 @@ def _columns(trainer: "SwitchedMixin") -> tuple[str, ...]:
 def _take_turns(
     engine: HotSPaEngine, sides: Sequence[Side], batches: Sequence[Documents], steps: int, trainer: Any
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """Runs the mini-batches under each side, after one that is not timed. Collective.
-
-    Args:
-        sides: Switching first.
-        batches: The mini-batches; they come again where there are fewer than `steps`.
-
-    Returns:
-        The seconds of each side by its name, and how far the losses of the sides of each mini-batch differ.
-    """
+    """The seconds of each side, switching first, by its name, and how far losses differ, over mini-batches (again, if
+    fewer than `steps`) after one that is not timed. Collective."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     differences, verbose = [], trainer.is_world_process_zero()
     shape = engine.description.shape
     rules = RowRules(columns=_columns(trainer))
     collator = PackedBucketCollator(
-        engine.buckets,
-        rank=engine.rank,
-        vocab_size=shape.vocab_size,
-        quadratic_cost=shape.quadratic_cost,
-        rules=rules,
+        engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost, rules=rules
     )
     exchange = Exchange(engine.agreement, engine.world_size)
 
@@ -196,9 +184,7 @@ def _switching(trainer: "SwitchedMixin") -> Side:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
     chooser = auto.chooser
     return Side(
-        SWITCHING,
-        auto.pool,
-        lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets,
+        SWITCHING, auto.pool, lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets
     )
 
 
@@ -214,7 +200,6 @@ def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:
 
 
 def _engine(trainer: "SwitchedMixin", sides: Sequence[Side]) -> HotSPaEngine:
-    """An engine that knows the strategies of all sides; they share its weights and its memory."""
     strategies = dict.fromkeys(bucket.strategy for side in sides for bucket in side.buckets)
     buckets = [
         Bucket(s, s.cp, s.cp) for s in strategies

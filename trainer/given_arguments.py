@@ -325,14 +325,7 @@ class _Help(str):
 
 
 def flag(default: Any, text: str, choices: Iterable[str] = (), **known: Any) -> Any:
-    """A field that is a flag.
-
-    Args:
-        default: Its value where nothing is said.
-        text: Its help.
-        choices: Its values, where it has few.
-        known: As for `Flag`.
-    """
+    """A field that is a flag."""
     help_ = _Help(text)
     help_.flag = Flag(**known)
     return field(default=default, metadata={"help": help_} | ({"choices": list(choices)} if choices else {}))
@@ -553,7 +546,6 @@ def _of_another(args: TrainingArguments, names: Collection[str], more: str = "")
 
 
 def _its_trainer(kind: type) -> str:
-    """How to have a class of arguments read by the trainer that it is made for."""
     of_trl = next((c for c in kind.__mro__ if _top(c) == "trl"), None)
     if of_trl is None:
         return "hf_hotspa.trainer.trainer.switched(ITS_CLASS)(model, args, ...)"
@@ -575,7 +567,6 @@ def _asks(name: str, value: Any, kinds: Collection[str]) -> bool:
 
 
 def _fields_of_others(kind: type, trainer: type) -> list[str]:
-    """The fields of a class of arguments that another library's trainer reads, and no class of this trainer."""
     known = {field.name for field in fields(TrainingArguments)}
     others = {_top(c) for c in kind.__mro__ if _is_library(c)} - {_top(c) for c in trainer.__mro__}
     if not others:

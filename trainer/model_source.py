@@ -72,7 +72,6 @@ class ModelSource:
         return agreement.run("opening the model", opened)
 
     def _named(self, model: Any, has_model_init: bool) -> tuple[Path, PreTrainedConfig | None]:
-        """The folder with the weights, and the config to use instead of its own."""
         path = self._args.hotspa_model_path
         config = model if isinstance(model, PreTrainedConfig) else None
         if path is None and config is not None:
@@ -280,7 +279,6 @@ def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] 
 
 @contextmanager
 def _without_configs(model: Any) -> Iterator[None]:
-    """Configs of this model write nothing in `save_pretrained`."""
     configs = [*getattr(model, "peft_config", {}).values(), model.config, getattr(model, "generation_config", None)]
     kinds: set[Any] = {type(config) for config in configs if config is not None}
     own = {kind: vars(kind).get("save_pretrained") for kind in kinds}

@@ -263,7 +263,6 @@ _FIX = "build it on model.parameters() of the model that the trainer was given, 
 
 
 def _names(engine: HotSPaEngine, model: nn.Module) -> dict[int, str]:
-    """The id of every parameter of the model -> its name in the master store; tied ones have one name."""
     specs = engine.description.vector.specs
     known = {name: spec.name for spec in specs for name in (spec.name, *spec.tied_names)}
     named = model.named_parameters(remove_duplicate=False)
@@ -271,14 +270,11 @@ def _names(engine: HotSPaEngine, model: nn.Module) -> dict[int, str]:
 
 
 def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: bool = False) -> bool:
-    """Puts this rank's shares in the place of the model's parameters. Not collective; the same on all ranks.
+    """Puts this rank's shares in the place of the model's parameters; False where all are shares already. Not collective.
 
     Args:
-        optimizer: The optimizer, perhaps in accelerate's wrapper; changed in place.
+        optimizer: The optimizer, perhaps in accelerate's wrapper; changed in place, the same on all ranks.
         saved: Whether checkpoints will hold its state and options.
-
-    Returns:
-        Whether anything changed: False where all its parameters are shares already.
 
     Raises:
         UnsupportedError: it cannot be honoured; the optimizer is unchanged.
@@ -391,10 +387,7 @@ class DeepSpeedLR(LRScheduler):
 
 
 class MasterOptimizer:
-    """The optimizer of a trainer, whoever made it, on this rank's shares of the weights.
-
-    Args:
-        trainer: Its `optimizer` and `lr_scheduler` are looked at.
+    """A trainer's `optimizer` (and `lr_scheduler`), whoever made it, on this rank's shares of the weights.
 
     Attributes:
         watched: The optimizer that was taken over last, by this engine.

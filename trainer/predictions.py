@@ -288,11 +288,8 @@ _LONGEST_COMMAND = 1000
 
 
 def command_line(words: Sequence[str]) -> str:
-    """A command as a person types it: without folders of the interpreter, and with `***` for tokens, keys and passwords.
-
-    Args:
-        words: As in `sys.orig_argv`.
-    """
+    """A command (`sys.orig_argv`) as typed: without folders of the interpreter, `***` for tokens, keys and
+    passwords."""
     if "ipykernel" in sys.modules:
         return "a notebook"
     first, *rest = words

@@ -226,12 +226,7 @@ class BaseDigest:
 
 
 class Restorer:
-    """Puts what was saved into a run. Collective.
-
-    Args:
-        switched: Whose weights are replaced.
-        model: Its model object.
-    """
+    """Puts what was saved into a run: its `SwitchedModel` and model object. Collective."""
 
     def __init__(self, switched: SwitchedModel, model: PreTrainedModel, base: BaseDigest) -> None:
         self._engine, self._switched, self._model, self._base = switched.engine, switched, model, base

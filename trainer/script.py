@@ -109,20 +109,12 @@ class Settings:
 
 
 def parser_of(kind: type[ScriptArguments] = ScriptArguments, everything: bool = False, **options: Any) -> FlagParser:
-    """The parser of `kind` and `HotSPaTrainingArguments`; options as for an `ArgumentParser`.
-
-    Args:
-        everything: Whether its help lists the flags of `TrainingArguments`, too.
-    """
+    """The parser of `kind` and `HotSPaTrainingArguments`, in whose help `everything` lists `TrainingArguments`, too."""
     return FlagParser((kind, HotSPaTrainingArguments), everything, **options)
 
 
 def fine_tuning_defaults(given: Namespace) -> dict[str, Any]:
-    """What holds where the command line says nothing: TRL's settings for fine-tuning, where the Trainer's are others.
-
-    Args:
-        given: The command line over the Trainer's defaults.
-    """
+    """What holds where the command line (`given`, over defaults) is silent: TRL's settings for fine-tuning."""
     name = Path(str(given.model or given.config)).name
     rate = LORA_LEARNING_RATE if given.lora_r else NEW_LEARNING_RATE if given.model is None else LEARNING_RATE
     defaults = {"learning_rate": rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 10}

@@ -46,11 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """All ranks of a run, over the host.
-
-    Args:
-        args: The training arguments.
-    """
+    """All ranks of a run, over the host."""
 
     def __init__(self, args: HotSPaTrainingArguments) -> None:
         self._args = args
@@ -145,11 +141,7 @@ class Watchers:
             self.auto.start(num_steps)
 
     def evaluated(self, args: HotSPaTrainingArguments, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-        """Which strategy evaluates which lengths (`evaluation_buckets`).
-
-        Args:
-            buckets: Those of the engine.
-        """
+        """Which strategy evaluates which lengths (`evaluation_buckets`)."""
         return evaluation_buckets(args.hotspa_eval_strategy, self.auto.pool if self.auto is not None else buckets)
 
     def state(self) -> dict[str, Any]:
@@ -265,9 +257,6 @@ def own_loss(
 def check_arguments(trainer: Any, given: Mapping[str, Any], agreement: Agreement) -> None:
     """Looks at the training arguments before anything is built. Collective.
 
-    Args:
-        given: The other arguments of the trainer.
-
     Raises:
         HotspaError: on every rank: a value is wrong, asks another library's trainer for something, or differs between ranks;
             or ranks run other releases.
@@ -289,9 +278,6 @@ STOCK_TRAINS = (ModelError, UnsupportedError)
 
 def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreement) -> Any:
     """The model that a trainer gives to the class behind, which may have to train it alone. Collective.
-
-    Args:
-        given: The other arguments of the trainer.
 
     Raises:
         HotspaError: on every rank: it cannot be opened, or trained as the flags ask.

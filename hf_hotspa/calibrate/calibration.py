@@ -188,7 +188,6 @@ def _of_any_kind(failure: Exception) -> HotspaError:
 
 
 def _same(facts: tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]) -> dict[str, str]:
-    """What of the set-up must be equal on all ranks."""
     key, _, degrees, whole = facts
     return {
         "calibration's degrees": repr(degrees),
@@ -282,7 +281,6 @@ class _Session:
         return model if self.base is None else with_frozen_base(model, self.base)
 
     def _from_first(self, data: Any) -> Any:
-        """Rank 0's JSON-ready data on every rank."""
         return json.loads(self.agreement.texts(json.dumps(data) if self.rank == 0 else "")[0])
 
     def _cached(self, folder: Path, key: CalibrationKey) -> Calibration | None:
@@ -357,7 +355,6 @@ class _Session:
         return links
 
     def _most_tokens(self, probe: Probe, shape: ModelShape) -> int:
-        """The longest pack that model and memory allow."""
         most = min(shape.max_position_embeddings or _LARGEST_PACK, _LARGEST_PACK, self.longest or _LARGEST_PACK)
         if (free := device_limit(self.device)) is not None:
             layer = activation_bytes(shape, 1, element_bytes=self.dtype.itemsize)

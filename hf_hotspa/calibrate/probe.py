@@ -59,7 +59,6 @@ class Measuring:
 
     Args:
         agreement: Host-side barrier and gathering.
-        device: Where this rank computes.
         share: Cores for each rank. From 1 on, waiting is part of a cost; below, ranks take turns on a core.
         rounds: How often everything is measured, after one round that warms up.
         say: Told what is being done.
@@ -96,11 +95,7 @@ _TOKENS = (16, 512, 4096)
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """`(seconds of nothing, seconds a byte)`: least squares on relative errors, neither below zero.
-
-    Args:
-        sizes: Bytes of each message.
-    """
+    """`(seconds of nothing, seconds a byte)` of messages of these bytes: least squares on relative errors, >= 0."""
     measured = np.asarray(seconds)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, np.float64)], 1) / measured[:, None]
     latency, each = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0].tolist()
@@ -129,11 +124,7 @@ def measure_link(transport: ProcessGroupTransport, world_size: int, apart: int, 
 
 
 def measure_hop(transport: ProcessGroupTransport, apart: int, token_bytes: int, measuring: Measuring) -> Hop:
-    """Half of the time to the rank `apart` after rank 0 and back. Collective.
-
-    Args:
-        token_bytes: Bytes of the hidden state of one token.
-    """
+    """Half of the time to the rank `apart` after rank 0 and back, for a token of `token_bytes`. Collective."""
     buffer = torch.zeros(max(_TOKENS) * token_bytes, dtype=torch.uint8, device=measuring.device)
 
     def there_and_back(count: int) -> None:
@@ -161,11 +152,7 @@ _EXCHANGED = (64 << 10, 4 << 20)
 
 
 def context_layouts(world_size: int, degrees: Iterable[int]) -> list[Strategy]:
-    """The strategies whose groups of cp are measured: every cp beside each tp, the other ranks being replicas.
-
-    Args:
-        degrees: Tensor-parallel degrees that divide the world.
-    """
+    """The strategies whose groups of cp are measured: every cp beside each tp of `degrees`, the rest replicas."""
     return [
         Strategy(world_size // (tp * cp), tp, cp=cp)
         for tp in sorted(set(degrees))
@@ -179,8 +166,7 @@ def measure_exchanges(
 ) -> tuple[ExchangeSample, ...]:
     """Seconds of both exchanges in two sizes, the slowest rank's; the fastest of a few rounds counts. Collective.
 
-    Where ranks share cores, a rank's share of the seconds is counted, as if it had a core to itself: the time model adds up
-    the ranks that share one.
+    Where ranks share cores, a rank's share of the seconds counts, as on a core of its own: the time model adds them up.
 
     Args:
         groups: Makes the groups of cp, and keeps them.
@@ -282,13 +268,8 @@ def small_copy(
 
 
 def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
-    """A copy with its decoder's linear layers in 4 bits of bitsandbytes, below an adapter of all of them.
-
-    Codes repeat one block, as the weights do. The random state of torch is left alone.
-
-    Args:
-        model: Of `small_copy`, with weights; it is changed.
-    """
+    """`small_copy`, changed: its decoder's linear layers in 4 bits of bitsandbytes, below an adapter of all of them.
+    Codes repeat one block, as the weights do. The random state of torch is left alone."""
     from bitsandbytes.functional import QuantState, quantize_4bit
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
     from peft import LoraConfig, get_peft_model
@@ -431,7 +412,6 @@ class Probe:
 
     Args:
         degrees: Tensor-parallel degrees; each runs on as many replicas as fit the world.
-        compute_dtype: The dtype of computation.
         others: Further strategies, for whole phases.
     """
 
@@ -485,11 +465,7 @@ class Probe:
         return clock / times, on_core / times
 
     def run_phase(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
-        """Forward and backward of a whole phase; seconds on this rank.
-
-        Args:
-            replicas: The packs of each replica; each has some.
-        """
+        """Forward and backward of a whole phase; each replica has some packs. Seconds on this rank."""
         return self._timed(strategy, replicas[strategy.coord(self.engine.rank).dp])[0]
 
     def _timed(self, strategy: Strategy, packs: Packs) -> tuple[float, float]:
@@ -505,20 +481,17 @@ class Probe:
         return memory.stop()
 
     def close(self) -> None:
-        """Frees the engine."""
         self.engine.close()
 
 
 def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
     """The packs that tell a, b and c apart: three sequences alone, two packs of shorter ones, and the last ones.
 
-    The last ones are longer, for one copy only: attention kernels work in blocks, and the quadratic cost of long
-    sequences shows in long sequences only.
+    The last ones are longer, for one copy: kernels work in blocks, and quadratic cost shows in long sequences only.
 
     Args:
         longest: Tokens of the longest pack but for the last ones.
-        last: Tokens of the very last one, if that is longer; where it is more than four times as long, one of about four
-            times the others' comes before it.
+        last: Tokens of the very last one, if longer; before one of over four times comes one of about four.
     """
     middle, short = max(1, longest // 4), max(1, longest // 16)
     packs = (short,), (middle,), (longest,), (short,) * (middle // short), (middle,) * (longest // middle)
@@ -547,11 +520,7 @@ _MOST_IDLE = 1.5
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured, the same on every rank.
-
-    Args:
-        pipeline_factor: By how much packs cost more in stages, where ranks share cores; else 1.
-    """
+    """What was measured, the same on every rank; `pipeline_factor` is that of packs in stages on shared cores, or 1."""
 
     samples: tuple[Sample, ...]
     switches: tuple[SwitchSample, ...]
@@ -563,8 +532,7 @@ def time_packs(
 ) -> Timing:
     """Measures packs and switches. Collective.
 
-    The seconds of a pack are those of the slowest rank's clock; where ranks share cores what it costs on a core
-    (`_on_shared_cores`).
+    Seconds of a pack are by the slowest rank's clock; where ranks share cores on a core (`_on_shared_cores`).
 
     Args:
         probes: One for each copy of the model; the last has most layers.
@@ -665,11 +633,7 @@ def mixed_lengths(longest: int, world_size: int) -> tuple[tuple[int, ...], ...]:
 def time_phases(
     probe: Probe, strategies: Sequence[Strategy], longest: int, measuring: Measuring
 ) -> tuple[PhaseSample, ...]:
-    """Measures the phases; the fastest counts. Collective.
-
-    Args:
-        probe: Has all these strategies.
-    """
+    """Measures the phases; the fastest counts. Collective."""
     if len(strategies) < 2:  # nothing to choose between
         return ()
     measuring.say(f"whole phases under {len(strategies)} strategies")
@@ -712,7 +676,6 @@ def kinds_of_layers(model: nn.Module, description: ModelDescription) -> tuple[tu
 
     Args:
         model: The whole model; on the meta device, if it likes.
-        description: What was read from it.
     """
     shape = description.shape
     if shape.num_layers < 2 or Strategy(pp=shape.num_layers).unsupported_reason(shape) is not None:
@@ -741,12 +704,7 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 class _Layer:
-    """One decoder layer on this rank, with the arguments that its model calls it with.
-
-    Args:
-        index: Which layer.
-        pack: What it runs on.
-    """
+    """One decoder layer on this rank, with the arguments that its model calls it with."""
 
     def __init__(self, description: ModelDescription, index: int, pack: MicroBatch, device: torch.device) -> None:
         one_each = Strategy(pp=description.shape.num_layers)  # the stage of this index has this layer
@@ -787,7 +745,6 @@ class _Layer:
         (self._call,) = caught
 
     def run(self) -> None:
-        """Forward and backward."""
         args, kwargs = self._call
         args, kwargs = tuple(map(_leaf, args)), {name: _leaf(value) for name, value in kwargs.items()}
         out = self._layer(*args, **kwargs)
@@ -795,7 +752,6 @@ class _Layer:
         out.backward(torch.ones_like(out))
 
     def release(self) -> None:
-        """Lets go of the weights."""
         self._call = ((), {})
         self._replica.release()
 
@@ -808,14 +764,8 @@ def _leaf(value: Any) -> Any:
 
 
 def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> tuple[LayerSample, ...]:
-    """Seconds of a layer of each kind; the fastest counts. Collective.
-
-    Args:
-        model: The whole model, on the meta device.
-
-    Returns:
-        A sample for each kind, the same on every rank; none where all layers are of one kind.
-    """
+    """Seconds of a layer of each kind of a model on the meta device; the fastest counts. A sample for each kind, the
+    same on every rank; none where all are of one kind. Collective."""
     description = describe_model(model)
     kinds = kinds_of_layers(model, description)
     if len(kinds) < 2:
@@ -837,8 +787,8 @@ def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> t
 
 
 def _seconds(layer: _Layer, measuring: Measuring) -> float:
-    """Of one forward and backward on this rank, the second of two: the first finds its buffers. On a core, where ranks share
-    cores (`timing.time_packs`)."""
+    """Of one forward and backward on this rank, the second of two: the first finds its buffers. On a core, where ranks
+    share cores (`timing.time_packs`)."""
     layer.prepare()
     measuring.timed(layer.run)
     clock, on_core = measuring.timed(layer.run)

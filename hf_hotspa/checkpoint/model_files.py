@@ -78,11 +78,7 @@ Shards = list[tuple[str, Entries]]
 
 
 def adapter_name(name: str) -> str:
-    """The name of an adapter's parameter in PEFT's files, which leave out what the adapter is called in the model.
-
-    Args:
-        name: As in `PeftModel.named_parameters`.
-    """
+    """The name in PEFT's files, which leave out what the adapter is called, of one in `PeftModel.named_parameters`."""
     return re.sub(r"\.(lora_[AB])\.[^.]+\.(?=weight$)", r".\1.", name)
 
 
@@ -100,8 +96,6 @@ class ModelWeights:
     Args:
         model: A transformers model, with weights or on the meta device; or a `PeftModel`, where `adapted`.
         parameters: Their names, in the order in which they are gathered; of an adapter the trained ones.
-        adapted: Whether an adapter is saved.
-        max_shard_bytes: See `MAX_SHARD_BYTES`.
 
     Attributes:
         shards: Each tensor with its name in its file, and that in memory of the weight that it is made of.
@@ -136,13 +130,8 @@ class ModelWeights:
     def write(
         self, disk: Disk, folder: Path, weights: Weights | dict[str, Tensor], part: int = 0, parts: int = 1
     ) -> list[FileRecord]:
-        """Writes every `parts`-th file, from number `part` on; the first part writes the index, too.
-
-        Args:
-            weights: The weights, or what `hold` gave.
-            part: Which part of the files: the ranks share the work.
-            parts: In how many.
-        """
+        """Writes every `parts`-th file, from number `part` on, of weights or of what `hold` gave: the ranks share the
+        work. The first part writes the index, too."""
         stream = iter(weights.items() if isinstance(weights, dict) else self._made(weights, self.shards[part::parts]))
 
         def data(names: tuple[str, str]) -> Buffer:
@@ -173,7 +162,6 @@ class ModelWeights:
         return min(missing | sources, default=None)
 
     def _made(self, weights: Weights, shards: Shards) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the files in order, as the weights come along, under their saved names."""
         names = [names for _, entries in shards for _, names in entries]
         wanted, sources = {saved for saved, _ in names}, {source for _, source in names}
         for name, tensor in itertools.chain(weights, self._buffers.items()):
@@ -308,12 +296,8 @@ def export(
     Args:
         checkpoint: The checkpoint; it is verified first.
         target: A directory that does not exist, or is empty.
-        max_shard_bytes: As of `model_files`.
         dtype: Of the exported floating-point weights; that of the model which was trained when None.
         mode: The permissions of the directory; those of a new one when None, which is not for threads.
-
-    Returns:
-        The files of weights.
 
     Raises:
         DamagedCheckpointError: the checkpoint does not verify.
@@ -349,7 +333,6 @@ def export(
 
 
 def _from_masters(checkpoint: Path, manifest: Manifest, dtype: str | None) -> tuple[Entries, Callable[[Any], Buffer]]:
-    """The weights of a checkpoint, from the ranks' shares, and what gives their bytes."""
     reader, entries = ShareReader(checkpoint, manifest), Entries()
     for parameter in manifest.parameters:
         name = adapter_name(parameter.name) if manifest.is_adapter else parameter.exported_name
@@ -367,7 +350,6 @@ def _from_masters(checkpoint: Path, manifest: Manifest, dtype: str | None) -> tu
 def _from_model_files(
     checkpoint: Path, manifest: Manifest, dtype: str | None
 ) -> tuple[Entries, Callable[[Any], Buffer]]:
-    """The same from the model files of a checkpoint that has nothing else (`save_only_model`)."""
     files = WeightFiles(checkpoint, ADAPTER_WEIGHTS if manifest.is_adapter else None)
     kinds, entries = {kind: name for name, (kind, _) in DTYPES.items()}, Entries()
     for name, saved in files.tensors.items():
@@ -383,7 +365,6 @@ def _from_model_files(
 
 
 def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, name: str, dtype: str | None) -> None:
-    """Configs, tokenizer and whatever else transformers has written, as it is, and a model card."""
     model, first = "model", dtype or manifest.parameters[0].model_dtype
     for name_in_checkpoint, rest in manifest.model_files():
         (folder / rest).parent.mkdir(parents=True, exist_ok=True)
@@ -434,11 +415,7 @@ def merge(
         base: A folder or a name on the hub; that of the adapter's config when None.
         quantization: In what the base was loaded, `nf4` or `fp4`; None where it was not quantized, or its folder is.
         double: Whether its scales were quantized, too.
-        max_shard_bytes: Of a file of weights.
         dtype: In which the base is loaded, dequantized and merged; that of its config when None.
-
-    Returns:
-        The files of weights.
 
     Raises:
         DamagedCheckpointError: the checkpoint does not verify.

@@ -81,7 +81,6 @@ class StockCheckpoint:
     """An opened checkpoint of the stock Trainer.
 
     Args:
-        trainer_state: The Trainer's own state.
         optimizer: The optimizer's `state_dict`; its tensors lie in the file. Empty where the checkpoint has none, and then
             `scheduler` is, too: both start anew, as with the stock Trainer.
         state: What only our checkpoints hold: nothing.
@@ -244,7 +243,6 @@ class StockCheckpoint:
         Args:
             rows: Rows of the data set.
             steps_in_epoch: Optimizer steps of an epoch of the run.
-            mini_batch: Rows of a mini-batch of the run.
             drop_last: Whether a last one that is not full is left out.
 
         Raises:
@@ -334,10 +332,7 @@ def random_states(world_size: int) -> dict[str, Any]:
 
 
 def state_names(master: MasterStore, optimizer: Optimizer) -> list[str]:
-    """The elementwise states of an optimizer, such as `exp_avg`.
-
-    The same on all ranks: the stores of all of them hold all parameters, even if no element of them.
-    """
+    """The elementwise states of an optimizer, such as `exp_avg`; equal on all ranks: all stores have all parameters."""
     state = bare_optimizer(optimizer).state
     return sorted({
         key
@@ -363,12 +358,7 @@ def _is_elementwise(value: Any, parameter: Tensor) -> bool:
 
 
 def optimizer_state(optimizer: Optimizer, master: MasterStore, states: Mapping[str, Mapping[str, Tensor]]) -> Any:
-    """The optimizer's `state_dict` with whole parameters in place of this rank's shares, in host memory.
-
-    Args:
-        optimizer: On the master store; its groups are made as with the stock Trainer.
-        states: State -> parameter -> the whole of it.
-    """
+    """The optimizer's `state_dict` with whole parameters (`states`: state -> parameter -> it), in host memory."""
     bare, state = bare_optimizer(optimizer), dict[int, dict[str, Any]]()
     described = bare.state_dict()
     for names, group in zip(names_in_groups(bare, master), described["param_groups"], strict=True):

@@ -56,7 +56,6 @@ def tensor_bytes(tensor: Tensor) -> Buffer:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a manifest names."""
     return {name: version_of(name) or "" for name in ("hf-hotspa", "torch", "transformers")}
 
 
@@ -193,13 +192,7 @@ def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedS
 def saved_parameters(
     vector: ParameterVector, states: Mapping[str, dict[str, str]], dtypes: Mapping[str, str], exported: set[str]
 ) -> tuple[SavedParameter, ...]:
-    """The parameters, for the manifest.
-
-    Args:
-        states: Of a `Share`.
-        dtypes: Parameter -> its dtype in the Hugging Face model.
-        exported: The names that transformers saves.
-    """
+    """The parameters, for the manifest: `states` of a `Share`, dtypes in the model, names that transformers saves."""
     return tuple(
         SavedParameter(
             spec.name,
@@ -221,11 +214,7 @@ def saved_parameters(
 
 
 class ShareReader:
-    """Reads ranges of parameters from the shares of all ranks; only what is asked for is read.
-
-    Args:
-        folder: The checkpoint, verified.
-    """
+    """Reads ranges of parameters from all ranks' shares in a verified checkpoint; only what is asked for is read."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest

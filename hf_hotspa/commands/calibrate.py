@@ -45,7 +45,6 @@ def run(
         dtype: Of computation; the config's when None.
         force: Whether to measure although the cache holds it.
         quiet: Whether nothing is said meanwhile.
-        base: See `calibrate`.
 
     Returns:
         The calibration; None on ranks above 0 of a launcher.

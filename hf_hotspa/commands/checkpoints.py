@@ -31,7 +31,6 @@ DAMAGED = 1
 
 
 def add_parsers(commands: Any) -> None:
-    """Adds the commands to the subparsers of `hf-hotspa`."""
     where = "a checkpoint-<step> directory, or the output_dir of a run for all of its checkpoints"
     inspect = commands.add_parser("inspect", help="what is in a checkpoint")
     inspect.set_defaults(answer=_inspect)
@@ -62,7 +61,6 @@ def add_parsers(commands: Any) -> None:
 
 
 def _targets(path: Path) -> list[Path]:
-    """The checkpoint itself, or those of a run, oldest first."""
     targets = [path] if (path / MANIFEST).exists() else checkpoints(path)[::-1]
     if not targets:
         raise HotspaConfigError(f"{str(path)!r} holds no checkpoint", fix="name a checkpoint-<step> directory")
@@ -94,7 +92,6 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _states(manifest: Manifest) -> str:
-    """Each state of the optimizer, with what is stored of it, for how many elements, and in how many bytes."""
     elements, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for parameter in manifest.parameters:
         for state, stored in parameter.states.items():

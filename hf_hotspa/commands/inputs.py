@@ -81,7 +81,6 @@ def machines(args: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def add_parsers(commands: Any) -> None:
-    """Adds the commands to the sub-parsers of `hf-hotspa`."""
     lengths = commands.add_parser(
         "lengths",
         help="how long the rows of a data set are",
@@ -101,12 +100,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None:
-    """Adds what says which data set is read, and how.
-
-    Args:
-        source: The parser, or its group of sources, that gets `--dataset`.
-        parser: The parser that gets the others.
-    """
+    """Adds what says which data set is read, and how; `source`, the parser or its group of sources, has `--dataset`."""
     source.add_argument(
         "--dataset",
         metavar="DATA",

@@ -73,8 +73,6 @@ def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
 
     Args:
         asked: What --processes says, or None.
-        given: The flags of training.
-        gpus: Those of this machine.
 
     Raises:
         HotspaConfigError: there is no GPU and none was told to do without, or there are too few.

@@ -20,12 +20,8 @@ ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer of a decoder layer.
-
-    Args:
-        of_heads: Whether what tp cuts belongs to `query` heads or to `key` heads; None for an MLP.
-        rows: Whether tp cuts its outputs (column-parallel); else its inputs.
-    """
+    """One linear layer of a decoder layer. tp cuts what belongs to `query` heads, to `key` heads, or (None) to an MLP:
+    its outputs (column-parallel) with `rows`, else its inputs."""
 
     inputs: int
     outputs: int
@@ -45,11 +41,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of every decoder layer.
-
-    Args:
-        linears: The linear layers of a decoder layer that it stands beside, by name.
-    """
+    """An adapter of every decoder layer, beside its linear layers of these names."""
 
     rank: int
     linears: Mapping[str, Linear]
@@ -81,11 +73,7 @@ class Adapter:
         return self.rank * sum(linear.inputs + linear.outputs for linear in self.linears.values())
 
     def held(self, shares: Mapping[str | None, float]) -> float:
-        """Those of them that the fullest tp coordinate holds.
-
-        Args:
-            shares: The share of the cut dims that it holds, by `Linear.of_heads`.
-        """
+        """Those of them on the fullest tp coordinate, which has `shares` of the cut dims, by `Linear.of_heads`."""
         return self.rank * sum(linear.whole + linear.cut * shares[linear.of_heads] for linear in self.linears.values())
 
     def __str__(self) -> str:
@@ -104,12 +92,7 @@ is computed again."""
 
 @dataclass(frozen=True)
 class FourBits:
-    """The linear layers of every decoder layer, frozen in 4 bits.
-
-    Args:
-        kind: One of `KINDS`.
-        linears: By name.
-    """
+    """The linear layers of every decoder layer, by name, frozen in 4 bits of a kind of `KINDS`."""
 
     kind: str
     linears: Mapping[str, Linear]
@@ -120,11 +103,7 @@ class FourBits:
         return sum(linear.inputs * linear.outputs for linear in self.linears.values())
 
     def cut(self, shares: Mapping[str | None, float]) -> float:
-        """Those of them that the fullest tp coordinate computes with.
-
-        Args:
-            shares: See `Adapter.held`.
-        """
+        """Those of them that the fullest tp coordinate computes with; `shares` as in `Adapter.held`."""
         return sum(shares[one.of_heads] * one.inputs * one.outputs for one in self.linears.values())
 
     def held(self, shares: Mapping[str | None, float]) -> float:
@@ -149,19 +128,13 @@ def _held(linear: Linear, share: float) -> float:
 
 @dataclass(frozen=True)
 class FrozenBase:
-    """What a calibration has to be measured with: a base in 4 bits, and the adapter beside it.
-
-    Args:
-        kind: One of `KINDS`.
-        rank: Of an adapter of all linear layers.
-    """
+    """What a calibration is measured with: a base in 4 bits (of `KINDS`), an adapter of that rank on all linears."""
 
     kind: str
     rank: int
 
     @classmethod
     def of(cls, four_bits: FourBits | None, adapter: Adapter | None) -> "FrozenBase | None":
-        """That of a plan."""
         return cls(four_bits.kind, adapter.rank) if four_bits is not None and adapter is not None else None
 
     def __str__(self) -> str:

@@ -41,7 +41,6 @@ def all_reduce_seconds(tp: int, num_bytes: float, hardware: Hardware) -> float:
 
 
 def _products(parameters: float, adapter: float | None) -> float:
-    """Operations of a token in matrix products."""
     return 6 * parameters if adapter is None else 4 * parameters + 6 * adapter
 
 
@@ -55,12 +54,8 @@ def all_reduce_latency(tp: int, hardware: Hardware) -> float:
 def layer_cost(
     shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapter: int | None = None, codes: float = 0.0
 ) -> Cost:
-    """One decoder layer, forward and backward, on each device of a tp group.
-
-    Args:
-        adapter: The parameters of an adapter that are trained instead of the layer; None where the layer is.
-        codes: Weights that are dequantized for each of their products.
-    """
+    """One decoder layer, forward and backward, on each device of a tp group. With `adapter` parameters that are trained
+    in its place (None: the layer is), and `codes` weights dequantized for each product."""
     peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
     whole = shape.whole_parameters
     parameters = (shape.active_parameters - whole) / tp + whole
@@ -115,11 +110,7 @@ def hops(shape: ModelShape, hardware: Hardware, dtype: str) -> tuple[Hop, Hop]:
 def costs(
     shape: ModelShape, hardware: Hardware, dtype: str, adapters: Mapping[int, tuple[int | None, float]]
 ) -> tuple[dict[int, Cost], dict[int, Cost], dict[int, Cost]]:
-    """Layer, head and embedding costs by tp.
-
-    Args:
-        adapters: For each tp that is asked for, `adapter` and `codes` of `layer_cost`.
-    """
+    """Layer, head and embedding costs by tp; `adapters` has `adapter` and `codes` of `layer_cost` for each."""
     return (
         {tp: layer_cost(shape, tp, hardware, dtype, *both) for tp, both in adapters.items()},
         {tp: head_cost(shape, tp, hardware, dtype, adapter is not None) for tp, (adapter, _) in adapters.items()},

@@ -75,7 +75,6 @@ class CalibrationKey:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, other: "CalibrationKey") -> list[str]:
-        """What differs, in words."""
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return [f"{name} {mine!r} instead of {theirs!r}" for name, mine, theirs in pairs if mine != theirs]
 
@@ -84,8 +83,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a model config as `to_dict` gives it, without what changes no cost.
 
     Args:
-        config: The config's fields. Names, versions and dtypes are left out (the dtype of computation is a field of
-            the key).
+        config: The config's fields. Names, versions and dtypes do not count (the compute dtype is in the key).
     """
     left_out = {
         "_name_or_path",
@@ -102,12 +100,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a reader, or `hf-hotspa plan`, must know of the model that was measured.
-
-    Args:
-        family: The transformers `model_type`.
-        hidden_size: Width of the residual stream.
-    """
+    """What a reader, or `hf-hotspa plan`, must know of the measured model: its `model_type`, the residual's width."""
 
     family: str
     hidden_size: PositiveCount
@@ -128,11 +121,8 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class SwitchSample:
-    """One load and one return of gradients, of the busiest rank.
-
-    Args:
-        strategy: The strategy, `dp4`; `StrategyError` when it is none.
-    """
+    """One load and one return of gradients, of the busiest rank, under a strategy (`dp4`; `StrategyError` when it is
+    none)."""
 
     strategy: str
     num_parameters: PositiveCount
@@ -165,12 +155,8 @@ class PhaseSample:
 
 @dataclass(frozen=True)
 class LayerSample:
-    """Forward and backward of one decoder layer alone, without tensor parallelism, all ranks at the same time.
-
-    Args:
-        layers: The indices of all layers of its kind.
-        seconds: Of one of them; on a core where ranks share cores.
-    """
+    """Forward and backward of one decoder layer alone, without tp, all ranks at the same time: the indices of all
+    layers of its kind, and the seconds of one, on a core where ranks share cores."""
 
     layers: tuple[Count, ...]
     lengths: tuple[PositiveCount, ...]
@@ -197,12 +183,7 @@ class ExchangeSample:
 
 @dataclass(frozen=True)
 class Link:
-    """Messages between neighbours, all ranks sending and receiving at the same time.
-
-    Args:
-        latency_s: Seconds of the shortest message.
-        bandwidth: Bytes per second and direction.
-    """
+    """Messages between neighbours, all ranks at once: seconds of the shortest, bytes per second and direction."""
 
     latency_s: NotNegative
     bandwidth: Positive
@@ -229,11 +210,8 @@ class Calibration:
     """Measurements of one model on one machine. See `calibrate/calibration.py` for how they are taken.
 
     Args:
-        key: What it holds for.
-        samples: Seconds of packs, all ranks busy; embedding, head and loss included. Seconds on a core where ranks share
-            cores.
+        samples: Seconds of packs, all ranks busy; with embedding, head and loss. On a core where ranks share cores.
         slots: How many of the ranks compute at the same time; infinite where each has a core or device of its own.
-        intra: The links inside a node.
         hop_intra: Passing a hidden state inside a node.
         inter: The links between nodes; None with one node.
         hop_inter: Passing a hidden state between nodes; None with one node.
@@ -281,7 +259,6 @@ class Calibration:
         return tuple(sorted({sample.tp for sample in self.samples}))
 
     def covers(self, strategies: Iterable[Strategy]) -> bool:
-        """Whether all of these can be predicted."""
         return {s.tp for s in strategies} <= set(self.degrees)
 
     # ------------------------------------------------------------------------------------------------ the cost models
@@ -306,9 +283,8 @@ class Calibration:
     def stage_costs(self, layer_costs: Sequence[int]) -> StageCosts:
         """What the stages of a pipeline are cut by, in nanoseconds: measured, for the largest pack that was.
 
-        A layer takes its share of the mean layer: as measured where layers were timed one by one, else by its relative
-        cost. Head, loss and embedding were measured together, and count where the head is. At the least tp that was
-        measured: one cut serves all.
+        A layer takes its share of the mean one: as measured one by one, else by relative cost. Head, loss and embedding
+        were measured together, and count where the head is. At the least tp that was measured: one cut serves all.
 
         Args:
             layer_costs: Relative cost of each layer, by its parameters.
@@ -407,11 +383,7 @@ class Calibration:
     def memory_model(
         self, sizes: ModelSizes, options: MemoryOptions | None = None, world_size: int | None = None
     ) -> MemoryModel:
-        """The memory model, with measured activations where there are measurements.
-
-        Args:
-            world_size: Ranks; as many as were measured when None.
-        """
+        """The memory model, with measured activations where there are some; of as many ranks as measured when None."""
         options = options or MemoryOptions()
         layers, ends = self.memory_per_token
         options = replace(options, compute_dtype=self.key.dtype, activation_bytes=layers, end_bytes=ends)
@@ -489,8 +461,8 @@ class Calibration:
             key: What it must hold for; anything when None.
 
         Raises:
-            HotspaConfigError: the file is missing, torn, of another kind or version, holds impossible numbers, or
-                holds for something else.
+            HotspaConfigError: the file is missing, torn, of another kind or version, holds impossible numbers, or holds
+                for something else.
         """
         calibration = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
         if key is not None and (differences := calibration.key.differences(key)):

@@ -1,5 +1,4 @@
-"""The units of the time model: seconds of a pack as a quadratic in its sequence lengths, and of what ranks pass on; and how they
-are fitted to what was measured."""
+"""Units of the time model: seconds of a pack, quadratic in its lengths, and of what ranks pass on; and their fit."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -46,29 +45,19 @@ class Cost:
 
 @dataclass(frozen=True)
 class Hop:
-    """Passing a hidden state, or its gradient, to the neighbouring stage.
-
-    Args:
-        latency_s: Fixed seconds.
-        token_s: Seconds a token.
-    """
+    """Passing a hidden state, or its gradient, to the neighbouring stage: fixed seconds, and seconds a token."""
 
     latency_s: NotNegative = 0.0
     token_s: NotNegative = 0.0
 
     def seconds(self, tokens: float) -> float:
-        """Seconds for a pack of so many tokens."""
         return self.latency_s + self.token_s * tokens
 
 
 @dataclass(frozen=True)
 class Exchanges:
-    """What ranks of cp exchange in a layer; a token is the bytes of its hidden state that a rank sends to the others.
-
-    Args:
-        all_to_all: Heads for tokens, and gradients to where they are summed.
-        gather: Keys and values.
-    """
+    """What ranks of cp exchange in a layer: heads for tokens (and gradients to where they are summed), and keys and
+    values. A token is the bytes of its hidden state that a rank sends to the others."""
 
     all_to_all: Hop
     gather: Hop
@@ -84,13 +73,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement.
-
-    Args:
-        num_layers: Decoder layers that ran.
-        seconds: Forward and backward.
-        with_ends: Whether embedding, head and loss ran, too.
-    """
+    """Seconds, forward and backward, of `num_layers` decoder layers; `with_ends`: with embedding, head and loss."""
 
     tp: PositiveCount
     num_layers: PositiveCount

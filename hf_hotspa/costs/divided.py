@@ -35,24 +35,15 @@ WAYS = (AUTO, ULYSSES, GATHER, RING)
 
 
 def head_repeats(heads: int, kv_heads: int, cp: int) -> int:
-    """How often each key/value head is repeated so that every rank of cp has those of its query heads.
-
-    Args:
-        heads: Query heads that a rank has before the exchange, a multiple of cp.
-        kv_heads: Its key/value heads, a divisor of them.
-    """
+    """How often each key/value head is repeated so that every rank of cp has those of its query heads: of a rank's
+    query heads before the exchange, a multiple of cp, and key/value heads, a divisor of them."""
     group = heads // kv_heads
     return group // math.gcd(group, heads // cp)
 
 
 def exchanged_elements(way: str, heads: int, kv_heads: int, cp: int) -> float:
-    """What a rank sends in one layer, forward and backward, in units of tokens of the pack times the width of a head.
-
-    Args:
-        way: `ulysses`, `allgather` or `ring`.
-        heads: Query heads of the rank (of a tensor-parallel shard).
-        kv_heads: Its key/value heads.
-    """
+    """What a rank sends in one layer by `ulysses`, `allgather` or `ring`, forward and backward, in units of tokens of
+    the pack times the width of a head. Heads are those of a tensor-parallel shard."""
     if way == ULYSSES:  # queries, keys, values and the result, and the gradient of each
         repeated = kv_heads * head_repeats(heads, kv_heads, cp)
         return 2 * (2 * heads + 2 * repeated) / cp * (cp - 1) / cp
@@ -104,11 +95,7 @@ def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
 
 
 def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: str, element_bytes: int) -> float:
-    """What one layer holds of all ranks' keys and values while it attends; nothing of it outlives the layer.
-
-    Args:
-        row_tokens: Tokens of the pack that a rank has.
-    """
+    """What one layer holds of all ranks' keys and values for a row of tokens while it attends, and not after."""
     if strategy.cp == 1 or (chosen := choose_way(strategy, shape, way)) == ULYSSES:
         return 0.0
     _, kv_heads = local_heads(strategy, shape) or (0, shape.num_key_value_heads)
@@ -133,12 +120,8 @@ def repeated_bytes(strategy: Strategy, shape: ModelShape, way: str, element_byte
 def exchange_seconds(
     strategy: Strategy, shape: ModelShape, way: str, hop: Hop, measured: Exchanges | None = None
 ) -> tuple[float, float]:
-    """What a layer's exchanges add, forward and backward: seconds a token of the pack, and seconds a pack.
-
-    Args:
-        hop: Passing a hidden state between two ranks: what the ring does.
-        measured: The exchanges of the other ways; each as that many hops where they were not measured.
-    """
+    """What a layer's exchanges add, forward and backward: seconds a token of the pack, and seconds a pack. The ring
+    makes hops of a hidden state; other ways count as that many hops where they were not `measured`."""
     if strategy.cp == 1:
         return 0.0, 0.0
     chosen = choose_way(strategy, shape, way)
@@ -161,12 +144,8 @@ _MESSAGES = _EXCHANGES + 1  # and the counts, forward
 def expert_exchange_seconds(
     strategy: Strategy, shape: ModelShape, token_s: float, latency_s: float
 ) -> tuple[float, float]:
-    """What a layer's exchanges add, forward and backward: seconds a token of the pack, and seconds a pack.
-
-    Args:
-        token_s: Seconds in which a hidden state of one token passes between two ranks.
-        latency_s: Seconds of a message beside its bytes.
-    """
+    """What a layer's exchanges add, forward and backward: seconds a token of the pack, and seconds a pack. A token's
+    hidden state passes between two ranks in `token_s`, a message in `latency_s` more."""
     if strategy.ep == 1:
         return 0.0, 0.0
     away = (strategy.ep - 1) / strategy.ep * shape.experts_per_token / (strategy.cp * strategy.tp)
@@ -218,12 +197,7 @@ def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longes
 
 
 def chunked_seconds(cost: Cost, packs: Iterable[Sequence[int]], strategy: Strategy, forward_share: float) -> float:
-    """Seconds of packs that are computed in chunks on one stage.
-
-    Args:
-        cost: Of a pack under the strategy, forward and backward.
-        forward_share: The forward pass in that.
-    """
+    """Seconds of packs in chunks on one stage; `cost` is of a pack, `forward_share` what of it is forward."""
     seconds = 0.0
     for lengths in packs:
         chains = cut_into_chains(lengths, strategy.ck)

@@ -42,7 +42,6 @@ class Matmul:
 
     @classmethod
     def of(cls, n: int, tp: int = 1) -> "Matmul":
-        """Of matrices of n x n."""
         return cls(2 * n**3 / tp, 2 * n**2 + 4 * n**2 / tp)
 
     @property
@@ -77,22 +76,14 @@ def intra_elements(num_tokens: int, hidden_size: int, tp: int, layers_of_stage: 
 
 
 def pipeline_seconds(pp: int, num_micro_batches: int, micro_batch_s: float) -> float:
-    """`(m + p - 1) (t_f + t_b)`: seconds of a batch (N21 2.2).
-
-    Args:
-        micro_batch_s: Forward and backward of a micro-batch on one stage.
-    """
+    """`(m + p - 1) (t_f + t_b)`: seconds of a batch (N21 2.2); `micro_batch_s` is t_f + t_b on one stage."""
     bubble_fraction(pp, num_micro_batches)
     return (num_micro_batches + pp - 1) * micro_batch_s
 
 
 def tensor_seconds(message: float, bandwidth: float, tp: int, layers_of_stage: float, num_micro_batches: int) -> float:
-    """`T_tp`: the all-reduces of a batch, layers recomputing everything: six a layer and micro-batch, each of a message.
-
-    Args:
-        message: Bytes.
-        bandwidth: Bytes a second of the links between the ranks of tp.
-    """
+    """`T_tp`: the all-reduces of a batch, layers recomputing everything: six a layer and micro-batch, each of a message
+    in bytes, over links between the ranks of tp of that bandwidth in bytes a second."""
     each = message / bandwidth * 2 * (tp - 1) / tp
     return each * ALL_REDUCES_RECOMPUTED * layers_of_stage * num_micro_batches
 
@@ -187,12 +178,7 @@ def model_state_bytes(
 
 
 class Traffic(NamedTuple):
-    """What a ring sends in one optimizer step, in elements that each device sends (and receives).
-
-    Attributes:
-        gathers: Weights, by all-gathers.
-        reduces: Gradients, by reduce-scatters.
-    """
+    """Elements that each device sends (and receives) in a step: weights by all-gathers, gradients reduce-scattered."""
 
     gathers: float
     reduces: float

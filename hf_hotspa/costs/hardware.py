@@ -34,12 +34,7 @@ _UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}} 
 
 @dataclass(frozen=True)
 class Device:
-    """One device.
-
-    Args:
-        peak_flops: Floating-point operations per second of matrix products, by dtype name.
-        memory_bandwidth: Bytes per second of its memory.
-    """
+    """One device: operations per second of matrix products by dtype name, and bytes per second of its memory."""
 
     memory_bytes: int
     peak_flops: Mapping[str, float]
@@ -64,7 +59,6 @@ class Hardware:
     """A kind of machine.
 
     Args:
-        name: For tables and messages.
         intra_bandwidth: Bytes per second, per direction, of a device's port inside its node.
         inter_bandwidth: Bytes per second, per direction, of one NIC.
         nics_per_node: NICs of a node; None for one a device.
@@ -89,7 +83,6 @@ class Hardware:
         return min(self.intra_bandwidth, self.inter_bandwidth * (self.nics_per_node or self.devices_per_node))
 
     def cluster(self, world_size: int) -> Cluster:
-        """The links of `world_size` devices."""
         one_node = world_size <= self.devices_per_node
         return Cluster(
             world_size,

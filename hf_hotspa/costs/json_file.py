@@ -11,12 +11,7 @@ from hf_hotspa.whole_file import write_whole
 
 
 def write_json(path: str | os.PathLike[str], kind: str, version: int, data: Mapping[str, Any]) -> None:
-    """Writes a file, whole or not at all.
-
-    Args:
-        path: Where to; folders are made.
-        kind: What the file is, its first key.
-    """
+    """Writes a file, whole or not at all, and its folders; `kind`, what it is, is its first key."""
     write_whole(path, json.dumps({"kind": kind, "schema_version": version, **data}, indent=1) + "\n")
 
 

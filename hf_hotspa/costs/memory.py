@@ -233,11 +233,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Memory of one model on `world_size` devices.
-
-    Args:
-        world_size: Ranks, over which the master store is divided.
-    """
+    """Memory of one model on `world_size` devices, over which the master store is divided."""
 
     sizes: ModelSizes
     world_size: int
@@ -272,21 +268,13 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> MemoryBreakdown:
-        """Bytes on the fullest rank: the largest of `stages`.
-
-        Args:
-            longest: The longest sequence; in a pipeline one above `pack_tokens` is a pack, see `Bucket`.
-        """
+        """Bytes on the fullest rank of `stages`. In a pipeline a sequence above `pack_tokens` is a pack (`Bucket`)."""
         stages = self.stages(Bucket(strategy, longest, pack_tokens), num_packs, arena_bytes)
         return max(stages, key=lambda stage: stage.total)
 
     def stages(self, bucket: Bucket, num_packs: int | None = None, arena_bytes: int = 0) -> list[MemoryBreakdown]:
-        """Bytes on the fullest rank of each stage (of each place in the pipeline, where a rank has several).
-
-        Args:
-            num_packs: Packs of a replica; None for enough to fill the pipeline.
-            arena_bytes: What the largest strategy of the pool needs for weights and gradients, see `arena_bytes`.
-        """
+        """Bytes on the fullest rank of each stage (of each place in the pipeline, where a rank has several); with packs
+        of a replica that fill the pipeline when None, and an arena of `arena_bytes` for the pool."""
         return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(bucket.strategy.pp)]
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
@@ -361,11 +349,8 @@ class MemoryModel:
         return num_packs, chain
 
     def _in_flight(self, bucket: Bucket, stage: int, num_packs: int | None, chain: int) -> tuple[int, int]:
-        """The most packs (or chunks) whose activations a stage keeps, and the tokens of them that a rank holds.
-
-        Args:
-            num_packs: See `_packs_or_chunks`; `chain`, too.
-        """
+        """The most packs (or chunks, see `_packs_or_chunks`) whose activations a stage keeps, and the tokens of them
+        that a rank holds."""
         strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
         held_tokens, longest = -(-bucket.most_tokens // strategy.cp), bucket.longest or bucket.capacity
         in_flight = most_packs(self.options.schedule, strategy.pp, stage, num_packs, chain, strategy.v)
@@ -461,11 +446,8 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> int:
-        """The most tokens that a pack may have; where `longest` is None, a sequence beside packs of one token.
-
-        Returns:
-            Tokens; 0 when not even one fits, `UNLIMITED_TOKENS` without a limit.
-        """
+        """The most tokens that a pack may have; where `longest` is None, a sequence beside packs of one token. 0 when
+        not even one fits, `UNLIMITED_TOKENS` without a limit."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         # arenas of other sizes add the same to every pack, so what was found for one is near what is found for another
@@ -503,7 +485,6 @@ class MemoryModel:
         return total
 
     def _more_for_arena(self, stage: StageSizes, arena: int) -> float:
-        """Bytes that a stage holds more than in a pool of its own."""
         own, most = self._stage_arena(stage), self.options.switch_bytes
         if arena <= own:
             return 0.0

@@ -25,15 +25,7 @@ _SAME_LAYER = 0.05
 
 @dataclass(frozen=True)
 class CostModel:
-    """What strategies of a model cost.
-
-    Args:
-        time: Seconds of packs and phases.
-        memory: Bytes of a rank.
-        cluster: The links that switches take.
-        efficiency: Speed of switches over that of the links.
-        switch_s: Seconds of a switch beside its bytes.
-    """
+    """What strategies of a model cost on a cluster, switches at `efficiency` of its links and `switch_s` more each."""
 
     time: TimeModel
     memory: MemoryModel
@@ -48,7 +40,6 @@ class CostModel:
         """From measurements.
 
         Args:
-            options: What its memory depends on; the schedule of pipelines, too.
             world_size: Ranks, on nodes like the ones that were measured; as many as were measured when None.
 
         Raises:
@@ -62,9 +53,6 @@ class CostModel:
     @classmethod
     def of_hardware(cls, hardware: Hardware, sizes: ModelSizes, options: MemoryOptions, world_size: int) -> "CostModel":
         """From a data sheet.
-
-        Args:
-            options: As for `of_calibration`.
 
         Raises:
             HotspaConfigError: the hardware has no speed for the dtype.
@@ -90,7 +78,6 @@ class CostModel:
 
     @property
     def sizes(self) -> ModelSizes:
-        """The model."""
         return self.memory.sizes
 
     def rank_bytes(self, buckets: Sequence[Bucket]) -> tuple[MemoryBreakdown, ...]:

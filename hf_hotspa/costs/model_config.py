@@ -42,8 +42,7 @@ class ModelConfig:
 
     Args:
         tied: Whether head and embedding are one weight.
-        linears: The linear layers of a decoder layer that an adapter may stand beside, by name; not those of experts,
-            whose weights are no layers of their own.
+        linears: A decoder layer's linear layers that may have an adapter, by name; experts' weights are no layers.
     """
 
     name: str
@@ -53,7 +52,6 @@ class ModelConfig:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The bundled models."""
     return tuple(sorted((path.stem for path in _PRESETS.glob("*.json")), key=lambda name: (len(name), name)))
 
 
@@ -139,7 +137,6 @@ class _Config:
         self.table: dict[str, Any] = families[self.family]
 
     def get(self, name: str) -> int | None:
-        """A positive integer; the family's default where the config is silent, else None."""
         own = self.table.get("aliases", {}).get(name, name)
         value = self.data.get(own, self.data.get(name, self.table.get("defaults", {}).get(name)))
         if value is None:
@@ -149,7 +146,6 @@ class _Config:
         return value
 
     def need(self, name: str) -> int:
-        """The same, where nothing works without it."""
         value = self.get(name)
         if value is None:
             own = self.table.get("aliases", {}).get(name, name)
@@ -158,7 +154,6 @@ class _Config:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a third matrix, the gate."""
         activation = str(self.data.get("hidden_act") or self.data.get("activation_function") or "")
         known = self.table.get("gated")
         return activation.startswith(_GATED) if known is None else bool(known)
@@ -226,7 +221,6 @@ def _shape(config: _Config, facts: Mapping[str, Any]) -> ModelShape:
 
 
 def _check_family(config: _Config, facts: Mapping[str, Any]) -> None:
-    """Refuses a family that cannot be counted or trained."""
     if config.get("kv_lora_rank"):
         raise ModelError(
             f"the parameters of {config.family} cannot be counted from its config: multi-head latent attention",
@@ -242,7 +236,6 @@ def _check_family(config: _Config, facts: Mapping[str, Any]) -> None:
 
 
 def _linears(config: _Config, shape: ModelShape) -> dict[str, Linear]:
-    """See `ModelConfig`."""
     hidden, queries = shape.hidden_size, shape.attention_size
     keys = queries // shape.num_attention_heads * shape.num_key_value_heads
     _, width = config.mlp(hidden)

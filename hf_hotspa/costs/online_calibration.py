@@ -33,12 +33,7 @@ _STEP = 4.0
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Seconds of a phase.
-
-    Args:
-        compute_s: Forward and backward of the busiest replica.
-        switch_s: Load of the weights and return of the gradients.
-    """
+    """Seconds of a phase: forward and backward of the busiest replica; load of weights and return of gradients."""
 
     strategy: Strategy
     compute_s: float
@@ -46,18 +41,12 @@ class PhaseSeconds:
 
     @property
     def seconds(self) -> float:
-        """Both together."""
         return self.compute_s + self.switch_s
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What predicted seconds are multiplied by.
-
-    Args:
-        compute: For computation, by strategy; 1 where there is none.
-        switch: The same for switches.
-    """
+    """What predicted seconds are multiplied by, by strategy: of computation and of switches; 1 where there is none."""
 
     compute: Mapping[Strategy, float] = field(default_factory=dict)
     switch: Mapping[Strategy, float] = field(default_factory=dict)
@@ -74,24 +63,18 @@ class Factors:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Sequence[float]]) -> "Factors":
-        """The inverse of `to_dict`."""
         rows = {Strategy.parse(name): (float(row[0]), float(row[1])) for name, row in data.items()}
         return cls({s: row[0] for s, row in rows.items()}, {s: row[1] for s, row in rows.items()})
 
 
 @dataclass(frozen=True)
 class ScaledTime(TimeModel):
-    """A time model whose seconds are multiplied by a factor for each strategy.
-
-    Args:
-        factors: By strategy; 1 where there is none.
-    """
+    """A time model whose seconds are multiplied by a factor for each strategy; 1 where there is none."""
 
     factors: Mapping[Strategy, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, time: TimeModel, factors: Mapping[Strategy, float]) -> "ScaledTime":
-        """`time`, scaled."""
         return cls(**{f.name: getattr(time, f.name) for f in fields(TimeModel) if f.init}, factors=dict(factors))
 
     def kind(self, strategy: Strategy) -> Strategy:
@@ -109,12 +92,7 @@ class ScaledTime(TimeModel):
 
 @dataclass(frozen=True)
 class Refit:
-    """A correction, for the log.
-
-    Args:
-        error: The error that led to it, as a share of the measured seconds.
-        factors: The factors from now on.
-    """
+    """A correction, for the log: the error (a share of measured seconds) that led to it, the factors from now on."""
 
     error: float
     factors: Factors
@@ -132,14 +110,7 @@ _Pair = tuple[PhaseSeconds, PhaseSeconds]
 
 
 class OnlineCalibration:
-    """Watches predictions and corrects them.
-
-    Args:
-        strategies: Those that may run.
-
-    Attributes:
-        factors: Those in force for what is decided next.
-    """
+    """Watches predictions and corrects them by the `factors` in force for what is decided next."""
 
     def __init__(self, strategies: Iterable[Strategy]) -> None:
         self.factors = Factors()
@@ -147,15 +118,8 @@ class OnlineCalibration:
         self._window: list[list[_Pair]] = []
 
     def observe(self, predicted: Sequence[PhaseSeconds], measured: Sequence[PhaseSeconds]) -> Refit | None:
-        """Takes the phases of one mini-batch.
-
-        Args:
-            predicted: By the uncorrected model.
-            measured: The same phases in the same order; numbers that all ranks have in common.
-
-        Returns:
-            The correction, where one is due; it is in force already.
-        """
+        """Takes the phases of one mini-batch, predicted by the uncorrected model, and measured, in the same order and
+        equal on all ranks. Returns the correction, in force already, where one is due."""
         self._window = [*self._window, list(zip(predicted, measured, strict=True))][-WINDOW:]
         if len(self._window) < WINDOW or (error := median(map(self._error, self._window))) <= LIMIT:
             return None

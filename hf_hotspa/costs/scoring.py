@@ -8,12 +8,8 @@ TRAINING_UNITS = 3
 
 @dataclass(frozen=True)
 class Scoring:
-    """Forwards of a step beside its training pass.
-
-    Args:
-        forwards: How many of all its tokens.
-        reference: Whether a second model's weights are kept, shared out over the ranks as the master store is.
-    """
+    """Forwards of all tokens in a step beside its training pass; `reference` says whether a second model's weights are
+    kept, shared out over the ranks as the master store is."""
 
     forwards: int = 0
     reference: bool = False

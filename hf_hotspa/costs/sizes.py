@@ -49,14 +49,8 @@ def loss_chunk_tokens(vocabulary_rows: int) -> int:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What the fullest rank of a pipeline stage holds.
-
-    Args:
-        num_layers: Decoder layers of the stage.
-        weight_bytes: Weights of the strategy that are there at a time.
-        gradient_bytes: Gradients that are, in the dtype in which they accumulate.
-        trained_bytes: Of all weights of the strategy, those that are trained.
-    """
+    """What the fullest rank of a pipeline stage holds: decoder layers, weights that are there at a time, their
+    gradients in the dtype in which they accumulate, and of all weights those that are trained."""
 
     num_layers: int
     weight_bytes: int
@@ -71,13 +65,7 @@ class StageSizes:
 
 @dataclass(frozen=True)
 class MasterSizes:
-    """What the fullest rank holds of the master store.
-
-    Args:
-        weight_bytes: Master weights.
-        gradient_bytes: Gradients of the trained ones.
-        optimizer_bytes: State of the optimizer.
-    """
+    """What the fullest rank holds of the master store: master weights, trained ones' gradients, optimizer state."""
 
     weight_bytes: int
     gradient_bytes: int
@@ -271,7 +259,6 @@ class ModelSizes:
         return tuple(stages)
 
     def _head_shares(self, tp: int) -> tuple[float, float]:
-        """The share of query heads, and of key/value heads, on the fullest of tp coordinates."""
         heads, kv_heads = self.shape.num_attention_heads, self.shape.num_key_value_heads
         if tp <= kv_heads:
             return -(-kv_heads // tp) / kv_heads, -(-kv_heads // tp) / kv_heads
@@ -284,7 +271,6 @@ class ModelSizes:
         return math.ceil(self.adapter.held(self._cut(tp)) - 1e-3)
 
     def _cut(self, tp: int) -> dict[str | None, float]:
-        """The share of the cut dim of linear layers that the fullest of tp coordinates has, by `Linear.of_heads`."""
         shape, (queries, keys) = self.shape, self._head_shares(tp)
         return {
             "query": queries + (1 - queries) * shape.whole_attention,
@@ -293,7 +279,6 @@ class ModelSizes:
         }
 
     def _layer_bytes(self, tp: int, ep: int = 1) -> int:
-        """Bytes of the weights of one layer on the fullest of tp coordinates, without an adapter."""
         num_bytes = self._layer(tp, ep) * dtype_bytes(self.compute_dtype)
         if self.four_bits is None:
             return num_bytes
@@ -379,7 +364,6 @@ class ModelSizes:
         return MasterSizes(int(weights[rank]), int(gradients[rank]), math.ceil(state[rank]))
 
     def _state_bytes(self, segment: Segment, optimizer: OptimizerState) -> float:
-        """What an optimizer keeps for an element of a segment, in the mean."""
         assert self.vector is not None
         if not segment.trainable:
             return 0.0

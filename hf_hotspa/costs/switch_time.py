@@ -65,12 +65,8 @@ def moved_bytes(sizes: ModelSizes) -> dict[int, float]:
 
 
 def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> float:
-    """Seconds of a switch at full speed of the links, as `estimate` counts them: those inside nodes and those between them
-    work at the same time.
-
-    Args:
-        num_bytes: Weights and gradients of the whole model on the wire.
-    """
+    """Seconds of a switch at full speed of the links, of the whole model's weights and gradients on the wire, as
+    `estimate` counts them: links inside nodes and between them work at the same time."""
     return max(seconds_of_links(strategy, num_bytes, cluster))
 
 
@@ -89,14 +85,8 @@ def seconds_of_links(strategy: Strategy, num_bytes: float, cluster: Cluster) -> 
 
 @dataclass(frozen=True)
 class StreamedPack:
-    """A pack, or what chunks make of it, of the slowest replica.
-
-    Args:
-        forward_s: Its forward passes.
-        backward_s: Its backward passes.
-        forwards: How many forward passes load units.
-        backwards: How many backward passes do.
-    """
+    """A pack, or what chunks make of it, of the slowest replica: seconds of its forward and of its backward passes, and
+    how many of each load units."""
 
     forward_s: float
     backward_s: float
@@ -106,11 +96,7 @@ class StreamedPack:
 
 @dataclass(frozen=True)
 class Streams:
-    """What moves units.
-
-    Args:
-        efficiency: Speed over that of the port model, as for switches.
-    """
+    """What moves units, at `efficiency` times the speed of the port model, as for switches."""
 
     sizes: ModelSizes
     cluster: Cluster
@@ -137,12 +123,8 @@ class Streams:
         return (self.load_s(strategy) if strategy.z == 3 else 0.0) + self.return_s(strategy)
 
     def seconds(self, strategy: Strategy, turns: Iterable[StreamedPack], slots: float) -> float:
-        """Seconds of the packs of a phase, transfers included.
-
-        Args:
-            turns: Its packs, each with the slowest replica's seconds.
-            slots: How many ranks compute at a time where ranks share cores; infinite where they do not.
-        """
+        """Seconds of the packs of a phase, each with the slowest replica's, transfers included; `slots` ranks compute
+        at a time where ranks share cores, else infinite."""
         turns = list(turns)
         load = self.load_s(strategy) if strategy.z == 3 else 0.0
         back = self.return_s(strategy)

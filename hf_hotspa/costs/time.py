@@ -71,18 +71,15 @@ class Pipeline:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
         return len(self.forward) // self.rounds
 
     def turns(self, rank: int) -> list[Turn]:
-        """What a rank runs, in order."""
         if self.rounds > 1:
             return [turn for turn in self.order if turn.stage % self.num_ranks == rank]
         depth = self.depth or len(self.forward)
         return [Turn(rank, *operation) for operation in operations(self.reach, depth, rank, self.chains)]
 
     def seconds(self, turn: Turn) -> float:
-        """Seconds of one pass."""
         return (self.backward if turn.is_backward else self.forward)[turn.stage][turn.unit]
 
 
@@ -158,13 +155,8 @@ def interleaved_events(pipeline: Pipeline) -> list[Event]:
 
 
 def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:
-    """Seconds until the last of several independent loads is done, all started together.
-
-    Args:
-        loads: Processor seconds of each load on each of its ranks.
-        ranks_per_load: Ranks that work on a load together.
-        slots: Ranks that compute at a time.
-    """
+    """Seconds until the last of independent loads is done, all started together: processor seconds on each rank,
+    `ranks_per_load` working on one together, and `slots` computing at a time."""
     seconds = done = 0.0
     for left, load in zip(range(len(loads), 0, -1), sorted(loads), strict=True):
         seconds += (load - done) * max(1.0, left * ranks_per_load / slots)
@@ -247,7 +239,6 @@ class _Rank:
         return self._seconds(turn)
 
     def finish(self) -> Turn:
-        """Ends the running pass."""
         turn = self._turns[self._ended]
         self.busy = False
         self._ended += 1
@@ -263,7 +254,6 @@ _NO_HOP = Hop()
 
 
 def _shared(cost: Cost, cp: int) -> Cost:
-    """What works token by token, on a rank of cp."""
     return Cost(cost.a / cp, cost.b / cp, cost.c)
 
 
@@ -365,8 +355,6 @@ class TimeModel:
         Args:
             samples: At least three different packs for each tp. Samples with embedding and head tell these apart
                 from the layers when they were taken with different numbers of layers (or without the ends, too).
-            depth: See `fit_costs`.
-            fields: The others of the model.
 
         Raises:
             HotspaConfigError: too few or impossible samples.
@@ -478,12 +466,7 @@ class TimeModel:
         return self.hop_intra if apart < self.devices_per_node else self.hop_inter
 
     def phase_seconds(
-        self,
-        strategy: Strategy,
-        replicas: Sequence[Packs],
-        most_tokens: int | None = None,
-        *,
-        enough: float = math.inf,
+        self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None, *, enough: float = math.inf
     ) -> float:
         """Seconds of a phase without its switch: those of the busiest replica, or of all where they share cores.
 
@@ -524,11 +507,7 @@ class TimeModel:
     def _sharded(
         self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None, enough: float = math.inf
     ) -> float:
-        """Seconds where units come and go: replicas keep step, pack by pack; in a pipeline chunk by chunk.
-
-        Raises:
-            HotspaConfigError: nothing is known of the links.
-        """
+        """Seconds where units come and go: replicas keep step, pack by pack; in a pipeline chunk by chunk."""
         if self.streams is None:
             raise HotspaConfigError(
                 f"the time model ({self.source}) knows no links, and {strategy} moves its units over them",
@@ -565,7 +544,6 @@ class TimeModel:
         return shared_pipelines(piped, strategy.tp * strategy.cp, self.slots)
 
     def _alone(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> float:
-        """Seconds of a replica whose ranks have a core each."""
         if strategy.pp > 1:
             return pipeline_seconds(self._pipeline(strategy, packs, most_tokens))
         (cost,) = self.stage_costs(strategy)

@@ -76,13 +76,11 @@ class MicroBatch:
         return self.input_ids.shape[1]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MicroBatch":
-        """The same micro-batch on a device."""
         if self.input_ids.device == torch.device(device):
             return self
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "MicroBatch":
-        """The same micro-batch in page-locked memory."""
         return self._map(lambda tensor: tensor.pin_memory())
 
     def padded_to(self, num_tokens: int, pad_token_id: int) -> "MicroBatch":
@@ -114,10 +112,8 @@ class MicroBatch:
         )
 
     def part(self, first: int, stop: int) -> "MicroBatch":
-        """The tokens `[first, stop)`: a pack of whole sequences and of parts of them, see `cuts`.
-
-        Positions and targets are those of the whole sequences.
-        """
+        """The tokens `[first, stop)`: a pack of whole sequences and of parts of them, see `cuts`. Positions and targets
+        are those of the whole sequences."""
         if (first, stop) == (0, self.num_tokens):
             return self
         begins = [0, *accumulate(self.lengths)]
@@ -130,10 +126,7 @@ class MicroBatch:
         )
 
     def pieces(self, pieces: Sequence[Piece]) -> "MicroBatch":
-        """Parts of sequences, one after the other, as a pack of its own; there may be several of one, or none at all.
-
-        Positions and targets are those of the whole sequences.
-        """
+        """Any number of parts of sequences as a pack of its own; positions and targets are those of the whole ones."""
         begins, of_sequences = [0, *accumulate(self.lengths)], [i for i, _, _ in pieces]
         places = [slice(begins[i] + first, begins[i] + stop) for i, first, stop in pieces]
         lengths = tuple(stop - first for _, first, stop in pieces)
@@ -192,8 +185,7 @@ class MiniBatch:
     Args:
         plan: The plan of the whole mini-batch, the same on every rank.
         phases: One for each phase of the plan, on every rank, in the same order.
-        error: What was found wrong while the rows were read, to be agreed on and raised by all ranks; the phases are
-            empty then.
+        error: What was wrong with the rows, for all ranks to agree on and raise; the phases are empty then.
         content: A digest of the tokens, where ranks read them from streams of their own.
     """
 
@@ -212,7 +204,6 @@ class MiniBatch:
         return self.plan.num_labels
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MiniBatch":
-        """The same mini-batch on a device."""
         return self._map(lambda micro_batch: micro_batch.to(device, non_blocking))
 
     def pin_memory(self) -> "MiniBatch":
@@ -247,7 +238,6 @@ class PackedBucketCollator:
         vocab_size: Token ids and labels must be below it.
         quadratic_cost: See `ModelShape.quadratic_cost`; balances packs of unequal lengths.
         policy: One of `OVERLONG_POLICIES`, for sequences above the longest bucket.
-        rules: What rows are read by.
         table: The scan that plans were made from; with it, a row whose length is no longer the scanned one is
             refused even where the planned slice would still fit.
 
@@ -453,11 +443,7 @@ def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
 
 
 def idle_micro_batch(columns: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """One token of padding: its loss, and its part of every gradient, is 0.
-
-    Args:
-        columns: Those of another pack, for their names and dtypes.
-    """
+    """One token of padding with columns like another pack's: its loss, and its part of every gradient, is 0."""
     token = torch.zeros((1, 1), dtype=torch.int64)
     ends = torch.tensor([0, 1], dtype=torch.int32)
     beside = {name: c.new_zeros((1, 1) if c.dim() == 2 else 1) for name, c in columns.items()}
@@ -653,7 +639,6 @@ class RowCollator:
     # -- sequences that are too long ----------------------------------------------------------------------------------
 
     def _cut(self, batch: Mapping[str, Any], counts: list[int]) -> dict[str, Any]:
-        """Truncates, splits or drops rows of [B, L] tensors; the others have an entry for each row, or are left alone."""
         ids, longest, out = batch.get("input_ids"), self.longest, dict(batch)
         if isinstance(ids, Tensor) and ids.dim() == 2 and longest is not None:
             pieces = self._pieces(batch, ids, longest, counts)
@@ -827,8 +812,6 @@ class MiniBatchSampler(_BatchesOfRanks):
         sampler: The order of rows.
         size: Rows of a mini-batch.
         parts: Batches that are accumulated.
-        rank: This rank.
-        world_size: Ranks.
         drop_last: Leave out a last mini-batch that is not full.
     """
 
@@ -841,7 +824,6 @@ class MiniBatchSampler(_BatchesOfRanks):
     epoch: int = field(default=0, init=False)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration."""
         self.epoch = epoch
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)

@@ -62,13 +62,8 @@ def csv_columns(files: Sequence[Path]) -> list[str]:
 
 
 def unreadable(files: Sequence[Path], kind: str, split: str, error: Exception) -> DataError:
-    """What to say of files that a builder of `datasets` cannot read: the one that is broken, and where.
-
-    Args:
-        kind: The builder: json, csv, text or parquet.
-        split: What of them was asked for.
-        error: What the builder has raised.
-    """
+    """What to say of files that a builder of `datasets` (json, csv, text or parquet) cannot read: the one that is
+    broken, and where."""
     if all(path.stat().st_size == 0 or not path.read_bytes().strip() for path in files):
         return no_rows(files)
     for path in files:
@@ -81,7 +76,6 @@ def unreadable(files: Sequence[Path], kind: str, split: str, error: Exception) -
 
 
 def no_rows(files: Sequence[Path]) -> DataError:
-    """The error of files without a row."""
     names = ", ".join(map(str, files[:3])) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
     return DataError(
         f"{names}: {'the file is' if len(files) == 1 else 'the files are'} empty, without a row of data",
@@ -121,7 +115,6 @@ def _json_fault(path: Path) -> DataError | None:
 
 
 def _is_list(line: str) -> bool:
-    """Whether the first line is a list by itself, so that the file is one of lines."""
     try:
         return isinstance(json.loads(line.lstrip().split("\n", 1)[0]), list)
     except ValueError:
@@ -260,7 +253,6 @@ def say_once(format_: Format, tokenizer: Any) -> None:
 
 
 def _say(line: str) -> None:
-    """Once, and on rank 0."""
     if os.environ.get("RANK", "0") == "0" and line not in _said:
         _said.add(line)
         logger.warning("%s", line)
@@ -316,8 +308,7 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
     Args:
         path_or_name: A .json, .jsonl, .parquet, .csv (cells are texts) or .txt file (one row a line); a directory of such files
             of one kind; a directory written by `save_to_disk`; or else a name on the hub.
-        split: The split; slices such as ``train[:1000]`` are understood, but not for `save_to_disk` directories.
-            Local files are all of the split `train`.
+        split: The split, perhaps a slice like ``train[:1000]`` (not of `save_to_disk`). Local files are all `train`.
 
     Raises:
         DataError: there is no such file, it is empty or cannot be read (which file, and which line), a directory holds nothing
@@ -442,7 +433,6 @@ class _Specials:
         return begins, int(ends and ids[before:].count(eos) > text.count(self.tokenizer.eos_token))
 
     def once(self, ids: list[int], text: str) -> list[int]:
-        """The tokens of a text, special ones once."""
         begins, ends = self.doubled(ids, text)
         if begins or ends:
             _say(
@@ -452,7 +442,6 @@ class _Specials:
         return ids[begins : len(ids) - ends]
 
     def ended(self, ids: list[int], text: str) -> list[int]:
-        """With the EOS token behind it, where it is not there yet."""
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or (ids and ids[-1] == eos) or self._has_end(ids, text) else [*ids, eos]
 

@@ -43,7 +43,6 @@ def _end_when_announced(rank: int) -> None:
 
 
 def _end_with_rank(rank: Any) -> None:
-    """Ends this process when the rank has ended."""
     try:
         handle = os.pidfd_open(rank.pid)
     except OSError:  # dead already, or a kernel without; a pipe that other children of the rank may hold open as well

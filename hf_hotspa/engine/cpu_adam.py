@@ -55,10 +55,8 @@ def load_cpu_adam() -> str | None:
 
 @cache
 def cpu_adam_class() -> type[Optimizer]:
-    """`CpuAdamW(groups, lr, betas, eps, weight_decay)`: AdamW on fp32 parameters in host memory.
-
-    Made on demand, after `load_cpu_adam`: DeepSpeed is an optional dependency.
-    """
+    """`CpuAdamW(groups, lr, betas, eps, weight_decay)`: AdamW on fp32 parameters in host memory. Made on demand, after
+    `load_cpu_adam`: DeepSpeed is an optional dependency."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     class CpuAdamW(DeepSpeedCPUAdam):  # type: ignore[misc]
@@ -103,9 +101,6 @@ takes a minute or two."""
 @contextlib.contextmanager
 def sole_compiler(folder: Path) -> Iterator[None]:
     """Inside, no other process of ours compiles in this folder, and torch will not wait for one that is gone.
-
-    Args:
-        folder: Of the extension, in torch's cache.
 
     Raises:
         TimeoutError: another process is at it for longer than any compilation takes.

@@ -80,11 +80,7 @@ class DevicePace:
         self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:
-        """Takes the report of a mini-batch.
-
-        Returns:
-            The report with `paces` and `slow`, and what changed.
-        """
+        """Takes the report of a mini-batch; returns it with `paces` and `slow`, and what changed."""
         if report.ranks is None:
             return report, None
         paces, event = self.devices.observe(report.step, self._work(plan, report, report.ranks.phases))

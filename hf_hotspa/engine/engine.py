@@ -347,11 +347,7 @@ class HotSPaEngine:
     def _run_phases(
         self, mini_batch: MiniBatch, order: Sequence[int], loaded: PhaseRunner | None, training: bool, where: str
     ) -> tuple[float, list[PhaseMeasure]]:
-        """This rank's part of the loss, and what it measured of each phase.
-
-        Args:
-            loaded: Whose weights are there already.
-        """
+        """This rank's part of the loss, and what it measured of each phase; `loaded` has its weights already."""
         measures: list[PhaseMeasure] = []
         loss, previous, runners = 0.0, None, list[PhaseRunner]()
         for index in order:
@@ -385,13 +381,11 @@ class HotSPaEngine:
         return loss, measures
 
     def _order(self, mini_batch: MiniBatch, loaded: PhaseRunner | None = None) -> list[int]:
-        """The phases in the order in which switching between them costs least (`PlanPool.order`), from what is loaded on."""
         strategies = [phase.bucket.strategy for phase in mini_batch.phases]
         order = [strategies.index(strategy) for strategy in self._switching.pool.order(strategies, self._steps)]
         return sorted(order, key=lambda index: loaded is None or strategies[index] != loaded.mesh.strategy)
 
     def _end_all(self, phase: PhaseBatch, where: str, failure: BaseException) -> NoReturn:
-        """The run of a phase has failed: ends what is under way; raises that, or the error of a peer that caused it."""
         runner, explained = self.phases[phase.bucket.strategy], failure
         if isinstance(failure, Exception):
             self.failures.phase_begins(phase, runner, self._steps + 1, where)
@@ -468,7 +462,6 @@ class HotSPaEngine:
 
     @property
     def options(self) -> EngineOptions:
-        """What it was made with."""
         return self._options
 
     def frozen_weights(self, model: nn.Module) -> MasterStore:
@@ -485,11 +478,7 @@ class HotSPaEngine:
         return store
 
     def attach(self, make: Callable[[Replica], Attachment]) -> None:
-        """Hangs something on every replica of this rank, and on those that later cuts make. Not collective.
-
-        Args:
-            make: The attachment of a replica.
-        """
+        """Hangs what `make` gives for it on every replica of this rank, of later cuts too. Not collective."""
         self._attached.append(make)
         for runner in self.phases.values():
             _attach(make, runner)

@@ -121,7 +121,6 @@ class Evaluation:
         return EvaluationResult(total, mini_batch.num_labels, logits)
 
     def _in_order(self, mini_batch: MiniBatch) -> list[tuple[PhasePlan, PhaseBatch]]:
-        """The phases, those of the strategy that is loaded first."""
         pairs = list(zip(mini_batch.plan.phases, mini_batch.phases, strict=True))
         loaded = self._loaded.mesh.strategy if self._loaded is not None else None
         return sorted(pairs, key=lambda pair: pair[1].bucket.strategy != loaded)
@@ -174,7 +173,6 @@ class Evaluation:
 
     @staticmethod
     def _parts(replica: Replica, pack: Pack) -> list[Shares]:
-        """What each rank of cp has of a pack, in the parts in which it runs."""
         context = replica.context
         return context.parts(pack.lengths) if context is not None else [share_by_tokens(pack.lengths, 1)]
 

@@ -56,7 +56,6 @@ Views = dict[tuple[int, int], torch.Tensor]
 
 
 def wire_of(dtype: torch.dtype) -> Wire:
-    """The wire that carries a dtype."""
     return Wire(str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
@@ -175,7 +174,6 @@ def _views(slices: Sequence[Slice], buffers: Views) -> list[torch.Tensor]:
 
 
 def _staged(staging: torch.Tensor, message: Message) -> torch.Tensor:
-    """The message's place in a staging buffer, as a tensor of its dtype."""
     return staging.narrow(0, message.staging_offset, message.num_bytes).view(_dtype(message.wire))
 
 
@@ -290,9 +288,7 @@ class SwitchExecutor:
 
     def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Wires]]) -> int:
         """Bytes that this rank needs beside source and target buffers to run these switches, one after the other.
-
-        Nothing is allocated for them.
-        """
+        Nothing is allocated for them."""
         slots = [self._slots(plan, wires) for plan, wires in switches]
         return sum(max(sizes) for kind in zip(*slots, strict=True) for sizes in zip(*kind, strict=True))
 
@@ -325,7 +321,6 @@ class SwitchExecutor:
         Every rank has the same number of rounds, so a single thread can drive all ranks of a loopback hub in turn.
 
         Args:
-            plan: The plan; agreed on by all ranks before.
             source: The buffers of the source layout. Not changed; must not overlap the target buffers.
             target: The buffers of the target layout; copied into by a load, added to by a gradient return.
             wire_dtypes: None only for segments that the plan does not move. Local copies are converted straight from source to
@@ -411,7 +406,6 @@ class SwitchExecutor:
         return index, handle
 
     def _finish(self, bound: Binding, flight: _Flight, stats: SwitchStats, progress: Progress | None) -> None:
-        """Waits for a round, and unpacks or adds what has come."""
         index, handle = flight
         current, tensors, begin = bound.schedule.rounds[index], bound.rounds[index], time.perf_counter()
         assert tensors is not None
@@ -528,10 +522,8 @@ class SwitchExecutor:
 def _relay_places(
     plan: SwitchPlan, schedule: Schedule, group: int, wire_dtypes: Wires
 ) -> list[tuple[int, int, int, torch.dtype]]:
-    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot.
-
-    What is forwarded keeps the wire's dtype; sums are kept in fp32 at least.
-    """
+    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot. What is forwarded keeps the
+    wire's dtype; sums are kept in fp32 at least."""
     places, end = [], 0
     for segment, extent in schedule.relay_extents(group).items():
         dtype = wire_dtypes[segment]
@@ -566,11 +558,7 @@ class _Stamp:
 
 
 class SegmentGate:
-    """Keeps a switch from reading segments before the computation has finished with them.
-
-    Args:
-        closed: The segments to keep; all others are open from the start.
-    """
+    """Keeps a switch from reading `closed` segments before the computation is done with them; others are open."""
 
     def __init__(self, closed: Iterable[int], device: torch.device) -> None:
         self._device, self._closed = device, set(closed)

@@ -56,7 +56,6 @@ class OutOfMemory:
     is_whole: bool = False
 
     def error(self, where: str) -> PhaseMemoryError:
-        """The error to raise."""
         pack = f"a pack of {self.pack_tokens} tokens in {self.pack_sequences} sequences"
         return PhaseMemoryError(
             f"rank {self.rank} ran out of memory in the {self.act} of strategy {self.strategy}"
@@ -85,13 +84,8 @@ def memory_cause(error: BaseException) -> BaseException | None:
 def out_of_memory(
     failure: BaseException, phase: PhaseBatch, runner: PhaseRunner, step: int, predicted: Mapping[Strategy, float]
 ) -> OutOfMemory | None:
-    """What is known of a failure that is a lack of memory; None when it is another one.
-
-    Args:
-        failure: What the phase raised on this rank.
-        step: The mini-batch, counted from 1.
-        predicted: Bytes on a rank by strategy, activations included, where a memory model knows them.
-    """
+    """What is known of a failure on this rank in a mini-batch, counted from 1, that is a lack of memory; None for
+    others. `predicted` are bytes on a rank by strategy, activations included, where a memory model knows."""
     cause = memory_cause(failure)
     if cause is None:
         return None
@@ -121,9 +115,6 @@ def out_of_memory(
 class PhaseFailures:
     """Explains the failures of phases, on the main thread and in the thread of switches.
 
-    Args:
-        mailbox: Where ranks leave their errors.
-
     Attributes:
         out_of_memory: What is known of a lack of memory on this rank, until it is taken away.
         predicted_bytes: What each strategy should take on a rank, where a memory model knows; for messages.
@@ -135,11 +126,7 @@ class PhaseFailures:
         self.predicted_bytes: Mapping[Strategy, float] = {}
 
     def phase_begins(self, phase: PhaseBatch, runner: PhaseRunner, step: int, where: str) -> None:
-        """From now on failures are those of this phase.
-
-        Args:
-            step: The mini-batch, counted from 1.
-        """
+        """From now on failures are those of this phase; `step` is counted from 1."""
         self._now = phase, runner, step, where
 
     def explain(self, failure: Exception) -> Exception:

@@ -256,7 +256,6 @@ class SavedModel:
         return tensor
 
     def _match(self) -> dict[str, str]:
-        """Finds the source of every tensor, as transformers does; returns what is left, new name -> saved name."""
         model, expected, prefix = self._model, self._expected, self._model.base_model_prefix
         transforms = get_model_conversion_mapping(model)
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
@@ -443,7 +442,6 @@ def open_qlora(folder: str | Path, adapter: Any, quantization: BitsAndBytesConfi
 
 @contextmanager
 def _staying_on_cpu() -> Iterator[None]:
-    """PEFT moves factors to the device of their base, which is none here."""
     kind: Any = nn.Module
     move = kind.to
 

@@ -68,9 +68,6 @@ def check_loss(
 def check_own_loss(loss: TokenLoss | SequenceLoss, vocab_size: int, device: torch.device) -> None:
     """Calls a loss with random numbers, on a whole and on its parts.
 
-    Args:
-        vocab_size: What the model's logits have.
-
     Raises:
         UnsupportedError: it fails, gives no scalar with a gradient, is not the same twice, or is no sum over its parts.
     """
@@ -170,7 +167,6 @@ def _random_sequence(
 
 
 def _batch(sequences: list[WholeSequence]) -> WholeSequence:
-    """The sequences as one batch, padded on the right."""
     longest = max(sequence.logits.shape[1] for sequence in sequences)
 
     def padded(tensor: Tensor, value: float) -> Tensor:
@@ -283,11 +279,8 @@ def check_model_loss(model: nn.Module, description: ModelDescription, loss: Sequ
 
 
 def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, labels: Tensor, logits: Tensor) -> None:
-    """Compares the logits of a model with those of the same weights in what its class builds from its config, as replicas are.
-
-    Raises:
-        ModelError: they differ.
-    """
+    """Refuses a model whose logits differ from those of the same weights in what its class builds from its config, as
+    replicas are (`ModelError`)."""
     bare = bare_model(model)[0]
     if attention_dropouts(bare.config) != attention_dropouts(description.config):
         return  # turned off for this run

@@ -46,7 +46,6 @@ class Stored(NamedTuple):
 
 
 def _library_class(kind: type) -> type | None:
-    """The class of bitsandbytes or torchao that this is, or is derived from."""
     return next((c for c in kind.__mro__ if c.__module__.partition(".")[0] in RELEASES), None)
 
 
@@ -248,7 +247,6 @@ def code_digest(optimizer: Any) -> str | None:
 
 
 def _maps(optimizer: Any) -> dict[str, Tensor]:
-    """The tables of bitsandbytes: the values of codes with a sign, and without."""
     if "dynamic" not in optimizer.name2qmap:
         optimizer.fill_qmap()
     return dict(zip(_MAPS, (optimizer.name2qmap["dynamic"], optimizer.name2qmap["udynamic"]), strict=True))

@@ -81,7 +81,6 @@ def _whole(
 def _parts(
     flat: Tensor | None, start: int, specs: Sequence[ParameterSpec], dtype_of: Callable[[ParameterSpec], torch.dtype]
 ) -> Iterator[tuple[ParameterSpec, Tensor]]:
-    """The parameters of a segment."""
     for spec in specs if flat is not None else ():
         assert flat is not None
         own = flat[spec.offset - start : spec.stop - start]
@@ -165,11 +164,7 @@ class MasterStore:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes this rank's share of full parameters, one parameter at a time.
-
-        Args:
-            tensors: Full parameters by Hugging Face name, on any device; those left out keep their values.
-        """
+        """Takes this rank's share of full parameters by name, on any device; those left out keep their values."""
         self.frozen_version += 1
         for name, (spec, start, stop, *_) in self.shares.items():
             if stop > start and name in tensors:
@@ -260,12 +255,8 @@ class MasterStore:
                 gradient.zero_()
 
     def bind_gradients(self, names: Collection[str] | None = None) -> None:
-        """Hangs the gradients on the parameters (an optimizer's `zero_grad` may have dropped them).
-
-        Args:
-            names: Those that have one; all when None. Of the others they are taken off: an optimizer leaves parameters without
-                a gradient as they are, without decay.
-        """
+        """Hangs the gradients on the parameters of these names, or on all (an optimizer's `zero_grad` may have dropped
+        them); takes them off others, which an optimizer then leaves as they are, without decay."""
         self._bound = self.trained if names is None else names
         for name, gradient in self._views.items():
             self.parameters[name].grad = gradient if name in self._bound else None

@@ -46,7 +46,6 @@ class MemoryForecast:
 
         Args:
             limit_bytes: What the engine may take on this rank; None for no limit.
-            rank: This rank, for the message.
 
         Raises:
             DeviceMemoryError: the total is above the limit; the message says what it is made of.

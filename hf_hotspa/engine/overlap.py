@@ -101,11 +101,7 @@ class WeightGuard:
 
 
 class GradientWatch:
-    """Opens the gates of a gradient return.
-
-    Args:
-        parameters: The replica's parameters and where they lie.
-    """
+    """Opens the gates of a gradient return, for the replica's parameters and where they lie."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Slot]]) -> None:
         watched = [(parameter, slot) for parameter, slot in parameters if slot.spec.trainable and slot.numel]
@@ -124,12 +120,7 @@ class GradientWatch:
         return frozenset(slot.segment for slot in self._watched)
 
     def arm(self, gate: SegmentGate, num_backwards: int) -> None:
-        """Starts to count.
-
-        Args:
-            gate: Closed for `segments`.
-            num_backwards: How many this rank will run; with none, all gradients are final now.
-        """
+        """Starts to count `num_backwards` for a gate closed for `segments`; with none, all gradients are final."""
         self._gate, self._expected = gate, num_backwards
         self._counts = [0] * len(self._watched)
         self._left = dict.fromkeys(self.segments, 0)
@@ -201,11 +192,7 @@ class _Transfer(NamedTuple):
 
 
 class UnitStream:
-    """The units of one replica.
-
-    Args:
-        replica: The replica; hooks are hung on its modules once.
-    """
+    """The units of one replica, on whose modules it hangs hooks once."""
 
     def __init__(self, replica: Replica, switching: Switching) -> None:
         self._replica, self._switching = replica, switching
@@ -262,12 +249,7 @@ class UnitStream:
     # -- a phase ------------------------------------------------------------------------------------------------------
 
     def begin(self, program: Program, weights: Buffers, gradients: Buffers, master: MasterStore) -> None:
-        """Submits all transfers of a phase. Collective.
-
-        Args:
-            program: The same on all ranks.
-            weights: This rank's buffers, by segment.
-        """
+        """Submits all transfers of a phase, of a program that is the same on all ranks. Collective."""
         device, mine = self._replica.device, program.stages[self._stage]
         waits = {index for one in mine for visit in one.visits for index in visit.opens}
         of_others = {i for one in mine if self._is_of_others(one) for visit in one.visits for i in visit.opens}
@@ -347,7 +329,6 @@ class UnitStream:
         self._advance()
 
     def _advance(self) -> None:
-        """Leaves the unit that was visited, and enters the next one."""
         self._leave()
         visit = self._left.pop(0)
         if visit.load >= 0:
@@ -366,7 +347,6 @@ class UnitStream:
                 gate.open()
 
     def _clear_gradient(self, visit: Visit) -> None:
-        """Makes the buffers of a unit's gradients zero, when what was in them has been sent."""
         if not self._is_backward:
             return
         if visit.after >= 0:

@@ -228,11 +228,8 @@ class PhaseRunner:
     def _measure(
         self, load: SwitchJob, returned: SwitchJob, counted: dict[str, float], since: float, moments: Sequence[float]
     ) -> PhaseMeasure:
-        """What was measured of a phase, whose acts these moments divide.
-
-        Args:
-            counted: What its stream of units has measured, to which attachments of its replicas add theirs.
-        """
+        """What was measured of a phase, whose acts these moments divide; `counted` has what its stream of units has
+        measured, to which attachments of its replicas add theirs."""
         begin, loaded, computed, met, end = moments
         others_s = counted.get("unit_load_s", 0.0) + counted.get("unit_return_s", 0.0)
         for part in self.parts:
@@ -251,7 +248,6 @@ class PhaseRunner:
         )  # fmt: skip
 
     def _take_over(self, previous: "PhaseRunner") -> SwitchJob:
-        """Goes on with the weights and gradients that a phase of equal layout has handed over."""
         self.act, self.frozen_bytes = "load", 0
         self.weights, self._gradients = previous.weights, previous._gradients
         self._holder, previous._gradients = previous._holder, []
@@ -260,7 +256,6 @@ class PhaseRunner:
         return SwitchJob(f"weights of {self.mesh.strategy}, which are there")
 
     def _hand_over(self) -> SwitchJob:
-        """Leaves weights and gradients to a phase of equal layout."""
         self.act = "return"
         for part in self.parts:
             part.release()
@@ -298,12 +293,8 @@ class PhaseRunner:
         return job
 
     def load_for_forward(self, store: MasterStore | None = None, training: bool = False) -> None:
-        """Fills this strategy's weights for `compute_forward` alone: no gradient buffer. Collective.
-
-        Args:
-            store: Where the weights come from; the master store when None.
-            training: Whether the model is in training mode, or else in eval mode.
-        """
+        """Fills this strategy's weights from the store (the master store when None) for `compute_forward` alone,
+        without a gradient buffer, in training or eval mode. Collective."""
         plan, _ = self._take(None, store or self._master)
         self._switching.start(plan, self._source.weights, self.weights)
         self._switching.arenas.last.holder = self._holder
@@ -419,14 +410,12 @@ class PhaseRunner:
     def _begin_units(
         self, stream: UnitStream, plan: PhasePlan | None, most_tokens: int | None, is_trained: bool
     ) -> None:
-        """Starts the transfers of units."""
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
         passes = beats(self.mesh.strategy, pack_lengths(plan), most_tokens, is_trained, self._pair_cost)
         program = make_program(self._switching.pool.units, self.mesh.strategy, passes)
         stream.begin(program, self.weights, self._gradients, self._source)
 
     def _in_step(self, micro_batches: Sequence[MicroBatch], plan: PhasePlan | None) -> Sequence[MicroBatch]:
-        """As many packs as the replica with most of them has, where ranks of several exchange tokens (`keeps_step`)."""
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
         most = max(map(len, plan.replicas), default=0)
         if len(micro_batches) == most:
@@ -460,11 +449,7 @@ class PhaseRunner:
         return loss
 
     def report(self, phase: PhasePlan, measured: Tensor) -> PhaseReport:
-        """The report of its last phase.
-
-        Args:
-            measured: fp64 [world size, fields of `PhaseMeasure`].
-        """
+        """The report of its last phase from fp64 [world size, fields of `PhaseMeasure`]."""
         most = PhaseMeasure(*measured.amax(0).tolist())
         least = PhaseMeasure(*measured.amin(0).tolist())
         total = PhaseMeasure(*measured.sum(0).tolist())
@@ -530,11 +515,8 @@ class PhaseRunner:
         return "return" if self._return_job is not None else self.act
 
     def return_gradients(self) -> SwitchJob:
-        """Adds this strategy's gradients to the master store and lets go of its storage. Collective.
-
-        Returns:
-            The return, which is done: it began in `compute`, or begins here.
-        """
+        """Adds the gradients to the master store and lets go of the storage; the return, done: begun in `compute`, or
+        here. Collective."""
         self.act = "return"
         job = self._return_job
         if job is not None:

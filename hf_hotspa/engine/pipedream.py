@@ -113,8 +113,6 @@ def stage_updates(
 
 
 class _Run(OneForwardOneBackward):
-    """1F1B of which each pack has its own loss and its own weights."""
-
     def __init__(self, runner: "PipeDreamRunner", labels: Sequence[int], shares: Sequence[float]) -> None:
         group = runner.mesh.pipeline
         assert group is not None
@@ -198,7 +196,6 @@ class PipeDreamRunner(PhaseRunner):
         return choose_passes("own", [pack.num_tokens for pack in packs], self.mesh.strategy.pp, most_tokens)
 
     def _plan_versions(self, plan: PhasePlan, most_tokens: int | None) -> None:
-        """Which versions the packs here use, which those of any replica do, and the labels of each update."""
         stage, coord = self.mesh.coord.pp, self.mesh.coord.dp
         of_replicas = [self._mode.pack_versions(self._passes_of(r, most_tokens), stage) for r in plan.replicas]
         self._versions, self._needed = of_replicas[coord], frozenset(v for versions in of_replicas for v in versions)

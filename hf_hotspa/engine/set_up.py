@@ -152,9 +152,6 @@ def take_cut(
         make: Makes a runner.
         fits: Raises on a rank that cannot hold the model in this cut.
 
-    Returns:
-        The new runners.
-
     Raises:
         HotspaError: on every rank, what one of them finds wrong; nothing has changed.
     """

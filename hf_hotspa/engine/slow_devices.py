@@ -79,23 +79,14 @@ class StageCuts:
         return self._engine.description.vector
 
     def begin(self) -> str:
-        """Before a mini-batch: takes the cut of the run that this one goes on from. Collective where it is another one.
-
-        Returns:
-            What is different from now on; empty where nothing is.
-        """
+        """Before a mini-batch: takes the cut of the run that this one goes on from; what is different from now on, or
+        nothing. Collective where it is another one."""
         cut, self._resumed = self._resumed, None
         return self._recut([cut]) if cut is not None else ""
 
     def decide(self, speeds: Sequence[float] | None) -> str:
-        """After a mini-batch: cuts by what is known of the devices. Collective where a cut changes.
-
-        Args:
-            speeds: `SlowDevices.speeds`.
-
-        Returns:
-            What is different from the next mini-batch on; empty where nothing is.
-        """
+        """After a mini-batch: cuts by `SlowDevices.speeds`. Returns what is different from the next one on; empty where
+        nothing is. Collective where a cut changes."""
         known = tuple(speeds) if speeds is not None else None
         if known == self._decided:
             return ""
@@ -108,7 +99,6 @@ class StageCuts:
         return "; ".join(said for said in (self._recut(wanted), self._why_even(known)) if said)
 
     def _stages(self, vector: ParameterVector, speeds: tuple[float, ...] | None) -> Paces:
-        """The paces of stages, of groups that divide MLPs as the vector says."""
         if speeds is None:
             return ()
         ranks = paces_of_ranks(speeds)
@@ -144,7 +134,6 @@ class StageCuts:
         return said
 
     def _difference(self, cuts: dict[Strategy, list[int]], shares: list[str]) -> str:
-        """What is different from before."""
         said, now, of_ranks = list[str](), self._cuts(), self._shares()
         if layers := [f"{s} {'+'.join(map(str, now[s]))}" for s in now if now[s] != cuts[s]]:
             said.append(f"stages have so many layers now: {', '.join(layers)}")
@@ -174,7 +163,6 @@ class StageCuts:
         return shown
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, JSON-ready."""
         return {"paces": self._vector.stage_costs.paces, "ranks": self._vector.paces, "decided": self._decided}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -211,11 +199,7 @@ _TIMES = 3
 
 
 def pretest(engine: HotSPaEngine, giving: Giving) -> None:
-    """Measures every strategy with shards, and gives the curves to who decides. Collective.
-
-    Args:
-        giving: Of the engine's strategies; gets its `curves`, the same on all ranks.
-    """
+    """Measures every strategy with shards, and sets the `curves` of who decides, the same on all ranks. Collective."""
     packs = {bucket.strategy: bucket.pack_tokens for bucket in engine.buckets}
     for strategy, runner in engine.phases.items():
         if (work := runner.replica.flexible) is None:
@@ -334,12 +318,8 @@ _BEFORE, _VARIATION, _LEFT_OUT, _GRADIENT = "weights", "variation", "left out", 
 
 
 class ColumnStatistics:
-    """The statistics of a run, and what else of resized products outlives a mini-batch.
-
-    Args:
-        engine: Its strategies with shards are resized.
-        resizing: How; the same on all ranks. From now on it is that of all products.
-    """
+    """The statistics of a run, and what else of resized products outlives a mini-batch, for an engine whose strategies
+    with shards are resized: all their products, on all ranks, in the given way."""
 
     def __init__(self, engine: HotSPaEngine, resizing: Resizing) -> None:
         self._engine, self._works, self._resizing = engine, engine.flexible_works(), resizing
@@ -364,12 +344,8 @@ class ColumnStatistics:
 
     @torch.no_grad()
     def begin(self, step: int, pass_steps: int) -> None:
-        """Before a mini-batch: where a period has ended, columns are chosen anew. Collective.
-
-        Args:
-            step: Mini-batches trained so far.
-            pass_steps: The period where none was given.
-        """
+        """Before a mini-batch, `step` trained so far: after a period (`pass_steps` where none was given) columns are
+        chosen anew. Collective."""
         if not self._is_kept:
             return
         period = self._resizing.period or pass_steps
@@ -396,7 +372,6 @@ class ColumnStatistics:
                 before.copy_(w)
 
     def _kept(self, buffers: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-        """Of trained segments alone."""
         for segment, buffer in zip(self._engine.description.vector.segments, buffers, strict=True):
             yield buffer if segment.trainable else None
 

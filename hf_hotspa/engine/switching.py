@@ -97,7 +97,6 @@ class PlanPool:
 
     @property
     def num_layouts(self) -> int:
-        """How many layouts the strategies have."""
         return len(set(self._twins.values()))
 
     def layout(self, strategy: Strategy) -> Layout:
@@ -240,12 +239,7 @@ Shared = Sequence[Room | None]
 
 
 def lay_out(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared) -> Places:
-    """Where the buffers of a strategy lie.
-
-    Args:
-        sizes: Elements of each segment.
-        dtypes: The dtype of each segment; None for a segment that needs no buffer.
-    """
+    """Where the buffers of a strategy lie, by segment: elements, and dtype or None where it needs no buffer."""
     inside: list[_Place | None] = []  # of a unit that shares memory: from the begin of the unit
     needed: dict[torch.dtype, int] = {}
     filled: dict[torch.dtype, dict[Room, int]] = {}
@@ -338,22 +332,16 @@ class Arenas:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated."""
         return sum(arena.num_bytes for arena in (self.gradients, *self._weights))
 
     def clear(self) -> None:
-        """Gives the memory back."""
         for arena in (self.gradients, *self._weights):
             arena.clear()
         self.forget()
 
 
 class Arena:
-    """Hands out flat buffers by segment.
-
-    Attributes:
-        holder: What its buffers hold, in the words of its user; None when not known.
-    """
+    """Hands out flat buffers by segment; `holder` says what they hold, in its user's words, or None."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -361,11 +349,7 @@ class Arena:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def take(self, places: Places) -> list[Tensor | None]:
-        """Buffers with undefined contents; those handed out before are no longer valid.
-
-        Returns:
-            1-D tensors; None for a segment of size 0 or without a dtype.
-        """
+        """1-D buffers with undefined contents, None for segments without any; those before are no longer valid."""
         for dtype, total in places.needed.items():
             if dtype not in self._memory or self._memory[dtype].numel() < total:
                 self._memory.pop(dtype, None)  # free before allocating, or both exist at once
@@ -379,11 +363,9 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes allocated."""
         return sum(memory.nbytes for memory in self._memory.values())
 
     def clear(self) -> None:
-        """Gives the memory back."""
         self._memory.clear()
 
 

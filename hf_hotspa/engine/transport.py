@@ -53,8 +53,6 @@ class Transport(Protocol):
 
 
 class Operation(NamedTuple):
-    """A send or a receive."""
-
     sends: bool
     tensor: torch.Tensor
     rank: int
@@ -103,7 +101,6 @@ class Submissions:
         self._submitted.append(Operation(False, tensor, self.rank, src, tag).checked())
 
     def _taken(self) -> list[Operation]:
-        """What was submitted since the last start."""
         operations, self._submitted = self._submitted, []
         return operations
 

@@ -92,11 +92,8 @@ class SwitchWorker:
             job.cancel(TransferError(f"switch {job.name!r} was cancelled", why=reason))
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends the thread after what is under way; nothing may be submitted any more.
-
-        Args:
-            timeout: Seconds to wait for it. A thread that is stuck in a transfer ends with the process.
-        """
+        """Ends the thread after what is under way, waiting so many seconds; nothing may be submitted any more. A thread
+        that is stuck in a transfer ends with the process."""
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None

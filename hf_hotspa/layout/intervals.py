@@ -69,8 +69,6 @@ class Placement:
         """Proves that no rank holds an element twice, and that intervals neither overlap in a buffer nor leave it.
 
         Args:
-            name: The layout's name, for messages.
-            segment: The segment's index, for messages.
             base: Where the segment begins.
 
         Raises:

@@ -153,8 +153,7 @@ def _expert_run(spec: ParameterSpec, ep: int, shard: int) -> Run:
 def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: int | None = None) -> tuple[Slot, ...]:
     """The parameters that a rank holds under a strategy, in vector order.
 
-    Ranks that differ only in their dp coordinate hold the same slots, but for experts under ep and where MLPs are divided by the
-    pace of devices.
+    Ranks that differ only in dp hold the same slots, but for experts under ep and MLPs divided by paces of devices.
 
     Args:
         stage: One of the rank's stages, for the parameters of that alone; None for all of them.
@@ -184,7 +183,6 @@ def _holders(
 def _placed(
     name: str, vector: ParameterVector, strategy: Strategy, intervals: Callable[[Slot, int], list[Interval]]
 ) -> Layout:
-    """A layout of a strategy; `intervals(slot, tp coordinate)` says what of a slot counts. Holders are pp coordinates here."""
     known: dict[tuple[object, ...], Placement] = {}
     placements = []
     uneven = is_uneven(vector, strategy)
@@ -242,7 +240,6 @@ def _place(
 
 
 def strategy_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
-    """The layout of the weights under a strategy."""
     return _placed(str(strategy), vector, strategy, lambda slot, _: slot.intervals())
 
 
@@ -286,8 +283,7 @@ def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy |
     """The layout of the master store: every segment cut evenly over all ranks, so that loading a layer draws on all.
 
     Args:
-        by_stage: A pipeline whose stages update by themselves: each segment is cut over the ranks of its stage alone. None
-            where all ranks update together.
+        by_stage: A pipeline whose stages update by themselves: a segment is cut over its stage's ranks. None for all.
     """
     known: dict[tuple[range, int, tuple[int, ...]], Placement] = {}
     placements = []
@@ -309,12 +305,7 @@ def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy |
 
 
 def _master_cuts(starts: Sequence[int], numel: int, num: int) -> NDArray[np.int64]:
-    """The ends of the shares of a segment, from 0 on: as even as `MASTER_ALIGNMENT` allows.
-
-    Args:
-        starts: Where its parameters start, counted from its own start.
-        num: Ranks that share it.
-    """
+    """The ends of a segment's shares, from 0 on, as even as `MASTER_ALIGNMENT` and its parameters' `starts` allow."""
     even = np.arange(num + 1, dtype=np.int64) * numel // num
     ends = np.array([*starts, numel], np.int64)
     at = np.searchsorted(ends, even, side="right") - 1

@@ -130,7 +130,6 @@ def cut_columns(columns: int, beside: int, paces: tuple[int, ...]) -> tuple[int,
 
 
 def _shares(vector: ParameterVector, strategy: Strategy, costs: UnitCosts, rank: int) -> tuple[int, ...]:
-    """The columns of a layer's MLP on each shard of a rank's group; empty where they are divided evenly."""
     paces = paces_of_group(vector, strategy, rank) if costs.by_pace else ()
     ends = cut_columns(costs.columns, beside(costs, costs.columns, strategy.tp), paces) if paces else ()
     return tuple(stop - start for start, stop in pairwise(ends))

@@ -79,7 +79,6 @@ class StageCosts:
         return next((paces for paces in self.paces if len(paces) == num_stages), None)
 
     def with_paces(self, paces: Iterable[tuple[int, ...]]) -> "StageCosts":
-        """The same costs where stages have these paces."""
         return replace(self, paces=tuple(sorted(paces)))
 
     def ranks(self, pp: int, v: int = 1) -> tuple[tuple[int, ...], ...]:
@@ -136,12 +135,8 @@ def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages of consecutive layers, each replicated by itself.
-
-    Args:
-        seconds: Of a micro-batch in the steady state: the slowest stage, or pass between two.
-        stages: Layers and replicas of each.
-    """
+    """Stages of consecutive layers, each replicated by itself: layers and replicas of each, and the seconds of a
+    micro-batch in the steady state (the slowest stage, or pass between two)."""
 
     seconds: float
     stages: tuple[tuple[range, int], ...]

@@ -37,8 +37,6 @@ def name_of_unit(unit: int) -> str:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model."""
-
     vector: ParameterVector
 
     @cached_property

@@ -39,8 +39,7 @@ class GradientDtypes:
     """The dtypes of the gradients of trained weights.
 
     Args:
-        accumulation: The dtype of the buffer that the micro-batches of a phase add into: `fp32` (that of the masters,
-            so fp64 for fp64 weights) or `bf16`.
+        accumulation: Dtype of the buffer of a phase's sums: `fp32` (that of the masters: fp64 for fp64) or `bf16`.
         wire: The dtype in which they travel to the master store: `fp32` (as above), `bf16`, or `auto`: the one that
             they were accumulated in.
 
@@ -321,11 +320,9 @@ class ParameterVector:
         return len(self.layer_costs)
 
     def segment_of(self, spec: ParameterSpec) -> Segment:
-        """The segment that holds a parameter."""
         return self.segments[bisect_right(self._segment_starts, spec.offset) - 1]
 
     def specs_of(self, segment: Segment) -> tuple[ParameterSpec, ...]:
-        """The parameters of a segment, by offset."""
         return self._specs_by_segment[segment.index]
 
     @cached_property

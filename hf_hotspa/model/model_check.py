@@ -40,8 +40,8 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
         weights: The folder that its weights will be read from; None where it holds them.
 
     Raises:
-        UnsupportedError: it carries hooks, returns more than logits, has no weights, or has weights although they are to be
-            read from a folder.
+        UnsupportedError: it carries hooks, returns more than logits, has no weights, or has weights although
+            they are to be read from a folder.
         ModelError: it was changed after it was built.
     """
     check_hooks(model)
@@ -124,13 +124,8 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
 
 
 def changed_facts(facts: Facts, expected: Facts, like: PreTrainedModel) -> list[str]:
-    """Where facts are not the expected ones, as texts that name module, attribute and both values.
-
-    Attributes that neither the expected facts nor the classes of the modules have are passed over: no forward knows them.
-
-    Args:
-        like: What the expected facts are of.
-    """
+    """Where facts are not the expected ones (those of `like`), as texts that name module, attribute and both values.
+    Attributes that neither the expected facts nor the modules' classes have no forward knows: passed over."""
     names, is_of_text = {name for name, _ in facts}, of_text(like)
     modules = {name: module for name, module in like.named_modules() if is_of_text(name)}
     texts = [
@@ -317,8 +312,8 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A digest of all parameters' bits and places, to find ranks that built their model from different seeds, and weights that
-    were changed since. Zeros on meta."""
+    """A digest of all parameters' bits and places, to find ranks that built their model from different seeds, and
+    weights that were changed since. Zeros on meta."""
     sums = [(name, _placed_bits(tensor)) for name, tensor in stored_tensors(model)]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 

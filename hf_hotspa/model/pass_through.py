@@ -52,12 +52,8 @@ class _Counting(PassThrough):
 
 
 def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
-    """Makes a base model take `inputs_embeds` as the hidden state between layers.
-
-    Args:
-        base: The base model; changed.
-        embeddings: Names of its modules before the layers.
-    """
+    """Changes a base model so that it takes `inputs_embeds` as the hidden state between layers; `embeddings` are the
+    names of its modules before the layers."""
     dropouts = [name for name, child in base.named_children() if isinstance(child, nn.Dropout)]  # of the embeddings
     for name in dropouts:
         setattr(base, name, PassThrough())
@@ -159,12 +155,8 @@ def _fill_buffers(probe: Any) -> None:
 def modules_of_units(
     model: nn.Module, layers: Sequence[nn.Module], unit_of: Callable[[nn.Parameter], int | None]
 ) -> Iterator[tuple[int, nn.Module]]:
-    """The modules outside of layers whose call needs the weights of a unit, each with that unit.
-
-    Args:
-        layers: The decoder layers of the model.
-        unit_of: The unit with which a parameter is streamed; None for one that stays.
-    """
+    """The modules outside of the decoder layers whose call needs the weights of a unit, each with that unit; `unit_of`
+    gives that of a parameter, None for one that stays."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:

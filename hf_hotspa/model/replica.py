@@ -163,11 +163,8 @@ _BUFFER = "_hotspa_gradient"
 
 
 def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Lets the gradients of a parameter accumulate in a dtype. Before other hooks of the parameter are registered.
-
-    Args:
-        dtype: That of the buffers that `bind_gradient` will get.
-    """
+    """Lets the gradients of a parameter accumulate in a dtype, that of the buffers that `bind_gradient` will get.
+    Before other hooks of the parameter are registered."""
     if KNOWS_GRAD_DTYPE:
         parameter.grad_dtype = dtype
     elif dtype != parameter.dtype:
@@ -353,7 +350,6 @@ class Replica:
             self.capacity.limit(base_layer(modules[name]) for name in description.experts if name in modules)
 
     def _take_loss(self, description: ModelDescription, options: EngineOptions) -> None:
-        """What is computed of logits, and of the logits of routers."""
         mesh, strategy = self.mesh, self.mesh.strategy
         self.objective: Objective = LogitLoss(
             mesh.tensor, options.loss, options.label_smoothing, self._vocab_size, self.vocabulary_widths

@@ -181,13 +181,7 @@ def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Structure:
-    """A causal language model and the names of its parts.
-
-    Args:
-        model: The model, without the wrapper of an adapter.
-        prefix: See `ModelDescription`; `adapters`, `base`, `layers`, `embeddings`, `norms` and `head`, too.
-        input_embedding: Name of the input embedding.
-    """
+    """A causal language model, without the wrapper of an adapter, and the names of its parts (`ModelDescription`)."""
 
     model: PreTrainedModel
     prefix: str
@@ -205,7 +199,6 @@ class _Structure:
 
     @property
     def decoder_layers(self) -> dict[str, nn.Module]:
-        """The decoder layers in the order of their units, by what names inside them begin with."""
         return {
             f"{self.base}.{name}.{index}.": layer
             for name in self.layers
@@ -214,16 +207,13 @@ class _Structure:
 
     @property
     def layer_prefixes(self) -> tuple[str, ...]:
-        """What names inside the layers begin with; one for each list of layers."""
         return tuple(f"{self.base}.{name}." for name in self.layers)
 
     @property
     def embedding_prefixes(self) -> list[str]:
-        """What names inside the modules before the layers begin with."""
         return [f"{self.base}.{name}." for name in self.embeddings]
 
     def adapted(self, name: str) -> tuple[str, str | None]:
-        """See `Adapters`; any name as it is without an adapter."""
         return (name, None) if self.adapters is None else self.adapters.adapted(name)
 
 
@@ -377,11 +367,7 @@ def _with_unsupported_reasons(
     drops: bool,
     vector: ParameterVector,
 ) -> ModelShape:
-    """The shape with the reasons why strategies of some kinds cannot be exact for the model.
-
-    Args:
-        drops: Whether attention probabilities are dropped.
-    """
+    """The shape with reasons why strategies are not exact for it; `drops`: attention probabilities are dropped."""
     model, base, layers, family = structure.model, structure.base_model, structure.layers, shape.family
     decoder_layers = list(structure.decoder_layers.values())
     return replace(
@@ -477,7 +463,6 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
 
 
 def _num_positions(text: PreTrainedConfig, counted: int | None) -> int | None:
-    """Tokens of the longest sequence that there are positions for; None when unbounded."""
     most = getattr(text, "max_position_embeddings", None)
     return most if most is None or counted is None else most - counted - 1
 
@@ -542,11 +527,7 @@ def sp_unsupported_reason(
 def cut_unsupported_reason(
     family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str
 ) -> str | None:
-    """Why sequences of the model cannot be cut along their tokens, or None.
-
-    Args:
-        how: What is to be done with the parts, for the message.
-    """
+    """Why sequences of the model cannot be cut along their tokens, or None; `how` words it in the message."""
     alone = [index for index, kind in enumerate(kinds) if kind.alone]
     if alone:
         layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]

@@ -92,8 +92,6 @@ class _Block:
 
 @dataclass
 class _Found:
-    """What one block turned into."""
-
     styles: dict[str, str] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
@@ -446,7 +444,6 @@ def _kv_part(rows: int, kv_heads: int) -> Part:
 
 
 def _head_parts(leaf: str, rows: int, heads: int, kv_heads: int) -> tuple[Part, ...]:
-    """The parts of a projection from or to heads."""
     if leaf == "qkv_proj":
         size = rows // (heads + 2 * kv_heads)
         key_value = _kv_part(kv_heads * size, kv_heads)

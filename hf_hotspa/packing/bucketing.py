@@ -68,11 +68,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The sequences of one micro-batch, in the order in which they are concatenated. Never empty.
-
-    Attributes:
-        lengths: Tokens of each sequence.
-    """
+    """The sequences of one micro-batch, as concatenated; `lengths` are their tokens. Never empty."""
 
     sequences: tuple[Sequence, ...]
     lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -91,12 +87,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """What one bucket runs inside a mini-batch.
-
-    Args:
-        replicas: The packs of each replica, indexed by dp coordinate. Replicas may hold different numbers of packs, and
-            none at all.
-    """
+    """What one bucket runs: packs by replica, in the order of dp coordinates; some may have fewer, or none."""
 
     bucket: Bucket
     replicas: tuple[tuple[Pack, ...], ...]
@@ -135,8 +126,7 @@ class MiniBatchPlan:
         phases: One for each bucket that has sequences, in the order of the buckets; buckets without any are left out.
         num_labels: Label tokens of the whole mini-batch: the N of the loss `sum(CE) / N`. Zero is legal.
         num_rows: Dataset rows of the mini-batch, also those that ended up empty or dropped.
-        num_truncated: Rows (where rows are packed already: documents) of which only the beginning is trained (policy
-            `truncate`).
+        num_truncated: Rows (of packed rows: documents) of which only the beginning is trained (policy `truncate`).
         num_split: Those cut into several sequences (policy `split`).
         num_dropped: Over-long ones left out (policy `drop`).
         num_empty: Rows without any token, left out.
@@ -275,16 +265,13 @@ def pack_sequences(
 def _of_share(
     share: list[int], lengths: abc.Sequence[int], pack: abc.Callable[..., Any]
 ) -> tuple[tuple[int, ...], ...]:
-    """The packs of a replica that packs its share by itself."""
     (packs,) = pack([lengths[i] for i in share])
     return tuple(tuple(map(share.__getitem__, own)) for own in packs)
 
 
 def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds: abc.Sequence[float]) -> Packs:
-    """Each sequence to the replica that would be done with it first; those of a replica in their order.
-
-    None is left without work where there is enough: nobody would see it recover.
-    """
+    """Each sequence to the replica that would be done with it first; those of a replica in their order. None is left
+    without work where there is enough: nobody would see it recover."""
     shares: Packs = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
     for i in order:
@@ -400,7 +387,6 @@ def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
 
 
 def _to_replicas(packs: Packs, costs: abc.Sequence[float], dp: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Costliest pack first, to the replica with the least cost so far."""
     pack_costs: list[float] = []
     for pack in packs:
         pack_costs.append(sum(map(costs.__getitem__, pack)))

@@ -74,8 +74,7 @@ def num_chunks(length: int, most: int, pair_cost: float = 0.0) -> int:
 
 
 def squared_lengths(lengths: Sequence[int], chains: Sequence[Chain]) -> list[list[int]]:
-    """For each chunk of each chain, by how much its tokens raise the sum of the squares of the sequences' lengths: what its
-    attention costs, in pairs of tokens."""
+    """By chunk of each chain what its tokens add to the sum of squared lengths: its attention, in pairs of tokens."""
     begins, total = [0], 0
     for length in lengths:
         total += length
@@ -144,13 +143,7 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Shares:
-    """What each rank has of a pack.
-
-    Args:
-        lengths: Tokens of each sequence of the pack.
-        pieces: For each rank its pieces.
-        pads: For each rank the tokens of padding behind them.
-    """
+    """What each rank has of a pack with sequences of these lengths: pieces, and tokens of padding behind them."""
 
     lengths: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
@@ -180,12 +173,7 @@ class Shares:
 
 
 def share_by_tokens(lengths: Sequence[int], cp: int, multiple: int = 1) -> Shares:
-    """Divides a pack into stretches of equal length.
-
-    Args:
-        lengths: Tokens of each sequence, each at least 1.
-        multiple: What the length of each rank's row must be a multiple of.
-    """
+    """Divides a pack into stretches of equal length, rows of multiples of `multiple` tokens."""
     total = sum(lengths)
     cuts = [total * rank // cp for rank in range(cp + 1)]
     pieces: list[list[Piece]] = [[] for _ in range(cp)]
@@ -246,7 +234,6 @@ def _whole_on_ranks(order: Sequence[int], lengths: Sequence[int], costs: Sequenc
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
-    """Pieces that follow one another in a sequence, as one."""
     joined: list[Piece] = []
     for sequence, first, stop in pieces:
         if joined and joined[-1][0] == sequence and joined[-1][2] == first:

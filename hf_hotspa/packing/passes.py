@@ -25,11 +25,7 @@ Lengths = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over the units of a stage, forward or backward.
-
-    Args:
-        replicas: Those that compute in it, by dp coordinate.
-    """
+    """One pass over the units of a stage, forward or backward, of the replicas (dp coordinates) that compute in it."""
 
     stage: int
     is_backward: bool
@@ -47,12 +43,8 @@ def pack_lengths(phase: PhasePlan) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 @dataclass(frozen=True)
 class JointPasses:
-    """The packs, or chunks, of all replicas of a pipeline, as its stages keep step with them.
-
-    Args:
-        passes: Of what any replica has: each pack (or chunk) as large as the largest of them.
-        replicas: For each of these, the replicas that have it.
-    """
+    """The packs, or chunks, of all replicas of a pipeline, as its stages keep step with them: passes as large as the
+    largest of any replica, and the replicas that have each."""
 
     passes: Passes
     replicas: tuple[tuple[int, ...], ...]
@@ -99,14 +91,8 @@ def beats(
     is_trained: bool = True,
     pair_cost: float = 0.0,
 ) -> list[Beat]:
-    """All passes of a phase.
-
-    Args:
-        replicas: See `pack_lengths`.
-        most_tokens: See `pipeline_order`; for pipelines.
-        is_trained: Whether there are backward passes.
-        pair_cost: See `cut_into_chains`; for pipelines.
-    """
+    """All passes of a phase, with backward ones if `is_trained`. See `pack_lengths` for `replicas`; for pipelines,
+    `pipeline_order` for `most_tokens` and `cut_into_chains` for `pair_cost`."""
     if strategy.pp > 1:
         return _of_stages(strategy, joint_passes(strategy, replicas, most_tokens, pair_cost), is_trained)
     return _of_chunks([_passes(strategy, packs, is_trained) for packs in replicas])

@@ -138,12 +138,8 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
 
 
 def reaches(tokens: Sequence[int], most_tokens: int | None = None, chains: Sequence[int] = ()) -> list[int]:
-    """How many forward passes may have begun before each backward pass.
-
-    Returns:
-        For each backward pass, in their order, the number k of units so that 0 to k - 1, without those whose backward pass
-        came before, are within the limit together; a whole chain at least.
-    """
+    """How many forward passes may have begun before each backward pass, in order: the number k of units so that the
+    first k, without those whose backward pass came before, are within the limit; a whole chain at least."""
     total = len(tokens)
     if most_tokens is None:
         return [total] * total
@@ -203,7 +199,6 @@ class Passes:
         return len(self.tokens) + self.num_stages if self.kind == "gpipe" else self.num_stages
 
     def operations(self, stage: int) -> list[Operation]:
-        """What a stage runs, in order."""
         return operations(self.reach, self.depth, stage, self.chains)
 
     @property
@@ -216,11 +211,7 @@ class Passes:
 
 
 def choose_passes(
-    schedule: str,
-    tokens: Sequence[int],
-    num_stages: int,
-    most_tokens: int | None = None,
-    chains: Sequence[int] = (),
+    schedule: str, tokens: Sequence[int], num_stages: int, most_tokens: int | None = None, chains: Sequence[int] = ()
 ) -> Passes:
     """How the packs of a replica will run, by one of `SCHEDULES`."""
     reach = tuple(reaches(tokens, most_tokens, chains))
@@ -316,13 +307,8 @@ def interleaved_order(
     chains: Sequence[int] = (),
     is_trained: bool = True,
 ) -> tuple[Turn, ...]:
-    """All passes of a replica, in the one order that all of its ranks follow.
-
-    Args:
-        num_ranks: Of the pipeline, at least 2.
-        rounds: Stages on each rank.
-        is_trained: Whether there are backward passes.
-    """
+    """All passes of a replica, backward ones too if `is_trained`, in the one order that all ranks of its pipeline (at
+    least 2) follow, with `rounds` stages on each."""
     sizes = tuple(chains) or (1,) * len(tokens)
     return _order(tuple(tokens), num_ranks, rounds, most_tokens if is_trained else None, sizes, is_trained)
 
@@ -378,12 +364,7 @@ class _Rank:
 
 
 class _Run:
-    """All ranks against the clock of the model.
-
-    Attributes:
-        turns: By when they end.
-        seconds: When the last one does.
-    """
+    """All ranks against the clock of the model: by when `turns` end, and the `seconds` when the last one does."""
 
     def __init__(
         self,
@@ -499,13 +480,7 @@ def choose_interleaved(
     most_tokens: int | None = None,
     chains: Sequence[int] = (),
 ) -> InterleavedPasses:
-    """How the packs of a replica will run, forward and backward.
-
-    Args:
-        schedule: One of `pipeline_order.SCHEDULES` that `check_runs` allows.
-
-    The others are those of `interleaved_order`.
-    """
+    """How a replica's packs run by a schedule that `check_runs` allows; otherwise as `interleaved_order`."""
     total, replaced = len(tokens), False
     if schedule == "1f1b" and total >= num_ranks and total % (total // num_ranks) == 0:
         longest = max(tokens)
@@ -518,7 +493,6 @@ def choose_interleaved(
 
 
 def _group(num_packs: int, num_ranks: int) -> int:
-    """Packs that go round together."""
     return num_packs // max(1, num_packs // num_ranks)
 
 
@@ -529,11 +503,7 @@ def _ahead(num_packs: int, num_ranks: int, rounds: int, rank: int) -> int:
 
 @lru_cache(maxsize=256)
 def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]:
-    """All passes of torch's schedule, in one order in which each comes behind what it needs.
-
-    Args:
-        num_packs: A multiple of `num_packs // num_ranks`, which is at least 1.
-    """
+    """All passes of torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >= 1."""
     orders = [_of_rank(num_packs, num_ranks, rounds, rank) for rank in range(num_ranks)]
     return tuple(turn for turns in at_a_time(orders, num_ranks * rounds) for turn in turns)
 
@@ -585,11 +555,7 @@ class PipeDream:
         return tuple(num_stages - 1 - (0 if self.vertical_sync else stage) for stage in range(num_stages))
 
     def most_versions(self, num_stages: int, stage: int, num_packs: int | None = None) -> int:
-        """The most versions of its weights that a stage holds at a time.
-
-        Args:
-            num_packs: Packs of the replica with most of them; None for any number.
-        """
+        """The most versions of its weights that a stage holds at a time, for so many packs; None for any number."""
         most = num_stages if self.vertical_sync else num_stages - stage
         if num_packs is None:
             return most

@@ -59,12 +59,8 @@ _CALLED = "hotspa_barrier"
 
 
 class MonitoredBarrier:
-    """The barrier of one rank, as `torch.distributed.monitored_barrier` but over the store. Several threads may hold it.
-
-    Args:
-        store: The store that all ranks share.
-        outcome: The key under which the first error of the run appears; nobody waits for names after that.
-    """
+    """The barrier of one rank, as `torch.distributed.monitored_barrier` but over the store of all ranks. Nobody waits
+    for names once the run's first error is under the key `outcome`. Several threads may hold it."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, outcome: str) -> None:
         self._store, self._rank, self._world_size, self._outcome = store, rank, world_size, outcome
@@ -97,7 +93,6 @@ class MonitoredBarrier:
         return [rank for rank in range(self._world_size) if not self._store.check([self._key(rank)])]
 
     def _wait(self, seconds: float, ready: Callable[[], bool]) -> bool:
-        """Waits until it is so, the time is up, or the run has its error; returns whether it is so."""
         deadline = time.monotonic() + seconds
         while not (so := ready()) and not self._store.check([self._outcome]) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -125,12 +120,8 @@ def _without_store(error: HotspaError, rank: int) -> HotspaError:
 
 
 def _in_time(function: Callable[[], T], seconds: float) -> T:
-    """Calls a function of a store in a thread of its own, as nothing else can end its wait.
-
-    Raises:
-        TimeoutError: it has not come back; its thread is left behind.
-        Exception: what it raises.
-    """
+    """Calls a function of a store in a thread of its own, as nothing else can end its wait; raises what it raises, or
+    `TimeoutError`, and leaves the thread behind."""
     came: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
     def call() -> None:
@@ -203,25 +194,14 @@ def packed_flags(flags: Iterable[bool]) -> list[float]:
 
 
 def any_flag(gathered: torch.Tensor, number: int) -> list[bool]:
-    """Which of some flags any rank has set.
-
-    Args:
-        gathered: fp64 [world size, n], the `packed_flags` of each rank.
-        number: How many they are.
-    """
+    """Which of so many flags any rank has set, of fp64 [world size, n] `packed_flags`."""
     words = functools.reduce(torch.bitwise_or, gathered.long()).tolist()
     return [bool(words[place // _FLAGS] >> place % _FLAGS & 1) for place in range(number)]
 
 
 def odd_ones(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:
-    """Who is not with the majority.
-
-    Args:
-        columns: For each of several things what each one has.
-
-    Returns:
-        The positions of those that differ from the rest in any; None where no more than half of all have the same.
-    """
+    """The positions of those that differ from the rest in any of several things, of each of which `columns` has what
+    each one has; None where no more than half of all have the same."""
     odd = set[int]()
     for seen in columns:
         usual, count = Counter(seen).most_common(1)[0]
@@ -418,11 +398,7 @@ class Agreement:
         return own[None] if self.group is None else torch.stack(self._gather(own))
 
     def vectors(self, values: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Every rank's 1-D tensor, of any size each and one dtype, in host memory; a collective call.
-
-        Args:
-            sizes: Of every rank's, where all ranks know them.
-        """
+        """Every rank's 1-D tensor of one dtype in host memory, of known `sizes` or any. Collective."""
         if self.group is None:
             return [values]
         if sizes is None:
@@ -432,13 +408,8 @@ class Agreement:
         return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
 
     def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
-        """What every rank sends to this one, in the order of ranks; a collective call.
-
-        Args:
-            send: 1-D, in host memory: what each rank gets, in the order of ranks.
-            send_sizes: Elements for each rank.
-            receive_sizes: Elements from each rank, which must be what these send.
-        """
+        """What every rank sends to this one, in the order of ranks, with as many elements as those send; `send`, 1-D in
+        host memory, has what each rank gets. Collective."""
         if self.group is None:
             return send
         received = send.new_empty(sum(receive_sizes))
@@ -462,7 +433,6 @@ class Agreement:
             self._collective(work.wait)
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
         if self.group is not None:
             self._collective(lambda: dist.barrier(group=self.group))
 
@@ -489,7 +459,6 @@ class Agreement:
         return [raw[:size].decode() for raw, size in zip(self._gather_bytes(data, max(sizes)), sizes, strict=True)]
 
     def _gather_bytes(self, data: bytes, longest: int) -> list[bytes]:
-        """Every rank's bytes, filled with zeros to the longest."""
         padded = torch.frombuffer(bytearray(data.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
         return [row.numpy().tobytes() for row in self._gather(padded)]
 
@@ -670,7 +639,6 @@ def _odd(rank: int) -> int:
 
 
 def _sequences(pack: MicroBatch) -> Iterator[tuple[int, int, str, str]]:
-    """Dataset row, first token, digest of the tokens and of the labels of each sequence."""
     ends = pack.cu_seqlens.tolist()
     for (row, start), begin, end in zip(pack.keys, ends[:-1], ends[1:], strict=True):
         ids, labels = (t[0, begin:end].cpu().numpy().tobytes() for t in (pack.input_ids, pack.labels))

@@ -202,11 +202,7 @@ def _factor(block: _Block, dropout: AttentionDropout | None, dtype: torch.dtype)
 def attend_explicitly(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: SequenceLengths, scores: Scores
 ) -> Tensor:
-    """`explicit_attention` without a graph, whose arguments these are.
-
-    Args:
-        lengths: Queries and keys of each sequence.
-    """
+    """`explicit_attention` without a graph, with its arguments; `lengths` of queries and keys of each sequence."""
     heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
     out = query.new_zeros(heads, query.shape[1], value.shape[2])
     for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
@@ -300,13 +296,8 @@ class Prefix(Protocol):
     chunks: tuple[int, ...]
 
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prefixes, [1, K, P, D] each, one after the other; called once in each call of an attention.
-
-        Args:
-            module: The attention module.
-            key: [1, K, T, D], of the row's own tokens.
-            value: [1, K, T, D].
-        """
+        """Keys and values of the prefixes, [1, K, P, D] each, one after the other, for the row's own [1, K, T, D];
+        called once in each call of an attention."""
         ...
 
     def fetched(self, module: nn.Module, before: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -385,8 +376,7 @@ class PackedSequences:
         visible: Which tokens of the row the running layer sees, `(first, last + 1)`; None for all.
         attention_dropout: Which attention probabilities are dropped; None where none are.
         first_tokens: The place of each sequence's first token in its row, for that.
-        carried: The states of linear attention before and behind the row (`parallel.isolation`); None where the row
-            begins and ends with whole sequences.
+        carried: Linear attention's states before and behind the row (`parallel.isolation`); None for whole sequences.
         division: Where the row is a part of a pack, how that is divided.
         plans: What layers of linear attention have worked out for the pack, by the width of their convolution.
     """
@@ -500,12 +490,10 @@ def packed_attention(
     """Causal attention inside each sequence of a packed row.
 
     Args:
-        module: The family's attention module.
         query: [1, H, T, D].
         key: [1, K, T, D]; H is a multiple of K.
         value: [1, K, T, D].
         attention_mask: Must be None: a mask would join or cut sequences in another way than the pack says.
-        hotspa_pack: The sequences of the row.
         dropout: The probability of attention probabilities to be dropped, where the module is trained.
         scaling: Factor on the scores; 1 / sqrt(D) when None.
         sliding_window: Tokens that a position sees, itself included; all before it when None.
@@ -623,10 +611,8 @@ def varlen_takes(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _varlen_options() -> frozenset[str]:
-    """Names of what the variable-length kernel of the installed torch takes; none where torch has no such kernel.
-
-    torch 2.11 has windows and no grouped queries (`enable_gqa`).
-    """
+    """Names of what the variable-length kernel of the installed torch takes; none where torch has no such kernel. torch
+    2.11 has windows and no grouped queries (`enable_gqa`)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -38,10 +38,7 @@ BACKENDS = {
     # 2 of `TORCH_NCCL_ASYNC_ERROR_HANDLING`: after a timeout the watchdog aborts the communicator, and leaves the process
     # alive to say why. torch's own choice, 3, ends the process before a typed error can be raised.
     "nccl": Abilities(
-        host_tensors=False,
-        tags=False,
-        wakes_ranks=False,
-        environment=(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),),
+        host_tensors=False, tags=False, wakes_ranks=False, environment=(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),)
     ),
 }
 _UNKNOWN = Abilities(host_tensors=False, tags=False, wakes_ranks=True)
@@ -73,12 +70,8 @@ def prepare_environment(device: torch.device) -> None:
 
 
 def host_group(ranks: Iterable[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new group that takes tensors in host memory. A collective call for all ranks of the world.
-
-    Args:
-        ranks: Its ranks; all when None.
-        timeout: How long an operation may wait for a peer; torch's default when None.
-    """
+    """A new group of these ranks, or all, that takes tensors in host memory; torch's time limit for waiting when None.
+    A collective call for all ranks of the world."""
     made: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=HOST)
     return made
 

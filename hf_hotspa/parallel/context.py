@@ -85,11 +85,7 @@ class ContextGroup:
 
 
 class Division:
-    """One pack, divided: where the tokens of the whole pack and of this rank's row are. Equal on all ranks but for `index`.
-
-    Args:
-        device: Where index tensors are needed.
-    """
+    """One pack, divided: where its tokens and those of this rank's row are. Equal on all ranks but for `index`."""
 
     def __init__(self, shares: Shares, context: ContextGroup, device: torch.device) -> None:
         self.shares, self.context, self.device = shares, context, device
@@ -160,15 +156,12 @@ class ContextParallel:
         self._multiple = strategy.tp if strategy.sp else 1
 
     def bind(self) -> None:
-        """A phase begins, see `Attachment`."""
         self.context.sent_bytes = 0
 
     def measures(self) -> dict[str, float]:
-        """See `Attachment`."""
         return {"context_bytes": float(self.context.sent_bytes)}
 
     def shares(self, lengths: Sequence[int]) -> Shares:
-        """What each rank has of a pack."""
         return _shares(tuple(lengths), self.context.size, self.way, self._quadratic_cost, self._multiple)
 
     def parts(self, lengths: Sequence[int]) -> list[Shares]:
@@ -184,7 +177,6 @@ class ContextParallel:
         return divisions
 
     def divide(self, lengths: Sequence[int]) -> Division:
-        """A pack, divided."""
         return Division(self.shares(lengths), self.context, self.device)
 
     def row_tokens(self, lengths: Sequence[int]) -> int:
@@ -382,13 +374,7 @@ def kernel_of(
     pack: PackedSequences,
     lengths: SequenceLengths,
 ) -> Kernel:
-    """The kernel for a call of an attention module.
-
-    Args:
-        query: [1, H, t, D].
-        value: [1, K, t, D].
-        lengths: Queries and keys of the row's pieces.
-    """
+    """The kernel for an attention's query [1, H, t, D] and value [1, K, t, D], `lengths` of the row's pieces."""
     if call.is_fusable and varlen_takes(query, value):
         return Varlen(pack, call)
     if call.is_fusable and kernel_takes(query, value):
@@ -416,7 +402,6 @@ class Ring:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
     ) -> Tensor:
-        """See `attention.AttendsDivided`."""
         if call.slides(self.longest) or not call.is_plain or not kernel_takes(query, value):
             raise UnsupportedError(
                 f"{type(module).__name__} on a ring",
@@ -427,11 +412,7 @@ class Ring:
         return out.transpose(1, 2).contiguous()  # families take views of it
 
     def pairs(self, step: int) -> list[tuple[slice, slice, bool]]:
-        """Queries of the row, keys of the block at hand, and whether these are their own tokens.
-
-        Args:
-            step: How many ranks back the block comes from; that of step 0 is the row itself.
-        """
+        """Queries of the row, keys of the block `step` ranks back, and whether that is the row itself (step 0)."""
         block = self.own if step == 0 else self._blocks[(self.context.index - step) % self.context.size]
         seen = [
             (slice(at, at + stop - first), slice(there, there + end - begin), (begin, end) == (first, stop))
@@ -462,7 +443,6 @@ class Ring:
 
 
 def _placed(pieces: Sequence[Piece]) -> list[tuple[int, int, int, int]]:
-    """Pieces and where each begins, one after the other."""
     placed, at = [], 0
     for sequence, first, stop in pieces:
         placed.append((sequence, first, stop, at))
@@ -542,17 +522,9 @@ class _RingFunction(torch.autograd.Function):
 
 
 def divided_pack(
-    context: ContextParallel,
-    division: Division,
-    whole: MicroBatch,
-    prefix: Prefix | None = None,
+    context: ContextParallel, division: Division, whole: MicroBatch, prefix: Prefix | None = None
 ) -> tuple[MicroBatch, PackedSequences]:
-    """This rank's row of a pack, and the row as attention sees it.
-
-    Args:
-        whole: The pack.
-        prefix: What comes before its first sequence.
-    """
+    """This rank's row of a pack behind `prefix`, and the row as attention sees it."""
     row = context.row_of(whole)
     attends: AttendsDivided
     keys = None
@@ -606,11 +578,8 @@ def _attend_by_heads(
 
 
 class _CutTokens:
-    """Where the tokens of cut sequences are, on this rank and among those of all ranks.
-
-    Args:
-        before: The chunks before the pack of its first sequence, divided.
-    """
+    """Where the tokens of cut sequences are, on this rank and among those of all ranks; `before` are the chunks before
+    the pack of its first sequence, divided."""
 
     def __init__(self, division: Division, before: Sequence[Shares] = ()) -> None:
         shares, context = division.shares, division.context

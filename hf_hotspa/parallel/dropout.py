@@ -13,8 +13,7 @@ transformers. What draws from torch's generator in another way is refused.
 
 What of a model's dropout can be trained: the settings of its config, and what its modules hold.
 
-Dropout that draws from torch's generator draws other masks under every layout, and is refused here by name; what is
-served is in `parallel.dropout`.
+Dropout from torch's generator differs with the layout, and is refused by name; what is served: `parallel.dropout`.
 
 NEFTune's noise on embeddings, the same whatever the layout.
 
@@ -100,23 +99,14 @@ def token_keys(seed: int, step: int, micro_batch: MicroBatch) -> tuple[Tensor, T
 
 
 def feature_keys(module: str, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 [F] for features of a module.
-
-    Args:
-        module: Its name in the whole model.
-        features: int64 [F], their indices in the whole module; or of any other shape.
-    """
+    """Two int32 [F] for features of a module, by its name in the whole model: int64 [F], their indices in the whole
+    module; or of any other shape."""
     return _halves(_mixed(features * _GOLDEN + _key(module)))
 
 
 def kept(tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], p: float) -> Tensor:
-    """Which elements stay: bool [T, F], each with probability 1 - p.
-
-    Args:
-        tokens: `token_keys` of T tokens.
-        features: `feature_keys` of F features.
-        p: The probability to be dropped, below 1.
-    """
+    """Which elements stay: bool [T, F], each with probability 1 - p, p below 1, by the `token_keys` of T tokens and the
+    `feature_keys` of F features."""
     (low_t, high_t), (low_f, _) = tokens, features
     least = round(p * 2**32) - 2**31
     num_tokens, width = low_t.shape[0], low_f.shape[0]
@@ -141,14 +131,8 @@ def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Te
 
 
 class _PairMasks:
-    """Which attention probabilities of one call of a module stay.
-
-    Args:
-        module: A name of the call.
-        p: The probability to be dropped, below 1.
-        heads: The heads that this rank computes, counted in the whole model.
-        pack: The pack, with its token keys.
-    """
+    """Which attention probabilities of one call (by name) of a module stay, dropped with p below 1: of these heads,
+    counted in the whole model, and the pack, with its token keys."""
 
     def __init__(self, module: str, p: float, heads: range, pack: PackedSequences) -> None:
         self._module, self._least, self._heads, self._pack = module, round(p * 2**32) - 2**31, heads, pack
@@ -199,20 +183,14 @@ class DropoutMasks:
             self._sharers, self._place = tensor.size, tensor.order[tensor.shard]
 
     def begin_step(self, step: int) -> None:
-        """A mini-batch begins, see `Attachment`."""
         self.step = step
 
     def begin(self, pack: PackedSequences, micro_batch: MicroBatch, whole: MicroBatch) -> None:
-        """A forward begins, see `Attachment`."""
         self.pack = pack
         self.let_attend(pack, micro_batch)
 
     def let_attend(self, pack: PackedSequences, micro_batch: MicroBatch, place: int = 0) -> None:
-        """Attention will see a pack, of which the forward under way may have some tokens of all heads.
-
-        Args:
-            place: Which heads: those of this place among the ranks that share the pack.
-        """
+        """Attention will see a pack: some tokens of all heads, or this place's heads among ranks that share it."""
         pack.token_keys = token_keys(self._seed, self.step, micro_batch)
         pack.first_tokens = tuple(start for _, start in micro_batch.keys) or (0,) * len(pack.lengths)
         pack.attention_dropout = partial(self._of_call, place) if self.attentions else None
@@ -300,7 +278,6 @@ class KeyedDropout(nn.Module):
         return torch.where(keep, x, 0.0) * (1.0 / (1.0 - self.p))
 
     def _keys_of(self, x: Tensor, call: int) -> tuple[Tensor, Tensor]:
-        """The keys of the features of a tensor in the module's n-th call."""
         place = call, x.shape[-1]
         if place not in self._feature_keys:
             features = self._features if self._features is not None else torch.arange(x.shape[-1])
@@ -458,11 +435,9 @@ class EmbeddingNoise:
         self.micro_batch: MicroBatch | None = None
 
     def begin_step(self, step: int) -> None:
-        """A mini-batch begins, see `Attachment`."""
         self.step = step
 
     def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
-        """A forward begins, see `Attachment`."""
         self.micro_batch = micro_batch
 
     def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:

@@ -87,11 +87,9 @@ class ExpertCapacity:
         self.factor, self.num_dropped, self.is_counting, self._counts = factor, 0, False, counts
 
     def bind(self) -> None:
-        """A phase begins, see `Attachment`."""
         self.num_dropped = 0
 
     def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
-        """A forward begins, see `Attachment`."""
         self.is_counting = self._counts and not is_idle(whole)
 
     def end(self) -> None:
@@ -99,18 +97,11 @@ class ExpertCapacity:
         self.is_counting = False
 
     def measures(self) -> dict[str, float]:
-        """See `Attachment`."""
         return {"dropped_tokens": float(self.num_dropped)}
 
     def kept(self, index: Tensor, num_experts: int) -> Tensor:
-        """Which pairs of a token and an expert are computed.
-
-        Args:
-            index: int64 [T, k], the experts of each token of a whole pack.
-
-        Returns:
-            bool [T, k].
-        """
+        """Which pairs of a token and an expert are computed, bool [T, k], of the experts of each token of a whole pack,
+        int64 [T, k]."""
         pairs = index.reshape(-1)
         most = math.ceil(self.factor * len(pairs) / num_experts)
         order = torch.argsort(pairs, stable=True)
@@ -155,12 +146,8 @@ def experts_per_token(config: PreTrainedConfig) -> int:
 def unsupported_reason(
     family: str, modules: Mapping[str, nn.Module], layers: tuple[str, ...], kinds: Sequence[LayerKind]
 ) -> str | None:
-    """Why the experts of a model cannot be divided over ranks, or None.
-
-    Args:
-        layers: What the names of layers begin with; one for each list of them.
-        kinds: How each layer treats the sequences of a pack.
-    """
+    """Why the experts of a model cannot be divided over ranks, or None; by what the names of layers begin with, one for
+    each list, and how each layer treats the sequences of a pack."""
     fused = fused_experts(modules, layers)
     loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in fused), None)
     if loose is not None:
@@ -251,11 +238,9 @@ class ExpertParallel:
         self.is_counting = self.is_idle = False
 
     def bind(self) -> None:
-        """A phase begins, see `Attachment`."""
         self.num_rows = 0
 
     def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
-        """A forward begins, see `Attachment`."""
         self.is_counting, self.is_idle = True, is_idle(whole)
 
     def end(self) -> None:
@@ -263,14 +248,11 @@ class ExpertParallel:
         self.is_counting = False
 
     def measures(self) -> dict[str, float]:
-        """See `Attachment`."""
         return {"expert_tokens": float(self.num_rows)}
 
     def divide(self, model: nn.Module, names: Iterable[str]) -> None:
         """Makes modules of experts, whose parameters are (or become) those of this rank's shard, compute those of all.
-
-        A name without a module is of another stage.
-        """
+        A name without a module is of another stage."""
         modules: dict[str, Any] = dict(model.named_modules())
         for module in (modules[name] for name in names if name in modules):
             module.num_experts = int(module.num_experts) // self._group.size
@@ -343,12 +325,8 @@ def _compute(module: nn.Module, forward: Callable[..., Tensor], rows: Tensor, ex
 
 
 def fits_grouped_kernels(dtype: torch.dtype, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether the fused kernel of experts takes a rank's shards: rows of whole 16 bytes, and no fp64.
-
-    Args:
-        dtype: In which it computes.
-        shapes: Of all parameters of the rank; those of experts have three dims.
-    """
+    """Whether the fused kernel of experts takes a rank's shards in a dtype: rows of whole 16 bytes, and no fp64. Of all
+    shapes of the rank, those of experts have three dims."""
     if dtype == torch.float64:
         return False
     experts = [shape for shape in shapes if len(shape) == 3]
@@ -413,12 +391,8 @@ label tokens."""
 
 
 class ChunkRouters:
-    """The routers of one chunk in one forward, beside those of the other chunks of its sequence.
-
-    Args:
-        index: The chunk's place among them.
-        is_last: Whether the sequence ends in it.
-    """
+    """The routers of one chunk in one forward, beside those of the other chunks of its sequence, at its place `index`
+    among them; `is_last` where the sequence ends in it."""
 
     def __init__(self, sequence: RoutersOfChunks, index: int, is_last: bool) -> None:
         self.is_last = is_last
@@ -432,13 +406,8 @@ class ChunkRouters:
         return sum(num_labels for _, num_labels in self._sequence.values())
 
     def leave(self, logits: Sequence[Tensor], num_labels: int, loss_of: Callable[[Tensor, int], Tensor]) -> None:
-        """Takes what the forward gave.
-
-        Args:
-            logits: Of each router [tokens, E].
-            num_labels: The chunk's.
-            loss_of: The loss of the logits [T, E] of a router for a sequence with so many label tokens.
-        """
+        """Takes the forward's logits [tokens, E] of each router, the chunk's number of labels, and the loss of a
+        router's logits [T, E] for a sequence with so many label tokens."""
         self._sequence[self._index] = [own.detach() for own in logits], num_labels
         self._in_graph, self._loss_of = list(logits), loss_of
 
@@ -463,11 +432,7 @@ class ChunkRouters:
 
 
 class ChunkPrefix(Prefix, Protocol):
-    """What a chunk needs of those before it.
-
-    Attributes:
-        routers: Takes part in the balance loss of the sequence that is cut.
-    """
+    """What a chunk needs of those before it; `routers` take part in the balance loss of the cut sequence."""
 
     routers: ChunkRouters
 
@@ -497,7 +462,6 @@ class RouterLoss:
         self.value = torch.zeros((), dtype=torch.float64)
 
     def bind(self) -> None:
-        """A phase begins."""
         self.value = torch.zeros((), dtype=torch.float64)
 
     def begin(self, *of_pack: object) -> None:
@@ -514,7 +478,6 @@ class RouterLoss:
         return [torch.cat(logits) for logits in self._logits]
 
     def clear(self) -> None:
-        """Drops what is recorded."""
         for logits in self._logits:
             logits.clear()
 

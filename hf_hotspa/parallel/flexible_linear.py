@@ -66,7 +66,6 @@ class GradientMemory:
         self.before: Tensor | None = None
 
     def begin_step(self) -> None:
-        """A mini-batch begins."""
         if self.now is not None:
             self.before, self.now = self.now, None
 
@@ -149,13 +148,8 @@ class Exchange(Enum):
 
 @dataclass(frozen=True)
 class Product:
-    """The shape of a linear's product.
-
-    Args:
-        columns: Columns on each position of the group.
-        outputs: Outputs on each.
-        is_row: Whether it is row-parallel: its outputs are summed over the group.
-    """
+    """The shape of a linear's product: columns and outputs on each position of the group. If it is row-parallel, its
+    outputs are summed over the group."""
 
     columns: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -218,12 +212,8 @@ class FlexibleWork:
         self.variation, self.lineage, self.left_out = variation, {}, {}
 
     def own_columns(self, name: str, x: Tensor, outputs: int, parts: "Sequence[Part]") -> OwnColumns:
-        """The columns that this rank computes of a product.
-
-        Args:
-            x: [T, L], its input. The share that is left out counts on L.
-            parts: What is given away.
-        """
+        """The columns that this rank computes of a product with input [T, L], where `parts` are given away. The share
+        that is left out counts on L."""
         columns = x.shape[1]
         own = OwnColumns(
             next((part.migration.first for part in parts if part.gives), columns),
@@ -258,11 +248,7 @@ class FlexibleWork:
         return self.memories.setdefault(name, GradientMemory()) if self.resizing.imputation == "same" else None
 
     def migrations(self, columns: tuple[int, ...]) -> list[Migration]:
-        """What is given away of a product, by giver.
-
-        Args:
-            columns: Of the product of each position.
-        """
+        """What is given away of a product with these columns on each position, by giver."""
         givers = [position for position, share in enumerate(self.shares) if share > 0.0]
         planned = [migrate(self.size, giver, columns[giver], self.shares[giver], givers) for giver in givers]
         return [migration for migration in planned if migration is not None]
@@ -270,10 +256,7 @@ class FlexibleWork:
 
 @dataclass(frozen=True)
 class Part:
-    """One migration as this rank sees it: what it sends, and what comes back.
-
-    Shapes: C columns given away, c those of one helper.
-    """
+    """One migration as this rank sees it, sent and back. Shapes: C columns given away, c those of one helper."""
 
     migration: Migration
     work: FlexibleWork
@@ -312,11 +295,7 @@ class Part:
         return received
 
     def columns(self, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
-        """This helper's columns of what the giver gives.
-
-        Args:
-            tensor: [rows, C] on the giver, None elsewhere.
-        """
+        """This helper's columns of the giver's [rows, C]; others pass None."""
         if not self._scatters:
             return self.whole(tensor, (rows, self.migration.count), like)[:, self.own]
         widest = self._widest()
@@ -349,14 +328,7 @@ class Part:
         return parts
 
     def collect(self, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
-        """What the helpers computed for their columns, side by side on the giver.
-
-        Args:
-            tensor: [rows, c] of a helper; None on the giver.
-
-        Returns:
-            [rows, C] on the giver.
-        """
+        """[rows, C] on the giver: side by side the [rows, c] that helpers computed; it passes None."""
         if self._scatters:
             mine = like.new_zeros(rows, self._widest())
             if tensor is not None:
@@ -550,7 +522,6 @@ class FlexibleLinear:
         return whole if added is None else whole + added
 
     def with_bias(self, x: Tensor) -> Tensor:
-        """The linear's own forward."""
         return self(x, self._linear.bias)
 
 
@@ -560,10 +531,8 @@ def make_flexible(
     widths: Mapping[str, tuple[int, ...]],
     tensor_group: TensorGroup,
 ) -> FlexibleWork:
-    """Gives the column- and row-parallel linears of a group products that can migrate. Before their forwards are wrapped for tp.
-
-    Arguments as for `apply_tensor_parallel`.
-    """
+    """Gives the column- and row-parallel linears of a group products that can migrate. Before their forwards are
+    wrapped for tp. Arguments as for `apply_tensor_parallel`."""
     work = FlexibleWork(tensor_group)
     for name, style in styles.items():
         module = modules.get(name) if style in (COLWISE, ROWWISE) else None

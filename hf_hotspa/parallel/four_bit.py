@@ -190,12 +190,7 @@ def scales_of(state: Any) -> Tensor:
 
 
 def put_back(module: Any, codes: Tensor | None = None, scales: Tensor | None = None) -> None:
-    """Gives a layer of a model other codes or scales, which are not nested any more.
-
-    Args:
-        codes: uint8, of any shape, in row-major order.
-        scales: fp32, likewise.
-    """
+    """Gives a layer other codes (uint8, any shape, row-major) or scales (fp32, likewise), not nested any more."""
     weight = module.weight
     if codes is not None:
         plain_codes(weight).copy_(codes.reshape(-1))
@@ -209,11 +204,7 @@ def put_back(module: Any, codes: Tensor | None = None, scales: Tensor | None = N
 
 
 def packed_specs(spec: ParameterSpec, layer: FourBit) -> tuple[ParameterSpec, ParameterSpec]:
-    """The codes and the scales of a weight as tensors of the vector.
-
-    Args:
-        spec: Of the weight, as if it was not quantized; whatever its shape is.
-    """
+    """The codes and the scales of a weight, given as if it was not quantized, as tensors of the vector."""
     (rows, columns), block = layer.shape, layer.block
     numel = rows * columns
     # where blocks go from row to row, CPU kernels of bitsandbytes 0.50 take other scales in another place of a matrix: what
@@ -239,11 +230,7 @@ def packed_specs(spec: ParameterSpec, layer: FourBit) -> tuple[ParameterSpec, Pa
 
 
 def put_four_bit(model: nn.Module, layers: Mapping[str, FourBit]) -> None:
-    """Puts layers in 4 bits into a fresh model in the place of its own, with parameters on the meta device, and `absmax` beside.
-
-    Args:
-        layers: By name.
-    """
+    """Puts layers in 4 bits, by name, into a fresh model, with parameters on the meta device, and `absmax` beside."""
     if not layers:
         return
     from bitsandbytes.nn.modules import Linear4bit
@@ -260,11 +247,7 @@ def put_four_bit(model: nn.Module, layers: Mapping[str, FourBit]) -> None:
 
 
 def products(modules: Mapping[str, Any], layers: Mapping[str, FourBit]) -> dict[str, "FourBitProduct"]:
-    """Makes the products of layers in 4 bits, which become their forwards.
-
-    Args:
-        modules: By name, without adapters; those of other stages may be missing.
-    """
+    """Makes 4-bit layers' products their forwards; modules by name without adapters, some of other stages missing."""
     return {
         name: FourBitProduct(modules[name], layer) for name, layer in layers.items() if is_four_bit(modules.get(name))
     }
@@ -283,31 +266,21 @@ class FourBitProduct:
         linear.hotspa_product, linear.forward = self, self.with_bias
 
     def cut(self, dim: int, rows: Sequence[tuple[int, int]], held_whole: bool) -> None:
-        """Makes it the product with a shard.
-
-        Args:
-            dim: Of the weight, along which it is cut.
-            rows: What of it the shard is.
-            held_whole: Whether the rank holds all codes, and takes its slice of what it dequantizes.
-        """
+        """Makes it the product with a shard: these rows of the weight along the dim that is cut. With `held_whole` the
+        rank holds all codes, and takes its slice of what it dequantizes."""
         local = list(self._layer.shape)
         local[dim] = sum(stop - start for start, stop in rows)
         self._shape = (local[0], local[1])
         self._slice = (dim, tuple(rows)) if held_whole else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product without bias.
-
-        Args:
-            x: [..., in] of any floating-point dtype.
-        """
+        """The product without bias of x [..., in], of any floating-point dtype."""
         dtype = self._layer.compute_dtype or x.dtype
         narrow = x.to(dtype if dtype in _NARROW else torch.float32)
         out: Tensor = _Product.apply(narrow, self)
         return out.to(x.dtype)
 
     def with_bias(self, x: Tensor) -> Tensor:
-        """The forward of the layer."""
         out, bias = self(x), self._linear.bias
         return out if bias is None else out + bias.to(out.dtype)
 

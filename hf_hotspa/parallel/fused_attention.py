@@ -278,13 +278,7 @@ def _mask_of_windows(queries: int, keys: int, window: int, like: Tensor) -> Tens
 
 
 def with_sinks(out: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention and its sums, once sinks take part in the softmax.
-
-    Args:
-        out: [1, H, T, D].
-        total: [1, H, T].
-        sinks: [H].
-    """
+    """Attention [1, H, T, D] and its sums [1, H, T], once sinks [H] take part in the softmax."""
     both = torch.logaddexp(total, sinks.to(total.dtype)[:, None])
     return out * (total - both).exp()[..., None], both
 

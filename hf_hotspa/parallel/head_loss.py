@@ -1,5 +1,4 @@
-"""From the last hidden state to the loss, without the logits of a whole pack: the cross entropy, or a loss of the user's own,
-over vocabulary shards.
+"""From the last hidden state to the loss (cross entropy, or the user's own) over vocabulary shards, never all logits.
 
 The head runs on a chunk of tokens after the other, and the gradient of a chunk is computed as soon as its loss is known,
 while its logits still exist: nothing is computed twice, and at most one chunk's logits are alive, whatever the length of
@@ -34,8 +33,6 @@ class BaseOutput(MoeModelOutputWithPast):
 
 
 class _Chunk(nn.Module):
-    """Stands where the base model is: its result is the chunk at hand."""
-
     hidden: Tensor | None = None
 
     @property
@@ -48,13 +45,8 @@ class _Chunk(nn.Module):
 
 
 class Tail:
-    """What a causal language model does after its base model, as a function of the hidden state.
-
-    Args:
-        model: The replica's model on a last stage.
-        base: Name of its base model.
-        head: Name of its language-model head.
-    """
+    """What a causal language model, of a replica's last stage, does after its base model, as a function of the hidden
+    state; by the names of the base model and the language-model head."""
 
     def __init__(self, model: nn.Module, base: str, head: str) -> None:
         self._chunk = _Chunk()
@@ -132,10 +124,7 @@ def chunks_of_sequences(lengths: Sequence[int], most: int) -> list[slice]:
 
 
 def chunked_loss(
-    run: Callable[[Tensor, slice], Tensor],
-    hidden: Tensor,
-    parameters: Sequence[nn.Parameter],
-    chunks: Sequence[slice],
+    run: Callable[[Tensor, slice], Tensor], hidden: Tensor, parameters: Sequence[nn.Parameter], chunks: Sequence[slice]
 ) -> Tensor:
     """The loss of a pack, one chunk of tokens after the other.
 
@@ -169,13 +158,8 @@ class Objective(Protocol):
         """Logits that each tensor-parallel shard has, in the order of shards."""
 
     def of(self, micro_batch: MicroBatch, whole: MicroBatch, scale: float) -> LossOfLogits:
-        """What makes of the logits of some tokens of a micro-batch their scaled loss.
-
-        Args:
-            micro_batch: This rank's tokens of a pack.
-            whole: The pack.
-            scale: 1 / (label tokens of the mini-batch).
-        """
+        """What makes of the logits of a micro-batch's tokens on this rank, of the whole pack, their loss, scaled by 1 /
+        (label tokens of the mini-batch)."""
 
 
 @dataclass(frozen=True)

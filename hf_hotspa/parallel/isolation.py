@@ -41,14 +41,7 @@ from transformers import PreTrainedConfig
 
 from hf_hotspa.parallel.attention import PackedSequences, calls_attention, code_of_forward, names_in_forward
 from hf_hotspa.parallel.collectives import CLOCK, with_gradient
-from hf_hotspa.parallel.context import (
-    ContextGroup,
-    Division,
-    gathered,
-    heads_to_tokens,
-    scattered_sum,
-    tokens_to_heads,
-)
+from hf_hotspa.parallel.context import ContextGroup, Division, gathered, heads_to_tokens, scattered_sum, tokens_to_heads
 
 _PACKABLE = {"full_attention", "sliding_attention", "attention", "dense", "sparse"}
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
@@ -264,11 +257,8 @@ _STEP = 1e6
 
 
 class StatePrefix(Protocol):
-    """What a layer keeps of the tokens before those of a row, and leaves for those behind it.
-
-    Attributes:
-        continues: Whether the first sequence goes on behind the row.
-    """
+    """What a layer keeps of the tokens before those of a row, and leaves for those behind it, where the first sequence
+    `continues` behind the row."""
 
     continues: bool
 
@@ -333,12 +323,8 @@ def has_kernel(x: Tensor) -> bool:
 
 
 class _Mixer:
-    """The two functions of one gated delta net.
-
-    Args:
-        convolution: The family's own, which looks back from each token of a row.
-        recurrence: The family's own.
-    """
+    """The family's two functions of a gated delta net: a convolution, which looks back from each token of a row, and a
+    recurrence."""
 
     def __init__(self, module: nn.Module, convolution: Callable[..., Tensor], recurrence: Callable[..., Any]) -> None:
         self._module, self._convolution, self._recurrence = module, convolution, recurrence

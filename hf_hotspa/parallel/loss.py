@@ -1,5 +1,4 @@
-"""Log-probabilities of labels, and their cross entropy, over a vocabulary that is cut over the tensor-parallel group:
-logits are never gathered.
+"""Log-probabilities of labels, and their cross entropy, over a vocabulary cut by tp: logits are never gathered.
 
 The loss of a micro-batch is `sum(CE) / N` with N the label tokens of the whole mini-batch, so that plain sums over
 micro-batches, replicas and buckets give the token mean. With label smoothing e, CE becomes what the `LabelSmoother` of
@@ -142,8 +141,7 @@ def of_nothing(logits: Tensor, tokens: slice) -> Tensor:
 
 # -- scores -----------------------------------------------------------------------------------------------------------
 
-# What losses of whole sequences read of each token's logits, over a vocabulary that is cut over the tensor-parallel
-# group.
+# What losses of whole sequences read of each token's logits, over a vocabulary cut over the tensor-parallel group.
 #
 # Of the distribution p of the logits z = logits / temperature of a token, and its label:
 #
@@ -151,8 +149,7 @@ def of_nothing(logits: Tensor, tokens: slice) -> Tensor:
 # * log_sum_sq_probs: log(sum(p^2)), mean_logits: the mean of z over the vocabulary, is_top1: whether the label has the
 #   largest z. Without a gradient.
 #
-# These are the fields of TRL's `FusedCausalLMOutput`. All are 0 where there is no label. Shapes: T tokens, V local rows
-# of the vocabulary.
+# The fields of TRL's `FusedCausalLMOutput`; 0 where there is no label. Shapes: T tokens, V local vocabulary rows.
 
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -281,8 +278,7 @@ class _OwnLoss:
         function: The loss.
         columns: The columns of the data set that it reads.
         name: What it is called in messages; the function's own name when None.
-        example: For the check at the start, values of the columns, [length of a row] or []; when None, fractions for
-            each token are made up.
+        example: For the check at the start, values of the columns, [length of a row] or []; None: made-up fractions.
 
     Attributes:
         of_model: Whether it is the loss that the model's own forward must return, too.
@@ -311,14 +307,8 @@ class TokenLoss(_OwnLoss):
     """A loss that is a sum over tokens: `function(TokenSlice) -> scalar`, the sum over its tokens, not divided."""
 
     def of(self, log_probs: Tensor, pack: TokenSlice, tokens: slice, scale: float) -> Tensor:
-        """The scaled loss of a slice, an fp64 scalar.
-
-        Args:
-            log_probs: [t] of `vocab_parallel_log_probabilities`.
-            pack: `tokens_of` the micro-batch.
-            tokens: Which of its tokens these are.
-            scale: 1 / (label tokens of the mini-batch).
-        """
+        """The loss of a slice of the tokens of `tokens_of` a micro-batch, fp64, by `vocab_parallel_log_probabilities`
+        [t]; scaled by 1 / (label tokens of the mini-batch)."""
         part = pack[tokens]
         labelled = (part.labels != IGNORE).nonzero()[:, 0]
         if not labelled.numel():

@@ -37,8 +37,7 @@ class TensorGroup:
     """The tensor-parallel group of a rank.
 
     Args:
-        shard: Which shard of each weight this rank holds. Not its position in the group: a process group sorts its
-            ranks, and the order of shards may differ.
+        shard: Which shard of each weight this rank holds; not its position in the group, whose ranks are sorted.
         order: `order[i]` is the position in the group of the rank that holds shard i.
     """
 
@@ -50,12 +49,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The ranks that hold the experts of a layer between them.
-
-    Args:
-        size: Their number.
-        shard: Which of the shards this rank holds, and its position in the group.
-    """
+    """The `size` ranks that hold a layer's experts between them; `shard` is this one's, and its place in the group."""
 
     group: dist.ProcessGroup
     size: int
@@ -146,7 +140,6 @@ class ProcessGroups:
         return StrategyMesh(strategy, self.rank, coord, tensor, groups.get("pp"), groups.get("cp"), experts)
 
     def _experts(self, strategy: Strategy) -> ExpertGroup | None:
-        """This rank's group of ep, made with those of all ranks; None without ep."""
         if strategy.ep == 1:
             return None
         groups = {ranks: self.of(ranks) for ranks in strategy.expert_groups()}
@@ -155,7 +148,6 @@ class ProcessGroups:
         return ExpertGroup(group, strategy.ep, strategy.expert_shard(self.rank))
 
     def _own(self, strategy: Strategy, axis: str) -> dist.ProcessGroup | None:
-        """This rank's group on an axis; makes those of all ranks."""
         groups = {ranks: self.of(ranks) for ranks in strategy.groups(axis)}
         return groups[strategy.group_of(self.rank, axis)]
 
@@ -181,7 +173,6 @@ class ProcessGroups:
 
     @staticmethod
     def _joined(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-        """The groups that this rank is a member of."""
         return [g for g in groups if g is not None and g is not dist.GroupMember.NON_GROUP_MEMBER]
 
     def warm_up(self) -> None:

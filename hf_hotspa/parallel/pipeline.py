@@ -86,14 +86,7 @@ class InterleavedRun:
         self._loss = torch.zeros((), dtype=torch.float64, device=stages[0].device)
 
     def run(self, order: Sequence[Turn]) -> Tensor:
-        """Runs all passes.
-
-        Args:
-            order: See `interleaved_order`; of forward passes alone without gradients.
-
-        Returns:
-            fp64 scalar: the sum of the scaled losses where the pipeline ends, 0 elsewhere.
-        """
+        """Runs all passes of an `interleaved_order`; fp64: the sum of scaled losses where the pipeline ends, else 0."""
         for turn in order:
             target = turn.stage + (-1 if turn.is_backward else 1)
             if turn.stage % self._num_ranks == self._index:
@@ -134,7 +127,6 @@ class InterleavedRun:
         return work
 
     def _take(self, turn: Turn) -> Tensor:
-        """What a pass of another rank has made."""
         tensor, work = self._received.pop(turn)
         CLOCK.wait(work)
         return tensor
@@ -176,7 +168,6 @@ class PipelineRunner(PackRunner):
 
     Args:
         stages: This rank's stage, or several of `+v2` in the order of the pipeline.
-        mesh: The strategy and its pipeline group.
         schedule: One of `SCHEDULES`.
         pad_token_id: What padding is made of, where a schedule needs one shape.
         pair_cost: Cost of a pair of tokens relative to that of one: what chunks of equal time are cut by.
@@ -209,7 +200,6 @@ class PipelineRunner(PackRunner):
         most_tokens: int | None = None,
         joint: Sequence[Operation] | None = None,
     ) -> Tensor:
-        """See `PackRunner.run`."""
         chains = self._packs.chains(micro_batches)
         chunks = _joined(chains)
         tokens = [chunk.micro_batch.num_tokens for chunk in chunks]
@@ -241,7 +231,6 @@ class PipelineRunner(PackRunner):
 
     @torch.no_grad()
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """See `PackRunner.run_forward`."""
         chains = self._packs.chains(micro_batches)
         chunks = _joined(chains)
         if self._rounds > 1:
@@ -310,9 +299,7 @@ class OneForwardOneBackward:
 
     def _hand_over(self, message: _Message | None, wanted: _Message | None) -> Tensor | None:
         """Sends what the last operation made, and receives what the next one needs: together where it is one neighbour.
-
-        Otherwise the send goes first, by itself.
-        """
+        Otherwise the send goes first, by itself."""
         if message is None or wanted is None or message[1] == wanted[1]:
             return self._exchange(message, wanted)
         self._exchange(message, None)
@@ -371,8 +358,6 @@ class OneForwardOneBackward:
 
 
 class _StageModule(nn.Module):
-    """The stage as the module that torch's schedules call: micro-batches are named by index, tensors stay here."""
-
     def __init__(self, stage: Stage) -> None:
         super().__init__()
         self._stage = stage
@@ -398,8 +383,6 @@ class _TimedStage(PipelineStage):
 
 
 class _TorchSchedules:
-    """Runs torch's schedules."""
-
     def __init__(self, stages: Sequence[Stage], mesh: StrategyMesh) -> None:
         self._stages, self._mesh = stages, mesh
         self._modules = [_StageModule(stage) for stage in stages]

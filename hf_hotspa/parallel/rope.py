@@ -65,11 +65,8 @@ def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collec
 
 
 class RopeByRow:
-    """Makes the rotary modules of a replica compute each token's table by the length of its own sequence.
-
-    Attributes:
-        is_needed: Whether there is one whose table depends on the length.
-    """
+    """Makes the rotary modules of a replica compute each token's table by the length of its own sequence; `is_needed`
+    says whether there is one whose table depends on the length."""
 
     def __init__(self, model: nn.Module) -> None:
         self._lengths: tuple[int, ...] = ()
@@ -81,7 +78,6 @@ class RopeByRow:
                 module.forward = partial(self._forward, module, module.forward)
 
     def begin(self, pack: object, micro_batch: MicroBatch, whole: MicroBatch) -> None:
-        """A forward begins, see `Attachment`."""
         self._pack = micro_batch
         self._lengths = tuple(whole for _, whole in micro_batch.cuts) or micro_batch.lengths
 
@@ -115,7 +111,6 @@ def _each(tables: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _ropes(text: Any) -> list[dict[str, Any]]:
-    """The rope parameters of a config: one, or one for each type of layer."""
     rope = getattr(text, "rope_parameters", None) or {}
     return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 

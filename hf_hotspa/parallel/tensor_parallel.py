@@ -85,12 +85,8 @@ def _slice_of_shard(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGrou
 
 
 def gather_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
-    """The whole last dim of what the ranks of a group have shards of, for something that all of them do alike.
-
-    Args:
-        x: [..., own width].
-        widths: Of the last dim on each shard, in the order of shards.
-    """
+    """The whole last dim of what the ranks of a group have shards of ([..., own width]; `widths` in the order of
+    shards), for something that all of them do alike."""
     place: dict[str, Any] = {"widths": widths, "tensor_group": tensor_group}
     return with_gradient(partial(_all_gather_last, **place), partial(_slice_of_shard, **place), x)
 
@@ -186,12 +182,8 @@ def _embedding(ids: Tensor, *, forward: OnTensor, first_row: int, num_rows: int,
 
 
 def wrap_embedding(module: Any, widths: tuple[int, ...], shard: int, sum_of: OnTensor) -> None:
-    """Makes an embedding look up the rows of its shard of the vocabulary, and add up what the shards find.
-
-    Args:
-        widths: Rows of each shard.
-        sum_of: The sum over the group, for autograd.
-    """
+    """Makes an embedding look up the rows of its shard of the vocabulary (`widths`: of each), and add up what the
+    shards find with `sum_of`, for autograd."""
     first_row, num_rows = sum(widths[:shard]), widths[shard]
     padding = module.padding_idx
     # the padding row's gradient is zero; its local index exists on one shard only
@@ -296,8 +288,7 @@ def apply_tensor_parallel(
 def set_local_heads(attention: nn.Module, num_heads: int, num_key_value_heads: int) -> None:
     """Tells an attention module how many heads this rank has.
 
-    Families read the numbers from attributes or from their config; the module gets a config of its own, so that other
-    layers are not changed.
+    Families read the numbers from attributes or a config; the module gets its own, so that other layers do not change.
     """
     values = {
         "num_heads": num_heads,
@@ -349,12 +340,8 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def same_tokens(x: Tensor, group: dist.ProcessGroup | None, num_tokens: int) -> Tensor:
-    """[T/t, ...] of this rank's tokens as [T, ...] without padding, for something that every rank computes alike.
-
-    Args:
-        group: The tensor-parallel group, of t ranks; None where this rank has all tokens.
-        num_tokens: T but for the padding.
-    """
+    """[T/t, ...] of this rank's tokens as [T, ...] without padding, for something that all t ranks of the
+    tensor-parallel group compute alike; None where this rank has all tokens."""
     if group is not None:
         size, index = dist.get_world_size(group), dist.get_rank(group)
         x = with_gradient(partial(gather, group=group), lambda grad: grad.chunk(size)[index], x)
@@ -381,13 +368,8 @@ def sequence_parallel_refusal(
     layers: tuple[str, ...],
     experts: set[str],
 ) -> str | None:
-    """Why a model cannot be sequence parallel, or None.
-
-    Args:
-        own: Parameters that are cut, or whose gradient is a part of a sum on each shard (q/k norms).
-        layers: What the names of layers begin with.
-        experts: The modules of fused experts.
-    """
+    """Why a model cannot be sequence parallel, or None. `own` are parameters that are cut, or whose gradient is a part
+    of a sum on each shard (q/k norms); names of layers begin with `layers`; `experts` are fused."""
     blocks = blocks_of(styles)
     mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts)
     latents = {name.rpartition(".")[0] for name, style in styles.items() if style == LATENT}
@@ -416,10 +398,8 @@ def apply_sequence_parallel(
     widths: Mapping[str, tuple[int, ...]],
     tensor_group: TensorGroup,
 ) -> None:
-    """Wraps the forward of every block, row-parallel projection, module of cut experts, and embedding.
-
-    Arguments as for `apply_tensor_parallel`.
-    """
+    """Wraps the forward of every block, row-parallel projection, module of cut experts, and embedding. Arguments as for
+    `apply_tensor_parallel`."""
     enter = partial(gather_tokens, group=tensor_group.group)
     leave = partial(_scatter_sum, group=tensor_group.group)
     for name in sorted(blocks_of(styles)):

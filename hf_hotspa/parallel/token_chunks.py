@@ -56,12 +56,7 @@ StateKey = tuple[nn.Module, str]
 
 @dataclass
 class HostBytes:
-    """What keys, values and sums of their gradients take in host memory with `+kh`, in bytes.
-
-    Args:
-        now: At the moment.
-        most: At most so far.
-    """
+    """Bytes of keys, values and sums of their gradients in host memory with `+kh`: now, and at most so far."""
 
     now: int = 0
     most: int = 0
@@ -86,12 +81,8 @@ class _Copies:
 
 
 class PrefixFetcher:
-    """Brings the prefixes of the attentions of a stage to its device.
-
-    Attributes:
-        num_fetched: Pairs that were asked for.
-        num_ahead: Of them, those that were copied, or on their way, by then.
-    """
+    """Brings the prefixes of the attentions of a stage to its device: `num_fetched` pairs were asked for, of which
+    `num_ahead` were copied, or on their way, by then."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -101,13 +92,8 @@ class PrefixFetcher:
         self.num_fetched = self.num_ahead = 0
 
     def fetch(self, index: int, count: int, prefix_of: Callable[[int], Pair]) -> Pair:
-        """The prefix of an attention on the device, in the graph; the gradients of these go back to the host.
-
-        Args:
-            index: Its place among the attentions of the stage.
-            count: How many there are.
-            prefix_of: Gives the prefix of each, in host memory.
-        """
+        """The prefix of attention `index` of `count` of the stage on the device, in the graph, from `prefix_of` each in
+        host memory; the gradients of these go back to the host."""
         pair, after = prefix_of(index), self._after(index, count)
         # the last one again, where a layer is computed again; a chunk later the same attention has another prefix
         known = (copies for copies in (self._ahead, self._last) if copies is not None and copies.index == index)
@@ -128,7 +114,6 @@ class PrefixFetcher:
         return keys, values
 
     def _after(self, index: int, count: int) -> int | None:
-        """The attention that comes next, as far as can be told."""
         first, last = not index, index == count - 1
         before = self._last.index if self._last is not None else -1
         if not torch.is_grad_enabled():
@@ -217,7 +202,6 @@ class _CutSequence:
     fetcher: PrefixFetcher | None = None
 
     def keep(self, module: nn.Module, first: int, key: Tensor, value: Tensor) -> None:
-        """Takes the keys and values of the tokens from `first` on."""
         if module not in self.kept:
             self.kept[module] = self._storage(key, key.dtype), self._storage(value, value.dtype)
         for storage, x in zip(self.kept[module], (key, value), strict=True):
@@ -329,7 +313,6 @@ class _Carry:
         return self._sequence.fetched(module, before, device)
 
     def state(self, key: StateKey, takes_gradient: bool) -> Tensor | None:
-        """See `isolation.StatePrefix`."""
         place = key, len(self.chunks) - 1
         state = self._sequence.states.get(place)
         if state is None:
@@ -342,7 +325,6 @@ class _Carry:
         return leaf
 
     def leave_state(self, key: StateKey, state: Tensor) -> None:
-        """See `isolation.StatePrefix`."""
         if self._is_over:  # a layer that is computed again
             return
         self._sequence.states[key, len(self.chunks)] = state.detach()
@@ -350,7 +332,6 @@ class _Carry:
             self._states[key] = state
 
     def end(self) -> None:
-        """The forward is over."""
         self._is_over = True
 
     def roots(self) -> list[tuple[Tensor, Tensor]]:
@@ -421,11 +402,8 @@ class Chunk:
         return out
 
     def backward(self, stage: Stage, out: Tensor, gradient: Tensor | None) -> None:
-        """From the result of the last forward, and from the keys and values in it; later chunks went before.
-
-        Args:
-            gradient: Of the loss to the result; None where it is the loss.
-        """
+        """From the result of the last forward, and from the keys and values in it; later chunks went before. `gradient`
+        is of the loss to the result; None where it is the loss."""
         roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
         if self.carry is not None:
             roots += [*self.carry.roots(), *self.carry.routers.roots()]
@@ -481,12 +459,7 @@ class ChunkedPacks:
 
 
 def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:
-    """Makes of the losses of chunks, the last ones in a list, one for each pack.
-
-    Args:
-        chunks: In the order of their losses.
-        losses: What a stage left.
-    """
+    """Makes of chunks' losses, the stage's last ones in order, one for each pack."""
     if not losses:
         return
     of_chunks = losses[len(losses) - len(chunks) :]
@@ -530,8 +503,7 @@ class PackRunner:
             micro_batches: What this replica runs; the same on every stage. May be empty.
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight on a stage of a pipeline; None for no limit.
-            joint: What this stage of a pipeline runs, in order, where the stages of all replicas keep step; None where replicas
-                go their own way.
+            joint: What this stage runs, in order, where stages of all replicas keep step; None where they do not.
 
         Returns:
             fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.

@@ -90,12 +90,8 @@ class Holders:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of one kind of segment that somebody needs.
-
-    Args:
-        starts: First element of each piece.
-        held: Who has it in a source layout; where a rank has it in both, the second source.
-    """
+    """The pieces of one kind of segment that somebody needs: their first elements, and who has them in a source layout
+    (where a rank has one in both, in the second source)."""
 
     starts: Numbers
     lengths: Numbers
@@ -104,12 +100,7 @@ class Pieces:
 
 
 def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement, int], world_size: int) -> Pieces:
-    """Cuts one segment.
-
-    Args:
-        sources: One or two source placements, each with what is to be added to its positions.
-        target: The same for the target.
-    """
+    """Cuts one segment: one or two source placements, and a target, each with what is to be added to its positions."""
     sides = [*sources, target]
     bounds = [column + shift for placement, shift in sides for column in (placement.starts, placement.stops)]
     cuts = np.unique(np.concatenate(bounds)) if bounds else np.empty(0, np.int64)
@@ -171,9 +162,7 @@ class SendLoads:
 
 def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster: Cluster) -> int:
     """Which holder sends a piece to `dst`: itself, else the least loaded on its node, else the least loaded of all.
-
-    Ties go to the lowest rank. `loads` is read, not changed.
-    """
+    Ties go to the lowest rank. `loads` is read, not changed."""
     if dst in holders:
         return dst
     node = cluster.node(dst)
@@ -185,13 +174,8 @@ def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster:
 def plan_direct(
     kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, planner: str
 ) -> tuple[list[SegmentPlan], list[int]]:
-    """Direct plans of all segments, and which segment has which.
-
-    Args:
-        kind_of: The kind of each segment; -1 for none.
-        element_sizes: Bytes of one element of each segment on the wire.
-        planner: `algorithm1`, `round_robin` or `first_owner`.
-    """
+    """Direct plans of all segments by `algorithm1`, `round_robin` or `first_owner`, and which segment has which.
+    Segments are of a kind, -1 for none, with bytes an element on the wire."""
     if planner != "algorithm1":
         return [_table(pieces, _stateless(pieces, planner), cluster.world_size) for pieces in kinds], list(kind_of)
     loads = SendLoads.zero(cluster.world_size)

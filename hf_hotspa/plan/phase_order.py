@@ -104,7 +104,6 @@ def _nearest_neighbours(start: int, switch_cost: Sequence[Sequence[float]]) -> l
 
 
 def _neighbours(order: list[int]) -> list[list[int]]:
-    """The orders with one phase moved, or one stretch reversed."""
     count = len(order)
     orders = []
     for i in range(count):

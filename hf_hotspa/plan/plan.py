@@ -206,12 +206,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All rounds of one rank. The number of rounds is the same on every rank; a rank may have nothing in a round.
-
-    Args:
-        groups: The segments of each group.
-        extents: Elements that the buffer of each `(store, segment)` must have at least.
-    """
+    """All rounds of one rank, the segments of each group, and the elements that each `(store, segment)` needs at least.
+    The number of rounds is the same on every rank; a rank may have nothing in a round."""
 
     rounds: tuple[Round, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -271,9 +267,7 @@ class SwitchPlan:
 
     def inverse(self) -> "SwitchPlan":
         """The adjoint: sources and destinations change places, hops run backwards, a copy becomes a sum and vice versa.
-
-        The inverse of the inverse is the plan.
-        """
+        The inverse of the inverse is the plan."""
         name = self.name.removeprefix(_INVERSE) if self.name.startswith(_INVERSE) else _INVERSE + self.name
         kinds = tuple(
             SegmentPlan(tuple(adjoint(table) for table in kind.hops[::-1]), kind.relay_sizes) for kind in self.kinds
@@ -281,10 +275,8 @@ class SwitchPlan:
         return replace(self, name=name, kinds=kinds, links=self.links[::-1], accumulate=not self.accumulate)
 
     def only(self, segments: Collection[int], what: str) -> "SwitchPlan":
-        """The part of the plan that moves these segments; `what` they are goes into its name.
-
-        What was proved of the plan holds for the part: a transfer concerns one segment.
-        """
+        """The part of the plan that moves these segments; `what` they are goes into its name. What was proved of the
+        plan holds for the part: a transfer concerns one segment."""
         kinds = sorted({self.kind_of[s] for s in segments if self.kind_of[s] >= 0})
         kind_of = tuple(
             kinds.index(kind) if segment in segments and kind >= 0 else -1 for segment, kind in enumerate(self.kind_of)

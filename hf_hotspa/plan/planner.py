@@ -37,10 +37,8 @@ def plan_load(
     """Plans a load: everything that the target layout holds, from ranks that hold it in a source layout.
 
     Args:
-        source: Where the parameters are. Two layouts when they are in two places at once: the master store, and the
-            weights of the strategy that ran last.
+        source: Where the parameters are; two layouts for two places: master store, and weights of the last strategy.
         target: Where they are needed. It may leave out elements.
-        cluster: Which ranks share a node, and the links.
         element_sizes: Bytes of one element of each segment on the wire, for balancing the links.
         planner: One of `PLANNERS`.
 

@@ -37,7 +37,6 @@ class PortLoads:
 
     @classmethod
     def zero(cls, cluster: Cluster) -> "PortLoads":
-        """No load on any port."""
         sent_intra, received_intra, sent_inter, received_inter = np.zeros((4, cluster.world_size))
         return cls(cluster.devices_per_node, sent_intra, received_intra, sent_inter, received_inter)
 

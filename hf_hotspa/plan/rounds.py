@@ -71,8 +71,7 @@ def cut_rounds(
         wires: How each segment travels; None only for segments that the plan does not move.
         round_bytes: The most bytes that a rank packs to send, and unpacks, in one round. What travels between two
             ranks in a round, the window, is this divided by the peers of the rank that has most of them.
-        group_bytes: Segments are fused until the busiest rank sends or receives more than this in a group; everything
-            is one group when None.
+        group_bytes: Segments are fused until the busiest rank sends or receives more in a group; None: one group.
         native: The source stores of a load whose elements have the wire's dtype on every rank, as the target's have.
 
     Raises:
@@ -144,7 +143,6 @@ class _Cutter:
         return [tuple(group) for group in groups]
 
     def _busiest(self, kind: int) -> int:
-        """Elements that the busiest rank sends or receives of one segment."""
         most = 0
         for table in self._plan.kinds[kind].hops:
             moves = table[table[:, SRC] != table[:, DST]]
@@ -195,7 +193,6 @@ class _Cutter:
         return _Windows(count, window, per_round)
 
     def _is_direct(self, store: Numbers, num_bytes: Numbers) -> NDArray[np.bool_]:
-        """Which transfers travel as messages of their own."""
         return np.isin(store, self._native) & (num_bytes >= DIRECT_BYTES)
 
     def _most_peers(self, tables: Sequence[Numbers]) -> int:
@@ -295,8 +292,7 @@ class _Cutter:
 
 
 class _Windows(NamedTuple):
-    """How a group and hop is cut: so many windows of so many bytes, and messages from buffer to buffer a round of a
-    route."""
+    """How a group and hop is cut: so many windows of so many bytes, and direct messages a round of a route."""
 
     number: int
     num_bytes: int
@@ -304,7 +300,6 @@ class _Windows(NamedTuple):
 
 
 def _fullest(routes: Sequence[Numbers], sizes: Sequence[Numbers]) -> int:
-    """The largest total of a route; 0 when there is none."""
     if not routes:
         return 0
     _, inverse = np.unique(np.concatenate(routes), return_inverse=True)
@@ -316,7 +311,6 @@ def _align(sizes: Numbers) -> Numbers:
 
 
 def _part(piece: Slice, first: int, last: int) -> Slice:
-    """Elements `[first, last)` of a slice."""
     return Slice(piece.store, piece.segment, piece.offset + first, last - first)
 
 
@@ -357,10 +351,7 @@ def _append(slices: list[Slice], new: Slice) -> None:
 def _messages(
     drafts: dict[tuple[int, Wire], list[Slice]], channels: Mapping[Wire, int], shared: bool = True
 ) -> tuple[list[Message], int]:
-    """The joined messages of one direction, and the staging bytes they need.
-
-    Wide elements are staged first, so that every message is aligned without gaps.
-    """
+    """The joined messages of one direction, wide elements first so that all are aligned, and their staging bytes."""
     places: dict[tuple[object, ...], int] = {}
     messages, end = [], 0
     for (peer, wire), slices in sorted(drafts.items(), key=lambda item: -item[0][1].itemsize):

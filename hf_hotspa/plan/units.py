@@ -46,11 +46,7 @@ class Visit(NamedTuple):
 
 
 class StagePass(NamedTuple):
-    """One pass of a stage.
-
-    Attributes:
-        replicas: Those that compute in it.
-    """
+    """One pass of a stage, in which these replicas compute."""
 
     is_backward: bool
     replicas: tuple[int, ...]
@@ -59,12 +55,7 @@ class StagePass(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What happens in a phase that streams its units.
-
-    Args:
-        transfers: In the order in which all ranks run them.
-        stages: The passes of each stage, in its order.
-    """
+    """What happens in a phase of streamed units: transfers in all ranks' order, and the passes of each stage in its."""
 
     transfers: tuple[UnitTransfer, ...]
     stages: tuple[tuple[StagePass, ...], ...]
@@ -79,8 +70,6 @@ class Program:
 
 
 class _Draft:
-    """A visit in the making."""
-
     def __init__(self, unit: int, is_backward: bool, index: int) -> None:
         self.unit, self.is_backward, self.index = unit, is_backward, index
         self.free = -1
@@ -127,7 +116,6 @@ class _Stage:
             transfers.append(UnitTransfer(draft.unit, True))
 
     def end(self, index: int, transfers: list[UnitTransfer]) -> None:
-        """Adds what follows a visit."""
         draft = self.drafts[index]
         self.load_ahead(index, transfers)
         if draft.is_backward and draft.unit in self._units.trained:
@@ -147,11 +135,7 @@ class _Stage:
 
 
 def make_program(units: Units, strategy: Strategy, beats: Sequence[Beat]) -> Program:
-    """The transfers of a phase.
-
-    Args:
-        strategy: One with `+z2` (gradients are returned) or `+z3` (and weights loaded).
-    """
+    """The transfers of a phase of a strategy with `+z2` (gradients are returned) or `+z3` (and weights loaded)."""
     transfers: list[UnitTransfer] = []
     stages = [
         _Stage(

@@ -104,7 +104,6 @@ _MODEL = ("name", "family", "parameters", "layers")
 
 
 def _not_alike(a: RunLog, b: RunLog, pairs: Sequence[tuple[StepReport, StepReport]]) -> tuple[str, ...]:
-    """What was trained that is not the same. Rows of the same number may be cut or dropped in other ways: tokens decide."""
     model, lengths = (
         ([run.facts.model.get(name) for name in _MODEL] for run in (a, b)),
         (a.facts.lengths, b.facts.lengths),

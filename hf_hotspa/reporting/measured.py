@@ -64,7 +64,6 @@ class Rival:
 
     @property
     def high(self) -> float:
-        """The upper end."""
         return round(self.ratio + self.margin, 2)
 
     @classmethod

@@ -53,7 +53,6 @@ class Panel:
     wide: bool = False
 
     def html(self) -> str:
-        """The figure."""
         legend = "".join(f'<span><i class="key {style}"></i>{escape(text)}</span>' for style, text in self.legend)
         return (
             f'<figure class="panel{" wide" if self.wide else ""}" id="panel-{self.name}" data-points="{self.points}"><h2>{escape(self.title)}</h2>'
@@ -134,9 +133,7 @@ def time_panel(run: RunLog) -> Panel:
         Series("load and return", "load", [r.load_return_s for r in reports]),
         Series("switching", "switch", [r.switch_s for r in reports]),
         Series(
-            "the rest",
-            "other",
-            [max(0.0, r.total_s - r.moved_s - sum(p.compute_s for p in r.phases)) for r in reports],
+            "the rest", "other", [max(0.0, r.total_s - r.moved_s - sum(p.compute_s for p in r.phases)) for r in reports]
         ),
     ]
     body = svg.stacked("Seconds of a step", _steps(run), series, " s")
@@ -186,12 +183,10 @@ def loss_panel(run: RunLog) -> Panel:
 
 
 def learning_rate_panel(run: RunLog) -> Panel:
-    """The learning rate."""
     return _curve(run, "lr", "Learning rate", "s0", [r.lr for r in run.steps], "Of the first parameter group.")
 
 
 def grad_norm_panel(run: RunLog) -> Panel:
-    """The norm of the gradient."""
     values = [r.report.grad_norm for r in run.steps]
     return _curve(run, "grad_norm", "Gradient norm", "s2", values, "Over all weights, before clipping.")
 
@@ -205,7 +200,6 @@ def _curve(run: RunLog, name: str, title: str, style: str, values: Sequence[floa
 
 
 def rate_panel(run: RunLog) -> Panel:
-    """Tokens per second."""
     values = [r.report.num_tokens / r.wall_s if r.wall_s > 0 else None for r in run.steps]
     note = "Over all ranks; the optimizer step counts, loading data does not."
     return _curve(run, "rate", "Tokens per second", "s1", values, note)
@@ -405,7 +399,6 @@ PAGE_NAME = "report.html"
 
 
 def asset(name: str) -> str:
-    """A file of this folder."""
     return resources.files("hf_hotspa.reporting").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -506,12 +499,7 @@ def _loss(loss: float | None) -> str:
 
 
 class InlinePage:
-    """A page in the output of a cell.
-
-    Args:
-        page: The whole page, HTML.
-        height: Of its frame, in pixels; what is longer scrolls.
-    """
+    """A page (HTML) in the output of a cell, in a frame `height` pixels high; what is longer scrolls."""
 
     def __init__(self, page: str, height: int) -> None:
         self.page, self.height = page, height

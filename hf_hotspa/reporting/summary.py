@@ -1,7 +1,6 @@
 """What a record says in a few numbers and sentences: totals, rates by strategy, and whether switching paid.
 
-Pure functions of a `RunLog`. Promises: a claim that was measured says so, and one that rests on a prediction or a rate
-taken from other lengths says that.
+Pure functions of a `RunLog`. Promises: claims say whether they were measured, predicted, or are rates of other lengths.
 """
 
 from collections.abc import Sequence

@@ -106,8 +106,6 @@ def thinned(xs: Sequence[float], series: Sequence[Series]) -> tuple[list[float],
 
 
 class _Frame:
-    """The axes of a chart, and what is drawn in them."""
-
     def __init__(
         self,
         label: str,
@@ -138,7 +136,6 @@ class _Frame:
     def rect(
         self, style: str, x0: float, x1: float, low: float, high: float, tip: str = "", shade: float | None = None
     ) -> None:
-        """A bar in data coordinates of y and pixels of x; with a shade from 0 to 1 of its colour."""
         top, bottom = self.y(high), self.y(low)
         attribute = f" data-tip={quoteattr(tip)}" if tip else ""
         attribute += "" if shade is None else f' fill-opacity="{0.06 + 0.94 * shade:.2f}"'
@@ -151,7 +148,6 @@ class _Frame:
         self.parts.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
 
     def hover(self, x: float, width: float, tip: str) -> None:
-        """A column that is not seen and can be pointed at."""
         left, right = max(x - width / 2, self.left), min(x + width / 2, WIDTH - _RIGHT)
         self.parts.append(
             f'<rect class="hover" x="{left:.1f}" y="{self.top}" width="{max(right - left, 0.5):.1f}" '
@@ -201,7 +197,6 @@ class _Frame:
 
 
 def _slot_ticks(frame: _Frame, xs: Sequence[float]) -> list[tuple[float, str]]:
-    """Six steps at most, of those that have a slot each."""
     count, slot = min(6, len(xs)), frame.width / len(xs)
     at = sorted({round(i * (len(xs) - 1) / max(count - 1, 1)) for i in range(count)})
     return [(frame.left + slot * (i + 0.5), f"{int(xs[i])}") for i in at]
@@ -278,11 +273,7 @@ def bars(
     style: str = "s0",
     limit: Mark | None = None,
 ) -> str:
-    """One bar for each name; names are thinned out where they do not fit.
-
-    Args:
-        limit: A horizontal line at a value, with its text.
-    """
+    """One bar for each name, names thinned out where they do not fit; `limit` is a horizontal line with its text."""
     frame = _Frame(label, (0, len(names)), (0.0, _top([*values, limit.x * 1.08 if limit is not None else 0.0])), unit)
     slot = frame.width / len(names)
     every = -(-len(names) // 12)
@@ -299,12 +290,7 @@ def bars(
 
 
 def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -> str:
-    """A strip for each row over steps, darker where its value is larger.
-
-    Args:
-        rows: From the top down; None is left empty.
-        high: The value from which on the colour is full; 1 has none.
-    """
+    """A strip for each row, from the top down, over steps, darker up to the value `high`; None is left empty."""
     xs, rows = thinned(xs, rows)
     names = [(len(rows) - i - 0.5, rows[i].name) for i in range(0, len(rows), -(-len(rows) // 8))]
     frame = _Frame(label, (0, len(xs)), (0.0, float(len(rows))), "", names)
@@ -320,13 +306,7 @@ def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -
 
 
 def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks: Sequence[Mark], x_label: str) -> str:
-    """Shares (0 to 1) by bins side by side, with marks between or inside bins.
-
-    Args:
-        edges: [B + 1], of the bins.
-        series: Each with [B] shares.
-        marks: At values of the edges' axis.
-    """
+    """Shares (0 to 1) by bins with `edges` [B + 1], each series of [B] side by side; marks at values of their axis."""
     bins = len(edges) - 1
     values = [v or 0.0 for s in series for v in s.values]
     frame = _Frame(label, (0, bins), (0.0, _top([v * 100 for v in values])), "%")

@@ -12,11 +12,7 @@ _shown: set[str] = set()
 
 
 class CleanOutput:
-    """Standard output of a command: nothing that is printed acts on the terminal but the tables of `text_table`.
-
-    Args:
-        stream: What is written to.
-    """
+    """Standard output of a command: nothing that is printed acts on the terminal but the tables of `text_table`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.escape = stream, f"<{secrets.token_hex(8)}>"  # which no file can hold

@@ -239,7 +239,6 @@ class Layout:
         return text.partition(marker)[2]
 
     def _marker(self) -> str:
-        """A word that the conversation does not have."""
         marker, text = "Placeholder", str(self._chat.messages)
         while marker in text:
             marker += "X"
@@ -289,7 +288,6 @@ class Layout:
 
 
 def said_by(role: str, content: str) -> dict[str, Any]:
-    """A message."""
     return {"role": role, "content": content}
 
 

@@ -124,8 +124,7 @@ class Row:
         first: Padding that was cut off before.
         width: Tokens and padding of the row as the data set has it.
         columns: What `RowRules.columns` name: int64 or float64, [length] with a number for each token, or [] with one.
-        targets: [length] int64, in the place of `labels` where they are shifted already: what each token is to predict,
-            -100 where that does not count.
+        targets: [length] int64, in place of `labels` shifted already: what each token is to predict; -100: uncounted.
     """
 
     ids: NDArray[np.int64]

@@ -152,7 +152,6 @@ def _pair(question: str, names: Sequence[str], extras: tuple[str, ...]) -> Forma
 
 
 def _one_of(candidates: Sequence[str], names: Sequence[str]) -> str | None:
-    """The candidate that is one of the names; None where none is."""
     there = [name for name in candidates if name in names]
     if len(there) > 1:
         raise DataError(
@@ -219,7 +218,6 @@ def _system(row: Mapping[str, Any]) -> str | None:
 
 
 def _with_system(messages: Messages, row: Mapping[str, Any], number: int) -> Messages:
-    """With the system prompt that some data sets keep in a column of its own."""
     system = _system(row)
     if system is None:
         return messages
@@ -235,7 +233,6 @@ def _with_system(messages: Messages, row: Mapping[str, Any], number: int) -> Mes
 
 
 def _rendering(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """`tools` and `options` of a row."""
     tools = _parsed(row.get("tools"), "tools", number) or []
     if not isinstance(tools, list):
         raise DataError(f"'tools' is a {type(tools).__name__} instead of a list", where=f"dataset row {number}")

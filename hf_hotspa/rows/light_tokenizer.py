@@ -55,12 +55,10 @@ class LightTokenizer:
 
     @property
     def eos_token(self) -> str | None:
-        """The token that ends a text."""
         return self.special_tokens_map.get("eos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """Its number."""
         return None if self.eos_token is None else self.backend.token_to_id(self.eos_token)
 
     @property
@@ -70,7 +68,6 @@ class LightTokenizer:
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """The texts of all special tokens."""
         special = [t.content for t in self.backend.get_added_tokens_decoder().values() if t.special]
         return list(dict.fromkeys([*self.special_tokens_map.values(), *special]))
 

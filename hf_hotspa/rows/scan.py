@@ -190,10 +190,8 @@ def scan_dataset(
 
     Args:
         dataset: A `datasets.Dataset`, a list of dictionaries, or any dataset with `__len__` and `__getitem__`.
-        rules: What rows are read by.
         cache_dir: Where tables are kept; the folder of the `datasets` cache when None. Only a `datasets.Dataset` is
             cached: nothing else has a fingerprint.
-        disable_progress: No progress bar.
 
     Raises:
         UnsupportedError: the dataset is a stream (iterable, no length), or the stock Trainer would train a row in a way
@@ -235,7 +233,6 @@ def _is_stream(dataset: Any) -> bool:
 
 
 def cache_path(dataset: Any, cache_dir: str | os.PathLike[str] | None = None, rules: RowRules = DEFAULT_RULES) -> Path:
-    """The cache file of a `datasets.Dataset`."""
     if cache_dir is None:
         import datasets
 

@@ -116,7 +116,6 @@ class TableBuilder:
         self._num_bits = 0
 
     def add_rows(self, rows: Iterable[Row]) -> None:
-        """Adds rows that have been read."""
         rows = list(rows)
         if not rows:
             return
@@ -160,7 +159,6 @@ class TableBuilder:
         self._chunks.append((lengths, counts, offsets, cuts, num_cuts))
 
     def table(self, rules: RowRules) -> SequenceTable:
-        """The rows added so far."""
         columns = (np.concatenate(parts).astype(np.int64) for parts in zip(*self._chunks, strict=True))
         lengths, counts, offsets, cuts, num_cuts = columns
         check_left_padding(rules, lengths)

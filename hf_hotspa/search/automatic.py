@@ -113,19 +113,10 @@ def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBre
 
 
 def fitting_beside(
-    pools: Sequence[tuple[Bucket, ...]],
-    plans: Sequence[tuple[Bucket, ...]],
-    capacities: Capacities,
-    least: float = 1.0,
+    pools: Sequence[tuple[Bucket, ...]], plans: Sequence[tuple[Bucket, ...]], capacities: Capacities, least: float = 1.0
 ) -> tuple[list[tuple[Bucket, ...]], list[tuple[Bucket, ...]]]:
-    """The plans that fit beside pools, in one arena, with packs that are smaller where they must be.
-
-    Args:
-        least: What share of their tokens the packs of the pools keep, where a plan needs a larger arena.
-
-    Returns:
-        The pools, and the plans.
-    """
+    """The pools, and the plans that fit beside them in one arena, with packs that are smaller where they must be; those
+    of the pools keep the share `least` of their tokens, where a plan needs a larger arena."""
     arena = max(capacities.arena(bucket.strategy) for pool in pools for bucket in pool)
     kept, fitting = list(pools), list[tuple[Bucket, ...]]()
     there = {frozenset(bucket.strategy for bucket in pool) for pool in pools}
@@ -159,7 +150,6 @@ def _within(pool: Sequence[Bucket], capacities: Capacities, arena: int, least: f
 
 @contextmanager
 def _naming_limit(limit_source: str) -> Iterator[None]:
-    """Says in errors of memory where the limit is from."""
     try:
         yield
     except DeviceMemoryError as error:

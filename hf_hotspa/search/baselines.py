@@ -70,7 +70,6 @@ class Baseline:
 
     @property
     def name(self) -> str:
-        """What people call it."""
         return NAMES[self.stage] + (" with checkpointing" if self.recompute else "")
 
     @property
@@ -94,11 +93,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Data parallelism of a model over all devices.
-
-    Args:
-        memory: The memory model; of it, what is not a model state. Each of its devices is a replica.
-    """
+    """Data parallelism of a model over all devices, each a replica; of the memory model, what is not a model state."""
 
     memory: MemoryModel
     time: TimeModel
@@ -174,11 +169,8 @@ class DataParallel:
         longest: int,
         limit_bytes: float | None,
     ) -> Baseline:
-        """The fastest run under a stage, with or without gradient checkpointing; or how much of it fits.
-
-        Args:
-            weights: What each counts.
-        """
+        """The fastest run under a stage, with or without gradient checkpointing, or how much of it fits; `weights` say
+        what each batch counts."""
         most, plain = max(longest, *map(sum, batches)), self._strategy(False)
         quadratic_cost = self.memory.sizes.shape.quadratic_cost
         capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
@@ -202,16 +194,13 @@ class DataParallel:
 
     @property
     def _parameters(self) -> tuple[int, float]:
-        """Those that are trained, and those that are not; codes and scales as elements of as many bytes."""
         sizes = self.memory.sizes
         return sizes.num_trained, sizes.weight_bytes / dtype_bytes(self.dtype) - sizes.num_trained
 
     def _together(self, alone: Sequence[float]) -> float:
-        """Seconds until all replicas are done that started together; they may share cores."""
         return max(max(alone), sum(alone) / self.time.slots)
 
     def _link_seconds(self, elements: float) -> float:
-        """Seconds of a ring that passes so many elements through each device."""
         link = self.hardware.ring_bandwidth(self.memory.world_size) * LINK_EFFICIENCY
         return elements * dtype_bytes(self.dtype) / link
 
@@ -221,13 +210,8 @@ MEGATRON, IN_NODE, DYNAMIC = "Megatron-like dp x tp x pp", "tp in a node + dp", 
 
 @dataclass(frozen=True)
 class Rival:
-    """Something to compare a plan with.
-
-    Args:
-        buckets: How it runs; of what does not fit what was asked for, if anything.
-        seconds: Predicted mean seconds of a mini-batch, switches included; None where it does not fit.
-        why: Why not.
-    """
+    """Something to compare a plan with: its buckets, of what does not fit what was asked for if anything, predicted
+    mean seconds of a mini-batch with switches, None where it does not fit, and why not."""
 
     name: str
     buckets: tuple[Bucket, ...]
@@ -235,19 +219,13 @@ class Rival:
     why: str = ""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
         text = ",".join(map(str, self.buckets))
         return {"name": self.name, "hotspa_strategies": text, "seconds": self.seconds, "why": self.why}
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """Prices strategies for some lengths.
-
-    Args:
-        lengths: In random order.
-        longest: The longest sequence that must fit.
-    """
+    """Prices strategies for lengths in random order, of which the longest, in tokens, must fit."""
 
     cost: CostModel
     capacities: Capacities
@@ -257,7 +235,6 @@ class Pricing:
 
     @cached_property
     def evaluator(self) -> Evaluator:
-        """Of these lengths."""
         return make_evaluator(self.lengths, self.cost, self.mini_batch_size, self.longest)
 
     def best(self, name: str, strategies: Sequence[Strategy], max_phases: int = 1) -> Rival:
@@ -319,11 +296,7 @@ class Pricing:
 
 
 def people_run(pricing: Pricing, strategies: Sequence[Strategy], devices_per_node: int) -> tuple[Rival, ...]:
-    """What a user would run in the place of a plan, beside data parallelism (`DataParallel`).
-
-    Args:
-        strategies: All that may run.
-    """
+    """What a user would run in the place of a plan, beside data parallelism (`DataParallel`)."""
     # they have sequence parallelism and recomputation; what is sharded or in chunks is no part of them
     plain = [s for s in strategies if s.is_common]
     whole = [s for s in plain if s.cp == 1]

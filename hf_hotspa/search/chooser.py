@@ -77,8 +77,7 @@ class Selector:
         pool: The buckets. Their longest lengths are only the order; `Bucket.capacity` says what fits.
 
     Raises:
-        HotspaConfigError: there is no bucket, a strategy has no coefficients or no switch seconds, or the margin is
-            negative.
+        HotspaConfigError: no bucket, a strategy without coefficients or switch seconds, or a negative margin.
     """
 
     def __init__(
@@ -284,14 +283,8 @@ class PhaseChooser:
     def trained(
         self, number: int, plan: MiniBatchPlan, measured: Mapping[Strategy, PhaseSeconds] | None
     ) -> Refit | None:
-        """Takes what mini-batch `number` took.
-
-        Args:
-            measured: Seconds by strategy, equal on all ranks; None where they are to correct nothing.
-
-        Returns:
-            The correction that follows from it, if one does, and holds from `number + 1 + delay` on.
-        """
+        """Takes what mini-batch `number` took, in seconds by strategy, equal on all ranks; None corrects nothing.
+        Returns a correction that follows, which holds from `number + 1 + delay` on."""
         self.num_trained = number + 1
         self.previous = strategies = tuple(phase.bucket.strategy for phase in plan.phases)
         warm = self.has_run(strategies)

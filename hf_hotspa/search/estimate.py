@@ -188,7 +188,6 @@ class LengthTable:
 
 
 def _greatest(costs: Iterable[Cost]) -> list[Cost]:
-    """The costs that are not below another one in every way."""
     return [
         cost
         for cost in costs
@@ -198,13 +197,8 @@ def _greatest(costs: Iterable[Cost]) -> list[Cost]:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The weighted mean of a phase over the mini-batches.
-
-    Args:
-        compute_s: Seconds of its packs on the busiest replica.
-        switch_s: Seconds of its switch, where it runs at all.
-        num_packs: Packs over all replicas.
-    """
+    """The weighted mean of a phase over the mini-batches: seconds of its packs on the busiest replica and of its
+    switch, where it runs at all, and packs over all replicas."""
 
     compute_s: float
     switch_s: float
@@ -212,7 +206,6 @@ class PhaseCost:
 
     @property
     def seconds(self) -> float:
-        """Both together."""
         return self.compute_s + self.switch_s
 
 
@@ -306,7 +299,6 @@ class Evaluator:
         return weight * (held / strategy.dp / most_tokens + self._time.fixed_s)
 
     def _used(self, low: int, high: int) -> float:
-        """What the mini-batches count that hold such lengths."""
         return sum(weight for batch, weight in self._batches if bisect_right(batch, low) < bisect_right(batch, high))
 
     def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int, shares: bool = False) -> float:

@@ -190,7 +190,6 @@ def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp
     inter = nic * min(1.0, share)
 
     def link(span: int) -> float:
-        """The slowest link among neighbours in a row of so many ranks."""
         return intra if span <= setup.devices_per_node else inter
 
     parameters = formulas.parameters_per_device(setup.sizes.num_parameters, tp, pp)
@@ -281,7 +280,6 @@ _HEAD = (
 
 
 def formulas_text(result: FormulaTable) -> str:
-    """For a terminal."""
     setup = result.setup
     assert setup.hardware is not None
     rows: list[Sequence[str]] = [_HEAD]

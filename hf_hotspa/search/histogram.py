@@ -1,5 +1,4 @@
-"""The lengths that a plan is made for: named synthetic distributions, JSON histograms, or those of a data set; and what becomes
-of long ones.
+"""Lengths to plan for: named synthetic distributions, JSON histograms, or a data set's; and what becomes of long ones.
 
 The two long-tailed ones are log-normal with the parameters that make the published stage times of a 32B model
 reproduce the published step times of HotSPa (SOSP'24, Table 3); they stand in for corpora whose lengths nobody
@@ -83,13 +82,8 @@ def _log_normal(uniform: np.typing.NDArray[np.float64], median: float, sigma: fl
 
 @dataclass(frozen=True)
 class Counts:
-    """How many sequences of each length there are.
-
-    Args:
-        lengths: [N] int64, different lengths in tokens, each at least 1.
-        sizes: [N] int64, how many sequences have each.
-        source: Where they are from, in words.
-    """
+    """How many sequences (`sizes` [N] int64) of each length (`lengths` [N] int64, different, at least 1 token) there
+    are, and where they are from, in words."""
 
     lengths: np.typing.NDArray[np.int64]
     sizes: np.typing.NDArray[np.int64]
@@ -104,7 +98,6 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """All sequences."""
         return int(self.sizes.sum())
 
     def drawn(self, most: int | None = None, seed: int = 0) -> list[int]:
@@ -121,7 +114,6 @@ class Counts:
         return [int(length) for length in rng.permutation(drawn)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes them as a JSON histogram."""
         counts = {str(length): size for length, size in zip(self.lengths.tolist(), self.sizes.tolist(), strict=True)}
         write_json(path, KIND, SCHEMA_VERSION, {"source": self.source, "counts": counts})
 
@@ -226,11 +218,7 @@ _BINS = 64
 
 
 class LengthsSeen:
-    """Watches the lengths of mini-batches.
-
-    Args:
-        planned_for: Those of the plan, in tokens.
-    """
+    """Watches the lengths of mini-batches against those, in tokens, that were `planned_for`."""
 
     def __init__(self, planned_for: Iterable[int]) -> None:
         self._basis = _histogram(planned_for)
@@ -258,7 +246,6 @@ class LengthsSeen:
         self._basis = _histogram(self._recent)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {"basis": self._basis.tolist(), "recent": self._recent, "mini_batches": self._mini_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -276,7 +263,6 @@ class LengthsSeen:
 
 
 def _histogram(lengths: Iterable[int]) -> NDArray[np.float64]:
-    """The share of the tokens in each bin; nothing of nothing."""
     tokens = np.maximum(np.array(list(lengths), np.float64), 1.0)
     bins = np.minimum((2 * np.log2(tokens)).astype(np.int64), _BINS - 1)
     sums = np.bincount(bins, tokens, _BINS)

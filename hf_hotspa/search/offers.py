@@ -39,13 +39,8 @@ def with_chunks(
     schedule: str = "auto",
     has_host_memory: bool = True,
 ) -> list[Strategy]:
-    """The strategies, and where none of them holds a sequence, those in chunks that do; or that come nearest to it.
-
-    Args:
-        strategies: What is looked at anyway.
-        tokens: The longest sequence that a strategy holds.
-        has_host_memory: Whether there is memory beside that of the devices.
-    """
+    """The strategies, and where none of them holds a sequence, by `tokens`, those in chunks that do; or that come
+    nearest to it. Keys and values may go to host memory only where there is some."""
     if shape.ck_unsupported_reason or any(tokens(strategy) >= longest for strategy in strategies):
         return list(strategies)
     may_pipeline = runs_chunks(schedule)
@@ -229,12 +224,8 @@ def that_pay(
     tokens: Callable[[Strategy], int],
     quadratic_cost: float,
 ) -> list[Strategy]:
-    """The strategies without those with cp that cannot pay beside the others; one whose layout has no other stays.
-
-    Args:
-        lengths: Of sequences that are drawn, one at least.
-        tokens: The longest sequence that a strategy holds.
-    """
+    """The strategies without those with cp that cannot pay beside the others, for drawn lengths (at least one); one
+    whose layout has no other stays. `tokens` gives the longest sequence that a strategy holds."""
 
     def cost(length: int) -> float:
         return length * (1 + quadratic_cost * length)
@@ -287,10 +278,7 @@ def _most(
 
 def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
     """The strategies without those with ep that cannot pay beside the others; one that has no other without ep stays.
-
-    Args:
-        tokens: The longest sequence that a strategy holds.
-    """
+    `tokens` gives the longest sequence that a strategy holds."""
     divided: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
         if strategy.ep > 1:

@@ -18,12 +18,7 @@ EXACT_RANGES, _MOST_CHOICES = 3, 500
 
 @dataclass(frozen=True, order=True)
 class Partition:
-    """A way to cut the lengths.
-
-    Args:
-        seconds: The sum of the costs of its ranges.
-        ranges: `(strategy, low edge, high edge)` of each range, as indices, by length.
-    """
+    """A way to cut the lengths: `(strategy, low edge, high edge)` of each range by length, as indices; cost in all."""
 
     seconds: float
     ranges: tuple[tuple[int, int, int], ...]

@@ -40,8 +40,7 @@ class Plan:
         raced: The pools of other plans, which fit beside this one: the first mini-batches try them, too.
         ready: Pools for other lengths, where these may move.
         rivals: What people run beside data parallelism, and `written`, what a user wants to know the price of.
-        links: Of the switch of each row of the choice, seconds of the links inside nodes and of those between them; empty on one
-            node.
+        links: Of the switch of each row of the choice, link seconds inside nodes and between them; empty on one node.
     """
 
     choice: Choice
@@ -104,7 +103,6 @@ class Plan:
 
     @property
     def _beside(self) -> str:
-        """What comes nearest to the plan beside what the stock Trainer runs, in a sentence."""
         best = self._others[0] if self._others else None
         if best is None or isinstance(best, Baseline):
             return ""

@@ -103,7 +103,6 @@ class Setup:
             dtype: The dtype of computation; that of the calibration, else bfloat16, when None.
             lora: See `Adapter.read`.
             quantization: One of `costs.adapter.KINDS`, with an adapter; None where the frozen model is in the dtype of computation.
-            options: Other fields.
 
         Raises:
             HotspaConfigError: one of them names nothing, or cannot be.
@@ -143,12 +142,10 @@ class Setup:
 
     @property
     def world_size(self) -> int:
-        """Devices in all."""
         return self.nodes * self.devices_per_node
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        """Sizes of model states."""
         sizes = ModelSizes(
             self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, adapter=self.adapter,
             four_bits=self.four_bits,
@@ -244,12 +241,7 @@ def _of_adapter(
 
 @dataclass(frozen=True)
 class PlannedSetup:
-    """The answer of `hf-hotspa plan`.
-
-    Args:
-        lengths: The lengths looked at.
-        source: Where they are from.
-    """
+    """The answer of `hf-hotspa plan`, for these lengths from that source."""
 
     setup: Setup
     lengths: tuple[int, ...]
@@ -290,7 +282,6 @@ def make_plan(
 
     Args:
         lengths: See `read_lengths`, and for `longest` and `overlong`, too.
-        overlong: What happens to longer ones.
         written: Strategies in the words of `hotspa_strategies`, to be priced beside the plan.
 
     Raises:
@@ -325,11 +316,7 @@ def make_plan(
 
 
 def _longest_held(setup: Setup, wanted: int, offload: bool = False) -> int:
-    """The longest sequence that any strategy of a setup holds, up to the wanted one.
-
-    Args:
-        offload: Whether the master store is in the memory of the host (`hotspa_offload="master"`).
-    """
+    """The longest sequence, up to the wanted one, that any strategy holds, with `hotspa_offload="master"` if asked."""
     memory = setup.cost.memory
     tokens = Capacities(
         replace(memory, options=replace(memory.options, offload_master=offload)), setup.limit_bytes

@@ -77,7 +77,6 @@ class Race:
             self._queue.clear()
 
     def _open(self) -> None:
-        """All plans are in the race, and none has run."""
         self._live = list(range(len(self.names)))
         self._queue: list[int] = list(self._live)
         self._round = 0
@@ -142,7 +141,6 @@ class Race:
     # -- what is known of a race --------------------------------------------------------------------------------------
 
     def _weights(self) -> list[float]:
-        """The logarithm of the mean predicted seconds under each plan, over all mini-batches of the race."""
         return [math.log(mean(run.predicted[plan] for run in self._runs)) for plan in range(len(self.names))]
 
     def _of_rounds(self, plan: int) -> dict[int, float]:
@@ -179,7 +177,6 @@ class Race:
         return [mine[number] - theirs[number] + shift for number in sorted(mine.keys() & theirs.keys())]
 
     def _cost(self) -> float:
-        """What the race has cost so far, in mini-batches of the leader."""
         leader = self._leader()
         level = self._score(leader, self._weights()) - self._weights()[leader]
         level -= 0.0 if self._of_rounds(leader) else math.log(1 + _COLD)
@@ -187,8 +184,7 @@ class Race:
         return sum(r.seconds / (r.predicted[leader] * math.exp(level)) - 1 for r in own)
 
     def _is_worth(self, plan: int) -> bool:
-        """Whether a plan is to be tried: what that is expected to cost is within what is left, and the plan was not far behind when
-        all ran for the first time."""
+        """Whether to try a plan: its expected cost is within what is left, and its first run was not far behind."""
         leader, weights = self._leader(), self._weights()
         if plan == leader:
             return True
@@ -254,7 +250,6 @@ class Race:
             self._again(f"for these lengths {self.names[better]} may be faster")
 
     def _better(self, known: Sequence[Sequence[float]]) -> int | None:
-        """A plan that would be faster for mini-batches like these, by what the race has measured."""
         kept = self._kept
         for plan, level in self._levels.items():
             ahead = [level - self._levels[kept] + math.log(each[plan] / each[kept]) for each in known[-4:]]
@@ -269,7 +264,6 @@ class Race:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "names": list(self.names),
             "budget": self._budget,
@@ -311,8 +305,7 @@ class Race:
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median of all pairwise means (Hodges and Lehmann's), and the interval that holds the true one in at least 90 % of cases; of fewer
-    than 5 values the least and the most."""
+    """The median of pairwise means (Hodges, Lehmann) and its 90 % interval; of fewer than 5 values least and most."""
     walsh = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
     ways, count = [1] + [0] * len(walsh), len(values)  # how many sets of ranks have each sum
     for rank in range(1, count + 1):

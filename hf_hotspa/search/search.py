@@ -65,11 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Near:
-    """Another plan, whose predicted seconds are near those of the chosen one.
-
-    Args:
-        seconds: Predicted mean seconds of a mini-batch, switches included.
-    """
+    """Another plan, whose predicted mean seconds of a mini-batch, switches included, are near the chosen one's."""
 
     buckets: tuple[Bucket, ...]
     seconds: float
@@ -263,13 +259,8 @@ def _check(sample: list[int], max_phases: int, margin: float, mini_batch_size: i
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
-    """The mini-batches that are looked at, and what each counts: equal, but for one that holds nothing but a longest
-    sequence, where all others are shorter.
-
-    Args:
-        sample: Lengths in random order.
-        size: Sequences of a mini-batch; all when None.
-    """
+    """The mini-batches of `size` lengths (all when None) of a random sample, and what each counts: equal, but for one
+    that holds nothing but a longest sequence, where all others are shorter."""
     size = size or len(sample)
     count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
     stream = cycle(sample)  # a histogram that is smaller than a mini-batch is repeated
@@ -388,7 +379,6 @@ class _Search:
         return frozenset(replace(self.time.kind(strategy), rc=0, z=0, v=1) for strategy, *_ in phases)
 
     def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
-        """The phase with the smallest packs that are hardly slower."""
         strategy, low, high, tokens = phase
         most = self.evaluator.phase(*phase).seconds * (1 + pack_margin)
         for smaller in pack_choices(tokens, high)[::-1] if pack_margin else ():
@@ -417,7 +407,6 @@ class _Search:
         return most > -math.inf
 
     def _capacity(self, strategy: Strategy, arena: int) -> int:
-        """Tokens of a sequence, no more than a mini-batch can fill."""
         return min(self.capacities.tokens(strategy, arena), self.most_tokens)
 
     def _packs(self, strategy: Strategy, arena: int, high: int) -> list[int]:
@@ -469,7 +458,6 @@ class _Search:
         return ((strategy, *whole, tokens),)
 
     def _candidates(self) -> list[Phases]:
-        """Pools worth simulating, over all sizes of arena."""
         candidates: dict[tuple[Strategy, ...], _Estimated] = {}
         self.exact = True
         for arena in self._arenas():
@@ -524,12 +512,10 @@ class _Search:
         return [*packed, *map(self._moved, packed[:2])]
 
     def _with_packs(self, each: _Estimated) -> Phases:
-        """The phases with their best pack sizes in a pool of these strategies."""
         arena = max(self.capacities.arena(strategy) for strategy, *_ in each)
         return tuple(self._packed(strategy, low, high, arena) for strategy, low, high, _ in each)
 
     def _partitions(self, capacities: Mapping[Strategy, int], arena: int) -> list[_Estimated]:
-        """The best partitions with given capacities in a pool with that arena, with more than one phase."""
         edges = choose_edges(self.batches, list(capacities.values()), self.longest, _MOST_EDGES)
         strategies = list(capacities)
         if len(capacities) * (len(edges) * (len(edges) - 1) // 2) * 4 <= EXACT_PHASES:
@@ -559,7 +545,6 @@ class _Search:
         return table.phase_seconds(self.time, strategy, chosen, self.switch[strategy])
 
     def _simulated(self, edges: Sequence[int], strategy: Strategy, arena: int) -> np.typing.NDArray[np.float64]:
-        """The same, packed and simulated."""
         costs = np.full((len(edges), len(edges)), np.inf)
         for j, high in enumerate(edges):
             for i in range(j) if self._packs(strategy, arena, high) else ():
@@ -567,7 +552,6 @@ class _Search:
         return costs
 
     def _packed(self, strategy: Strategy, low: int, high: int, arena: int) -> tuple[Strategy, int, int, int]:
-        """The phase with its best pack size."""
         sizes = self._packs(strategy, arena, high)
         best, best_seconds = sizes[0], math.inf
         for tokens in sizes:

@@ -21,13 +21,8 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 @dataclass(frozen=True)
 class SingleStrategy:
-    """One strategy that would train everything.
-
-    Args:
-        bucket: The strategy, its longest sequence and its packs.
-        switch: Load and return seconds of it, and of the strategies of the mini-batches.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
-    """
+    """One strategy that would train everything, with its packs balanced by `quadratic_cost`; `switch` has load and
+    return seconds of it and of the strategies of the mini-batches."""
 
     bucket: Bucket
     time: TimeModel
@@ -86,12 +81,7 @@ class Singles:
         shape: ModelShape,
         limit_bytes: float | None,
     ) -> "Singles":
-        """Looks at every strategy.
-
-        Args:
-            plan: Plans a run under one of them; raises a `HotspaError` where it does not fit.
-            limit_bytes: What a device may hold.
-        """
+        """Looks at every strategy under the limit; `plan` plans a run, or raises a `HotspaError` where none fits."""
         room = size(limit_bytes).replace(".0 ", " ") if limit_bytes is not None else "memory"
         timed: list[tuple[float, Bucket]] = []
         refused: dict[Strategy, str] = {}

@@ -127,7 +127,6 @@ def calibration_text(calibration: Calibration) -> str:
 
 
 def _exchanges(calibration: Calibration) -> list[str]:
-    """A table of what ranks of cp exchange, where it was measured."""
     rows = [
         [f"cp{cp}" + (f"tp{tp}" if tp > 1 else "")]
         + [
@@ -142,7 +141,6 @@ def _exchanges(calibration: Calibration) -> list[str]:
 
 
 def _layers(calibration: Calibration) -> list[str]:
-    """One line on layers that were timed one by one."""
     each = ", ".join(
         f"{sample.seconds * 1e3:,.4g} ms ({len(sample.layers)} like layer {sample.layers[0]})"
         for sample in calibration.layers
@@ -151,7 +149,6 @@ def _layers(calibration: Calibration) -> list[str]:
 
 
 def _phases(calibration: Calibration) -> list[str]:
-    """One line on whole phases, where they were measured."""
     seconds: dict[str, list[str]] = {}
     for sample in calibration.phases:
         seconds.setdefault(sample.strategy, []).append(f"{sample.seconds:,.3f}")
@@ -164,7 +161,6 @@ def _scaled(*values: float) -> list[str]:
 
 
 def plan_text(planned: PlannedSetup) -> str:
-    """A plan for people."""
     plan, setup = planned.plan, planned.setup
     return "\n".join(
         [
@@ -186,7 +182,6 @@ def plan_text(planned: PlannedSetup) -> str:
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """An estimate for people."""
     memory, setup = estimate.memory, estimate.setup
     lines = [_heading(setup), "", memory_table([f"{estimate.strategy}@{estimate.pack_tokens}"], [memory]), ""]
     if estimate.largest_pack is None:

@@ -46,13 +46,8 @@ class Resizing:
 def kept_variation(
     new: Sequence[float], old: Sequence[float] | None, kept: Collection[int] | None
 ) -> tuple[float, ...]:
-    """The statistics of a layer after an epoch (lines 6-8): new where a column was trained, else the old value.
-
-    Args:
-        new: Of each column, in this epoch.
-        old: The statistics before; None in the first epoch.
-        kept: The columns that were trained; None for all.
-    """
+    """The statistics of a layer's columns after an epoch (lines 6-8): new where a column was kept and so trained (None:
+    all), else the old value; there is none in the first epoch."""
     if old is None or kept is None:
         return tuple(new)
     trained = frozenset(kept)
@@ -60,13 +55,8 @@ def kept_variation(
 
 
 def layer_ratio(variation: Sequence[float], gamma: float, num_iterations: int) -> float:
-    """PriDiff's ratio of one layer (lines 9-11): its columns that hardly vary, and at least `ALPHA * gamma`.
-
-    Args:
-        variation: The statistics of its columns.
-        gamma: The uniform ratio: equation 1 (PriDiffR), or 1/2 (PriDiffE).
-        num_iterations: Of the epoch; the threshold is `1e-3` for each.
-    """
+    """PriDiff's ratio of one layer (lines 9-11): its columns that vary less than 1e-3 an iteration of the epoch, and at
+    least `ALPHA * gamma`: equation 1 (PriDiffR), or 1/2 (PriDiffE)."""
     theta = num_iterations * THETA_OF_ITERATION
     moving = sum(value > theta for value in variation)
     return max(1.0 - moving / len(variation), ALPHA * gamma)
@@ -90,12 +80,7 @@ def random_columns(num_columns: int, count: int, seed: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class LayerColumns:
-    """The lineage of one product: which columns it computes.
-
-    Args:
-        num_columns: L.
-        kept: K, ascending.
-    """
+    """The lineage of one product of L columns: `kept`, K, are computed, ascending."""
 
     num_columns: int
     kept: tuple[int, ...]
@@ -135,14 +120,8 @@ def choose_columns(
 
 @dataclass(frozen=True)
 class Migration:
-    """The columns of one product that one task gives away.
-
-    Args:
-        giver: The slow task.
-        num_columns: L, the columns of its product.
-        first: The first column that goes away; all behind it do, so that what stays and what goes are slices.
-        parts: For each task `(start, stop)` among the columns of the product; empty where it takes none.
-    """
+    """The columns of one product that one task, the giver, gives away: all from `first` on, so that what stays and what
+    goes are slices; for each task `(start, stop)` among them, empty where it takes none."""
 
     giver: int
     num_columns: int

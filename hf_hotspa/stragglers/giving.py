@@ -98,13 +98,8 @@ def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SlowEvent:
-    """Devices became slow, or recovered.
-
-    Args:
-        step: The mini-batch after which it is known, counted from 1.
-        slow: Rank -> how many times as long it takes as those that are not slow, of those that became slow.
-        recovered: The ranks that are slow no longer.
-    """
+    """Devices became slow (rank -> how many times as long it takes as those that are not), or recovered, after a
+    mini-batch, counted from 1."""
 
     step: int
     slow: dict[int, float]
@@ -139,14 +134,8 @@ class SlowDevices:
         self._seen: set[str] = set()
 
     def observe(self, step: int, phases: Sequence[PhaseWork]) -> tuple[tuple[float | None, ...], SlowEvent | None]:
-        """Takes the phases of a mini-batch.
-
-        Args:
-            step: The mini-batch, counted from 1.
-
-        Returns:
-            The pace of each rank in this mini-batch, None where it did nothing that says anything; and what changed.
-        """
+        """Takes the phases of a mini-batch, counted from 1; returns each rank's pace in it, None where it did nothing
+        that says anything, and what changed."""
         known = [phase for phase in phases if phase.strategy in self._seen]
         self._seen.update(phase.strategy for phase in phases)
         ranks = range(len(self.known))
@@ -168,7 +157,6 @@ class SlowDevices:
         return paces, SlowEvent(step, onset, tuple(sorted(before - self.slow)))
 
     def _take(self, rank: int, pace: float, lost_s: float) -> bool:
-        """Whether what is known of a rank changed."""
         refreshed = self._refresh(rank, pace)
         if self.known[rank] >= SLOW and lost_s >= LEAST_LOST_S:
             self.slow |= {rank}
@@ -302,12 +290,8 @@ def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers:
 
 
 def undone(product_share: float, extra: float) -> float:
-    """The share that products would have of a task's seconds, if it neither gave nor took any.
-
-    Args:
-        product_share: As it was measured, M / T.
-        extra: What the task computed beyond its own columns, as a share of them; below 0 for one that gives.
-    """
+    """The share that products would have of a task's seconds, as measured M / T, if it neither gave nor took any; it
+    computed `extra` beyond its own columns, as a share of them, below 0 for one that gives."""
     return product_share / (1.0 + extra - extra * product_share)
 
 
@@ -395,12 +379,7 @@ def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Cu
 
 @dataclass(frozen=True)
 class TaskWork:
-    """What one task does differently.
-
-    Args:
-        migrated: Share of its columns that other tasks compute.
-        resized: Share of its columns that nobody computes.
-    """
+    """What one task does differently: the shares of its columns that others (`migrated`), or none, compute."""
 
     migrated: float = 0.0
     resized: float = 0.0
@@ -409,14 +388,8 @@ class TaskWork:
 def divide_semi(
     seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
 ) -> tuple[TaskWork, ...]:
-    """Algorithm 2: who migrates and who is resized.
-
-    Args:
-        seconds: T of each task.
-        product_s: M of each.
-        workloads: L of each, in columns of all its layers.
-        curves: Of the pretest.
-    """
+    """Algorithm 2: who migrates and who is resized, by T (`seconds`), M (`product_s`) and L (`workloads`, in columns of
+    all its layers) of each task, and the curves of the pretest."""
     gammas = excess_ratios(seconds, product_s)
     order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
     slower = [i for i in order if gammas[i] > 0.0]
@@ -558,11 +531,7 @@ class Giving:
         return tuple(1.0 + a * p for a, p in zip(extra, known, strict=True))
 
     def decide(self, paces: Sequence[float], slow: frozenset[int]) -> bool:
-        """Decides anew where what is known of the devices changed.
-
-        Returns:
-            Whether some share changed.
-        """
+        """Decides anew where what is known of the devices changed; whether some share changed."""
         state = [list(paces), sorted(slow), sorted(s for s, known in self._products.items() if any(known))]
         if state == self._decided and not (self.mode == "semi" and slow):
             return False

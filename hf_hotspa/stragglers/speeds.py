@@ -70,11 +70,7 @@ class Speeds:
 
 
 class SpeedHistory:
-    """The speeds of a run, by mini-batch.
-
-    Args:
-        delay: See the head of the file.
-    """
+    """The speeds of a run, by mini-batch; see the head of the file for `delay`."""
 
     def __init__(self, delay: int) -> None:
         self.delay = delay
@@ -134,11 +130,7 @@ Paces = tuple[tuple[int, ...], ...]
 
 
 def paces_of_ranks(speeds: Sequence[float]) -> tuple[int, ...]:
-    """How long each rank takes, see `USUAL_PACE`.
-
-    Args:
-        speeds: Of each rank, 1 for one that is not slow.
-    """
+    """How long each rank takes (`USUAL_PACE`), from speeds that are 1 for ranks that are not slow."""
     return tuple(max(round(USUAL_PACE / speed), 1) for speed in speeds)
 
 
@@ -154,13 +146,8 @@ def stages_of_replicas(strategy: Strategy, ranks: Sequence[int]) -> list[list[in
 def throughput(
     costs: StageCosts, stages: Sequence[range], replicas: Iterable[Sequence[int]], pp: int | None = None
 ) -> Fraction:
-    """How many packs all replicas are done with in the time of one unit of cost, together.
-
-    Args:
-        stages: The cut.
-        replicas: `stages_of_replicas`.
-        pp: Ranks of a pipeline; as many as stages when None.
-    """
+    """How many packs all replicas (`stages_of_replicas`) are done with under a cut in the time of one unit of cost,
+    together; with as many ranks to a pipeline as stages, or `pp`."""
     own, passes, total = costs.of_stages(stages), costs.passes(stages), Fraction(0)
     pp = pp or len(stages)
     for paces in replicas:

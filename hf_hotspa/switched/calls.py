@@ -222,12 +222,8 @@ class Call:
         return zip(self.mine, map(whole.__getitem__, self.places), strict=True)
 
     def ratio(self, rank: int, tolerance: float, own: bool = False) -> float:
-        """The seeds of the log-probabilities over those that were assumed: infinity where any number will do, NaN where they
-        are no multiple.
-
-        Args:
-            own: Whether the loss is a part of that of all ranks.
-        """
+        """The seeds of the log-probabilities over those that were assumed: infinity where any number will do, NaN where
+        they are no multiple; `own` where the loss is a part of that of all ranks."""
         if not self.labels[rank] and not own:
             return float("inf")
         if isinstance(self.assumed, float):
@@ -244,11 +240,7 @@ class Call:
         return ratio if off <= tolerance * float(real.abs().max()) else float("nan")
 
     def final_seeds(self, rank: int, again: bool) -> Tensor | None:
-        """[2, B, L] of what is still to be trained; None for nothing.
-
-        Args:
-            again: Whether what was trained at once counts for nothing.
-        """
+        """[2, B, L] still to be trained, or None; `again`: what was trained at once counts for nothing."""
         seeds = self.seeds
         if self.assumed is None:
             return seeds
@@ -263,11 +255,8 @@ class Call:
         return torch.stack([torch.zeros_like(seeds[1]), seeds[1]])
 
     def constant(self, rank: int, tolerance: float, by_probability: bool = False) -> float:
-        """The seed that every log-probability has; infinity where there is none to be had, NaN where they differ.
-
-        Args:
-            by_probability: Divided by the probability of the token.
-        """
+        """The seed that every log-probability has, or with `by_probability` has over its token's probability; infinity
+        where there is none to be had, NaN where they differ."""
         if not self.labels[rank]:
             return float("inf")
         if self.seeds is None or self.logit_seeds is not None or bool(self.seeds[1].any()):
@@ -303,11 +292,8 @@ class Assumed:
 
     @classmethod
     def learnt(cls, both: Sequence[Tensor], calls: Sequence[Call], tolerance: float) -> "Assumed":
-        """What losses of one step have in common; with nothing, gradients are not known.
-
-        Args:
-            both: fp64 [ranks, calls] of `Call.constant`, without and with probabilities.
-        """
+        """What losses of one step have in common, of fp64 [ranks, calls] of `Call.constant` without and with
+        probabilities; with nothing, gradients are not known."""
         plain, weighed = (cls._of_constants(constants, calls, tolerance) for constants in both)
         weighed.by_probability = True
         return plain if plain.by_token or not weighed.by_token else weighed
@@ -480,13 +466,8 @@ class CallGradients:
         return scale, seeds, numbers
 
     def _scale(self, calls: Sequence[Call], rows: Tensor, weighed: Tensor, at_once: Tensor) -> float | None:
-        """See `compare`.
-
-        Args:
-            rows: Of each rank [ranks, calls] the factor of what was trained at once, or the seed of all log-probabilities.
-            weighed: The same seed, over the probability of its token.
-            at_once: [calls], whether each was.
-        """
+        """See `compare`. Of each rank [ranks, calls] the factor of what was trained at once (`at_once` [calls]), or the
+        seed of all log-probabilities; `weighed` is that seed over its token's probability."""
         rank, tolerance, stages = self._engine.rank, self._tolerance, self._engine.updates is not None
         if self._own:  # a part of a token loss is the same on all ranks, and so counts on all
             rows[:, at_once] = rows[:, at_once].mean(0)
@@ -519,11 +500,7 @@ class CallGradients:
         return scale
 
     def _own_seeds(self, calls: Sequence[Call], again: bool) -> Seeds:
-        """What is still to be trained of this rank's documents.
-
-        Args:
-            again: Whether what was trained at once counts for nothing.
-        """
+        """What is still to be trained of this rank's documents; `again`: also what was trained at once."""
         world, tokens, has_entropy, seeds = self._engine.world_size, dict[int, Tensor](), False, Seeds()
         for call in calls:
             if again or call.seeds is not None:
@@ -638,12 +615,8 @@ def is_unread(name: str, value: Any) -> bool:
 def unreadable(
     input_ids: Tensor | None, others: Mapping[str, Any], columns: Sequence[str], rank: int
 ) -> UnsupportedError | None:
-    """What is wrong with the arguments of a forward; None for nothing.
-
-    Args:
-        others: Those that no name of its own says.
-        columns: Which of them a token loss reads.
-    """
+    """What is wrong with the arguments of a forward; None for nothing. `others` are those that no name of its own says,
+    `columns` which of them a token loss reads."""
     wrong = [name for name, value in others.items() if not is_unread(name, value) and name not in columns]
     if input_ids is not None and not wrong:
         return None

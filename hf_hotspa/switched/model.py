@@ -372,7 +372,6 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.trained, self._passes.report = [], None
 
     def _drop(self) -> None:
-        """Forgets the calls since the last step, and their gradients. On all ranks."""
         self._passes.let_go()
         if self._calls:
             self.engine.drop_gradients()
@@ -652,7 +651,6 @@ class SwitchedModel(DistributedDataParallel):
         return trained
 
     def _use_adapters(self, on: bool) -> None:
-        """Replicas use their LoRA layers, or leave them out, as the model does at this moment."""
         for model in self.engine.part_models:
             for layer in lora_layers(model):
                 layer._disable_adapters = not on
@@ -829,11 +827,7 @@ class SwitchedModel(DistributedDataParallel):
 
 
 class FrozenModel(SwitchedModel):
-    """See `SwitchedModel.frozen`.
-
-    Args:
-        owner: On whose replicas it runs.
-    """
+    """See `SwitchedModel.frozen`; runs on the owner's replicas."""
 
     step: Any = property(lambda self: self._owner.step)
 

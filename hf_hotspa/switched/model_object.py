@@ -208,11 +208,7 @@ class ObjectChanges:
         return {known[name].name: (p, known[name].trainable) for name, p in named if name in known}
 
     def show(self, digest: str | None = None) -> None:
-        """The object has the current weights: whoever changes them means it. Not collective.
-
-        Args:
-            digest: That of its weights, where it is known.
-        """
+        """The object has the current weights, of this digest if known: who changes them means it. Not collective."""
         if self.digest is None and has_weights(self._model):  # else somebody may have changed them since
             self._parameters = self._by_name()
             self.digest = digest or weights_digest(self._model)

@@ -52,12 +52,7 @@ _NO_CUTS = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Document(Row):
-    """One document of this rank.
-
-    Args:
-        row: Its row in the batch.
-        begin: Its first column there.
-    """
+    """One document of this rank: its row in the batch, and its first column there."""
 
     targets: NDArray[np.int64]
     row: int
@@ -176,15 +171,7 @@ class Documents:
         return len(self.lengths)
 
     def add(self, facts: Sequence[NDArray[np.int64]], mine: Sequence[Document], rank: int) -> list[range]:
-        """Numbers the documents of a call, rank by rank.
-
-        Args:
-            facts: What each rank says of its batch (`facts_of`).
-            mine: This rank's documents.
-
-        Returns:
-            The documents of each rank.
-        """
+        """Numbers the documents of a call by rank, from each rank's `facts_of`; the documents of each rank."""
         ranges = []
         for owner, of_rank in enumerate(facts):
             begin, pairs = len(self.lengths), of_rank[2:].reshape(-1, 2)
@@ -312,12 +299,8 @@ class Exchange:
     def deliver(
         self, kind: str, moves: Sequence[Move], tensors: Mapping[int, Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[Move, Tensor]]:
-        """Carries out moves; yields those that end here, with what arrived.
-
-        Args:
-            kind: What the bytes are counted as: `rows`, `numbers` or `seeds`.
-            tensors: Of each document that this rank sends, 1-D in host memory and of this dtype.
-        """
+        """Carries out moves; yields those that end here, with what arrived. `tensors` are of documents that this rank
+        sends, 1-D in host memory and of one dtype; `kind` counts bytes: `rows`, `numbers` or `seeds`."""
         if self.world_size == 1:
             for move in moves:
                 yield move, tensors[move.document]
@@ -438,11 +421,9 @@ class Passes:
 
     @property
     def num_logits(self) -> int:
-        """V."""
         return sum(next(iter(self.engine.phases.values())).replica.objective.logit_widths)
 
     def _columns_of(self, strategy: Strategy, rank: int) -> slice:
-        """The logits, of V, that a rank computes."""
         replica = self.engine.phases[strategy].replica
         mesh, widths = replica.mesh.strategy, replica.objective.logit_widths  # with the engine's order of shards
         shard = mesh.shard_index(mesh.coord(rank).tp)
@@ -598,7 +579,6 @@ class Passes:
         with_routers: bool = False,
         **of_tape: Any,
     ) -> None:
-        """Lays out the tables of this rank, and begins a pass with a tape that has them and other attributes."""
         engine, device = self.engine, self.engine.device
         offsets, total, logits = [0] * len(documents.lengths), 0, dict[int, Tensor]()
         for number, strategy, replica in places(plan):
@@ -703,7 +683,6 @@ class Passes:
         return numbers
 
     def _collect_logits(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
-        """[length, V] of each document of this rank: a document and shard at a time, from the ranks that computed them."""
         engine, logits = self.engine, self.tape.logits
         assert logits is not None
         sends, num_logits = [], self.num_logits

@@ -164,11 +164,7 @@ class Disk:
         os.mkdir(path, 0o700)
 
     def write(self, folder: Path, name: str, chunks: Iterable[Buffer]) -> FileRecord:
-        """Writes a new file and syncs it.
-
-        Args:
-            chunks: Its contents, hashed and written one after the other.
-        """
+        """Writes a new file of chunks, hashed and written one after the other, and syncs it."""
         path = folder / check_name(name, str(folder))
         digest, size = hashlib.sha256(), 0
         self.before("create", path)
@@ -185,12 +181,7 @@ class Disk:
         return FileRecord(name, size, digest.hexdigest())
 
     def adopt(self, folder: Path, skipped: Collection[str] = ()) -> list[FileRecord]:
-        """Syncs and hashes every file in a folder that was written by somebody else's code.
-
-        Args:
-            folder: The directory of the checkpoint, which is itself not synced.
-            skipped: Names in it that are not looked at.
-        """
+        """Syncs and hashes every file that somebody else's code wrote in a folder, which is itself not synced."""
         records = []
         entries = [path for path in folder.iterdir() if path.name not in skipped]
         for path in sorted([*entries, *(below for top in entries if top.is_dir() for below in top.rglob("*"))]):

@@ -38,7 +38,6 @@ _LOCK_PATIENCE_S = 5.0  # a killed run's lock is free as soon as the system has 
 
 
 def checkpoint_name(step: int) -> str:
-    """The name of the checkpoint of a step."""
     return f"checkpoint-{step}"
 
 
@@ -75,7 +74,6 @@ class RunFolder:
 
     Args:
         path: The directory; made when the lock is taken.
-        disk: How it is changed.
 
     Attributes:
         run: Identifies this run in names and manifests.
@@ -122,7 +120,6 @@ class RunFolder:
         self._clear_leftovers()
 
     def unlock(self) -> None:
-        """Gives the lock back."""
         self._lock.release()
 
     def _clear_leftovers(self) -> None:
@@ -167,10 +164,6 @@ class RunFolder:
 
         Args:
             temporary: From `begin`; every file of the manifest is in it and synced.
-            manifest: Its table of contents.
-
-        Returns:
-            The checkpoint.
 
         Raises:
             CheckpointError: something failed; the caller abandons the directory.
@@ -229,8 +222,7 @@ class RunFolder:
         return True
 
     def rotate(self, newest: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
-        """Removes checkpoints, those first that were written first, until `limit` good ones are left. Never raises for what
-        the disk refuses.
+        """Removes checkpoints, oldest first, until `limit` good ones are left. Never raises for what the disk refuses.
 
         Only checkpoints that verify count as left. The newest one and those to keep are never removed; when the newest
         one would be the only one left, it is read back first. Directories without a manifest of ours are not touched.
@@ -306,7 +298,6 @@ def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
 
 
 def _in_words(owner: str) -> str | None:
-    """Who holds a lock, as `RunFolder.lock` writes it there."""
     try:
         process = json.loads(owner)
         return f"process {process['pid']} on {process['host']}"

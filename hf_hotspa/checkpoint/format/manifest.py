@@ -1,8 +1,7 @@
 """`MANIFEST.json`: what a checkpoint holds, and where each element of each parameter lies in it.
 
 The file is read strictly: it carries its own SHA-256, and it must be, byte for byte, what `Manifest.text` writes. So no
-change of it goes unnoticed, unknown or doubled keys included. A hash finds damage, not forgery: whoever can write the
-directory can write a manifest that fits.
+change of it goes unnoticed, doubled keys included. A hash finds damage, not forgery by who can write there.
 
 The parameters of a checkpoint lie end to end in one vector, as in `layout.vector`, divided in segments. Rank r holds
 the elements `[start + cuts[r], start + cuts[r + 1])` of every segment, and its file holds the part of each parameter
@@ -96,7 +95,6 @@ class SavedParameter:
     Args:
         shape: Its Hugging Face shape.
         shard_dim: The dim that is outermost in storage; None for the natural order.
-        segment: The segment it lies in.
         offset: Where it starts in the vector.
         trainable: False for a frozen one, which has no optimizer state.
         model_dtype: The dtype in which the Hugging Face model holds it.
@@ -137,10 +135,8 @@ class Manifest:
         world_size: Ranks that wrote it.
         strategies: The strategies of the run, as the user writes them.
         resumable: False where only the model was saved.
-        run: Identifies the run that wrote it.
         versions: Of hf_hotspa, torch and transformers.
         files: Every file but the manifest.
-        segments: The segments of the vector.
         schema_version: The format, 1 to 3; `format_of`.
     """
 
@@ -157,7 +153,6 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
     @property
@@ -204,7 +199,6 @@ class Manifest:
             rank += 1
 
     def text(self) -> str:
-        """The contents of the file."""
         data = {"kind": KIND, **asdict(self)}
         body = _render(data)
         return _render({**data, "sha256": hashlib.sha256(body.encode()).hexdigest()})
@@ -270,7 +264,6 @@ def _problem(manifest: Manifest) -> str | None:
 
 
 def _shares(manifest: Manifest) -> list[str]:
-    """Names of the files with the ranks' shares, by rank."""
     return [manifest.located(rank_tensors(rank, manifest.world_size)) for rank in range(manifest.world_size)]
 
 
@@ -414,9 +407,6 @@ def _verify_file(folder: Path, record: FileRecord) -> None:
 
 def verify(folder: Path) -> Manifest:
     """Reads a whole checkpoint and compares it with its manifest.
-
-    Returns:
-        The manifest.
 
     Raises:
         DamagedCheckpointError: naming the file that is missing or differs.

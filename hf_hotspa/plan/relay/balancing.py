@@ -181,10 +181,8 @@ def _fill_two_ports(
     nic: float,
     level_s: float,
 ) -> dict[int, float]:
-    """The split of an amount over devices that raises the lowest of `max(received, sent)` first, by bisection.
-
-    Below `level_s` ports are free: up to there needers take it first.
-    """
+    """The split of an amount over devices that raises the lowest of `max(received, sent)` first, by bisection. Below
+    `level_s` ports are free: up to there needers take it first."""
 
     def capacity(device: int, level: float) -> float:
         space = (level - received_s[device]) * nic

@@ -129,14 +129,8 @@ class _Arrivals:
 
 
 class _Decided(NamedTuple):
-    """What was decided for sets of ranks, for all kinds of segments together.
-
-    Attributes:
-        needers: The needers of each landing key.
-        landing: Where each landing key lands.
-        sending: Who sends, by owners; empty where every owner sends what it alone holds, without cutting it.
-        pulling: Who serves its own node, by the owners in it.
-    """
+    """What was decided for sets of ranks, for all kinds of segments: the needers of each landing key and where it
+    lands; who sends, by owners (none: each what it alone holds, uncut); who serves its own node, by owners there."""
 
     needers: list[tuple[int, ...]]
     landing: list[Shares]
@@ -147,13 +141,8 @@ class _Decided(NamedTuple):
 def plan_relay(
     kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, sums: bool = False
 ) -> list[SegmentPlan]:
-    """Relay plans of all kinds of segments, of two hops (cross, forward) or three (feed, cross, forward).
-
-    Args:
-        kind_of: The kind of each segment; -1 for none.
-        element_sizes: Bytes of one element of each segment on the wire.
-        sums: The plan's adjoint is wanted, a gradient return.
-    """
+    """Relay plans of all kinds of segments (-1: none), balanced by bytes an element on the wire, of two hops (cross,
+    forward) or three (feed, cross, forward); with `sums` for the adjoint, a gradient return."""
     weights = [0] * len(kinds)
     for kind, size in zip(kind_of, element_sizes, strict=True):
         if kind >= 0:
@@ -194,7 +183,6 @@ def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _La
 
 
 def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
-    """Adds `(source, destination, bytes)` to the loads."""
     if moves:
         loads.add(*(np.array(column) for column in zip(*moves, strict=True)))
 
@@ -281,13 +269,8 @@ class _Materialised:
     def _fed(
         self, piece: Numbers, offset: Numbers, length: Numbers, sender: Numbers, filled: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
-        """What senders that own nothing of a piece get before, in equal shares from the owners in their node.
-
-        What a sender passes on to several nodes it gets once.
-
-        Returns:
-            Where each part lies in the relay buffer of its sender, the sizes of those buffers, and the table.
-        """
+        """What senders that own nothing of a piece get before, once, in equal shares from the owners in their node:
+        where each part lies in its sender's relay buffer, the sizes of those buffers, and the table."""
         held, size = self._arrivals.pieces.held, self._cluster.devices_per_node
         span = int(self._arrivals.pieces.lengths.max(initial=0)) + 1
         at = (sender * len(self._arrivals.pieces.lengths) + piece) * span + offset

@@ -18,13 +18,7 @@ from hf_hotspa.plan.relay.balancing import MOST_SWEEPS, TOLERANCE, Shares, balan
 
 
 class Demand(NamedTuple):
-    """Bytes that a node lacks.
-
-    Attributes:
-        owners: The ranks that hold them; none of them is in `node`.
-        node: The node that lacks them.
-        needers: The ranks of that node that need them; at least one.
-    """
+    """Bytes that a node lacks: the ranks that hold them, none of it, and its own ranks that need them, at least one."""
 
     owners: tuple[int, ...]
     node: int
@@ -33,11 +27,7 @@ class Demand(NamedTuple):
 
 
 class Pull(NamedTuple):
-    """Bytes that a rank lacks and others of its node hold.
-
-    Attributes:
-        owners: The ranks of its node that hold them.
-    """
+    """Bytes that a rank lacks, and the `owners` in its node that hold them."""
 
     owners: tuple[int, ...]
     needer: int
@@ -151,8 +141,7 @@ def sender_shares(
     Args:
         amounts: What nodes lack, by the ranks that hold it; what several nodes lack counts for each.
         entering: What each node lacks.
-        background: What moves inside nodes anyway (pulls, and forwards after landing). Nothing is relayed to finish
-            before it does.
+        background: What moves inside nodes anyway (pulls, forwards after landing). No relaying to finish before it.
         neighbours: Whether ranks that are no owners may send, too.
 
     Returns:
@@ -241,7 +230,6 @@ def _with_neighbours(
 
 
 def _by_node(part: Mapping[int, float], cluster: Cluster) -> list[tuple[tuple[int, ...], float]]:
-    """The ranks of a split grouped by node, with the bytes of each group."""
     groups: dict[int, list[int]] = {}
     for rank in part:
         groups.setdefault(cluster.node(rank), []).append(rank)
