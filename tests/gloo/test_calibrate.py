@@ -131,6 +131,7 @@ def measure_kinds(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     return calibrate(given, cache=Path(folder), compute_dtype=torch.float32, **QUICK).to_dict()
 
 
+@pytest.mark.slow
 def test_layers_of_several_kinds_are_timed_one_by_one(tmp_path: Path) -> None:
     first, second = run_ranks(2, measure_kinds, str(tmp_path))
     assert first == second

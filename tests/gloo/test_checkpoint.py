@@ -77,6 +77,7 @@ def save_twice(rank, world, folder, victim, fatal):
     return disk.count - before
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_write_of_every_rank(tmp_path):
     changes = run_ranks(2, save_twice, str(tmp_path / "rehearsal"), None, 0)
     assert changes[0] > changes[1] >= 5

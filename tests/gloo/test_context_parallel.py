@@ -144,7 +144,9 @@ def one_mini_batch(rank, world_size, way, options):
     return worst_error_with_logits(model, HOT, 30, context_parallel=way, **options)
 
 
-@pytest.mark.parametrize(("way", "options"), [("ulysses", {}), ("allgather", OVERLAP)])
+@pytest.mark.parametrize(
+    ("way", "options"), [pytest.param("ulysses", {}, marks=pytest.mark.slow), ("allgather", OVERLAP)]
+)
 def test_beside_other_strategies_in_one_mini_batch(way, options):
     """Trained, and evaluated with logits."""
     assert max(run_ranks(4, one_mini_batch, way, options)) <= 1e-11

@@ -145,6 +145,7 @@ LIMITED = {  # strategy and packs, schedule, lengths, most tokens on a stage, sc
 }
 
 
+@pytest.mark.slow
 def test_no_pipeline_holds_more_tokens_than_its_bucket_says():
     """Whatever the schedule, padding included; results are exact."""
     cases = list(LIMITED.values())

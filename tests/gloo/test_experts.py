@@ -67,7 +67,7 @@ STEP = {  # as many strategies as a mini-batch may have, the last with a pack fo
 }
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.slow) for f in ("mixtral", "qwen3_moe")])
 def test_a_family_under_every_layout(family):
     """Packs that only some replicas have among them. The other one under seven layouts: in one mini-batch, below."""
     check(run_ranks(4, errors_of, (family,), list(STEP.values())))

@@ -78,6 +78,7 @@ def replicas_without_packs(rank, world_size):
     return found
 
 
+@pytest.mark.slow
 def test_replicas_with_fewer_packs_or_none():
     for found in run_ranks(4, replicas_without_packs):
         assert max(found) <= 1e-11

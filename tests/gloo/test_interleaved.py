@@ -119,6 +119,7 @@ def by_torch(rank: int, world_size: int) -> list[tuple[str, float, list[int], li
     return found
 
 
+@pytest.mark.slow
 def test_torchs_interleaved_schedule_is_exact_and_runs_where_it_can() -> None:
     for found in run_ranks(4, by_torch, timeout=280):
         for name, error, expected, ran in found:

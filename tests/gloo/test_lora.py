@@ -169,6 +169,7 @@ def several(rank, world_size):
     return {name: steps(rank, world_size, buckets, options) for name, (buckets, options, _) in STAYS.items()}
 
 
+@pytest.mark.slow
 def test_frozen_weights_are_loaded_again_only_where_they_are_gone():
     for found in run_ranks(2, several, timeout=280):
         for name, (moved, error) in found.items():

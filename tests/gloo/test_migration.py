@@ -56,9 +56,9 @@ def errors_of(rank, world_size, family, strategies, given):
             "llama_gqa_bias", ("tp4", "dp2tp2", "tp4+rc"), ("one", "two", "most", "three"), marks=pytest.mark.slow
         ),
         pytest.param("llama_uneven", ("tp4", "tp2pp2"), ("one", "two"), marks=pytest.mark.slow),
-        pytest.param("llama_gqa_bias", ("tp4+ck24",), ("one",), marks=pytest.mark.slow),
+        ("llama_gqa_bias", ("tp4+ck24",), ("one",)),
         pytest.param("llama_gqa_bias", ("tp4+ck8",), ("one", "three"), marks=pytest.mark.slow),
-        ("phi3_fused", ("tp4", "tp2pp2+sp"), ("one", "three")),
+        pytest.param("phi3_fused", ("tp4", "tp2pp2+sp"), ("one", "three"), marks=pytest.mark.slow),
     ],
 )
 def test_migration_is_exact(family, strategies, given):

@@ -142,7 +142,15 @@ def rows_of(lengths, seed=0):
     return [{"input_ids": ids, "labels": ids} for ids in draw]
 
 
-SLOW = ("five-strategies-untied", "torch-1f1b-tied", "torch-gpipe", "frozen", "fused-bf16", "norms-without-weights")
+SLOW = (
+    "five-strategies-untied",
+    "uneven-shards",
+    "torch-1f1b-tied",
+    "torch-gpipe",
+    "frozen",
+    "fused-bf16",
+    "norms-without-weights",
+)
 SAME_BITS = {
     "five-strategies-tied": (4, "qwen3_qk_norm_tied", HOT, [random_rows(24, 163, 60, seed=s) for s in range(2)], {}),
     "five-strategies-untied": (4, "llama_gqa_bias", HOT, [random_rows(24, 163, 60, seed=s) for s in range(2)], {}),

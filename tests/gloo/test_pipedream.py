@@ -384,6 +384,7 @@ def resumed_run(
         return train(make_trainer(folder, world_size, **{**RUN, **options}), resume)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_number_of_ranks() -> None:
     """Stages update at once by the gradients of a loss that the Trainer multiplies by the number of ranks."""
     with memory_folder() as folder:

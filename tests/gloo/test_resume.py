@@ -149,6 +149,7 @@ def evaluated_runs(rank, world, folder):
     return found
 
 
+@pytest.mark.slow
 def test_evaluations_and_what_follows_them_are_the_same_after_a_resumption(tmp_path):
     for whole, resumed in run_ranks(2, evaluated_runs, str(tmp_path)):
         assert [step for step, *_ in whole] == [2, 4, 5]

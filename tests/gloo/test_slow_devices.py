@@ -134,6 +134,7 @@ def balanced_runs(rank, world_size, runs):
     return found
 
 
+@pytest.mark.slow
 def test_balance_gives_slow_replicas_less_and_goes_on_bit_for_bit(tmp_path):
     """Also from checkpoints between the onset and what is known of it, and right before the first division by it."""
     common = {

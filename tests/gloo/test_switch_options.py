@@ -68,7 +68,7 @@ def test_every_way_to_switch_is_exact(planner, second_source, overlap):
 
 
 @pytest.mark.parametrize(
-    "family", ["llama_uneven", *(pytest.param(f, marks=pytest.mark.slow) for f in ("phi3_fused", "gemma2_soft_caps"))]
+    "family", [pytest.param(f, marks=pytest.mark.slow) for f in ("llama_uneven", "phi3_fused", "gemma2_soft_caps")]
 )
 def test_relays_are_exact_for_awkward_families(family):
     options = {"second_source": True, "devices_per_node": 2, "staging_bytes": 1 << 13, "overlap_load": True}

@@ -419,6 +419,7 @@ def balance(rank, world_size, buckets):
     return found
 
 
+@pytest.mark.slow
 def test_mixtures_with_the_balance_loss_of_each_rank():
     for buckets in (["dp2:14@64,tp2:64@96", "dp2ep2:24@64,pp2:64@96"], ["cp2:24@64,dp2+z3:64@96"]):
         for one, name, error in run_ranks(2, balance, buckets)[0]:

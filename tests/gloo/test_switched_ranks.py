@@ -463,8 +463,10 @@ def kept_graphs(rank, world_size, buckets, num_rows):
     ("buckets", "num_rows", "forwards"),
     [
         ("dp2:64@400", 3, 1),  # one pack a replica: its graph is kept
-        ("tp2:64@400", 3, 1),
-        ("tp2+sp+rc:64@400", 3, None),  # layers run again in the backward all the same
+        pytest.param("tp2:64@400", 3, 1, marks=pytest.mark.slow),
+        pytest.param(
+            "tp2+sp+rc:64@400", 3, None, marks=pytest.mark.slow
+        ),  # layers run again in the backward all the same
         ("dp2:64@64", 6, None),  # some packs are
         ("pp2:64@400", 3, 2),
     ],

@@ -190,6 +190,7 @@ def noisy(model, rows):
     return objective.reference(model, rows, objective.cross_entropy, of_row)
 
 
+@pytest.mark.slow
 def test_objectives_do_not_see_the_cuts():
     for found in run_ranks(2, objectives):
         assert max(found.values()) <= 1e-11, found

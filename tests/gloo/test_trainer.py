@@ -152,7 +152,6 @@ RUNS = {
     "fully-sharded": ("llama_gqa_bias", torch.float64, SHARDED),
 }
 QUICK = {
-    "qwen3_qk_norm_tied-fp32": STEPS,
     "llama_gqa_bias-fp64": AN_EPOCH,
 }
 """The runs that are not slow, and their steps."""

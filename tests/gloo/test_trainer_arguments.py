@@ -140,7 +140,7 @@ def hot_runs(rank, world_size, kind, folder):
 @pytest.mark.parametrize(
     ("kind", "world_size"),
     [
-        ("schedulers", 2),
+        pytest.param("schedulers", 2, marks=pytest.mark.slow),
         pytest.param("optimizers", 2, marks=pytest.mark.slow),
         pytest.param("data and logging", 2, marks=pytest.mark.slow),
         pytest.param("optimizers", 1, marks=pytest.mark.slow),

@@ -1,5 +1,6 @@
 """`HotSPaTrainer` in a world: real text through the tokenizer, TensorBoard, saving, and the launch from a command line."""
 
+import contextlib
 import os
 import re
 import subprocess
@@ -126,12 +127,27 @@ def model_and_rows(tmp_path):
     )
 
 
-def test_hf_hotspa_train_starts_its_processes_and_leaves_a_model(tmp_path, model_and_rows):
-    out = tmp_path / "out"
-    done = run_command(f"{TRAIN} {model_and_rows} --output_dir {out} --eval_strategy steps --eval_steps 2")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "2 steps; saved to" in done.stdout
-    assert "'eval_loss'" in done.stdout
+def command_of_ranks(rank, world_size, arguments, log):
+    from hf_hotspa.cli import main
+
+    with open(log if rank == 0 else os.devnull, "w") as out, contextlib.redirect_stdout(out):
+        return main(arguments)
+
+
+@pytest.mark.parametrize("starts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_hf_hotspa_train_leaves_a_model(tmp_path, model_and_rows, starts):
+    """In ranks that have imported torch already, or in processes that it starts."""
+    out, log = tmp_path / "out", tmp_path / "log.txt"
+    line = f"{TRAIN} {model_and_rows} --output_dir {out} --eval_strategy steps --eval_steps 2"
+    if starts:
+        done = run_command(line)
+        assert done.returncode == 0, done.stderr[-3000:]
+        text = done.stdout
+    else:
+        assert run_ranks(2, command_of_ranks, line.split(), str(log), init=False) == [0, 0]
+        text = log.read_text()
+    assert "2 steps; saved to" in text
+    assert "'eval_loss'" in text
     run = read_run_log(out)
     assert run.facts.world_size == 2
     assert {phase.strategy for record in run.steps for phase in record.report.phases} == {"dp2", "tp2"}

@@ -30,7 +30,7 @@ CASES = {
         "DPO", SIX, "pairs", {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.3, 1.0], **EVALUATES},
         reference=True,
     ),
-    "kto": Case("KTO", SIX, "judged", {"precompute_ref_log_probs": True, **EVALUATES}),
+    "kto": Case("KTO", SIX, "judged", {"precompute_ref_log_probs": True, **EVALUATES}, wide=True),
     "dpo with adapters": Case("DPO", TWO, "pairs", {"gradient_accumulation_steps": 2}, lora=True, wide=True),
     "sft, dft of what the assistant says": Case(
         "SFT", TWO, "chats", {**FREE, "assistant_only_loss": True, "loss_type": "dft", **EVALUATES}, wide=True

@@ -36,7 +36,7 @@ from tests.switch_cases import (
     return_case,
 )
 
-CHUNKS, CHUNK = 7, 240  # 1,680 switches in the fast suite
+CHUNKS, CHUNK = 4, 240  # 960 switches in the fast suite
 
 
 def switch(seed: int) -> None:
