@@ -398,13 +398,10 @@ class TraceCallback(TrainerCallback):
         try:
             what(*args, **values)
         except OSError as error:
-            self._end_record(error)
-
-    def _end_record(self, error: OSError) -> None:
-        logger.warning("the record of the run ends here, training goes on: %s", error)
-        with suppress(OSError):  # what is still in its buffer cannot be written either
-            self._close()
-        self._writer = None
+            logger.warning("the record of the run ends here, training goes on: %s", error)
+            with suppress(OSError):  # what is still in its buffer cannot be written either
+                self._close()
+            self._writer = None
 
     # -- the events of a run ----------------------------------------------------------------------------------------
 
@@ -459,10 +456,7 @@ class TraceCallback(TrainerCallback):
         if report is None or writer is None:
             return
         wall_s = time.perf_counter() - self._began
-        try:
-            writer.write("step", report, step=state.global_step, wall_s=wall_s, lr=self._lr)
-        except OSError as error:
-            self._end_record(error)
+        self._try(writer.write, "step", report, step=state.global_step, wall_s=wall_s, lr=self._lr)
         if not self._trace_is_done:
             start = self._report_at - report.total_s
             self._trace_zero = self._trace_zero if self._traced else start

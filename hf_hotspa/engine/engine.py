@@ -416,11 +416,12 @@ class HotSPaEngine:
                     if parameter in part.reached:
                         here.add(slot.spec.name)
             numbers += measured
-        rows = torch.tensor([numbers], dtype=torch.float64)  # of this rank
-        if self.world_size > 1:  # of all
+        if self.world_size > 1:
             reached = packed_flags(map(here.__contains__, trained))
             rows, flags = self.agreement.gather(numbers + reached).tensor_split([len(numbers)], 1)
             here = set(itertools.compress(trained, any_flag(flags, len(trained))))
+        else:
+            rows = torch.tensor([numbers], dtype=torch.float64)
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         self.grad_norm = squared_norm**0.5
         self.stop_ranks = tuple(rows[:, 4].nonzero().flatten().tolist())
