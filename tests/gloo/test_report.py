@@ -113,20 +113,27 @@ def test_the_record_the_page_the_trace_and_the_events(tmp_path):
 
 
 def check_trace(trace, run):
-    """Spans of each rank: contiguous, inside their step, and together as long as it."""
+    """Spans of each rank follow one another, and the first one of a step begins with it."""
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     inside = [e for e in spans if e["cat"] == "inside phases"]
     steps = {(e["pid"], e["name"]): e for e in spans if e["cat"] == "mini-batch"}
     assert sorted({name for _, name in steps}) == ["step 2", "step 3", "step 4"]
     assert len(steps) == 6
     total = {record.step: record.report.total_s * 1e6 for record in run.steps}
-    for step in (2, 3, 4):
-        own = [e["dur"] for e in inside if e["pid"] == 0 and e["args"]["step"] == step]
-        assert sum(own) == pytest.approx(total[step], rel=0.05)
+    microsecond = 1.0
+    for (rank, name), whole in steps.items():
+        step = int(name.removeprefix("step "))
+        own = [e for e in inside if e["pid"] == rank and e["args"]["step"] == step]
+        assert {e["name"] for e in own} >= {"load", "compute", "wait", "return"}
+        assert min(e["ts"] for e in own) == pytest.approx(whole["ts"], abs=microsecond)
+        if rank == 0:  # whose clock says when the step ended
+            last = max(e["ts"] + e["dur"] for e in own)
+            assert last == pytest.approx(whole["ts"] + whole["dur"], abs=microsecond)
+            assert whole["dur"] == pytest.approx(total[step], abs=microsecond)
     for rank in range(2):
         ordered = sorted((e for e in inside if e["pid"] == rank), key=lambda e: e["ts"])
         for one, following in pairwise(ordered):
-            assert one["ts"] + one["dur"] <= following["ts"] + 1.0  # microsecond
+            assert one["ts"] + one["dur"] <= following["ts"] + microsecond
 
 
 class Raiser(TrainerCallback):
