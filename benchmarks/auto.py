@@ -98,7 +98,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
                 self.cost = report.race.cost
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = not trainer._hotspa_watchers.auto._race.is_on
+            control.should_training_stop = not trainer._hotspa_watchers.plan._race.is_on
 
     def arguments(limit: int | None) -> Any:
         return HotSPaTrainingArguments(
@@ -119,7 +119,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
     trainer.train()
     found = compare(trainer, options.repeats, os.cpu_count() or 1)
     trainer.close_engine()
-    auto = trainer._hotspa_watchers.auto
+    auto = trainer._hotspa_watchers.plan
     raced = [" + ".join(str(bucket.strategy) for bucket in pool) for pool in (auto.plan.pool, *auto.plan.raced)]
     kept = raced[auto._race.plan]
     cost = getattr(noted, "cost", 0.0)
@@ -132,7 +132,7 @@ def least_limit(model: Any, args: Any, rows: Any, longest: int) -> int:
     from hf_hotspa.calibrate.calibration import calibrate
     from hf_hotspa.model.specs import describe_model
     from hf_hotspa.strategy import legal_strategies
-    from hf_hotspa.trainer.auto import START_S, cost_model
+    from hf_hotspa.trainer.run_plan import START_S, cost_model
 
     description = describe_model(model, None)
     plain = legal_strategies(args.world_size, description.shape)

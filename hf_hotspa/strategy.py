@@ -132,13 +132,22 @@ class Strategy:
         return not self.z and not self.ck and self.ep == 1
 
     @property
+    def exchanges_tokens(self) -> bool:
+        """Whether ranks send each other tokens in every layer."""
+        return self.cp > 1 or self.ep > 1
+
+    @property
     def can_go_round(self) -> bool:
         """Whether its ranks may have several stages each (`+v`)."""
         return self.pp > 1 and not self.z and self.ep == 1
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.cp * self.tp * self.pp
+        return self.dp * self.ranks_of_a_replica
+
+    @property
+    def ranks_of_a_replica(self) -> int:
+        return self.cp * self.tp * self.pp
 
     @property
     def stage_size(self) -> int:

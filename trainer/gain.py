@@ -27,7 +27,7 @@ from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, facts_of, read_batch
 from hf_hotspa.trainer.arguments import given_buckets
-from hf_hotspa.trainer.auto import engine_options
+from hf_hotspa.trainer.run_plan import engine_options
 
 if TYPE_CHECKING:
     from hf_hotspa.trainer.trainer import SwitchedMixin
@@ -177,21 +177,19 @@ def _take_turns(
 
 def _switching(trainer: "SwitchedMixin") -> Side:
     """The strategies of the run; under `auto` each mini-batch chooses as the next one of the run would."""
-    auto = trainer._hotspa_watchers.auto
+    plan = trainer._hotspa_watchers.plan
     if not trainer.args.hotspa_auto:
         return Side(SWITCHING, given_buckets(trainer.args, trainer.model))
-    if auto is None or auto.chooser is None:
+    if (chooser := plan.chooser) is None:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
-    chooser = auto.chooser
     return Side(
-        SWITCHING, auto.pool, lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets
+        SWITCHING, plan.pool, lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets
     )
 
 
 def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:
     """The single strategies that fit: as a time model and a memory model have it, or those of the list."""
-    predictions = trainer._hotspa_watchers.auto or trainer._hotspa_watchers.predictions
-    singles = predictions.singles() if predictions is not None else Singles()
+    singles = trainer._hotspa_watchers.plan.singles()
     if singles.fitting:
         return singles
     longest = max(bucket.longest for bucket in hot.buckets)
@@ -206,6 +204,5 @@ def _engine(trainer: "SwitchedMixin", sides: Sequence[Side]) -> HotSPaEngine:
     ]  # mini-batches come with buckets of their own; cp needs a token a rank
     weights = None if has_weights(trainer.model) else trainer._hotspa_source.folder
     measured = trainer.engine.description.vector.measured if trainer.engine is not None else None
-    auto = trainer._hotspa_watchers.auto
-    options = engine_options(trainer.args, trainer._hotspa_loss, measured, auto.time if auto is not None else None)
+    options = engine_options(trainer.args, trainer._hotspa_loss, measured, trainer._hotspa_watchers.plan.time)
     return HotSPaEngine(trainer.model, buckets, options, weights=weights, device=trainer.args.device)

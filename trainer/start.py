@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import wraps
 from importlib import import_module
@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from hf_hotspa.checkpoint.format.folder import write_error
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
-from hf_hotspa.engine.faults import note, warn_of_known
+from hf_hotspa.engine.faults import note
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel import backends
@@ -35,11 +35,11 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, evaluation_buckets, given_buckets
-from hf_hotspa.trainer.auto import AutoStrategies, check_given, engine_options, prepare_auto
 from hf_hotspa.trainer.events import CallbackEvents, is_users
 from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others
 from hf_hotspa.trainer.optimizers import check_elementwise
-from hf_hotspa.trainer.predictions import DeviceWatch, Predictions, find_calibration, watch_devices
+from hf_hotspa.trainer.run_plan import RunPlan, engine_options, find_calibration, prepare_auto
+from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
 from hf_hotspa.versions import library_facts
 
 logger = logging.getLogger(__name__)
@@ -114,39 +114,37 @@ class Watchers:
     """Who decides and measures beside a switched model.
 
     Attributes:
-        auto: Chooses strategies; None where they were given.
-        predictions: Predicts seconds of those that were given; None without a calibration.
+        plan: Chooses strategies, and predicts seconds.
         devices: Watches for slow devices; None where nobody does.
-        are_none: Whether there are none of these.
     """
 
-    auto: AutoStrategies | None = None
-    predictions: Predictions | None = None
+    plan: RunPlan = field(default_factory=RunPlan)
     devices: DeviceWatch | None = None
-    are_none: bool = True
 
-    def choose(self, step: int, lengths: Sequence[int], given: Any) -> Any:
+    @property
+    def are_none(self) -> bool:
+        """Whether nobody chooses, predicts or watches."""
+        return self.plan.is_idle and self.devices is None
+
+    def choose(self, step: int, lengths: Sequence[int]) -> Any:
         """The buckets of a mini-batch, and the speeds of devices that its packs are divided by. Called in a thread, too."""
-        buckets, auto = given, self.auto
-        if auto is not None and auto.chooser is not None:
-            buckets = auto.chooser.choose(step, lengths, auto.chooser.previous).buckets
         speeds = self.devices.speeds if self.devices is not None else None
-        return buckets, speeds.of(step) if speeds is not None else None
+        return self.plan.choose(step, lengths), speeds.of(step) if speeds is not None else None
 
     def begin(self, num_steps: int) -> None:
         """A run of so many mini-batches begins."""
         if self.devices is not None:
             self.devices.start()
-        if self.auto is not None:
-            self.auto.start(num_steps)
+        self.plan.start(num_steps)
 
-    def evaluated(self, args: HotSPaTrainingArguments, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    def evaluated(self, args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
         """Which strategy evaluates which lengths (`evaluation_buckets`)."""
-        return evaluation_buckets(args.hotspa_eval_strategy, self.auto.pool if self.auto is not None else buckets)
+        return evaluation_buckets(args.hotspa_eval_strategy, self.plan.pool)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs of them, JSON-ready."""
-        state: dict[str, Any] = {"auto": self.auto.state_dict()} if self.auto is not None else {}
+        of_plan = self.plan.state_dict()
+        state: dict[str, Any] = {"auto": of_plan} if of_plan is not None else {}
         if self.devices is not None and self.devices.decides:
             state["devices"] = self.devices.state_dict()
         return state
@@ -159,20 +157,18 @@ class Watchers:
         """
         if self.devices is not None and "devices" in state:
             self.devices.load_state_dict(state["devices"])
-        if self.auto is not None and "auto" in state:
-            self.auto.load_state_dict(state["auto"])
+        if "auto" in state:
+            self.plan.load_state_dict(state["auto"])
 
     def trained(self, step: int, passes: Sequence[tuple[MiniBatchPlan, StepReport]], report: StepReport) -> StepReport:
         """Takes the report of a mini-batch and those of its training passes; returns it with what they say of it. Collective."""
-        predictions = self.auto or self.predictions
-        if predictions is not None:
-            each = [predictions.trained(step, plan, of_pass) for plan, of_pass in passes]
+        if not self.plan.is_idle:
+            each = [self.plan.trained(step, plan, of_pass) for plan, of_pass in passes]
             singles = [of_pass.single_s for of_pass in each]
             known = [seconds for seconds in singles if seconds is not None]
             single = sum(known) if len(known) == len(singles) else None
             report = replace(report, phases=tuple(chain(*(of_pass.phases for of_pass in each))), single_s=single)
-        if self.auto is not None:
-            report = self.auto.ended(step, report)
+            report = self.plan.ended(step, report)
         if self.devices is not None:
             watched = self.devices.trained(*passes[-1])  # a pass is enough to know who is slow
             report = replace(report, paces=watched.paces, slow=watched.slow)
@@ -192,37 +188,25 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     lengths, own, watchers = trainer._hotspa_rows, trainer._hotspa_loss, Watchers()
     weights = trainer._hotspa_source.weights_folder(model)
     if own is not None:
-        known = trainer.train_dataset if trainer.train_dataset is not None else trainer.eval_dataset
-        own.example = agreement.run("loss_columns", lambda: lengths.example(known))
-    calibration = None if args.hotspa_auto else find_calibration(model, args, agreement)
+        read = trainer.train_dataset if trainer.train_dataset is not None else trainer.eval_dataset
+        own.example = agreement.run("loss_columns", lambda: lengths.example(read))
     if args.hotspa_auto:
         given = trainer.eval_dataset
         evaluated = [*(given.values() if isinstance(given, dict) else [given]), lengths.evaluated]
         tables, size = lengths.tables(trainer.train_dataset, evaluated, loader, agreement), args.hotspa_rows_a_step
-        watchers.auto = prepare_auto(model, args, agreement, lambda: tables, size, sampled=lengths.sampled)
-    auto = watchers.auto
-    buckets = auto.plan.buckets if auto is not None else given_buckets(args, model)
-    evaluated_by = watchers.evaluated(args, buckets)
-    costs = auto or calibration
-    stage_costs = costs.stage_costs if costs is not None else None
-    options = engine_options(args, own, stage_costs, auto.time if auto is not None else None)
-    switched = SwitchedModel(model, buckets, options, weights=weights, device=args.device, guards=True)
-    engine = switched.engine
-    engine.stop = trainer._hotspa_preemption
-    if calibration is not None:
-        watchers.predictions = Predictions(engine, calibration, args)
-    measured = calibration.calibration if calibration is not None else None
-    fits = auto.fits if auto is not None else lambda cut: check_given(buckets, cut, measured, args, options)
-    watchers.devices = watch_devices(engine, args, fits, watchers.predictions)
-    if auto is not None:
-        engine.failures.predicted_bytes = auto.predicted_bytes
+        plan: RunPlan = prepare_auto(model, args, agreement, lambda: tables, size, sampled=lengths.sampled)
     else:
-        fits(engine.description)
-        if args.process_index == 0:
-            warn_of_known(args.output_dir, buckets)
-    watchers.are_none = auto is None and watchers.predictions is None and watchers.devices is None
-    choose = lambda step, numbers: watchers.choose(step, numbers, engine.buckets)  # noqa: E731
-    switched.runs_by(None if watchers.are_none else choose, trainer._hotspa_optimizer.settings, evaluated_by)
+        known = find_calibration(model, args, agreement)
+        plan = RunPlan(given_buckets(args, model), args, known)
+    watchers.plan = plan
+    options = engine_options(args, own, plan.stage_costs, plan.time)
+    switched = SwitchedModel(model, plan.buckets, options, weights=weights, device=args.device, guards=True)
+    engine = switched.engine
+    engine.stop, engine.failures.predicted_bytes = trainer._hotspa_preemption, plan.predicted_bytes
+    plan.begin(engine.description)
+    watchers.devices = watch_devices(engine, args, plan)
+    choose, evaluated_by = None if watchers.are_none else watchers.choose, watchers.evaluated(args)
+    switched.runs_by(choose, trainer._hotspa_optimizer.settings, evaluated_by)
     lengths.take_longest(switched.longest)
     return switched, watchers
 

@@ -62,7 +62,6 @@ from hf_hotspa.trainer.events import (
 from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
 from hf_hotspa.trainer.model_source import ModelSource, argument_files, save_whole, tokenizer_files
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
-from hf_hotspa.trainer.predictions import run_facts
 from hf_hotspa.trainer.preemption import (
     Preemption,
     SkippedMiniBatches,
@@ -84,6 +83,7 @@ from hf_hotspa.trainer.resuming import (
     load_scheduler,
     next_pass,
 )
+from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.start import (
     STOCK_TRAINS,
     Ranks,
@@ -387,10 +387,10 @@ class SwitchedMixin(_Base):
             for number in self._hotspa_place["read"]:  # its order may depend on how often it was read
                 for _ in islice(train_dataloader, number):
                     pass
-        if watchers.predictions is not None and table is not None:
-            watchers.predictions.compare_with_single(table, self.args.hotspa_rows_a_step)
+        if table is not None:
+            watchers.plan.compare_with_single(table, self.args.hotspa_rows_a_step)
         self._hotspa_began = True
-        facts = run_facts(switched.engine, self, table, watchers.auto or watchers.predictions)
+        facts = run_facts(switched.engine, self, table, watchers.plan)
         self.callback_handler.dispatch(
             "on_run_begin", self.args, self.state, self.control, run=facts,
             callback_seconds=lambda: dict(self.callback_handler.seconds),
@@ -665,7 +665,7 @@ class SwitchedMixin(_Base):
         with self._hotspa_ranks.telling(self, "evaluation"):
             asked = {"compute_metrics": str(self.compute_metrics is not None)} | length_facts(dataloader)
             switched.engine.agreement.check({}, None, "evaluation", facts=asked)
-            switched.runs_by(evaluated=self._hotspa_watchers.evaluated(self.args, switched.engine.buckets))
+            switched.runs_by(evaluated=self._hotspa_watchers.evaluated(self.args))
             switched.take_changes()
             looks, switched.looks = switched.looks, False  # once is enough
             try:

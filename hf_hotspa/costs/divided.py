@@ -22,7 +22,7 @@ Plain data, no torch: the engine, the cost models and `auto` ask the same functi
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop
 from hf_hotspa.errors import HotspaConfigError, StrategyError
@@ -150,6 +150,21 @@ def expert_exchange_seconds(
         return 0.0, 0.0
     away = (strategy.ep - 1) / strategy.ep * shape.experts_per_token / (strategy.cp * strategy.tp)
     return _EXCHANGES * away * token_s, _MESSAGES * latency_s
+
+
+def layer_exchanges(
+    strategy: Strategy, shape: ModelShape, way: str, hop: Callable[[int], Hop], measured: Exchanges | None = None
+) -> tuple[float, float]:
+    """What all exchanges of a layer add, forward and backward: seconds a token of the pack, and seconds a pack.
+
+    Args:
+        hop: Between the ranks of a group of so many neighbours.
+        measured: Those of cp, where they were.
+    """
+    context = exchange_seconds(strategy, shape, way, hop(strategy.cp * strategy.tp), measured)
+    link = hop(strategy.ep)
+    experts = expert_exchange_seconds(strategy, shape, link.token_s, link.latency_s)
+    return context[0] + experts[0], context[1] + experts[1]
 
 
 def returned_bytes(strategy: Strategy, shape: ModelShape, element_bytes: int) -> float:

@@ -65,7 +65,7 @@ class RunOptions:
 
     def _check(self, strategy: Strategy, shape: ModelShape) -> None:
         check_runs(self.schedule, strategy, self.flexible)
-        if strategy.cp > 1 or strategy.ep > 1:
+        if strategy.exchanges_tokens:
             self._check_divided(strategy)
         if strategy.cp > 1:
             self._check_context(strategy, shape)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from hf_hotspa.costs import analytic
 from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop, Sample, fit_costs
-from hf_hotspa.costs.divided import chunked_seconds, exchange_seconds, expert_exchange_seconds
+from hf_hotspa.costs.divided import chunked_seconds, layer_exchanges
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import StreamedPack, Streams
@@ -386,7 +386,7 @@ class TimeModel:
             HotspaConfigError: there are no coefficients for the strategy.
             StrategyError: more stages than layers.
         """
-        key = strategy.tp, strategy.pp, strategy.rc, strategy.cp, strategy.ep, strategy.v, strategy.dp
+        key = *strategy.degrees, strategy.rc, strategy.v
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stages(strategy)
         return self._stage_costs[key]
@@ -407,18 +407,15 @@ class TimeModel:
 
     def _shared_layer(self, strategy: Strategy) -> Cost:
         """One layer on a rank: its share of the tokens of a pack, and of the pairs that attend, and the exchanges."""
-        cost, cp = self.layers[strategy.tp], strategy.cp
-        if strategy.ep > 1 and self.shape is not None:
-            near = strategy.ep <= self.devices_per_node
-            link = self.hop_intra if near else self.hop_inter
-            of_tokens = expert_exchange_seconds(strategy, self.shape, link.token_s, link.latency_s)
-            cost = Cost(cost.a, cost.b + cp * of_tokens[0], cost.c + of_tokens[1])
-        if cp == 1 or self.shape is None:
-            return _shared(cost, cp)
-        hop = self.hop_intra if cp * strategy.tp <= self.devices_per_node else self.hop_inter
-        measured = self.context_exchanges.get((cp, strategy.tp))
-        exchanges = exchange_seconds(strategy, self.shape, self.context_parallel, hop, measured)
-        return Cost(cost.a / cp, cost.b / cp + exchanges[0], cost.c + exchanges[1])
+        share = _shared(self.layers[strategy.tp], strategy.cp)
+        if self.shape is None:
+            return share
+        measured = self.context_exchanges.get((strategy.cp, strategy.tp))
+        token_s, pack_s = layer_exchanges(strategy, self.shape, self.context_parallel, self._hop_within, measured)
+        return Cost(share.a, share.b + token_s, share.c + pack_s)
+
+    def _hop_within(self, ranks: int) -> Hop:
+        return self.hop_intra if ranks <= self.devices_per_node else self.hop_inter
 
     def _sum_stages(self, strategy: Strategy) -> tuple[Cost, ...]:
         tp, pp, rc, cp = strategy.tp, strategy.pp, strategy.rc, strategy.cp

@@ -7,7 +7,7 @@ beside it; switching paid, or did not, only where the 95% interval of the ratio 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from math import sqrt
+from math import prod, sqrt
 from statistics import fmean
 from typing import Any
 
@@ -26,7 +26,7 @@ def known_as(name: str) -> str:
         strategy = Strategy.parse(name)
     except StrategyError:
         return name
-    plain = 1 < strategy.dp == strategy.world_size and strategy.ep == 1 and not strategy.ck
+    plain = 1 < strategy.dp == prod(strategy.degrees) and not strategy.ck
     return f"{_KNOWN_AS[strategy.z]} ({name})" if plain else name
 
 

@@ -377,12 +377,12 @@ def auto_pool(rank, world, folder):
     """The buckets that auto chooses, and chooses after dp2 ran out of memory with 60 tokens, and tp2 at its load."""
     from hf_hotspa.costs.coefficients import Cost
     from hf_hotspa.engine.faults import OutOfMemory, record
-    from hf_hotspa.trainer import auto
+    from hf_hotspa.trainer import run_plan
     from tests.calibrations import made_calibration
 
     model = tiny_model("qwen3_qk_norm_tied")
     calibration = made_calibration(model, world, {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)})
-    auto.calibrate = lambda config, **kwargs: calibration  # this process ends with the test
+    run_plan.calibrate = lambda config, **kwargs: calibration  # this process ends with the test
     pools = []
     for failed in ({}, {"dp2": 60, "tp2": 0}):
         for strategy, tokens in failed.items() if rank == 1 else ():
@@ -390,7 +390,7 @@ def auto_pool(rank, world, folder):
         trainer = make_trainer(folder, world, hotspa_strategies="auto", max_steps=1, save_strategy="no")
         trainer._hotspa_ranks.agreement().barrier()
         train(trainer)
-        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._hotspa_watchers.auto.plan.pool})
+        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._hotspa_watchers.plan.plan.pool})
     return pools
 
 

@@ -72,7 +72,7 @@ def four_runs(rank, world_size, folder, file):
     from hf_hotspa.calibrate.calibration import calibration_key
 
     warnings = Warnings()
-    logging.getLogger("hf_hotspa.trainer.predictions").addHandler(warnings)
+    logging.getLogger("hf_hotspa.trainer.run_plan").addHandler(warnings)
     os.environ["HF_HOTSPA_CACHE"] = folder
     *none, config, device = train(f"{folder}/none")
     *given, _, _ = train(f"{folder}/file", hotspa_calibration=file)

@@ -101,7 +101,7 @@ def runs_of(rank, world_size, runs):
         said = []
         handler = logging.Handler()
         handler.emit = lambda record, said=said: said.append(record.getMessage())
-        logger = logging.getLogger("hf_hotspa.trainer.predictions")
+        logger = logging.getLogger("hf_hotspa.trainer.slow_devices")
         logger.addHandler(handler)
         with said_to_take(rank, is_slow, product_share=0.8):
             trainer = make_trainer(folder, world_size, max_steps=STEPS, **options)

@@ -23,7 +23,7 @@ from hf_hotspa.search.offers import CHUNK_SIZES, with_chunks
 from hf_hotspa.search.plan import limit_text
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
-from hf_hotspa.trainer import auto
+from hf_hotspa.trainer import run_plan
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from tests.families import tiny_model
 
@@ -146,16 +146,16 @@ def test_rows_are_looked_at_before_the_machine_is_measured(monkeypatch, tmp_path
     def measure(*_: object) -> None:
         raise AssertionError("measured")
 
-    monkeypatch.setattr(auto, "agreed_calibration", measure)
+    monkeypatch.setattr(run_plan, "agreed_calibration", measure)
     model = tiny_model("llama_gqa_bias")
     most = model.config.max_position_embeddings
     args = HotSPaTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(OverlongError, match=f"longest row has {most + 1} tokens"):
-        auto.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most + 1])], 2)
-    auto.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most])], 2)
+        run_plan.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most + 1])], 2)
+    run_plan.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most])], 2)
     args.hotspa_calibration = "measure"  # else one process, which has nothing to choose between, measures nothing
     with pytest.raises(AssertionError, match="measured"):
-        auto.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most])], 2)
+        run_plan.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most])], 2)
 
 
 def test_lengths_that_cannot_be_trained_are_refused() -> None:
@@ -194,7 +194,7 @@ LONG = SequenceTable.from_lengths([*range(20, 220), 2000])  # one sequence is te
 @pytest.mark.parametrize("limit_mb", [8, 9, 12])
 def test_a_sequence_that_fits_nowhere_is_trained_in_chunks(limit_mb: int) -> None:
     with pytest.raises(DeviceMemoryError, match="no strategy holds a sequence of 2000 tokens"):
-        plan(LONG, limit_mb=limit_mb, may_chunk=False)
+        plan(LONG, limit_mb=limit_mb)
     found = plan(LONG, limit_mb=limit_mb)
     assert found.longest == 2000
     last = found.pool[-1]

@@ -4,7 +4,7 @@ import pytest
 
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.errors import OverlongError
-from hf_hotspa.trainer import auto
+from hf_hotspa.trainer import run_plan
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.calibrations import made_calibration
@@ -18,7 +18,7 @@ LONGEST = max(len(row["input_ids"]) for row in LONG)
 @pytest.fixture
 def make(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        auto,
+        run_plan,
         "calibrate",
         lambda config, **kwargs: made_calibration(tiny_model("llama_gqa_bias"), 1, {1: Cost(1e-9, 4e-6, 1e-5)}),
     )

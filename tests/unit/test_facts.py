@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hotspa.data.prepare import load_source
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.trainer.predictions import command_line, data_name, model_flops, peak_of_card
+from hf_hotspa.trainer.run_facts import command_line, data_name, model_flops, peak_of_card
 
 PYTHON = "/home/ada/.venv/bin/python"
 

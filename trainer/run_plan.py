@@ -1,8 +1,12 @@
-"""`hotspa_strategies=auto`: what happens at the start of training, and after every mini-batch.
+"""`RunPlan`: which strategies the mini-batches of a run have, and what these should take; `AutoStrategies` with `hotspa_strategies=auto`.
 
-At the start, on all ranks alike: the lengths are scanned, the machine is calibrated (a file, the cache, or seconds of
+Strategies that were given are predicted where the machine is known: by what `hotspa_calibration` asks for, else by what an earlier run
+with `auto` or `hf-hotspa calibrate` left in the cache. These predictions decide nothing, are never corrected on the way, are the same
+on all ranks, and a cache that cannot be read costs a warning, not the run.
+
+With `auto`, on all ranks alike: the lengths are scanned, the machine is calibrated (a file, the cache, or seconds of
 measuring), the search makes a plan under the memory limit, and the main process prints it. `AutoStrategies` then holds
-the chooser that the data loader asks for each mini-batch, gives it what was measured, and puts predictions into reports.
+the chooser that is asked for each mini-batch, gives it what was measured, and puts predictions into reports.
 An error of one rank is raised by all.
 """
 
@@ -10,7 +14,8 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +25,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.calibrate.calibration import cached_calibration, calibrate, calibration_key
 from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.hardware import Device, Hardware
@@ -30,7 +35,7 @@ from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
 from hf_hotspa.costs.optimizer_state import ADAM, OPTIMIZER_STATES
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs
+from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_known
 from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.layout.stages import StageCosts
@@ -41,12 +46,13 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.dropout import without_attention_dropout
+from hf_hotspa.parallel.four_bit import is_four_bit
 from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
-from hf_hotspa.search.chooser import PhaseChooser
+from hf_hotspa.search.chooser import PhaseChooser, predict_phases
 from hf_hotspa.search.histogram import LengthsSeen
 from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
@@ -75,7 +81,7 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
 
 def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
     """What is measured of them: what options change follows from the others."""
-    return list(dict.fromkeys(replace(s, dp=s.dp * s.cp, cp=1, sp=False, rc=0, z=0, ep=1) for s in strategies))
+    return list(dict.fromkeys(Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies))
 
 
 def engine_options(
@@ -106,6 +112,147 @@ def engine_options(
     )
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of the machine.
+
+    Args:
+        calibration: Measured seconds and bytes.
+        limit_bytes: What a device may hold, the least over all ranks.
+        stage_costs: What stages are cut by: of a calibration that the user has named, which is the same in every run.
+    """
+
+    calibration: Calibration
+    limit_bytes: int | None
+    stage_costs: StageCosts | None = None
+
+
+class RunPlan:
+    """The strategies that were given, and what they should take where the machine is known.
+
+    Attributes:
+        buckets: All that the engine needs.
+        stage_costs: What stages are cut by; None for by count.
+        time: The time model that chunks of tokens are cut by; None where strategies were given.
+        predicted_bytes: What each strategy takes on its fullest rank with full packs, where that is predicted.
+        fits: Raises where a device cannot hold the strategies, for a description with another cut of stages.
+        single: The best single strategy that fits; None before `compare_with_single`, and where none does.
+        singles: Gives all that fit; none before `compare_with_single`.
+        is_idle: Whether mini-batches need not be asked for, or reported.
+        predicts: Whether there are seconds of this machine.
+    """
+
+    time: TimeModel | None = None
+    predicted_bytes: Mapping[Strategy, float] = {}
+
+    def __init__(
+        self, buckets: tuple[Bucket, ...] = (), args: HotSPaTrainingArguments | None = None, known: Known | None = None
+    ) -> None:
+        self.buckets, self.stage_costs = buckets, known.stage_costs if known is not None else None
+        self._args: Any = args
+        self._known = known
+        self._cost: CostModel | None = None
+        self.is_idle, self.predicts = known is None, known is not None
+        self.fits: Callable[[ModelDescription], None] = self._check_given
+        self.single: SingleStrategy | None = None
+        self.singles: Callable[[], Singles] = Singles
+
+    @property
+    def chooser(self) -> PhaseChooser | None:
+        """Of the plan that runs next; None where nothing is chosen, and before a run has begun."""
+        return None
+
+    @property
+    def pool(self) -> tuple[Bucket, ...]:
+        """The buckets of the plan that runs next."""
+        return self.buckets
+
+    def _check_given(self, cut: ModelDescription) -> None:
+        measured = self._known.calibration if self._known is not None else None
+        check_given(self.buckets, cut, measured, self._args)
+
+    def begin(self, description: ModelDescription) -> None:
+        """The model has been read.
+
+        Raises:
+            DeviceMemoryError: see `check_given`.
+        """
+        self.fits(description)
+        self.take_cut(description)
+        if self._args.process_index == 0:
+            warn_of_known(self._args.output_dir, self.buckets)
+
+    def take_cut(self, description: ModelDescription) -> None:
+        """Predicts for stages that are cut as the description says, by devices of the paces that cut them."""
+        if self._known is None:
+            return
+        self._shape = description.shape
+        cost = cost_model(self._known.calibration, description, self._args)
+        # as the engine does, which does not know of it
+        self._cost = cost = replace(cost, time=replace(cost.time, cut_by=description.shape.quadratic_cost))
+        self._legal = [s for s in searched_strategies(self._shape, self._args, may_divide=True) if cost.time.knows(s)]
+        self._switch = cost.switch_seconds([*(bucket.strategy for bucket in self.buckets), *self._legal])
+
+    def compare_with_single(self, table: SequenceTable, mini_batch_size: int) -> None:
+        """Looks for the best single strategy for a data set, whatever strategies were given."""
+        known, cost = self._known, self._cost
+        if known is None or cost is None:
+            return
+        shape, longest = self._shape, self.buckets[-1].longest
+
+        def planned(among: list[Strategy]) -> Plan:
+            return make_auto_plan(
+                table,
+                among,
+                cost,
+                mini_batch_size=mini_batch_size,
+                limit_bytes=known.limit_bytes,
+                longest=longest,
+                policy=self._args.hotspa_overlong,
+                max_phases=1,
+                may_chunk=False,
+            )
+
+        self.singles = lambda: Singles.of(self._legal, lambda s: planned([s]), shape, known.limit_bytes)
+        with suppress(HotspaError):  # nothing fits, by the memory model: there is nothing to compare with
+            best = planned(self._legal).choice.static
+            self.single = SingleStrategy(best, cost.time, self._switch, shape.quadratic_cost)
+
+    def start(self, num_steps: int) -> None:
+        """A run of so many mini-batches begins; what an earlier one learnt stays."""
+
+    def choose(self, step: int, lengths: Sequence[int]) -> tuple[Bucket, ...]:
+        """The buckets of a mini-batch. Called in a thread, too."""
+        return self.buckets
+
+    def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
+        """Takes the report of a training pass of mini-batch `step`; returns it with predictions."""
+        assert self._cost is not None
+        predicted = {str(p.strategy): p.seconds for p in predict_phases(self._cost.time, self._switch, plan)}
+        phases = (replace(phase, predicted_s=predicted[phase.strategy]) for phase in report.phases)
+        report = replace(report, phases=tuple(phases))
+        return with_single(report, self.single, plan) if self.single is not None else report
+
+    def ended(self, step: int, report: StepReport) -> StepReport:
+        """Takes the whole of mini-batch `step`; returns it with how a race has ended with it, if one has."""
+        return report
+
+    def summary(self) -> dict[str, Any] | None:
+        """The plan in the record of a run; None where strategies were given, or nothing is predicted."""
+        return None
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a resumed run needs to choose on as this one would have; JSON-ready. None where nothing is chosen."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state; another pool is no reason against it.
+
+        Raises:
+            HotspaConfigError: it is not one.
+        """
+
+
 START_S = 20.0
 """Seconds, about, that a machine is measured for before a run whose first mini-batches race the nearest plans."""
 _MIB = 1 << 20
@@ -114,17 +261,18 @@ _CGROUP = Path("/sys/fs/cgroup")
 _REFITS_KEPT = 16
 
 
-class AutoStrategies:
-    """The plan of a run, and its choice of phases.
+class AutoStrategies(RunPlan):
+    """The plan that a search made, and its choice of phases.
 
     Args:
         singles: Gives the single strategies to compare with.
-        stage_costs: What stages are cut by, as the plan has it.
-        fits: Raises where a device cannot hold the pool, for a description with another cut of stages.
-        predicts: Whether the cost model's seconds are those of this machine.
+        stage_costs, fits, predicts: See `RunPlan`.
         renewed: Watches lengths that nobody knew, and makes a plan for others of the strategies that are there; None where all
             lengths were known.
     """
+
+    time: TimeModel
+    single: SingleStrategy
 
     def __init__(
         self,
@@ -138,8 +286,9 @@ class AutoStrategies:
         predicts: bool = True,
         renewed: tuple[LengthsSeen, Callable[[list[int]], Plan]] | None = None,
     ) -> None:
-        self.fits, self.predicts, self._renewed = fits, predicts, renewed
-        self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
+        super().__init__(plan.buckets, args)
+        self.fits, self.is_idle, self.predicts, self._renewed = fits, False, predicts, renewed
+        self.plan, self._quadratic_cost = plan, quadratic_cost
         # measured seconds differ from run to run
         self._pools = (plan.pool,) if args.full_determinism else (plan.pool, *plan.raced)
         self._choosers: list[PhaseChooser] = []
@@ -147,29 +296,25 @@ class AutoStrategies:
         self._passes: list[tuple[float, list[float], bool]] = []
         self._step_lengths: list[int] = []
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
-        self.time = cost.time
+        self.time = time = cost.time
+        self.predicted_bytes = {b.strategy: m.total for b, m in zip(plan.buckets, plan.memory, strict=True)}
         self._switch = cost.switch_seconds([bucket.strategy for bucket in (*plan.buckets, plan.choice.static)])
-        self.single = SingleStrategy(plan.choice.static, self.time, self._switch, quadratic_cost)
+        self.single = SingleStrategy(plan.choice.static, time, self._switch, quadratic_cost)
         self.singles = singles
         self.stage_costs = stage_costs
 
-    @property
-    def predicted_bytes(self) -> dict[Strategy, float]:
-        """What each strategy takes on its fullest rank with full packs."""
-        return {bucket.strategy: m.total for bucket, m in zip(self.plan.buckets, self.plan.memory, strict=True)}
+    def begin(self, description: ModelDescription) -> None:  # the search knew the model, and all that does not fit
+        pass
 
     @property
     def chooser(self) -> PhaseChooser | None:
-        """Of the plan that runs next; None before a run has begun."""
         return self._choosers[self._race.plan] if self._race is not None else None
 
     @property
     def pool(self) -> tuple[Bucket, ...]:
-        """The buckets of the plan that runs next."""
         return self.chooser.pool if self.chooser is not None else self.plan.pool
 
     def start(self, num_steps: int) -> None:
-        """A run of so many mini-batches begins; what an earlier one learnt stays."""
         before, self._choosers = self._choosers, [self._chooser(pool) for pool in self._pools]
         for chooser, old in zip(self._choosers, before, strict=False):
             chooser.load_state_dict(old.state_dict())
@@ -195,8 +340,11 @@ class AutoStrategies:
             delay=0,
         )
 
+    def choose(self, step: int, lengths: Sequence[int]) -> tuple[Bucket, ...]:
+        chooser = self.chooser
+        return chooser.choose(step, lengths, chooser.previous).buckets if chooser is not None else self.buckets
+
     def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
-        """Takes the report of a training pass of mini-batch `step`; returns it with predictions."""
         race, chooser = self._race, self.chooser
         assert race is not None
         assert chooser is not None
@@ -224,7 +372,6 @@ class AutoStrategies:
         return with_single(replace(report, phases=tuple(phases)), self.single, plan)
 
     def ended(self, step: int, report: StepReport) -> StepReport:
-        """Takes the whole of mini-batch `step`; returns it with how a race has ended with it, if one has."""
         passes, self._passes = self._passes, []
         lengths, self._step_lengths = self._step_lengths, []
         if self._race is None:
@@ -269,8 +416,10 @@ class AutoStrategies:
             chooser.takes_over(before)
         self._race = self._race.of_others(self._names, why)
 
+    def summary(self) -> dict[str, Any] | None:
+        return self.plan.summary() if self.predicts else None
+
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to choose on as this one would have; JSON-ready."""
         state: dict[str, Any] = {"pool": [str(bucket) for bucket in self.plan.pool], "chooser": None}
         if self.chooser is not None and self._race is not None:
             state["chooser"] = self.chooser.state_dict()
@@ -282,11 +431,6 @@ class AutoStrategies:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; another pool is no reason against it.
-
-        Raises:
-            HotspaConfigError: it is not one.
-        """
         if not isinstance(state, Mapping) or not {"pool", "chooser"} <= state.keys():
             raise HotspaConfigError("the state of auto strategies has no pool or chooser", fix="leave it out")
         if state["chooser"] is None or self._race is None:
@@ -373,6 +517,45 @@ def prepare_auto(
     watched = (LengthsSeen(tables[0].sequence_lengths), renewed) if sampled and not alone else None
     of_run = description.shape.quadratic_cost, singles, vector.measured, fits, calibration is not None, watched
     return AutoStrategies(plan, cost, args, *of_run)
+
+
+def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agreement: Agreement) -> Known | None:
+    """What `hotspa_calibration` asks for, else what rank 0's cache holds for this run; None where there is nothing. To be called before
+    there is an engine, which would share the machine with a measurement. Collective.
+
+    Raises:
+        HotspaError: on every rank: the file cannot be read or says nothing about this run, or measuring failed.
+    """
+    strategies = [bucket.strategy for bucket in args.hotspa_buckets]
+    if args.hotspa_calibration is None:
+        mine = _cached(model, args, strategies) if args.process_index == 0 else None
+        text = agreement.texts(json.dumps(mine.to_dict()) if mine is not None else "")[0]
+        if not text:
+            return None
+        return Known(Calibration.from_dict(json.loads(text)), memory_limit(args, agreement)[0])
+    dtype = torch.bfloat16 if args.bf16 else None
+    description = agreement.run(
+        "predictions", lambda: describe_model(model, dtype, args.hotspa_attention_dropout is None)
+    )
+    calibration = agreed_calibration(model.config, description, args, strategies, agreement)
+    named = None if args.hotspa_calibration == MEASURE else measured_costs(calibration, description, args)
+    return Known(calibration, memory_limit(args, agreement)[0], named)
+
+
+def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: list[Strategy]) -> Calibration | None:
+    """What the cache of this rank holds for the strategies of a run."""
+    dtype = torch.bfloat16 if args.bf16 else model.dtype
+    try:
+        config, base = trained_config(model.config, args), None
+        if any(map(is_four_bit, model.modules())):
+            base = frozen_base(describe_model(model, dtype, args.hotspa_attention_dropout is None))
+        calibration = cached_calibration(
+            calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(), base)
+        )
+    except HotspaError as error:
+        logger.warning("no predictions: %s", error)
+        return None
+    return calibration if calibration is not None and calibration.covers(strategies) else None
 
 
 def _agreed_inputs(
@@ -529,7 +712,6 @@ def check_given(
     description: ModelDescription,
     calibration: Calibration | None,
     args: HotSPaTrainingArguments,
-    engine: EngineOptions,
 ) -> None:
     """Refuses strategies that were given and need more than `hotspa_memory_limit_mb`, by the forecast that `auto` plans with.
 
@@ -547,7 +729,7 @@ def check_given(
     options = replace(
         memory_options(args),
         compute_dtype=sizes.compute_dtype,
-        weight_copies=2 if engine.uses_second_source(args.device, len(buckets), largest) else 1,
+        weight_copies=2 if engine_options(args).uses_second_source(args.device, len(buckets), largest) else 1,
     )
     memory = MemoryModel(sizes, args.world_size, options)
     if calibration is not None:
