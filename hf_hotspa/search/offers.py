@@ -7,7 +7,8 @@ where a mini-batch has too few packs to fill the pipelines of all replicas: the 
 themselves (`sharing_layouts`). ep, which needs less memory, pays where a strategy that holds all experts of its layers, or its
 columns of each, does not hold the longest sequence, and then as little of it as holds that sequence.
 
-Chunks of tokens (`+ck`) cost a second forward pass, so they are looked at only where a sequence would not fit otherwise; longer ones
+Chunks of tokens (`+ck`) cost a second forward pass, so they are looked at where a sequence would not fit otherwise, and as single
+strategies where it fits only with more ranks to a replica, shards or recomputation (`chunks_alone`). Longer ones
 cost less than shorter ones, graphs that are kept spare a forward pass, and host memory is the last resort. How long a sequence
 each way holds says `longest_by_strategy`. Plain data.
 """
@@ -51,6 +52,29 @@ def with_chunks(
     if not chunked:  # what is missing is said of those that need the least
         chunked = [replace(s, ck=CHUNK_SIZES[-1], kh=has_host_memory and s.pp == 1) for s in plain]
     return [*strategies, *chunked]
+
+
+def chunks_alone(
+    strategies: Sequence[Strategy],
+    longest: int,
+    tokens: Callable[[Strategy], int],
+    shape: ModelShape,
+    *,
+    schedule: str = "auto",
+) -> list[Strategy]:
+    """Strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: of those that do not hold it,
+    unless one does that has no more ranks to a replica, no more shards, and recomputes nothing."""
+    holding = [s for s in strategies if tokens(s) >= longest]
+    if shape.ck_unsupported_reason or not holding:
+        return []
+    whole = [s for s in holding if not s.rc]
+    lighter = [
+        s
+        for s in strategies
+        if not s.ck and not s.rc and s.cp == s.ep == 1 and (s.pp == 1 or runs_chunks(schedule))
+        if not any(other.ranks_of_a_replica <= s.ranks_of_a_replica and other.z <= s.z for other in whole)
+    ]
+    return _that_hold(lighter, longest, tokens, in_host=False)
 
 
 def longest_by_strategy(
@@ -156,7 +180,7 @@ def choose(
     sequence.
 
     Args:
-        may_chunk: Whether a sequence that would not fit may be trained in chunks (`+ck`).
+        may_chunk: Whether a sequence may be trained in chunks (`+ck`).
         has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`), where the schedule runs them.
         evaluator: See `search`.
@@ -167,6 +191,7 @@ def choose(
     families = sharing_layouts(strategies, cost, longest, tokens, evaluator)
     strategies = that_pay(strategies, lengths, mini_batch_size, longest, tokens, shape.quadratic_cost)
     strategies = experts_that_pay(strategies, longest, tokens)
+    alone = chunks_alone(strategies, longest, tokens, shape, schedule=schedule) if may_chunk else []
     if may_chunk:
         strategies = with_chunks(strategies, longest, tokens, shape, schedule=schedule, has_host_memory=has_host_memory)
     return search(
@@ -174,12 +199,13 @@ def choose(
         strategies,
         cost.time,
         capacities,
-        cost.switch_seconds(strategies),
+        cost.switch_seconds([*strategies, *alone]),
         mini_batch_size=mini_batch_size,
         longest=longest,
         quadratic_cost=shape.quadratic_cost,
         may_go_round=may_go_round and runs_rounds(schedule),
         families=families,
+        alone=alone,
         margin=MARGIN,
         evaluator=evaluator,
         **options,

@@ -204,6 +204,7 @@ def search(
     may_go_round: bool = False,
     near: float = 0.0,
     families: Sequence[Sequence[Strategy]] = (),
+    alone: Iterable[Strategy] = (),
     evaluator: Evaluator | None = None,
 ) -> Choice:
     """Chooses strategies, edges and pack sizes.
@@ -225,6 +226,7 @@ def search(
         near: Up to how much slower other plans are told, as a share; `MOST_SINGLES` with one strategy, and `MOST_POOLS` with several.
         families: Strategies of one layout each, see `offers.sharing_layouts`, that are searched by themselves, too: the answer is not
             slower than theirs, but for the margin.
+        alone: Strategies that are single ones or none: in pools they are not looked at.
         evaluator: Of the same lengths, mini-batches and models, which knows what others have simulated.
 
     Raises:
@@ -245,6 +247,7 @@ def search(
     evaluator = evaluator or Evaluator(batches, time, {}, quadratic_cost, weights)
     evaluator.switch.update(switch)
     searcher = _Search(pool, (batches, weights), time, capacities, evaluator, longest, max_phases)
+    searcher.alone = [s for s in alone if time.knows(s)]
     searcher.families = [own for family in families if (own := sorted({s for s in family if time.knows(s)}))]
     return searcher.run(margin, pack_margin, plain_margin, may_go_round, near)
 
@@ -275,10 +278,6 @@ _Estimated = tuple[tuple[Strategy, int, int, float], ...]
 """`(strategy, low, high, estimated seconds)` of each phase, by length."""
 
 
-def _ranks_of_a_replica(strategy: Strategy) -> int:
-    return strategy.tp * strategy.cp * strategy.pp
-
-
 def _total(phases: _Estimated) -> float:
     return sum(seconds for *_, seconds in phases)
 
@@ -300,6 +299,7 @@ class _Search:
         self.time, self.capacities, self.switch = time, capacities, evaluator.switch
         self.longest, self.max_phases = longest, max_phases
         self.families: list[list[Strategy]] = []
+        self.alone: list[Strategy] = []
         self.most_tokens = max(longest, *map(sum, self.batches))
         # the same without `+z2` and `+z3` is never slower: shards are for where memory limits it
         unlimited = {s for s in pool if not s.z and capacities.tokens(s) >= self.most_tokens}
@@ -366,7 +366,8 @@ class _Search:
         for group, number in ((singles, MOST_SINGLES), (pools, MOST_POOLS)):
             left = number
             for phases in sorted(group, key=self._seconds):
-                replicas = len(phases) == 1 and _ranks_of_a_replica(phases[0][0]) == 1
+                (strategy, *_), *others = phases
+                replicas = not others and strategy.ranks_of_a_replica == 1 and not strategy.ck
                 behind = self._seconds(phases) > least * (1 + near * (_KNOWN if replicas else 1))
                 some = all(self._seconds((phase,)) >= _SOME * least for phase in phases)
                 if (left > 0 or replicas) and some and not behind and self._kinds(phases) not in taken:
@@ -428,7 +429,7 @@ class _Search:
         """
         whole = 0, self.longest
         options = []
-        for strategy in self.pool:
+        for strategy in [*self.pool, *self.alone]:
             for tokens in self._packs(strategy, self.capacities.arena(strategy), self.longest):
                 options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
         timed: list[tuple[float, Strategy, int]] = []
@@ -438,7 +439,7 @@ class _Search:
             if bound >= most and (bound >= far or len(others) > MOST_SINGLES):
                 break
             rounds = can_go_round(strategy, len(self.time.cut.layers))
-            asked = max(most, far, round_s if rounds else 0.0) if _ranks_of_a_replica(strategy) > 1 else math.inf
+            asked = max(most, far, round_s if rounds else 0.0) if strategy.ranks_of_a_replica > 1 else math.inf
             seconds = self.evaluator.seconds_within(strategy, *whole, tokens, asked)
             if seconds > asked:
                 continue
@@ -447,13 +448,13 @@ class _Search:
             round_s = min(round_s, seconds) if rounds else round_s
         self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]
         # what everybody knows is tried also where it is predicted to be far behind
-        replicas = [each for each in options if _ranks_of_a_replica(each[1]) == 1 and not each[1].ck] if near else []
+        replicas = [each for each in options if each[1].ranks_of_a_replica == 1 and not each[1].ck] if near else []
         self._singles += [((strategy, *whole, tokens),) for _, strategy, tokens in sorted(replicas)[:1]]
         pipelines = [each for each in timed if can_go_round(each[1], len(self.time.cut.layers))]
         self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(pipelines)), None)
         winning = [each for each in timed if each[0] <= most]
         _, strategy, tokens = min(
-            winning, key=lambda each: (_ranks_of_a_replica(each[1]) if plain_margin else 0, each[0])
+            winning, key=lambda each: (each[1].ranks_of_a_replica if plain_margin else 0, each[0])
         )
         return ((strategy, *whole, tokens),)
 

@@ -19,7 +19,7 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import fitting_beside, make_auto_plan
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.chooser import Selector
-from hf_hotspa.search.offers import CHUNK_SIZES, with_chunks
+from hf_hotspa.search.offers import CHUNK_SIZES, chunks_alone, with_chunks
 from hf_hotspa.search.plan import limit_text
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
@@ -61,7 +61,7 @@ def test_without_a_limit_nothing_is_switched() -> None:
 
 def test_under_a_limit_long_sequences_bring_a_strategy_of_their_own() -> None:
     limit = LIMIT
-    found = plan(limit_mb=limit)
+    found = plan(limit_mb=limit, may_chunk=False)
     assert found.choice.switches
     assert found.choice.seconds < found.choice.static_seconds
     assert found.pool[0].strategy.dp > found.pool[-1].strategy.dp
@@ -72,11 +72,11 @@ def test_under_a_limit_long_sequences_bring_a_strategy_of_their_own() -> None:
     assert all(str(bucket.strategy) in text for bucket in found.choice.buckets)
     assert "x the best static strategy" in text
     assert f"of a device: {limit}.0 MiB, as given" in limit_text(found.limit_bytes, found.limit_source)
-    assert found == plan(limit_mb=limit)
+    assert found == plan(limit_mb=limit, may_chunk=False)
 
 
 def test_every_mini_batch_may_decide_for_the_best_static_strategy() -> None:
-    found = plan(limit_mb=LIMIT)
+    found = plan(limit_mb=LIMIT, may_chunk=False)
     static = next(bucket for bucket in found.pool if bucket.strategy == found.choice.static.strategy)
     assert static.capacity >= found.longest
     switch = COST.switch_seconds([bucket.strategy for bucket in found.pool])
@@ -194,7 +194,7 @@ LONG = SequenceTable.from_lengths([*range(20, 220), 2000])  # one sequence is te
 @pytest.mark.parametrize("limit_mb", [8, 9, 12])
 def test_a_sequence_that_fits_nowhere_is_trained_in_chunks(limit_mb: int) -> None:
     with pytest.raises(DeviceMemoryError, match="no strategy holds a sequence of 2000 tokens"):
-        plan(LONG, limit_mb=limit_mb)
+        plan(LONG, limit_mb=limit_mb, may_chunk=False)
     found = plan(LONG, limit_mb=limit_mb)
     assert found.longest == 2000
     last = found.pool[-1]
@@ -226,6 +226,33 @@ def test_chunks_stay_out_of_a_search_where_everything_fits() -> None:
     sharded = [Strategy(pp=4, z=3), Strategy(pp=4)]
     longest = max(map(tokens, sharded)) + 1
     assert {(s.pp, s.z) for s in with_chunks(sharded, longest, tokens, SHAPE) if s.ck} == {(4, 0), (4, 3)}
+
+
+def test_chunks_are_a_single_strategy_where_others_hold_the_longest_with_more_ranks_or_recomputation() -> None:
+    held = {DP: 1000, Strategy(4, rc=1): 2500, Strategy(2, 2): 1500, Strategy(tp=4): 3000, Strategy(4, z=3): 1200}
+
+    def tokens(strategy: Strategy) -> int:
+        return held.get(strategy, 5 * strategy.ck)
+
+    offered = chunks_alone(list(held), 2000, tokens, SHAPE)
+    assert [(s.dp, s.tp, s.z, s.rc) for s in offered] == [(4, 1, 0, 0), (2, 2, 0, 0), (4, 1, 3, 0)]
+    assert all(tokens(s) >= 2000 for s in offered)
+    # tp2 holds it, too: nothing that spreads as widely is offered, and nothing where replicas alone hold it or nobody does
+    held[Strategy(2, 2)] = 2000
+    assert {s.tp for s in chunks_alone(list(held), 2000, tokens, SHAPE)} == {1}
+    assert chunks_alone(list(held), 1000, tokens, SHAPE) == []
+    assert chunks_alone(list(held), 4000, tokens, SHAPE) == []
+    reason = replace(SHAPE, ck_unsupported_reason="layers of it are given whole sequences")
+    assert chunks_alone(list(held), 2000, tokens, reason) == []
+
+
+def test_chunks_are_raced_against_other_plans_under_a_limit_and_make_none_slower() -> None:
+    raced, without = plan(limit_mb=LIMIT, near=5.0), plan(limit_mb=LIMIT, near=5.0, may_chunk=False)
+    chunked = [pool for pool in (raced.pool, *raced.raced) if any(bucket.strategy.ck for bucket in pool)]
+    assert any([bucket.strategy.degrees for bucket in pool] == [DP.degrees] for pool in chunked)
+    assert len(chunked) < 1 + len(raced.raced)
+    assert raced.choice.seconds <= without.choice.seconds
+    assert not any(bucket.strategy.ck for bucket in without.buckets)
 
 
 def test_packs_that_ran_out_of_memory_become_smaller() -> None:
