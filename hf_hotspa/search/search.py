@@ -180,7 +180,8 @@ MOST_SINGLES, MOST_POOLS = 3, 1
 _SOME = 0.05
 """What every phase of a plan that is near another one takes at least, as a share of its seconds."""
 _KNOWN = 2
-"""How many times as far behind replicas alone, which everybody knows, may be predicted to be and are still near."""
+"""How many times as far behind replicas alone, which everybody knows, may be predicted to be and are still near; and the fastest
+strategy that moves no layers while it computes, beside one that does: what moving takes on busy cores is the hardest to predict."""
 _SAME_ARENA = 0.01
 """By how much of the limit of memory arenas must differ to be looked at one by one."""
 _RARE = 0.01
@@ -361,16 +362,18 @@ class _Search:
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
         """Other plans that are hardly slower than the best one; of those with the same degrees, whatever their options, which are for
         the memory, the fastest. A phase with next to no work makes no other plan."""
-        least = self._seconds(best)
+        least, moves = self._seconds(best), any(phase[0].z == 3 for phase in best)
+        whole = min((each for each in singles if each[0][0].z < 3), key=self._seconds, default=None) if moves else None
         taken, chosen = {self._kinds(best)}, list[Phases]()
         for group, number in ((singles, MOST_SINGLES), (pools, MOST_POOLS)):
             left = number
             for phases in sorted(group, key=self._seconds):
                 (strategy, *_), *others = phases
                 replicas = not others and strategy.ranks_of_a_replica == 1 and not strategy.ck
-                behind = self._seconds(phases) > least * (1 + near * (_KNOWN if replicas else 1))
+                known = replicas or phases == whole
+                behind = self._seconds(phases) > least * (1 + near * (_KNOWN if known else 1))
                 some = all(self._seconds((phase,)) >= _SOME * least for phase in phases)
-                if (left > 0 or replicas) and some and not behind and self._kinds(phases) not in taken:
+                if (left > 0 or known) and some and not behind and self._kinds(phases) not in taken:
                     taken.add(self._kinds(phases))
                     chosen.append(phases)
                     left -= 1
@@ -447,9 +450,11 @@ class _Search:
             most, far = min(most, seconds * (1 + plain_margin)), min(far, seconds * (1 + near))
             round_s = min(round_s, seconds) if rounds else round_s
         self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]
-        # what everybody knows is tried also where it is predicted to be far behind
-        replicas = [each for each in options if each[1].ranks_of_a_replica == 1 and not each[1].ck] if near else []
-        self._singles += [((strategy, *whole, tokens),) for _, strategy, tokens in sorted(replicas)[:1]]
+        # what everybody knows is tried also where it is predicted to be far behind, and what moves no layers
+        replicas = [each for each in options if each[1].ranks_of_a_replica == 1 and not each[1].ck]
+        unmoved = [each for each in options if each[1].z < 3]
+        for known in (replicas, unmoved) if near else ():
+            self._singles += [((strategy, *whole, tokens),) for _, strategy, tokens in sorted(known)[:1]]
         pipelines = [each for each in timed if can_go_round(each[1], len(self.time.cut.layers))]
         self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(pipelines)), None)
         winning = [each for each in timed if each[0] <= most]
