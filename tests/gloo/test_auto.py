@@ -183,7 +183,7 @@ def long_stock_run(rank, world_size, dtype, folder, rows, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "limit_mb", "tokens"), [(1, 60, 6600), (4, 24, 11_000)])
+@pytest.mark.parametrize(("world_size", "limit_mb", "tokens"), [(1, 30, 6600), (4, 24, 11_000)])
 def test_one_sequence_ten_times_longer_than_what_fits_trains_in_chunks(world_size, limit_mb, tokens, tmp_path):
     dtype, steps = torch.float64, 5
     rows = random_rows(steps * MINI_BATCH, 163, longest=150, seed=5)
