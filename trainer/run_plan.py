@@ -266,7 +266,9 @@ class AutoStrategies(RunPlan):
 
     Args:
         singles: Gives the single strategies to compare with.
-        stage_costs, fits, predicts: See `RunPlan`.
+        stage_costs: What stages are cut by, as the plan has it.
+        fits: Raises where a device cannot hold the pool, for a description with another cut of stages.
+        predicts: Whether the cost model's seconds are those of this machine.
         renewed: Watches lengths that nobody knew, and makes a plan for others of the strategies that are there; None where all
             lengths were known.
     """

@@ -219,14 +219,12 @@ def search(
         longest: The longest sequence that must fit, where it is longer than those given.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         margin: How much better than the best single strategy a pool must be, as a share.
-        pack_margin: How much slower a bucket may be with smaller packs, as a share: they take less memory, stay nearer to
-            what was measured, and the time model is not that exact.
-        plain_margin: How much better than a single strategy with fewer ranks to a replica one with more must be, as a
-            share: ranks that wait for one another are harder to predict.
+        pack_margin: How much slower a bucket may be with smaller packs, which take less memory and are nearer to what was measured.
+        plain_margin: How much better than a single strategy with fewer ranks to a replica one with more must be: ranks that wait
+            for one another are harder to predict.
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
         near: Up to how much slower other plans are told, as a share; `MOST_SINGLES` with one strategy, and `MOST_POOLS` with several.
-        families: Strategies of one layout each, see `offers.sharing_layouts`, that are searched by themselves, too: the answer is not
-            slower than theirs, but for the margin.
+        families: Strategies of one layout each that are searched by themselves, too: see `offers.sharing_layouts`.
         alone: Strategies that are single ones or none: in pools they are not looked at.
         evaluator: Of the same lengths, mini-batches and models, which knows what others have simulated.
 
@@ -248,8 +246,7 @@ def search(
     evaluator = evaluator or Evaluator(batches, time, {}, quadratic_cost, weights)
     evaluator.switch.update(switch)
     searcher = _Search(pool, (batches, weights), time, capacities, evaluator, longest, max_phases)
-    searcher.alone = [s for s in alone if time.knows(s)]
-    searcher.families = [own for family in families if (own := sorted({s for s in family if time.knows(s)}))]
+    searcher.take(families, alone)
     return searcher.run(margin, pack_margin, plain_margin, may_go_round, near)
 
 
@@ -317,6 +314,11 @@ class _Search:
         self.num_drawn = round(1 / self.weights[0])
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
+
+    def take(self, families: Sequence[Sequence[Strategy]], alone: Iterable[Strategy]) -> None:
+        """What is looked at beside the pools, as far as the time model knows it; see `search`."""
+        self.alone = [s for s in alone if self.time.knows(s)]
+        self.families = [own for each in families if (own := sorted({s for s in each if self.time.knows(s)}))]
 
     def run(self, margin: float, pack_margin: float, plain_margin: float, may_go_round: bool, near: float) -> Choice:
         static = self._best_static(plain_margin, near)
