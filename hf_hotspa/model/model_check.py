@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +111,27 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
             continue
         facts[name, _CLASS] = type(module)
         for key, value in vars(module).items():
-            of_class = getattr(type(module), key, None)
+            replaced = bool(name) and _is_method(type(module), key)
+            if not replaced and _is_passed_over(key):
+                continue
             if isinstance(value, TextForward):  # of a replica, in the place of the class's own
                 continue
-            if inspect.isfunction(of_class) and name:  # a method that was replaced on the object
+            if replaced:
                 facts[name, key] = value
-            elif key.startswith("_") or key in _OF_NO_FORWARD or hasattr(PreTrainedModel, key):
-                continue
             elif (plain := _plain(value)) is not _OTHER:
                 facts[name, key] = plain
     return facts
+
+
+# asked for every attribute in every step
+@cache
+def _is_method(cls: type, key: str) -> bool:
+    return inspect.isfunction(getattr(cls, key, None))
+
+
+@cache
+def _is_passed_over(key: str) -> bool:
+    return key.startswith("_") or key in _OF_NO_FORWARD or hasattr(PreTrainedModel, key)
 
 
 def changed_facts(facts: Facts, expected: Facts, like: PreTrainedModel) -> list[str]:
@@ -156,14 +167,17 @@ _CLASS = "class"
 _OTHER = object()
 _OF_NO_FORWARD = (
     "training", "gradient_checkpointing", "max_seq_len_cached", "output_router_logits", "merged_adapters", "name_or_path",
-    "vocab_size", "num_embeddings", "loss_type",
+    "vocab_size", "num_embeddings", "loss_type", "config",
 )  # fmt: skip
 """Attributes that change while a model is used, that say what each call may say otherwise, or what the weights say."""
 _MOST_NUMBERS = 4096
+_SIMPLE = frozenset((bool, int, str, type(None)))
 
 
 def _plain(value: Any) -> Any:
     """A value to compare and to show; `_OTHER` for objects of any other kind."""
+    if type(value) in _SIMPLE:
+        return value
     if isinstance(value, Tensor):
         return (tuple(value.shape), value.tolist()) if not value.is_meta and value.numel() <= _MOST_NUMBERS else _OTHER
     if inspect.isroutine(value) and not inspect.ismethod(value):
