@@ -7,7 +7,7 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -109,9 +109,10 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
     for name, module in model.named_modules():
         if is_of_text is not None and not is_of_text(name):
             continue
-        facts[name, _CLASS] = type(module)
+        cls: Hashable = type(module)
+        facts[name, _CLASS] = cls
         for key, value in vars(module).items():
-            replaced = bool(name) and _is_method(type(module), key)
+            replaced = bool(name) and _is_method(cls, key)
             if not replaced and _is_passed_over(key):
                 continue
             if isinstance(value, TextForward):  # of a replica, in the place of the class's own
@@ -125,7 +126,7 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
 
 # asked for every attribute in every step
 @cache
-def _is_method(cls: type, key: str) -> bool:
+def _is_method(cls: Hashable, key: str) -> bool:
     return inspect.isfunction(getattr(cls, key, None))
 
 

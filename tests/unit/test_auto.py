@@ -20,7 +20,7 @@ from hf_hotspa.search.automatic import fitting_beside, make_auto_plan
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.chooser import Selector
 from hf_hotspa.search.offers import CHUNK_SIZES, chunks_alone, with_chunks
-from hf_hotspa.search.plan import limit_text
+from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.planning import Setup
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
@@ -283,15 +283,19 @@ def test_plans_that_are_raced_differ_fit_together_and_have_data_parallelism_amon
 def test_beside_a_strategy_that_moves_layers_one_that_does_not_is_raced_from_twice_as_far_behind() -> None:
     def raced(first: str, other: str, share: float) -> bool:
         """Whether `other` is raced, which is behind by `1 / share` of what is near."""
-        among, options = [Strategy.parse(first), Strategy.parse(other)], {"mini_batch_size": 64, "max_phases": 1}
-        alone = [
-            make_auto_plan(LONG_TAILED, [s], of_cluster, limit_bytes=72 << 30, **options).choice.seconds for s in among
-        ]
+        among = [Strategy.parse(first), Strategy.parse(other)]
+        alone = [planned([s]).choice.seconds for s in among]
         near = share * (alone[1] / alone[0] - 1)
         assert near > 0
-        found = make_auto_plan(LONG_TAILED, among, of_cluster, limit_bytes=72 << 30, near=near, **options)
+        found = planned(among, near)
         assert found.pool[0].strategy == among[0]
         return [pool[0].strategy for pool in found.raced] == among[1:]
+
+    def planned(among: list[Strategy], near: float = 0.0) -> Plan:
+        room = 72 << 30
+        return make_auto_plan(
+            LONG_TAILED, among, of_cluster, mini_batch_size=64, limit_bytes=room, max_phases=1, near=near
+        )
 
     of_cluster = Setup.read("llama2-7b", "1x8", "a800-80g").cost
     assert raced("dp8+z3", "pp8", 1.05)
