@@ -7,7 +7,7 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
     for name, module in model.named_modules():
         if is_of_text is not None and not is_of_text(name):
             continue
-        cls: Hashable = type(module)
+        cls: Any = type(module)
         facts[name, _CLASS] = cls
         for key, value in vars(module).items():
             replaced = bool(name) and _is_method(cls, key)
@@ -126,7 +126,7 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
 
 # asked for every attribute in every step
 @cache
-def _is_method(cls: Hashable, key: str) -> bool:
+def _is_method(cls: Any, key: str) -> bool:
     return inspect.isfunction(getattr(cls, key, None))
 
 
