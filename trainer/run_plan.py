@@ -179,6 +179,11 @@ class RunPlan:
         """
         self.fits(description)
         self.take_cut(description)
+        if (cost := self._cost) is not None:
+            self._shape = description.shape
+            legal = searched_strategies(self._shape, self._args, may_divide=True)
+            self._legal = [s for s in legal if cost.time.knows(s)]
+            self._switch = cost.switch_seconds([*(bucket.strategy for bucket in self.buckets), *self._legal])
         if self._args.process_index == 0:
             warn_of_known(self._args.output_dir, self.buckets)
 
@@ -186,12 +191,9 @@ class RunPlan:
         """Predicts for stages that are cut as the description says, by devices of the paces that cut them."""
         if self._known is None:
             return
-        self._shape = description.shape
         cost = cost_model(self._known.calibration, description, self._args)
         # as the engine does, which does not know of it
-        self._cost = cost = replace(cost, time=replace(cost.time, cut_by=description.shape.quadratic_cost))
-        self._legal = [s for s in searched_strategies(self._shape, self._args, may_divide=True) if cost.time.knows(s)]
-        self._switch = cost.switch_seconds([*(bucket.strategy for bucket in self.buckets), *self._legal])
+        self._cost = replace(cost, time=replace(cost.time, cut_by=description.shape.quadratic_cost))
 
     def compare_with_single(self, table: SequenceTable, mini_batch_size: int) -> None:
         """Looks for the best single strategy for a data set, whatever strategies were given."""
@@ -305,8 +307,8 @@ class AutoStrategies(RunPlan):
         self.singles = singles
         self.stage_costs = stage_costs
 
-    def begin(self, description: ModelDescription) -> None:  # the search knew the model, and all that does not fit
-        pass
+    def begin(self, description: ModelDescription) -> None:
+        """The search has read the model, and looked at what fits."""
 
     @property
     def chooser(self) -> PhaseChooser | None:

@@ -44,14 +44,18 @@ def with_chunks(
     nearest to it. Keys and values may go to host memory only where there is some."""
     if shape.ck_unsupported_reason or any(tokens(strategy) >= longest for strategy in strategies):
         return list(strategies)
-    may_pipeline = runs_chunks(schedule)
-    plain = [s for s in strategies if not s.ck and s.cp == s.ep == 1 and (s.pp == 1 or may_pipeline)]
+    plain = _that_may_chunk(strategies, schedule)
     chunked = _that_hold(plain, longest, tokens, in_host=False)
     if not chunked and has_host_memory:
         chunked = _that_hold([s for s in plain if s.pp == 1], longest, tokens, in_host=True)
     if not chunked:  # what is missing is said of those that need the least
         chunked = [replace(s, ck=CHUNK_SIZES[-1], kh=has_host_memory and s.pp == 1) for s in plain]
     return [*strategies, *chunked]
+
+
+def _that_may_chunk(strategies: Iterable[Strategy], schedule: str) -> list[Strategy]:
+    may_pipeline = runs_chunks(schedule)
+    return [s for s in strategies if not s.ck and s.cp == s.ep == 1 and (s.pp == 1 or may_pipeline)]
 
 
 def chunks_alone(
@@ -70,9 +74,8 @@ def chunks_alone(
     whole = [s for s in holding if not s.rc]
     lighter = [
         s
-        for s in strategies
-        if not s.ck and not s.rc and s.cp == s.ep == 1 and (s.pp == 1 or runs_chunks(schedule))
-        if not any(other.ranks_of_a_replica <= s.ranks_of_a_replica and other.z <= s.z for other in whole)
+        for s in _that_may_chunk(strategies, schedule)
+        if not s.rc and not any(other.ranks_of_a_replica <= s.ranks_of_a_replica and other.z <= s.z for other in whole)
     ]
     return _that_hold(lighter, longest, tokens, in_host=False)
 
