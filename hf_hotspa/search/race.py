@@ -7,8 +7,8 @@ is assumed of the noise: a plan leaves when it was slower in each of some rounds
 pairwise means of the differences is told, with its interval (Wilcoxon's signed ranks).
 
 The regret is bounded. What a race has cost, in mini-batches, is what other plans took longer than the leader would have; before
-each trial what is expected of it must fit into what is left of `SHARE` of the run's mini-batches. So all races of a run together cost
-at most that share, and what the last trial was misjudged by.
+each trial what is expected of it must fit into what is left of `SHARE` of the run's mini-batches, less `_RESERVE` of it for what the
+last trial is misjudged by. So all races of a run together cost at most that share, or what the last trial exceeded this reserve by.
 
 Afterwards the winner runs, and a drift opens the race again: its seconds over predicted ones have moved, or the lengths have, so that
 by what the race has measured another plan would be faster.
@@ -28,6 +28,8 @@ from hf_hotspa.typed import reading_state
 
 SHARE = 0.01
 """Of the mini-batches of a run: what all its races may cost."""
+_RESERVE = 0.15
+"""Of what races may cost: kept back, because a trial can take longer than expected."""
 _CLEARLY = (math.inf, 0.12, 0.06, 0.03, 0.0)
 """By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; in more, as in the last. One round says
 nothing: somebody else may have held the machine. With noise of 10 % a plan that is as fast as another leaves by chance in one of
@@ -193,7 +195,8 @@ class Race:
             return False
         slower = math.exp(behind) - 1
         cold = 0.0 if any(run.plan == plan for run in self._runs) else _COLD
-        return self._spent + max(0.0, self._cost()) + max(0.0, slower) + cold <= self._budget
+        expected = max(0.0, self._cost()) + max(0.0, slower) + cold
+        return self._spent + expected <= (1 - _RESERVE) * self._budget
 
     def _end_round(self) -> None:
         """Lets plans leave that are clearly slower; begins another round where there is something left to find out."""
