@@ -11,6 +11,7 @@ from itertools import chain, cycle, islice
 from math import ceil
 from typing import Any
 
+import datasets
 import torch
 from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
@@ -75,6 +76,20 @@ class DispatchedShard(IterableDatasetShard):  # type: ignore[misc]
             yield from islice(chain(batch, cycle(first)), part * self.process_index, part * (self.process_index + 1))
         if self.on_end is not None:
             self.on_end(last)
+
+
+class _WholeStream(IterableDataset):  # type: ignore[misc]
+    """A stream in several files as one in a single file, which accelerate does not divide by files among ranks: these would have
+    other rows than in the stock Trainer, and another number of batches each."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.dataset.set_epoch(epoch)
 
 
 class Rows:
@@ -154,10 +169,11 @@ class Rows:
         return collator
 
     @contextmanager
-    def reading(self, dataset: Any, is_training: bool) -> Iterator[None]:
+    def reading(self, dataset: Any, is_training: bool) -> Iterator[Any]:
         """Inside, accelerate has each of several ranks read its own part of a stream where rows are padded here, and of any data set
         whose rows may be cut or left out, and one that is alone trains what it reads: a rank that reads for all needs batches of one
-        width, and of as many rows as it has asked for. And workers end with their rank, and with nobody else's signal."""
+        width, and of as many rows as it has asked for. And workers end with their rank, and with nobody else's signal. Gives what a loader is
+        made of."""
         args, config = self._args, self._trainer.accelerator.dataloader_config
         dispatch, several = config.dispatch_batches, self._args.world_size > 1
         has_context, chosen = hasattr(args, "dataloader_multiprocessing_context"), workers_context(args)
@@ -166,10 +182,12 @@ class Rows:
             several and self._given_collator() is None and is_stream(dataset)
         ):
             config.dispatch_batches = False
+            if dispatch is not False and isinstance(dataset, datasets.IterableDataset):
+                dataset = _WholeStream(dataset)
         if has_context:
             args.dataloader_multiprocessing_context = worker_context(args.dataloader_num_workers, chosen)
         try:
-            yield
+            yield dataset
         finally:
             config.dispatch_batches = dispatch
             if has_context:
@@ -209,6 +227,14 @@ class Rows:
         shard: Any = getattr(loader, "dataset", None)
         if type(shard) is IterableDatasetShard and self._args.accelerator_config.dispatch_batches is not False:
             shard.__class__ = DispatchedShard
+            if not is_training:  # a worker cannot say how many rows its last batch has
+                getattr(loader, "base_dataloader", loader).num_workers = 0
+            elif loader.num_workers > 1:
+                self._say(
+                    f"each process reads its part of the stream with {loader.num_workers} workers: mini-batches hold other rows than "
+                    "where one process reads for all, as the stock Trainer does with rows of one width. For its rows use "
+                    "dataloader_num_workers=1, or pass a data_collator that pads to one width"
+                )
             shard.on_end = None if loader.num_workers else partial(setattr, loader, "remainder")
         if TAKES_BATCHES:
             return loader

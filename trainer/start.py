@@ -24,6 +24,7 @@ from hf_hotspa.checkpoint.format.folder import write_error
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.engine.faults import note
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
+from hf_hotspa.model.model_check import refuse_router_logits
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
@@ -277,7 +278,10 @@ def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreem
             refuse_quantized(bare_model(model)[0], is_adapted(model) or given.get("peft_config") is not None)
         if isinstance(model, str) and not trainer._hotspa_prepares and args.hotspa_model_path is None:
             return model  # the class behind loads it
-        return trainer._hotspa_source.opened(model, given.get("model_init") is not None, agreement)
+        made = trainer._hotspa_source.opened(model, given.get("model_init") is not None, agreement)
+        if given.get("compute_metrics") is not None:
+            refuse_router_logits(made)
+        return made
     except STOCK_TRAINS as refusal:
         if args.hotspa_model_path is not None or not (model is None or isinstance(model, nn.Module)):
             raise

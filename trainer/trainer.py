@@ -323,11 +323,11 @@ class SwitchedMixin(_Base):
         collator = rows.collator(dataset, is_training)
         if is_training and args.hotspa_mini_batch_size is not None:
             sampler_fn = rows.dealt_out(dataset, args.hotspa_mini_batch_size, sampler_fn)
-        with rows.reading(dataset, is_training):  # which looks at what was given
+        with rows.reading(dataset, is_training) as read:  # which looks at what was given
             self.data_collator = collator
             try:
                 loader = super()._get_dataloader(
-                    dataset, description, batch_size, sampler_fn, is_training=is_training, **kwargs
+                    read, description, batch_size, sampler_fn, is_training=is_training, **kwargs
                 )
                 return rows.of_older_release(loader, is_training)
             finally:

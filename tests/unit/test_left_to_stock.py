@@ -8,6 +8,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -50,6 +52,18 @@ def _seen(trainer):
     logs = [{key: log[key] for key in kept if key in log} for log in trainer.state.log_history]
     weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
     return evaluated, logs, torch.as_tensor(predicted), weights
+
+
+def test_metrics_beside_the_logits_of_routers_are_left_to_the_stock_trainer(tmp_path):
+    config = MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=2, output_router_logits=True,
+    )  # fmt: skip
+    args = HotSPaTrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    switched = HotSPaTrainer(MixtralForCausalLM(config), args)
+    assert switched._hotspa_refusal is None
+    trainer = HotSPaTrainer(MixtralForCausalLM(config), args, compute_metrics=lambda found: {})
+    assert "output_router_logits" in str(trainer._hotspa_refusal)
 
 
 @pytest.mark.parametrize("case", ["classes", "hook", "optimizer"])
