@@ -181,9 +181,15 @@ class Rows:
         if (changes and (several or is_training)) or (
             several and self._given_collator() is None and is_stream(dataset)
         ):
-            config.dispatch_batches = False
             if dispatch is not False and isinstance(dataset, datasets.IterableDataset):
+                if several and dataset._distributed is not None:
+                    raise UnsupportedError(
+                        "a stream that split_dataset_by_node has divided",
+                        why="rows of a stream are divided among the processes here, too, and most would be left out",
+                        fix="pass the whole stream",
+                    )
                 dataset = _WholeStream(dataset)
+            config.dispatch_batches = False
         if has_context:
             args.dataloader_multiprocessing_context = worker_context(args.dataloader_num_workers, chosen)
         try:

@@ -5,6 +5,7 @@ import math
 import datasets
 import pytest
 import torch
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -193,6 +194,8 @@ def bad_stream(rank, world_size, folder, kind):
     elif kind == "no token ids":
         rows[9] = {"tokens": [1, 2]}
         stream = Stream(rows)
+    elif kind == "divided already":
+        stream = split_dataset_by_node(datasets.Dataset.from_list(rows).to_iterable_dataset(4), rank, world_size)
     elif kind == "a mask":
         stream = Stream([{"input_ids": row["input_ids"], "completion_mask": [1]} for row in rows])
     hot_trainer(folder, world_size, stream, **options).train()
@@ -278,6 +281,7 @@ BAD = {
     "ends on one rank": ["HSP-203", "rank 0: train 1 batches; rank 1: train 0 batches", "step 3"],
     "overlong": ["HSP-302", "61 tokens", "rank 1, row 0 of the batch"],
     "no token ids": ["no 'input_ids', only ['tokens']", "rank 1"],
+    "divided already": ["split_dataset_by_node", "pass the whole stream"],
     "a mask": ["completion_mask", "an entry for each token"],
 }
 
