@@ -13,7 +13,7 @@ from typing import Any
 
 import datasets
 import torch
-from accelerate.data_loader import IterableDatasetShard
+from accelerate.data_loader import DataLoaderDispatcher, IterableDatasetShard, skip_first_batches
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedTokenizerBase
@@ -92,6 +92,98 @@ class _WholeStream(IterableDataset):  # type: ignore[misc]
         self.dataset.set_epoch(epoch)
 
 
+class StreamParts:
+    """The parts of a stream that ranks read by themselves (`dispatch_batches=False`), which may have different sizes. A pass of the run is
+    one of the main process over its part. A rank whose part ends before begins it again at once, as in the stock Trainer, where each
+    rank goes on to its next pass alone; one whose part is longer goes on where it is in the next pass of the run.
+
+    Args:
+        loader: That of training.
+        args: The trainer's.
+    """
+
+    def __init__(self, loader: Any, args: Any) -> None:
+        dataset = getattr(loader, "dataset", None)
+        reads_alike = isinstance(loader, DataLoaderDispatcher) or isinstance(dataset, DispatchedShard)
+        self._world_size, self._apart = args.world_size, args.world_size > 1 and is_stream(dataset) and not reads_alike
+        self._loader, self._rank, self._pass, self._epoch, self._read = loader, args.process_index, 0, 0, 0
+        self._own: Iterator[Any] | None = None
+        self._goes_on = self._is_over = False
+        self._places = list[list[int]]()
+
+    def resume(self, places: Sequence[Sequence[int]], skips: bool) -> None:
+        """Resumes where as many ranks have written a checkpoint: behind the last batch of each, or, where it `skips` none, in its pass."""
+        if self._apart and len(places) == self._world_size:
+            self._pass, read = places[self._rank]
+            self._read = read * skips
+            if places[self._rank] != places[0]:  # else the loop has skipped as many batches
+                self._begin(skip_first_batches(self._loader, self._read))
+                self._goes_on = True
+
+    def begin(self, epoch: int) -> None:
+        """A pass of the run begins."""
+        if not self._goes_on and (self._own is not None or self._is_over):
+            self._pass, self._read, self._own = self._pass + 1, 0, None
+        self._epoch, self._goes_on, self._is_over = epoch, False, False
+
+    def read(self, iterator: Iterator[Any], number: int, agreement: Agreement) -> list[Any]:
+        """The next batches of this rank: as many as the main process has, none where its pass has ended. Collective where ranks read by
+        themselves.
+
+        Args:
+            iterator: Over the loader, in this pass of the run.
+            number: Of batches in a step.
+        """
+        if not self._apart:
+            return list(islice(iterator, number))
+        own, batches, failure = iterator if self._own is None else self._own, list[Any](), None
+        try:
+            if self._own is None and self._pass != self._epoch:
+                self._set_epoch(self._loader)
+            batches = list(islice(own, number))
+        except Exception as error:
+            failure = error
+        counts = agreement.gather([-1.0 if failure is not None else float(len(batches))])[:, 0].tolist()
+        if failure is not None:
+            raise failure
+        if min(counts) < 0:  # that rank says why
+            return batches
+        wanted = int(counts[0])
+        self._own = chain(batches[wanted:], own) if batches[wanted:] else own
+        if not wanted:
+            self._goes_on, self._is_over = bool(batches), not batches
+            self._own = self._own if batches else None
+            return []
+        batches = batches[:wanted]
+        self._read += len(batches)
+        while len(batches) < wanted:  # this part has ended
+            self._pass += 1
+            own = self._begin(self._loader)
+            if not (more := list(islice(own, wanted - len(batches)))):
+                break
+            batches, self._read = batches + more, len(more)
+        return batches
+
+    def _begin(self, loader: Any) -> Iterator[Any]:
+        self._set_epoch(loader)
+        self._own = own = iter(loader)
+        return own
+
+    def _set_epoch(self, loader: Any) -> None:
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(self._pass)
+
+    def state(self) -> dict[str, Any]:
+        """As JSON: nothing where all ranks have read as much as the main process."""
+        return {"parts": self._places} if any(place != self._places[0] for place in self._places) else {}
+
+    def gather(self, agreement: Agreement, ends: bool) -> None:
+        """Takes down the places of all ranks, whose pass `ends` here, for `state`. Collective."""
+        if self._apart:
+            place = [self._pass + 1.0, 0.0] if ends else [float(self._pass), float(self._read)]
+            self._places = [[int(number) for number in of_rank] for of_rank in agreement.gather(place).tolist()]
+
+
 class Rows:
     """The data sets of a trainer: what its loaders are given, and what is known of lengths before rows are trained.
 
@@ -106,6 +198,7 @@ class Rows:
         sampled: Whether longer rows may come than those that `tables` has found.
         evaluated: The set that was evaluated last; None before.
         sampler: Deals out the rows of an explicit `hotspa_mini_batch_size`; None without.
+        parts: What ranks read by themselves of the stream that is trained.
         default_collator: What the stock Trainer has taken where no data collator was given; None where one was.
     """
 
@@ -116,6 +209,7 @@ class Rows:
         self._longest: int | None = None
         self.sampled, self.evaluated, self.default_collator, self._said = False, None, None, set[str]()
         self.sampler: MiniBatchSampler | None = None
+        self.parts = StreamParts(None, self._args)
 
     # -- what loaders are given ---------------------------------------------------------------------------------------
 
@@ -256,6 +350,11 @@ class Rows:
         if getattr(dealt, "batch_sampler", None) is self.sampler:  # accelerate would deal them out once more
             dealt.num_processes, dealt.process_index = 1, 0
         return prepared
+
+    def begin(self, loader: Any, place: Mapping[str, Any]) -> None:
+        """Training begins, in a place of `hotspa_state`."""
+        self.parts = StreamParts(loader, self._args)
+        self.parts.resume(place.get("parts", ()), not self._args.ignore_data_skip)
 
     def _signature(self) -> list[str]:
         self._trainer._set_signature_columns_if_needed()

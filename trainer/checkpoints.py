@@ -476,6 +476,7 @@ def tokenizer_of(trainer: Any) -> Any:
 
 def contents_of(trainer: Any, folder: RunFolder) -> CheckpointContents:
     """The checkpoint of a trainer at this moment. Collective."""
+    trainer._hotspa_rows.parts.gather(trainer.switched.engine.agreement, trainer.control.should_epoch_stop)
     optimizer = None if trainer.args.save_only_model else trainer.optimizer
     devices = trainer._hotspa_watchers.devices
     of_rank: dict[str, Tensor] = getattr(trainer, "_hotspa_rank_tensors", dict)()  # of one that generates

@@ -374,6 +374,7 @@ class SwitchedMixin(_Base):
         watchers = self._hotspa_watchers
         watchers.begin(max_steps)
         self.load_hotspa_state(self._hotspa_state)
+        self._hotspa_rows.begin(train_dataloader, self._hotspa_place)
         counts = {"number of steps": str(max_steps)} | length_facts(train_dataloader)
         switched.engine.agreement.check({}, None, "start of training", facts=counts)
         table = self._hotspa_check_rows(switched, train_dataloader)
@@ -485,7 +486,7 @@ class SwitchedMixin(_Base):
         place = dict(self._hotspa_place)
         if self.control.should_epoch_stop:  # a callback ends the pass here
             place = next_pass(place, place["epoch"] + 1)
-        return state | ({"stream": place} if is_stream(self.train_dataset) else {})
+        return state | ({"stream": place | self._hotspa_rows.parts.state()} if is_stream(self.train_dataset) else {})
 
     def load_hotspa_state(self, state: dict[str, Any]) -> None:
         """Resumes from `hotspa_state`; before the first mini-batch, the engine may not have been started yet.
@@ -511,6 +512,7 @@ class SwitchedMixin(_Base):
         if self._hotspa_place["epoch"] != epoch:
             self._hotspa_place = next_pass(self._hotspa_place, epoch, self._hotspa_has_ended)
         self._hotspa_has_ended = False
+        self._hotspa_rows.parts.begin(epoch)
 
         def check() -> None:
             with structure_only(), as_built(bare_model(self.model)[0]):  # those at the start were found with the model
@@ -529,7 +531,7 @@ class SwitchedMixin(_Base):
         switched, batches, handler = self.switched, list[Any](), self.callback_handler
         engine, error = switched.engine, handler.error
         try:
-            batches = list(islice(epoch_iterator, num_batches))
+            batches = self._hotspa_rows.parts.read(epoch_iterator, num_batches, engine.agreement)
         except Exception as failure:  # of a data set, or a collator
             error = error or unreadable(failure, self.args.process_index)
             release_others(handler.train_dataloader)

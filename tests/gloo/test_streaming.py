@@ -173,6 +173,49 @@ def test_a_stream_in_shards_read_with_workers_has_the_rows_of_the_stock_trainer(
             assert len(labels) == 13, workers
 
 
+def in_parts(rank, world_size, folder, cut, saved):
+    """Losses and weights where ranks read two files of together 16 rows: of the stock Trainer, of ours, and of ours resumed after some steps."""
+    rows = random_rows(16, 160, longest=60, seed=3)
+
+    def make(files):
+        yield from (row for file in files for row in (rows[:cut], rows[cut:])[file])
+
+    def run(folder, saved=(), resume=None, cls=None):
+        options = {"max_steps": 11, "accelerator_config": {"dispatch_batches": False}, "save_strategy": "no"}
+        stream = datasets.IterableDataset.from_generator(make, gen_kwargs={"files": [0, 1]}).shuffle(
+            seed=5, buffer_size=4
+        )
+        if cls is None:
+            trainer = hot_trainer(folder, world_size, stream, data_collator=_pad, **options)
+        else:
+            args = TrainingArguments(
+                output_dir=folder, per_device_train_batch_size=MINI_BATCH // world_size, **{**COMMON, **options}
+            )
+            trainer = cls(tiny_model("llama_gqa_bias"), args, train_dataset=stream, data_collator=_pad)
+        trainer.add_callback(SaveAt(saved))
+        trainer.train(resume_from_checkpoint=resume)
+        if cls is None:
+            trainer.close_engine()
+        weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        return [log["loss"] for log in trainer.state.log_history if "loss" in log], weights
+
+    ours = f"{folder}/ours"
+    found = {"stock": run(f"{folder}/stock", cls=Trainer), "ours": run(ours, saved)}
+    return found | {step: run(f"{folder}/{step}", resume=f"{ours}/checkpoint-{step}") for step in saved}
+
+
+@pytest.mark.parametrize(("cut", "saved"), [(5, (1, 2, 4, 6, 9)), (11, (2, 4, 7))])
+def test_a_rank_whose_part_of_a_stream_ends_begins_it_again_as_in_the_stock_trainer(cut, saved, tmp_path):
+    for found in run_ranks(2, in_parts, str(tmp_path), cut, saved):
+        (stock, stock_weights), (ours, weights) = found.pop("stock"), found.pop("ours")
+        assert len(ours) == 11
+        assert ours == pytest.approx(stock, rel=1e-5)
+        assert relative_error(weights, stock_weights) <= 2e-5
+        for step, (again, same) in found.items():
+            assert again == ours, step
+            assert torch.equal(same, weights), step
+
+
 def _to_one_width(rows):
     batch = _pad([*rows, {"input_ids": [3] * 60, "labels": [-100] * 60}])
     return {name: column[:-1] for name, column in batch.items()}
