@@ -439,9 +439,9 @@ class _Search:
                 options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
         timed: list[tuple[float, Strategy, int]] = []
         most = far = round_s = math.inf
+        kinds = dict[frozenset[Strategy], float]()  # the fastest of each
         for bound, strategy, tokens in sorted(options):
-            others = {each[1] for each in timed if each[0] <= far}
-            if bound >= most and (bound >= far or len(others) > MOST_SINGLES):
+            if bound >= most and bound >= min([far, *sorted(kinds.values())[MOST_SINGLES:]]):
                 break
             rounds = can_go_round(strategy, len(self.time.cut.layers))
             asked = max(most, far, round_s if rounds else 0.0) if strategy.ranks_of_a_replica > 1 else math.inf
@@ -449,6 +449,8 @@ class _Search:
             if seconds > asked:
                 continue
             timed.append((seconds, strategy, tokens))
+            kind = self._kinds(((strategy, *whole, tokens),))
+            kinds[kind] = min(seconds, kinds.get(kind, math.inf))
             most, far = min(most, seconds * (1 + plain_margin)), min(far, seconds * (1 + near))
             round_s = min(round_s, seconds) if rounds else round_s
         self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]

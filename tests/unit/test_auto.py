@@ -19,9 +19,10 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import fitting_beside, make_auto_plan
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.chooser import Selector
-from hf_hotspa.search.offers import CHUNK_SIZES, chunks_alone, with_chunks
+from hf_hotspa.search.offers import CHUNK_SIZES, MARGIN, chunks_alone, with_chunks
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.planning import Setup
+from hf_hotspa.search.search import MOST_SINGLES
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from hf_hotspa.trainer import run_plan
@@ -303,6 +304,48 @@ def test_beside_a_strategy_that_moves_layers_one_that_does_not_is_raced_from_twi
     assert not raced("dp8+z3", "pp8", 0.4)
     assert raced("dp2pp4", "pp8", 1.05)
     assert not raced("dp2pp4", "pp8", 0.6)
+
+
+def test_pipelines_beside_cp_are_raced_as_single_strategies_though_they_may_not_pay() -> None:
+    among = [Strategy.parse(name) for name in ("dp2tp4", "cp2tp4", "cp2pp4", "cp2pp4+z3")]
+    of_cluster = Setup.read("llama2-7b", "1x8", "a800-80g").cost
+
+    def planned(near: float) -> Plan:
+        room = 72 << 30
+        return make_auto_plan(LONG_TAILED, among, of_cluster, mini_batch_size=64, limit_bytes=room, near=near)
+
+    def singles(plan: Plan) -> list[str]:
+        return [str(pool[0].strategy) for pool in plan.raced if len(pool) == 1]
+
+    assert "cp2pp4" in singles(planned(9.0))
+    assert "cp2pp4+z3" not in singles(planned(9.0))
+    assert singles(planned(MARGIN)) == []
+
+
+def test_of_every_kind_that_is_near_the_fastest_is_raced() -> None:
+    """However many options of others are as near: they make no other plan."""
+    names = ("tp8", "dp2tp4", "tp4pp2", "tp2pp4", "pp8")
+    options = ("", "+rc", "+z2", "+rc+z2", "+z3", "+rc+z3")
+    among = [
+        Strategy.parse(f"{name}{each}")
+        for name in names
+        for each in options
+        if name.startswith("dp") or "z" not in each
+    ]
+    of_cluster = Setup.read("llama2-7b", "1x8", "a800-80g").cost
+
+    def seconds(name: str) -> float:
+        return planned([Strategy.parse(name)], 0.0).choice.seconds
+
+    def planned(among: list[Strategy], near: float) -> Plan:
+        room = 72 << 30
+        return make_auto_plan(
+            LONG_TAILED, among, of_cluster, mini_batch_size=64, limit_bytes=room, max_phases=1, near=near
+        )
+
+    plan = planned(among, 9.0)
+    tried = [str(plan.pool[0].strategy), *(str(pool[0].strategy) for pool in plan.raced)]
+    assert tried == sorted(names, key=seconds)[: 1 + MOST_SINGLES]
 
 
 def test_a_plan_that_fills_the_memory_makes_room_for_the_weights_of_one_that_is_raced() -> None:
