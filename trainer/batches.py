@@ -95,7 +95,7 @@ class _WholeStream(IterableDataset):  # type: ignore[misc]
 class StreamParts:
     """The parts of a stream that ranks read by themselves (`dispatch_batches=False`), which may have different sizes. A pass of the run is
     one of the main process over its part. A rank whose part ends before begins it again at once, as in the stock Trainer, where each
-    rank goes on to its next pass alone; one whose part is longer goes on where it is in the next pass of the run.
+    rank begins its next pass alone; one whose part is longer continues where it is in the next pass of the run.
 
     Args:
         loader: That of training.
@@ -108,7 +108,7 @@ class StreamParts:
         self._world_size, self._apart = args.world_size, args.world_size > 1 and is_stream(dataset) and not reads_alike
         self._loader, self._rank, self._pass, self._epoch, self._read = loader, args.process_index, 0, 0, 0
         self._own: Iterator[Any] | None = None
-        self._goes_on = self._is_over = False
+        self._continues = self._is_over = False
         self._places = list[list[int]]()
 
     def resume(self, places: Sequence[Sequence[int]], skips: bool) -> None:
@@ -118,13 +118,13 @@ class StreamParts:
             self._read = read * skips
             if places[self._rank] != places[0]:  # else the loop has skipped as many batches
                 self._begin(skip_first_batches(self._loader, self._read))
-                self._goes_on = True
+                self._continues = True
 
     def begin(self, epoch: int) -> None:
         """A pass of the run begins."""
-        if not self._goes_on and (self._own is not None or self._is_over):
+        if not self._continues and (self._own is not None or self._is_over):
             self._pass, self._read, self._own = self._pass + 1, 0, None
-        self._epoch, self._goes_on, self._is_over = epoch, False, False
+        self._epoch, self._continues, self._is_over = epoch, False, False
 
     def read(self, iterator: Iterator[Any], number: int, agreement: Agreement) -> list[Any]:
         """The next batches of this rank: as many as the main process has, none where its pass has ended. Collective where ranks read by
@@ -151,7 +151,7 @@ class StreamParts:
         wanted = int(counts[0])
         self._own = chain(batches[wanted:], own) if batches[wanted:] else own
         if not wanted:
-            self._goes_on, self._is_over = bool(batches), not batches
+            self._continues, self._is_over = bool(batches), not batches
             self._own = self._own if batches else None
             return []
         batches = batches[:wanted]
@@ -275,8 +275,8 @@ class Rows:
         if (changes and (several or is_training)) or (
             several and self._given_collator() is None and is_stream(dataset)
         ):
-            if dispatch is not False and isinstance(dataset, datasets.IterableDataset):
-                if several and dataset._distributed is not None:
+            if several and dispatch is not False and isinstance(dataset, datasets.IterableDataset):
+                if dataset._distributed is not None:
                     raise UnsupportedError(
                         "a stream that split_dataset_by_node has divided",
                         why="rows of a stream are divided among the processes here, too, and most would be left out",
@@ -351,10 +351,10 @@ class Rows:
             dealt.num_processes, dealt.process_index = 1, 0
         return prepared
 
-    def begin(self, loader: Any, place: Mapping[str, Any]) -> None:
-        """Training begins, in a place of `hotspa_state`."""
+    def begin(self, loader: Any, places: Sequence[Sequence[int]]) -> None:
+        """Training begins, with the places of ranks in their parts of a stream where it resumes in such."""
         self.parts = StreamParts(loader, self._args)
-        self.parts.resume(place.get("parts", ()), not self._args.ignore_data_skip)
+        self.parts.resume(places, not self._args.ignore_data_skip)
 
     def _signature(self) -> list[str]:
         self._trainer._set_signature_columns_if_needed()

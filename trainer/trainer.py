@@ -374,7 +374,7 @@ class SwitchedMixin(_Base):
         watchers = self._hotspa_watchers
         watchers.begin(max_steps)
         self.load_hotspa_state(self._hotspa_state)
-        self._hotspa_rows.begin(train_dataloader, self._hotspa_place)
+        self._hotspa_rows.begin(train_dataloader, self._hotspa_place.pop("parts", ()))
         counts = {"number of steps": str(max_steps)} | length_facts(train_dataloader)
         switched.engine.agreement.check({}, None, "start of training", facts=counts)
         table = self._hotspa_check_rows(switched, train_dataloader)

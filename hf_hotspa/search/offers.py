@@ -106,8 +106,8 @@ def longest_by_strategy(
 
 
 def pipelines_alone(strategies: Iterable[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """What is tried as a single strategy where plans are raced, although `that_pay` has it as a last resort: cp with a pipeline, without
-    other options. On busy cores it was the fastest, where its predicted seconds were 9 % behind."""
+    """What is tried as a single strategy where plans are raced, although `that_pay` has it as a last resort: cp with a pipeline, not
+    sharded. On busy cores it was the fastest, where its predicted seconds were 9 % behind."""
     return [s for s in strategies if s.cp > 1 and s.pp > 1 and s.is_common and tokens(s) >= longest]
 
 
