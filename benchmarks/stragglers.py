@@ -227,7 +227,7 @@ class Side:
     def __init__(self, world: Measured, answer: Answer, chis: Mapping[int, float]) -> None:
         self.world, self.answer, self.chis = world, answer, chis if answer.slow else {}
         self.engine = engine = world.engines[answer.strategy]
-        self.pace = engine.device_pace(answer.mode if answer.mode in GIVING else None)
+        self.step_time = engine.device_step_time(answer.mode if answer.mode in GIVING else None)
         self.collate = PackedBucketCollator(engine.buckets, rank=world.rank, vocab_size=64)
         self.optimizer = torch.optim.AdamW(engine.parameter_groups(), lr=LEARNING_RATE)
         self.resizing = Resizing(answer.columns, "zero", PERIOD)
@@ -241,8 +241,8 @@ class Side:
         self.loss, self.shares = 0.0, ""
         world.sleep.times = 1.0
         if answer.mode == "semi":
-            assert self.pace.giving is not None
-            pretest(engine, self.pace.giving)
+            assert self.step_time.giving is not None
+            pretest(engine, self.step_time.giving)
 
     def step(self) -> None:
         """One mini-batch."""
@@ -257,12 +257,12 @@ class Side:
             work.resized = 0.0
         self.statistics.load(self.tensors)
         self.statistics.begin(number, PERIOD)
-        giving = self.pace.giving
+        giving = self.step_time.giving
         if giving is not None:
             engine.give(giving.shares, giving.resized)
         elif self.given is not None:
             engine.give(self.given)
-        known = self.pace.devices.speeds() if self.answer.mode == "balance" else None
+        known = self.step_time.devices.speeds() if self.answer.mode == "balance" else None
         speeds = Speeds(known) if known is not None else None
         plan = plan_mini_batch(range(len(world.rows)), world.table, engine.buckets, speeds=speeds)
         mini_batch = self.collate.of_plan(plan, dict(enumerate(world.rows)))
@@ -271,16 +271,16 @@ class Side:
         report = engine.forward_backward(mini_batch, number)
         self.seconds.append(time.perf_counter() - begin)
         self.shares = self._shares(report)
-        report, _ = self.pace.trained(plan, report)
-        if self.found_after is None and self.chis and self.chis.keys() <= self.pace.devices.slow:
+        report, _ = self.step_time.trained(plan, report)
+        if self.found_after is None and self.chis and self.chis.keys() <= self.step_time.devices.slow:
             self.found_after = number + 1
         if self.answer.strategy in RECUT:
             self._recut()
         if giving is not None and self.answer.migrating is not None:
             with patch.object(rates, "num_migrating", lambda *_: self.answer.migrating):
-                giving.decide(self.pace.devices.known, self.pace.devices.slow)
+                giving.decide(self.step_time.devices.known, self.step_time.devices.slow)
         elif giving is not None:
-            giving.decide(self.pace.devices.known, self.pace.devices.slow)
+            giving.decide(self.step_time.devices.known, self.step_time.devices.slow)
         self.loss, self.tensors = report.loss, self.statistics.tensors()
         engine.clip_grad_norm_(1.0)
         self.optimizer.step()
@@ -290,15 +290,15 @@ class Side:
 
     def _recut(self) -> None:
         """Divides layers, or MLPs, by what is known of the devices; what it takes is said, and not counted in a mini-batch."""
-        engine, begin, speeds = self.engine, time.perf_counter(), self.pace.devices.speeds()
+        engine, begin, speeds = self.engine, time.perf_counter(), self.step_time.devices.speeds()
         vector = engine.description.vector
         shares = shares_by_speed(vector, engine.phases, speeds)
         if engine.recut(cut_by_speed(vector.stage_costs, engine.phases, speeds), of_ranks=shares):
-            self.pace.take_cut(engine.description.vector, engine.layouts)
+            self.step_time.take_cut(engine.description.vector, engine.layouts)
             self.recut_s.append(time.perf_counter() - begin)
 
     def _shares(self, report: Any) -> str:
-        giving = self.pace.giving
+        giving = self.step_time.giving
         if self.answer.strategy in RECUT:
             (strategy,), vector = self.engine.phases, self.engine.description.vector
             took = f", cut in {sum(self.recut_s):.2f} s" if self.recut_s else ""

@@ -167,12 +167,12 @@ class _Totals:
         self.of_steps = _Sums(int)
         self.by_strategy: dict[str, _Sums] = defaultdict(lambda: _Sums(int))
         self.slow: tuple[int, ...] = ()
-        self._paces: dict[int, tuple[float, int]] = {}
+        self._step_times: dict[int, tuple[float, int]] = {}
 
     @property
     def slowest(self) -> tuple[int, float] | None:
-        """The rank that took longest for its work, and its mean pace; None where nobody watched."""
-        means = {rank: summed / count for rank, (summed, count) in self._paces.items()}
+        """The rank that took longest for its work, and its mean relative step time; None where nobody watched."""
+        means = {rank: summed / count for rank, (summed, count) in self._step_times.items()}
         return max(means.items(), key=lambda mean: mean[1], default=None)
 
     def of_phases(self, name: str) -> Any:
@@ -186,10 +186,10 @@ class _Totals:
             self.of_steps["single_s"] += report.single_s
             self.of_steps["against_single_s"] += report.predicted_s
         self.slow = report.slow
-        for rank, pace in enumerate(report.paces or ()):
-            if pace is not None:
-                summed, count = self._paces.get(rank, (0.0, 0))
-                self._paces[rank] = summed + pace, count + 1
+        for rank, step_time in enumerate(report.paces or ()):
+            if step_time is not None:
+                summed, count = self._step_times.get(rank, (0.0, 0))
+                self._step_times[rank] = summed + step_time, count + 1
         for phase in report.phases:
             sums = self.by_strategy[phase.strategy]
             sums["phases"] += 1

@@ -345,12 +345,12 @@ class StepReport:
         return self.load_return_s / self.total_s if self.total_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready plain data, without `ranks` (their number has no bound; of paces two digits stay)."""
+        """The report as JSON-ready plain data, without `ranks` (their number has no bound; of relative step times two digits stay)."""
         data = asdict(replace(self, ranks=None))
         del data["ranks"]
         data["slow"] = list(self.slow)
         if self.paces is not None:
-            data["paces"] = [None if pace is None else round(pace, 2) for pace in self.paces]
+            data["paces"] = [None if step_time is None else round(step_time, 2) for step_time in self.paces]
         return data
 
 

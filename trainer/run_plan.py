@@ -188,7 +188,7 @@ class RunPlan:
             warn_of_known(self._args.output_dir, self.buckets)
 
     def take_cut(self, description: ModelDescription) -> None:
-        """Predicts for stages that are cut as the description says, by devices of the paces that cut them."""
+        """Predicts for stages that are cut as the description says, by devices of the relative step times that cut them."""
         if self._known is None:
             return
         cost = cost_model(self._known.calibration, description, self._args)

@@ -70,7 +70,7 @@ class DeviceWatch:
                     why="columns stay with their rank yet where weights come layer by layer or tokens are shared (+z, cp)",
                     fix="leave these strategies out, or use hotspa_stragglers=watch",
                 )
-        self._pace = engine.device_pace(mode if mode in GIVING else None)
+        self._step_time = engine.device_step_time(mode if mode in GIVING else None)
         self.speeds = SpeedHistory(delay) if mode == "balance" else None
         self._stages = stages if mode == "balance" else None
         self._has_replicas = any(strategy.dp > 1 for strategy in engine.phases)
@@ -78,8 +78,8 @@ class DeviceWatch:
         self._last: list[float] = []
         self._statistics = ColumnStatistics(engine, resizing) if mode in LOSSY else None
         if mode == "semi":
-            assert self._pace.giving is not None
-            pretest(engine, self._pace.giving)
+            assert self._step_time.giving is not None
+            pretest(engine, self._step_time.giving)
         if mode in LOSSY and self._speaks:
             logger.warning(
                 "hotspa_stragglers=%s: this run is not exact. While a device is slow, columns of its products are left out, "
@@ -112,11 +112,11 @@ class DeviceWatch:
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> StepReport:
         """Takes the report of a mini-batch; returns it with what it says of the devices. Collective where pipelines or
         MLPs are cut anew."""
-        report, event = self._pace.trained(plan, report)
+        report, event = self._step_time.trained(plan, report)
         answer = self._answer(report.step)
         if (event is not None or answer) and self._speaks and self._said < _MOST_SAID:
             self._said += 1
-            said = str(event) if event is not None else "the pace of a slow device changed"
+            said = str(event) if event is not None else "the relative step time of a slow device changed"
             last = "; further changes are in the report alone" if self._said == _MOST_SAID else ""
             text = f"{said}; {answer}" if answer else said
             logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)%s", report.step, text, self.mode, last)
@@ -124,10 +124,10 @@ class DeviceWatch:
 
     def _answer(self, step: int) -> str:
         """What is done from some later mini-batch on; empty where nothing changes."""
-        devices = self._pace.devices
+        devices = self._step_time.devices
         if self.speeds is not None and self._stages is not None:
             return self._balanced(step, self.speeds, self._stages)
-        giving = self._pace.giving
+        giving = self._step_time.giving
         if giving is None or not giving.decide(devices.known, devices.slow):
             return ""
         self._engine.give(giving.shares, giving.resized)
@@ -147,7 +147,7 @@ class DeviceWatch:
         return ", ".join(said) or "all columns are computed where they lie"
 
     def _balanced(self, step: int, history: SpeedHistory, stages: StageCuts) -> str:
-        ranks, said = self._pace.devices.speeds(), list[str]()
+        ranks, said = self._step_time.devices.speeds(), list[str]()
         if of_stages := stages.decide(ranks):
             self._take_cut()
             said.append(of_stages)
@@ -157,12 +157,12 @@ class DeviceWatch:
         return "; ".join(said)
 
     def _take_cut(self) -> None:
-        self._pace.take_cut(self._engine.description.vector, self._engine.layouts)
+        self._step_time.take_cut(self._engine.description.vector, self._engine.layouts)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, JSON-ready."""
         of_mode = {name: part.state_dict() for name, part in self._parts().items()}
-        return {"devices": self._pace.devices.state_dict(), **of_mode}
+        return {"devices": self._step_time.devices.state_dict(), **of_mode}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state; one of another number of ranks is left, as those are other devices.
@@ -170,17 +170,17 @@ class DeviceWatch:
         Raises:
             HotspaConfigError: it is damaged.
         """
-        if not self._pace.devices.load_state_dict(state.get("devices", {})):
+        if not self._step_time.devices.load_state_dict(state.get("devices", {})):
             return
         for name, part in self._parts().items():
             if name in state:
                 part.load_state_dict(state[name])
-        if self._pace.giving is not None and "giving" in state:
-            self._engine.give(self._pace.giving.shares, self._pace.giving.resized)
+        if self._step_time.giving is not None and "giving" in state:
+            self._engine.give(self._step_time.giving.shares, self._step_time.giving.resized)
 
     def _parts(self) -> dict[str, Any]:
         """What the mode goes by, by its name in the state; each has a state of its own."""
-        parts = {"speeds": self.speeds, "stages": self._stages, "giving": self._pace.giving}
+        parts = {"speeds": self.speeds, "stages": self._stages, "giving": self._step_time.giving}
         return {name: part for name, part in parts.items() if part is not None}
 
     def rank_tensors(self) -> dict[str, Tensor]:

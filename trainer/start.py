@@ -172,7 +172,7 @@ class Watchers:
             report = self.plan.ended(step, report)
         if self.devices is not None:
             watched = self.devices.trained(*passes[-1])  # a pass is enough to know who is slow
-            report = replace(report, paces=watched.paces, slow=watched.slow)
+            report = replace(report, step_times=watched.step_times, slow=watched.slow)
         return report
 
 

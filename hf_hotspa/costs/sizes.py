@@ -200,7 +200,7 @@ class ModelSizes:
         return self._stages[key]
 
     def has_uneven_shares(self, strategy: Strategy) -> bool:
-        """Whether some of the strategy's tensor-parallel groups divide MLPs by the pace of their devices."""
+        """Whether some of the strategy's tensor-parallel groups divide MLPs by the relative step time of their devices."""
         return self.vector is not None and is_uneven(self.vector, strategy)
 
     def mlp_share(self, strategy: Strategy) -> float:

@@ -26,8 +26,8 @@ from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import StreamedPack, Streams
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.shares import fastest_stages, paces_of_groups
-from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
+from hf_hotspa.layout.shares import fastest_stages, step_times_of_groups
+from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import cut_for, cut_into_chains, squared_lengths
@@ -263,7 +263,7 @@ class TimeModel:
 
     Args:
         source: Where the coefficients come from, in words.
-        cut: What stages are cut and layers weighed by; stages of slow devices (its `paces`) take so much longer.
+        cut: What stages are cut and layers weighed by; stages of slow devices (its `step_times`) take so much longer.
         layers: One layer (of mean cost), forward and backward, by tp.
         heads: Final norm, vocabulary projection and loss, by tp.
         embeddings: The embedding, by tp.
@@ -278,8 +278,8 @@ class TimeModel:
         phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
             `Calibration`; of a deeper pipeline than was measured, as much as with the nearest depth.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
-        paced: The parameters, whose MLPs are divided by the paces of ranks: tensor-parallel groups with slow ones take so much
-            longer. None, or without paces, where no device is slow.
+        paced: The parameters, whose MLPs are divided by the relative step times of ranks: tensor-parallel groups with slow ones take so much
+            longer. None, or without relative step times, where no device is slow.
         cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
         streams: What moves the units of fully sharded strategies; None where there are none.
         shape: The model's, for what ranks of cp exchange; None where that is not known and costs nothing.
@@ -428,7 +428,7 @@ class TimeModel:
         weights = self.cut.layers
         mean = sum(weights) / len(weights)
         costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
-        paces = self.cut.paces_of(strategy.num_stages) or self._paces(strategy)
+        step_times = self.cut.step_times_of(strategy.num_stages) or self._step_times(strategy)
         for stage, layers in enumerate(self.cut.stages(strategy.num_stages)):
             cost = self._shared_layer(strategy) * (
                 sum(weights[layer] for layer in layers) / mean if mean else len(layers)
@@ -439,14 +439,14 @@ class TimeModel:
                 cost += _shared(self.embeddings.get(tp, Cost()), cp) * scored
             if stage == strategy.num_stages - 1:
                 cost += _shared(self.heads.get(tp, Cost()), cp) * scored
-            costs.append(cost * (factor * (paces[stage] / USUAL_PACE)))
+            costs.append(cost * (factor * (step_times[stage] / USUAL_STEP_TIME)))
         return tuple(costs)
 
-    def _paces(self, strategy: Strategy) -> tuple[int, ...]:
-        """Of each stage, where MLPs are divided by the paces of ranks: of the fastest replica, since slower ones get fewer packs."""
-        if self.paced is None or not self.paced.paces:
-            return (USUAL_PACE,) * strategy.num_stages
-        return fastest_stages(strategy, paces_of_groups(self.paced, strategy, self.paced.paces)) * strategy.v
+    def _step_times(self, strategy: Strategy) -> tuple[int, ...]:
+        """Of each stage, where MLPs are divided by the relative step times of ranks: of the fastest replica, since slower ones get fewer packs."""
+        if self.paced is None or not self.paced.step_times:
+            return (USUAL_STEP_TIME,) * strategy.num_stages
+        return fastest_stages(strategy, step_times_of_groups(self.paced, strategy, self.paced.step_times)) * strategy.v
 
     def _phase_factor(self, tp: int, pp: int) -> float:
         """A copy has few layers, and so few stages: of a deeper pipeline, the factor of the nearest depth."""

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
-from hf_hotspa.engine.device_pace import DevicePace
+from hf_hotspa.engine.device_step_time import DeviceStepTime
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.faults import PhaseFailures, raise_non_finite
 from hf_hotspa.engine.loading import fill_from_model, load_below_adapter, load_weights, write_to_model
@@ -38,7 +38,7 @@ from hf_hotspa.engine.low_bit import adopt, needs_adopting
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import Observer, PhaseRunner, peak_memory
 from hf_hotspa.engine.pipedream import PipeDreamRunner, stage_updates
-from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, with_paces
+from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, with_step_times
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import ParameterSpec
@@ -151,16 +151,16 @@ class HotSPaEngine:
 
     def recut(
         self,
-        paces: Iterable[tuple[int, ...]],
+        step_times: Iterable[tuple[int, ...]],
         fits: Callable[[ModelDescription], None] = lambda _: None,
         of_ranks: Iterable[int] = (),
     ) -> bool:
-        """Between two mini-batches, cuts the stages of pipelines by these paces of their devices (`StageCosts.paces`), and the
-        MLPs of tensor-parallel groups by those of their ranks (`ParameterVector.paces`). The next load fills the new stages and
+        """Between two mini-batches, cuts the stages of pipelines by these relative step times of their devices (`StageCosts.step_times`), and the
+        MLPs of tensor-parallel groups by those of their ranks (`ParameterVector.step_times`). The next load fills the new stages and
         shards; the master store, and so checkpoints, do not change. Collective where a cut changes.
 
         Args:
-            paces: The same on all ranks; none for the cut that the engine was made with.
+            step_times: The same on all ranks; none for the cut that the engine was made with.
             of_ranks: The same on all ranks, one for each rank; none for even shares.
             fits: Raises on a rank that cannot hold the model in this cut.
 
@@ -175,7 +175,7 @@ class HotSPaEngine:
             raise HotspaConfigError(
                 "another cut of stages that update by themselves", fix="use hotspa_stragglers=watch"
             )
-        description = with_paces(self.description, paces, self._options.stage_costs, of_ranks)
+        description = with_step_times(self.description, step_times, self._options.stage_costs, of_ranks)
         meshes = {s: self.phases[s].mesh for s in changed(self.description, description, self.phases)}
         if meshes:
             where, shared = f"cut by speed before mini-batch {self._steps + 1}", (self._switching, self.agreement)
@@ -200,13 +200,13 @@ class HotSPaEngine:
             )
         return self._groups.device_mesh(strategy)
 
-    def device_pace(self, gives: str | None = None) -> DevicePace:
+    def device_step_time(self, gives: str | None = None) -> DeviceStepTime:
         """Watches the devices of this engine, when it is given the reports of its mini-batches. Not collective.
 
         Args:
-            gives: How what slow ranks should not compute is decided, too (`DevicePace`); None where it is not.
+            gives: How what slow ranks should not compute is decided, too (`DeviceStepTime`); None where it is not.
         """
-        return DevicePace(self.description.vector, self.layouts, self.description.shape.quadratic_cost, gives)
+        return DeviceStepTime(self.description.vector, self.layouts, self.description.shape.quadratic_cost, gives)
 
     @property
     def layouts(self) -> dict[Strategy, Layout]:

@@ -109,19 +109,19 @@ def plan_switches(
 # cut before. One collective.
 
 
-def with_paces(
+def with_step_times(
     description: ModelDescription,
-    paces: Iterable[tuple[int, ...]],
+    step_times: Iterable[tuple[int, ...]],
     usual: StageCosts | None,
     of_ranks: Iterable[int] = (),
 ) -> ModelDescription:
-    """The model cut by the paces of its devices: stages by `paces`, MLPs of tensor-parallel groups by those `of_ranks`.
+    """The model cut by the relative step times of its devices: stages by `step_times`, MLPs of tensor-parallel groups by those `of_ranks`.
 
     Args:
-        usual: What stages are cut by without paces of theirs; None for by count.
+        usual: What stages are cut by without relative step times of theirs; None for by count.
     """
-    costs = description.vector.stage_costs.with_paces(paces)
-    vector = description.vector.with_measured(costs if costs.paces else usual).with_paces(of_ranks)
+    costs = description.vector.stage_costs.with_step_times(step_times)
+    vector = description.vector.with_measured(costs if costs.step_times else usual).with_step_times(of_ranks)
     return replace(description, vector=vector)
 
 
@@ -171,8 +171,8 @@ def take_cut(
             made,
             lambda _: {plan.name: plan.digest for plan in switching.pool.plans()},
             facts=lambda _: {
-                "paces of stages": repr(description.vector.stage_costs.paces),
-                "paces of ranks": repr(description.vector.paces),
+                "relative step times of stages": repr(description.vector.stage_costs.step_times),
+                "relative step times of ranks": repr(description.vector.step_times),
             },
         )
     except BaseException:

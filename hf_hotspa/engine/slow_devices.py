@@ -1,4 +1,4 @@
-"""What an engine does about slow devices: cuts its pipelines, and the MLPs of its tensor-parallel groups, by their pace (`StageCuts`),
+"""What an engine does about slow devices: cuts its pipelines, and the MLPs of its tensor-parallel groups, by their relative step time (`StageCuts`),
 measures what giving columns of products away costs (`pretest`), and which columns can be left out (`ColumnStatistics`).
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.phase import moment
 from hf_hotspa.errors import DeviceMemoryError
-from hf_hotspa.layout.shares import is_uneven, paces_of_groups, shard_rows, shard_widths
+from hf_hotspa.layout.shares import is_uneven, shard_rows, shard_widths, step_times_of_groups
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.collectives import PRODUCTS
@@ -22,22 +22,22 @@ from hf_hotspa.parallel.flexible_linear import Exchange, FlexibleWork, OwnColumn
 from hf_hotspa.stragglers.columns import Resizing, kept_variation, migrate
 from hf_hotspa.stragglers.giving import Giving, fitted_line
 from hf_hotspa.stragglers.speeds import (
-    Paces,
+    StepTimes,
     can_share,
     cut_by_speed,
-    paces_of_ranks,
     shares_by_speed,
     stage_loads,
+    step_times_of_ranks,
     works_by_degree,
 )
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import reading_state
 
-# -- cuts by pace ------------------------------------------------------------------------------------------------------
+# -- cuts by relative step time ------------------------------------------------------------------------------------------------------
 
 
-_Cut = tuple[Paces, tuple[int, ...]]
-"""By which paces stages are cut, and by which paces of ranks MLPs are."""
+_Cut = tuple[StepTimes, tuple[int, ...]]
+"""By which relative step times stages are cut, and by which relative step times of ranks MLPs are."""
 
 
 class StageCuts:
@@ -93,17 +93,17 @@ class StageCuts:
         self._decided = known
         vector = self._vector
         shares = shares_by_speed(vector, self._engine.phases, known)
-        wanted = [(self._stages(vector.with_paces(shares), known), shares)]
-        if shares != vector.paces:  # where memory does not hold these shares, perhaps another cut of stages
-            wanted.append((self._stages(vector, known), vector.paces))
+        wanted = [(self._stages(vector.with_step_times(shares), known), shares)]
+        if shares != vector.step_times:  # where memory does not hold these shares, perhaps another cut of stages
+            wanted.append((self._stages(vector, known), vector.step_times))
         return "; ".join(said for said in (self._recut(wanted), self._why_even(known)) if said)
 
-    def _stages(self, vector: ParameterVector, speeds: tuple[float, ...] | None) -> Paces:
+    def _stages(self, vector: ParameterVector, speeds: tuple[float, ...] | None) -> StepTimes:
         if speeds is None:
             return ()
-        ranks = paces_of_ranks(speeds)
+        ranks = step_times_of_ranks(speeds)
         pool = self._engine.phases
-        return cut_by_speed(vector.stage_costs, pool, speeds, lambda s: paces_of_groups(vector, s, ranks))
+        return cut_by_speed(vector.stage_costs, pool, speeds, lambda s: step_times_of_groups(vector, s, ranks))
 
     def _why_even(self, speeds: tuple[float, ...] | None) -> str:
         groups = [str(strategy) for strategy in self._engine.phases if strategy.tp > 1]
@@ -115,11 +115,11 @@ class StageCuts:
     def _recut(self, wanted: Sequence[_Cut]) -> str:
         """Takes the first of some cuts that memory holds."""
         before, said = (self._cuts(), self._shares()), ""
-        for paces, of_ranks in wanted:
-            if (paces, of_ranks) == (self._vector.stage_costs.paces, self._vector.paces):
+        for step_times, of_ranks in wanted:
+            if (step_times, of_ranks) == (self._vector.stage_costs.step_times, self._vector.step_times):
                 break
             try:
-                changed = self._engine.recut(paces, self._fits, of_ranks)
+                changed = self._engine.recut(step_times, self._fits, of_ranks)
             except DeviceMemoryError as error:
                 if not self._is_refused:
                     said = f"layers and columns stay where they are, as memory does not hold another cut: {error}"
@@ -149,9 +149,9 @@ class StageCuts:
     def _shares(self) -> list[str]:
         """Which ranks have fewer columns than an even share, of the first layer with an MLP that is divided."""
         vector = self._vector
-        paced = (s for s in vector.specs if s.parts and all(part.by_pace for part in s.parts))
-        spec = next((s for s in paced if vector.unit_costs[s.unit].by_pace), None)
-        if not vector.paces or spec is None:
+        paced = (s for s in vector.specs if s.parts and all(part.by_step_time for part in s.parts))
+        spec = next((s for s in paced if vector.unit_costs[s.unit].by_step_time), None)
+        if not vector.step_times or spec is None:
             return []
         shown = []
         for strategy in (s for s in self._engine.phases if is_uneven(vector, s)):
@@ -163,7 +163,11 @@ class StageCuts:
         return shown
 
     def state_dict(self) -> dict[str, Any]:
-        return {"paces": self._vector.stage_costs.paces, "ranks": self._vector.paces, "decided": self._decided}
+        return {
+            "paces": self._vector.stage_costs.step_times,
+            "ranks": self._vector.step_times,
+            "decided": self._decided,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state, with the next mini-batch.
@@ -172,13 +176,13 @@ class StageCuts:
             HotspaConfigError: it is not one.
         """
         with reading_state("the stages of pipelines", "stages are cut evenly until slow devices are found anew"):
-            paces = tuple(tuple(int(pace) for pace in of_depth) for of_depth in state["paces"])
-            ranks = tuple(int(pace) for pace in state.get("ranks", ()))
+            step_times = tuple(tuple(int(step_time) for step_time in of_depth) for of_depth in state["paces"])
+            ranks = tuple(int(step_time) for step_time in state.get("ranks", ()))
             decided = state["decided"]
             self._decided = None if decided is None else tuple(map(float, decided))
-            if any(pace < 1 for of_depth in (*paces, ranks) for pace in of_depth):
-                raise ValueError("a pace is not positive")
-        self._resumed = paces, ranks
+            if any(step_time < 1 for of_depth in (*step_times, ranks) for step_time in of_depth):
+                raise ValueError("a relative step time is not positive")
+        self._resumed = step_times, ranks
 
 
 # -- what giving columns away costs here -------------------------------------------------------------------------------

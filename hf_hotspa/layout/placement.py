@@ -153,7 +153,7 @@ def _expert_run(spec: ParameterSpec, ep: int, shard: int) -> Run:
 def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: int | None = None) -> tuple[Slot, ...]:
     """The parameters that a rank holds under a strategy, in vector order.
 
-    Ranks that differ only in dp hold the same slots, but for experts under ep and MLPs divided by paces of devices.
+    Ranks that differ only in dp hold the same slots, but for experts under ep and MLPs divided by relative step times of devices.
 
     Args:
         stage: One of the rank's stages, for the parameters of that alone; None for all of them.

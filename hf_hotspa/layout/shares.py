@@ -1,7 +1,7 @@
 """How many columns of an MLP each rank of a tensor-parallel group has, where a device of the group is slow.
 
 Owns the one rule by which layouts, replicas, and models of time and memory come to the same shares. The columns between an
-MLP's projections (`Part.by_pace`) are given out so that the rank of the group which is done last is done as early as it can
+MLP's projections (`Part.by_step_time`) are given out so that the rank of the group which is done last is done as early as it can
 be; attention and the vocabulary stay divided evenly, so a slow rank gets few enough columns to make up for its heads, too.
 Costs are counted in parameters, as stages are cut where nothing was measured. A group has a rule of its own: the groups of
 other replicas stay even. Integers alone: all ranks come to the same shares. No torch.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from hf_hotspa.layout.stages import USUAL_PACE
+from hf_hotspa.layout.stages import USUAL_STEP_TIME
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, UnitCosts
 from hf_hotspa.strategy import Strategy
 
@@ -21,32 +21,32 @@ _LEAST_STEPS = 16
 """Steps that a rank has in the mean at least, so that shares are fine enough."""
 
 
-def paces_of_group(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[int, ...]:
-    """The paces of a rank's tensor-parallel group in the order of its shards; empty where all are the same."""
-    if not vector.paces or strategy.tp == 1:
+def step_times_of_group(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[int, ...]:
+    """The relative step times of a rank's tensor-parallel group in the order of its shards; empty where all are the same."""
+    if not vector.step_times or strategy.tp == 1:
         return ()
     first = rank - strategy.coord(rank).tp
-    paces_by_shard = [USUAL_PACE] * strategy.tp
-    for tp_coord, pace in enumerate(vector.paces[first : first + strategy.tp]):
-        paces_by_shard[strategy.shard_index(tp_coord)] = pace
-    return tuple(paces_by_shard) if len(set(paces_by_shard)) > 1 else ()
+    step_times_by_shard = [USUAL_STEP_TIME] * strategy.tp
+    for tp_coord, step_time in enumerate(vector.step_times[first : first + strategy.tp]):
+        step_times_by_shard[strategy.shard_index(tp_coord)] = step_time
+    return tuple(step_times_by_shard) if len(set(step_times_by_shard)) > 1 else ()
 
 
 def is_uneven(vector: ParameterVector, strategy: Strategy) -> bool:
     """Whether some group of a strategy has uneven shares."""
-    if not vector.paces or not any(costs.by_pace for costs in vector.unit_costs.values()):
+    if not vector.step_times or not any(costs.by_step_time for costs in vector.unit_costs.values()):
         return False
-    return any(paces_of_group(vector, strategy, rank) for rank in range(0, strategy.world_size, strategy.tp))
+    return any(step_times_of_group(vector, strategy, rank) for rank in range(0, strategy.world_size, strategy.tp))
 
 
 def have_same_shards(before: ParameterVector, after: ParameterVector, strategy: Strategy) -> bool:
     """Whether two divisions of the same parameters give each rank the same columns under a strategy."""
-    if before.paces == after.paces or strategy.tp == 1:
+    if before.step_times == after.step_times or strategy.tp == 1:
         return True
     return all(
         shard_rows(before, strategy, spec, rank) == shard_rows(after, strategy, spec, rank)
         for spec in before.specs
-        if any(part.by_pace for part in spec.parts)
+        if any(part.by_step_time for part in spec.parts)
         for rank in range(strategy.world_size)
     )
 
@@ -60,14 +60,14 @@ def shard_rows(
         shard: Another shard of the rank's group; its own when None.
     """
     shard = strategy.shard_index(strategy.coord(rank).tp) if shard is None else shard
-    paces = paces_of_group(vector, strategy, rank) if any(part.by_pace for part in spec.parts) else ()
-    costs = vector.unit_costs.get(spec.unit) if paces else None
-    if costs is None or not costs.by_pace:
+    step_times = step_times_of_group(vector, strategy, rank) if any(part.by_step_time for part in spec.parts) else ()
+    costs = vector.unit_costs.get(spec.unit) if step_times else None
+    if costs is None or not costs.by_step_time:
         return spec.shard_rows(strategy.tp, shard)
     ranges, start = [], 0
     for part in spec.parts:
         low, high = part.cut(strategy.tp, shard)
-        if part.by_pace and (cuts := cut_columns(part.rows, beside(costs, part.rows, strategy.tp), paces)):
+        if part.by_step_time and (cuts := cut_columns(part.rows, beside(costs, part.rows, strategy.tp), step_times)):
             low, high = cuts[shard : shard + 2]
         ranges.append((start + low, start + high))
         start += part.rows
@@ -95,25 +95,25 @@ def shard_widths(vector: ParameterVector, strategy: Strategy, spec: ParameterSpe
 
 def beside(costs: UnitCosts, columns: int, tp: int) -> int:
     """What each rank of a group computes in a layer beside its columns of the MLP, in columns."""
-    return columns * (costs.cut + tp * costs.whole) // (tp * costs.by_pace)
+    return columns * (costs.cut + tp * costs.whole) // (tp * costs.by_step_time)
 
 
 @lru_cache(maxsize=256)
-def cut_columns(columns: int, beside: int, paces: tuple[int, ...]) -> tuple[int, ...]:
-    """Cuts columns so that `max over ranks of pace * (beside + columns)` is least, in steps that matrix products like.
+def cut_columns(columns: int, beside: int, step_times: tuple[int, ...]) -> tuple[int, ...]:
+    """Cuts columns so that `max over ranks of step_time * (beside + columns)` is least, in steps that matrix products like.
 
     Steps are given out one by one, each to the rank that will be done first with it, which is best for a maximum of times
-    that each grow with their own columns. Each rank has a step at least. Ranks of one pace differ by a step at most.
+    that each grow with their own columns. Each rank has a step at least. Ranks of one relative step time differ by a step at most.
 
     Args:
         columns: To be cut.
         beside: What each rank computes in any case, in columns.
-        paces: Of each rank, see `USUAL_PACE`.
+        step_times: Of each rank, see `USUAL_STEP_TIME`.
 
     Returns:
         The ends of the shares, from 0 on; empty where there are fewer columns than ranks.
     """
-    ranks, step = len(paces), _LARGEST_STEP
+    ranks, step = len(step_times), _LARGEST_STEP
     while step > 1 and (columns % step or columns < _LEAST_STEPS * step * ranks):
         step //= 2
     if columns < ranks:
@@ -121,7 +121,9 @@ def cut_columns(columns: int, beside: int, paces: tuple[int, ...]) -> tuple[int,
     held = [step] * ranks
     for _ in range(columns // step - ranks):
         # of two that are done at a time the faster one, whatever the order of ranks
-        _, _, best = min((pace * (beside + held[r] + step), pace, r) for r, pace in enumerate(paces))
+        _, _, best = min(
+            (step_time * (beside + held[r] + step), step_time, r) for r, step_time in enumerate(step_times)
+        )
         held[best] += step
     ends = [0]
     for share in held:
@@ -130,8 +132,8 @@ def cut_columns(columns: int, beside: int, paces: tuple[int, ...]) -> tuple[int,
 
 
 def _shares(vector: ParameterVector, strategy: Strategy, costs: UnitCosts, rank: int) -> tuple[int, ...]:
-    paces = paces_of_group(vector, strategy, rank) if costs.by_pace else ()
-    ends = cut_columns(costs.columns, beside(costs, costs.columns, strategy.tp), paces) if paces else ()
+    step_times = step_times_of_group(vector, strategy, rank) if costs.by_step_time else ()
+    ends = cut_columns(costs.columns, beside(costs, costs.columns, strategy.tp), step_times) if step_times else ()
     return tuple(stop - start for start, stop in pairwise(ends))
 
 
@@ -140,12 +142,12 @@ def works(vector: ParameterVector, strategy: Strategy) -> tuple[float, ...]:
     tp, total, usual = strategy.tp, [0.0] * strategy.world_size, 0.0
     for costs in vector.unit_costs.values():
         even = costs.cut / tp + costs.whole
-        usual += even + costs.by_pace / tp
+        usual += even + costs.by_step_time / tp
         for first in range(0, strategy.world_size, tp):
             shares = _shares(vector, strategy, costs, first)
             for tp_coord in range(tp):
                 part = shares[strategy.shard_index(tp_coord)] / costs.columns if shares else 1 / tp
-                total[first + tp_coord] += even + costs.by_pace * part
+                total[first + tp_coord] += even + costs.by_step_time * part
     return tuple(own / usual for own in total) if usual else (1.0,) * strategy.world_size
 
 
@@ -154,23 +156,23 @@ def largest_share(vector: ParameterVector, strategy: Strategy) -> float:
     if not is_uneven(vector, strategy):
         return 1 / strategy.tp
     groups = range(0, strategy.world_size, strategy.tp)
-    layers = [costs for costs in vector.unit_costs.values() if costs.by_pace]
+    layers = [costs for costs in vector.unit_costs.values() if costs.by_step_time]
     shares = [max(_shares(vector, strategy, c, g), default=0) / c.columns for c in layers for g in groups]
     return max(1 / strategy.tp, *shares)
 
 
-def paces_of_groups(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int]) -> tuple[int, ...]:
-    """How long each rank's tensor-parallel group takes for its part of a layer, by the division in force and the pace of each
-    rank; of usual paces and even shares it is `USUAL_PACE`."""
-    taken = [pace * work for pace, work in zip(ranks, works(vector, strategy), strict=True)]
+def step_times_of_groups(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int]) -> tuple[int, ...]:
+    """How long each rank's tensor-parallel group takes for its part of a layer, by the division in force and the relative step time of each
+    rank; of usual relative step times and even shares it is `USUAL_STEP_TIME`."""
+    taken = [step_time * work for step_time, work in zip(ranks, works(vector, strategy), strict=True)]
     groups = [max(taken[first : first + strategy.tp]) for first in range(0, strategy.world_size, strategy.tp)]
     return tuple(max(round(groups[rank // strategy.tp]), 1) for rank in range(strategy.world_size))
 
 
-def fastest_stages(strategy: Strategy, paces: Sequence[int]) -> tuple[int, ...]:
-    """The pace of each place of a pipeline in its fastest replica; in a replica that of the slowest rank there."""
+def fastest_stages(strategy: Strategy, step_times: Sequence[int]) -> tuple[int, ...]:
+    """The relative step time of each place of a pipeline in its fastest replica; in a replica that of the slowest rank there."""
     slowest = [[0] * strategy.dp for _ in range(strategy.pp)]
-    for rank, pace in enumerate(paces):
+    for rank, step_time in enumerate(step_times):
         coord = strategy.coord(rank)
-        slowest[coord.pp][coord.dp] = max(slowest[coord.pp][coord.dp], pace)
+        slowest[coord.pp][coord.dp] = max(slowest[coord.pp][coord.dp], step_time)
     return tuple(map(min, slowest))

@@ -1,7 +1,7 @@
 """Which pipeline stage holds which layer: the one function that layouts, replicas and checkpoints all call.
 
 A cut by count weighs a layer by its parameters; where seconds of the model were measured it weighs those (`StageCosts`).
-Where devices are slow (`stragglers.speeds`), the stages that have them are weighed with their pace.
+Where devices are slow (`stragglers.speeds`), the stages that have them are weighed with their relative step time.
 `partition` is the whole of PipeDream's programme, with stages that are replicated unequally. Layouts have one dp for all
 stages, so nothing can run what it finds then: it says how much is lost by that.
 
@@ -25,8 +25,8 @@ import numpy.typing as npt
 from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.strategy import Strategy
 
-USUAL_PACE = 100
-"""The pace of a stage whose devices are not slow; a stage of 300 takes three times as long for the same layers."""
+USUAL_STEP_TIME = 100
+"""The relative step time of a stage whose devices are not slow; a stage of 300 takes three times as long for the same layers."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,21 @@ class StageCosts:
         head: Of the head, which the last stage has.
         embedding: Of the embedding, which the first stage has; a table look-up is nearly free.
         sends: `sends[i]`: passing the hidden state on behind layer i, one way; empty where it costs nothing.
-        paces: Of the stages of pipelines with slow devices, one tuple for each depth, as long as the pipeline has stages:
-            how long a stage takes, see `USUAL_PACE`. A depth without one has no slow stage.
+        step_times: Of the stages of pipelines with slow devices, one tuple for each depth, as long as the pipeline has stages:
+            how long a stage takes, see `USUAL_STEP_TIME`. A depth without one has no slow stage.
     """
 
     layers: tuple[int, ...]
     head: int = 0
     embedding: int = 0
     sends: tuple[int, ...] = ()
-    paces: tuple[tuple[int, ...], ...] = ()
+    step_times: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if min((pace for paces in self.paces for pace in paces), default=1) < 1:
-            raise HotspaConfigError("a pace of a stage is not positive", fix="give paces relative to 100")
+        if min((step_time for step_times in self.step_times for step_time in step_times), default=1) < 1:
+            raise HotspaConfigError(
+                "a relative step time of a stage is not positive", fix="give relative step times relative to 100"
+            )
         if self.sends and len(self.sends) < len(self.layers) - 1:
             raise HotspaConfigError(f"{len(self.sends)} sends between {len(self.layers)} layers")
         if min(self.head, self.embedding, *self.layers, *self.sends, 0) < 0:
@@ -62,7 +64,7 @@ class StageCosts:
         The dynamic programme of PipeDream (Narayanan et al., SOSP'19, section 3.1) for stages of one rank each: `A(j, m) =
         min over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, C_i being what
         passing on the hidden state behind layer i costs; among equally fast cuts, the one with the smallest sum of squared
-        stage costs, then the earliest cut points. Each stage gets a layer. Its cost is multiplied by its pace.
+        stage costs, then the earliest cut points. Each stage gets a layer. Its cost is multiplied by its relative step time.
 
         Raises:
             StrategyError: more stages than layers.
@@ -74,12 +76,12 @@ class StageCosts:
             )
         return _cut(self, num_stages)
 
-    def paces_of(self, num_stages: int) -> tuple[int, ...] | None:
-        """The paces of the stages of a pipeline; None where none is slow."""
-        return next((paces for paces in self.paces if len(paces) == num_stages), None)
+    def step_times_of(self, num_stages: int) -> tuple[int, ...] | None:
+        """The relative step times of the stages of a pipeline; None where none is slow."""
+        return next((step_times for step_times in self.step_times if len(step_times) == num_stages), None)
 
-    def with_paces(self, paces: Iterable[tuple[int, ...]]) -> "StageCosts":
-        return replace(self, paces=tuple(sorted(paces)))
+    def with_step_times(self, step_times: Iterable[tuple[int, ...]]) -> "StageCosts":
+        return replace(self, step_times=tuple(sorted(step_times)))
 
     def ranks(self, pp: int, v: int = 1) -> tuple[tuple[int, ...], ...]:
         """The layers of each rank of a pipeline, ascending: stage s of pp * v is on rank s mod pp.
@@ -91,19 +93,19 @@ class StageCosts:
         return tuple(tuple(layer for stage in stages[rank::pp] for layer in stage) for rank in range(pp))
 
     def of_ranks(self, pp: int, v: int = 1) -> list[int]:
-        """What each rank of a pipeline costs at the usual pace, passing on left out."""
+        """What each rank of a pipeline costs at the usual relative step time, passing on left out."""
         costs = self.of_stages(self.stages(pp * v))
         return [sum(costs[rank::pp]) for rank in range(pp)]
 
     def of_stages(self, stages: Sequence[range]) -> list[int]:
-        """What each stage of a cut costs at the usual pace, passing on left out."""
+        """What each stage of a cut costs at the usual relative step time, passing on left out."""
         sums = [sum(self.layers[stage.start : stage.stop]) for stage in stages]
         sums[0] += self.embedding
         sums[-1] += self.head
         return sums
 
     def slowest(self, stages: Sequence[range]) -> int:
-        """What the slowest stage of a cut costs at the usual pace, or the slowest pass between two, there and back."""
+        """What the slowest stage of a cut costs at the usual relative step time, or the slowest pass between two, there and back."""
         return max(*self.of_stages(stages), *self.passes(stages), 0)
 
     def passes(self, stages: Sequence[range]) -> list[int]:
@@ -114,18 +116,18 @@ class StageCosts:
 @lru_cache(maxsize=64)
 def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
     num_layers, prefix = len(costs.layers), [0, *accumulate(costs.layers)]
-    paces = costs.paces_of(num_stages) or (USUAL_PACE,) * num_stages
+    step_times = costs.step_times_of(num_stages) or (USUAL_STEP_TIME,) * num_stages
     # best[j]: (slowest stage or pass, sum of squares, cut points) of the first j layers in the stages placed so far
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(num_stages):
         extra = (costs.head if stage == num_stages - 1 else 0) + (costs.embedding if stage == 0 else 0)
-        sends = [2 * send * USUAL_PACE for send in costs.sends] if stage else []
+        sends = [2 * send * USUAL_STEP_TIME for send in costs.sends] if stage else []
         best = {
             j: min(
                 (max(slowest, cost, sends[i - 1] if sends else 0), squares + cost * cost, (*cuts, j))
                 for i, (slowest, squares, cuts) in best.items()
                 if i < j
-                for cost in [(prefix[j] - prefix[i] + extra) * paces[stage]]
+                for cost in [(prefix[j] - prefix[i] + extra) * step_times[stage]]
             )
             for j in range(stage + 1, num_layers - (num_stages - stage - 1) + 1)
         }

@@ -83,14 +83,14 @@ class Part:
         items: Units that are never cut (heads); a multiple of `groups`.
         replicate: When tp exceeds `groups`, neighbouring shards hold the same whole group (key/value heads);
             otherwise they share the group's items between them.
-        by_pace: Ranks of slow devices may have fewer of these rows than others (columns of an MLP), see `layout.shares`.
+        by_step_time: Ranks of slow devices may have fewer of these rows than others (columns of an MLP), see `layout.shares`.
     """
 
     rows: int
     groups: int
     items: int
     replicate: bool = False
-    by_pace: bool = False
+    by_step_time: bool = False
 
     def cut(self, tp: int, shard: int) -> tuple[int, int]:
         """The rows `[start, stop)` of one shard. Cuts may be uneven, never through an item."""
@@ -231,13 +231,13 @@ class UnitCosts:
     Args:
         cut: What tensor parallelism divides evenly.
         whole: What every tp coordinate computes.
-        by_pace: What it may divide by the pace of devices; 0 in layers with experts, whose work depends on the tokens.
+        by_step_time: What it may divide by the relative step time of devices; 0 in layers with experts, whose work depends on the tokens.
         columns: Of the MLP whose projections these are.
     """
 
     cut: int
     whole: int
-    by_pace: int
+    by_step_time: int
     columns: int
 
 
@@ -252,7 +252,7 @@ class ParameterVector:
         head_cost: The same for the head (final norm and vocabulary projection).
         measured: What decides the cut of stages in their place, where seconds of the model were measured. It moves layers
             between stages and changes nothing else: no offset, no segment, no checkpoint.
-        paces: How long each rank of the world takes for the same work, see `stages.USUAL_PACE`: by it the columns of MLPs are
+        step_times: How long each rank of the world takes for the same work, see `stages.USUAL_STEP_TIME`: by it the columns of MLPs are
             divided over tensor-parallel groups, and nothing else changes either. Empty where they are divided evenly.
     """
 
@@ -261,7 +261,7 @@ class ParameterVector:
     layer_costs: tuple[int, ...]
     head_cost: int
     measured: StageCosts | None = None
-    paces: tuple[int, ...] = ()
+    step_times: tuple[int, ...] = ()
 
     @property
     def stage_costs(self) -> StageCosts:
@@ -278,26 +278,28 @@ class ParameterVector:
         costs = {}
         for unit, specs in by_unit.items():
             has_experts = any(spec.experts for spec in specs)
-            paced = [s for s in specs if s.parts and all(part.by_pace for part in s.parts) and not has_experts]
+            paced = [s for s in specs if s.parts and all(part.by_step_time for part in s.parts) and not has_experts]
             rest = [spec for spec in specs if spec not in paced]
             costs[unit] = UnitCosts(
                 cut=sum(s.weights for s in rest if s.shard_dim is not None) + self.head_cost // self.num_layers,
                 whole=sum(s.weights for s in rest if s.shard_dim is None),
-                by_pace=sum(s.weights for s in paced),
+                by_step_time=sum(s.weights for s in paced),
                 columns=paced[0].parts[0].rows if paced else 0,
             )
         return costs
 
-    def with_paces(self, paces: Iterable[int]) -> "ParameterVector":
-        """The same parameters, whose MLPs are divided by these paces of the ranks; evenly where there are none.
+    def with_step_times(self, step_times: Iterable[int]) -> "ParameterVector":
+        """The same parameters, whose MLPs are divided by these relative step times of the ranks; evenly where there are none.
 
         Raises:
-            HotspaConfigError: a pace is not positive.
+            HotspaConfigError: a relative step time is not positive.
         """
-        given = tuple(paces)
+        given = tuple(step_times)
         if min(given, default=1) < 1:
-            raise HotspaConfigError("a pace of a rank is not positive", fix="give paces relative to 100")
-        return replace(self, paces=given)
+            raise HotspaConfigError(
+                "a relative step time of a rank is not positive", fix="give relative step times relative to 100"
+            )
+        return replace(self, step_times=given)
 
     def with_measured(self, costs: StageCosts | None) -> "ParameterVector":
         """The same parameters, whose stages are cut by what was measured; by count when None.

@@ -398,7 +398,7 @@ class TensorPlan:
             fused = style == COLWISE and leaf == "gate_up_proj" and rows == 2 * width
             if style == COLWISE and rows != width and not fused:
                 raise _WholeError(f"{leaf} is {rows} wide where {width} are expected")
-            parts = (Part(width, width, width, by_pace=True),) * (2 if fused else 1)
+            parts = (Part(width, width, width, by_step_time=True),) * (2 if fused else 1)
             self._cut_linear(cut, f"{name}.{leaf}", style, parts)
         for leaf, parameter in self._unplanned(name, block):
             if parameter.numel() != 1:

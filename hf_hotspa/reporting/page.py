@@ -253,7 +253,7 @@ def memory_panel(run: RunLog) -> Panel:
 
 def devices_panel(run: RunLog) -> Panel:
     """How long each rank computes, as a multiple of what ranks that are not slow take: a strip for each."""
-    name, title = "devices", "Pace of each device"
+    name, title = "devices", "Relative step time of each device"
     known = [(record.step, record.report) for record in run.steps if record.report.paces is not None]
     if not known:
         why = "Nobody watched: hotspa_stragglers is off, or there is one process."
@@ -277,8 +277,8 @@ def devices_panel(run: RunLog) -> Panel:
     return Panel(name, title, len(known), body, note)
 
 
-def _of_rank(paces: Sequence[float | None] | None, rank: int) -> float | None:
-    return paces[rank] if paces is not None and rank < len(paces) else None
+def _of_rank(step_times: Sequence[float | None] | None, rank: int) -> float | None:
+    return step_times[rank] if step_times is not None and rank < len(step_times) else None
 
 
 def prediction_panel(run: RunLog) -> Panel:

@@ -1,7 +1,7 @@
 """What each rank does not compute under each strategy while some devices are slow: what it gives to others (mode `migrate`),
 leaves to nobody (`resize`), or either (`semi`).
 
-The shares follow from the paces that are known (`SlowDevices`) and from what part of a rank's seconds are matrix products;
+The shares follow from the relative step times that are known (`SlowDevices`) and from what part of a rank's seconds are matrix products;
 they change only when what is known changes, but those of `semi`, which follow the seconds of each mini-batch as long as some
 device is slow. Every rank comes to the same. No torch.
 
@@ -17,8 +17,8 @@ straggler is meant, and its lines 10-11 print `L * beta` for `L * gamma * beta`.
 Finding slow devices at run time, from seconds that every rank knows anyway.
 
 A rank's seconds are those of its computation without waiting for others, and lengths differ from step to step; so they
-are divided by the predicted cost of what the rank ran, and compared with those of all ranks: 1 is the pace of the ranks that are
-not slow, 3 a device that takes three times as long. These are the fastest ranks, up to the first gap (`usual_pace`), and no
+are divided by the predicted cost of what the rank ran, and compared with those of all ranks: 1 is the relative step time of the ranks that are
+not slow, 3 a device that takes three times as long. These are the fastest ranks, up to the first gap (`usual_step_time`), and no
 median: a slow majority would be the measure of itself. Ranks that did the same part of the model (a pipeline stage) are compared
 first; a whole stage is slow where it is by the costs that speak most for it, as the predictions of embedding and head are rough.
 The rule is the paper's (arXiv 2401.11469, section III-A): what is known of a rank changes only when its own
@@ -40,11 +40,11 @@ from hf_hotspa.typed import reading_state
 CHANGE = 0.10
 """The paper's significant change of a runtime."""
 SLOW, RECOVERED = 1.3, 1.15
-"""From the first on, times the pace of those that are not slow, a device is called slow, and no longer below the second."""
+"""From the first on, times the relative step time of those that are not slow, a device is called slow, and no longer below the second."""
 CLEAR = 1.5
 """So many times as long as a minority of ranks the next one must take for the minority to be the measure."""
 ALIKE = 1.25
-"""Two mini-batches agree on a pace where they differ by less: what a busy machine does to them is no pace."""
+"""Two mini-batches agree on a relative step time where they differ by less: the rest is a busy machine."""
 LEAST_LOST_S = 0.03
 """A device that loses less than this a mini-batch is not called slow: scheduling noise of small models."""
 
@@ -69,9 +69,9 @@ class PhaseWork:
     most: tuple[float, ...] = ()
 
 
-def usual_pace(paces: Iterable[float]) -> float:
+def usual_step_time(step_times: Iterable[float]) -> float:
     """The median of the ranks that are not slow: the fastest ones, up to the first gap; of all where there is none."""
-    ordered = sorted(paces)
+    ordered = sorted(step_times)
     for count in range(1, len(ordered)):
         if ordered[count] >= ordered[count - 1] * (SLOW if 2 * count >= len(ordered) else CLEAR):
             return median_low(ordered[:count])
@@ -79,15 +79,17 @@ def usual_pace(paces: Iterable[float]) -> float:
 
 
 def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
-    """What each rank would have taken at the pace of those that are not slow; 0 for one that ran nothing."""
+    """What each rank would have taken at the relative step time of those that are not slow; 0 for one that ran nothing."""
     seconds, costs, most = work.seconds, work.costs, work.most or work.costs
     least, groups = work.least or costs, dict[int, list[int]]()
     for rank, cost in enumerate(costs):
         if cost > 0.0 and seconds[rank] > 0.0:
             groups.setdefault(work.peers[rank], []).append(rank)
-    usual = {number: usual_pace(seconds[r] / costs[r] for r in ranks) for number, ranks in groups.items()}
+    usual = {number: usual_step_time(seconds[r] / costs[r] for r in ranks) for number, ranks in groups.items()}
     # a group is measured by the least that it may have had to do, and judged by the most
-    fastest = usual_pace(usual[number] * costs[r] / least[r] for number, (r, *_) in groups.items()) if groups else 0.0
+    fastest = (
+        usual_step_time(usual[number] * costs[r] / least[r] for number, (r, *_) in groups.items()) if groups else 0.0
+    )
     expected = [0.0] * len(costs)
     for number, ranks in groups.items():
         is_slow = usual[number] * costs[ranks[0]] >= SLOW * fastest * most[ranks[0]]
@@ -107,21 +109,21 @@ class SlowEvent:
 
     def __str__(self) -> str:
         said = [
-            f"rank {rank} computes {pace:.1f} times as long as ranks that are not slow"
-            for rank, pace in self.slow.items()
+            f"rank {rank} computes {step_time:.1f} times as long as ranks that are not slow"
+            for rank, step_time in self.slow.items()
         ]
         said += [f"rank {rank} has recovered" for rank in self.recovered]
         return "; ".join(said)
 
 
 class SlowDevices:
-    """What is known of the pace of each rank.
+    """What is known of the relative step time of each rank.
 
     Args:
         num_ranks: Of the world.
 
     Attributes:
-        known: The pace of each rank, 1 for one that is not slow: as it was found at the last change.
+        known: The relative step time of each rank, 1 for one that is not slow: as it was found at the last change.
         slow: The ranks that are called slow.
         num_refreshes: How often `known` changed.
     """
@@ -134,7 +136,7 @@ class SlowDevices:
         self._seen: set[str] = set()
 
     def observe(self, step: int, phases: Sequence[PhaseWork]) -> tuple[tuple[float | None, ...], SlowEvent | None]:
-        """Takes the phases of a mini-batch, counted from 1; returns each rank's pace in it, None where it did nothing
+        """Takes the phases of a mini-batch, counted from 1; returns each rank's relative step time in it, None where it did nothing
         that says anything, and what changed."""
         known = [phase for phase in phases if phase.strategy in self._seen]
         self._seen.update(phase.strategy for phase in phases)
@@ -145,35 +147,35 @@ class SlowDevices:
                 if expected > 0.0:
                     taken[rank] += phase.seconds[rank]
                     wanted[rank] += expected
-        paces = tuple(taken[r] / wanted[r] if wanted[r] > 0.0 else None for r in ranks)
+        step_times = tuple(taken[r] / wanted[r] if wanted[r] > 0.0 else None for r in ranks)
         before, refreshed = self.slow, False
-        for rank, pace in enumerate(paces):
-            if pace is not None:
-                refreshed |= self._take(rank, pace, taken[rank] - wanted[rank])
+        for rank, step_time in enumerate(step_times):
+            if step_time is not None:
+                refreshed |= self._take(rank, step_time, taken[rank] - wanted[rank])
         self.num_refreshes += refreshed
         if self.slow == before:
-            return paces, None
+            return step_times, None
         onset = {rank: self.known[rank] for rank in sorted(self.slow - before)}
-        return paces, SlowEvent(step, onset, tuple(sorted(before - self.slow)))
+        return step_times, SlowEvent(step, onset, tuple(sorted(before - self.slow)))
 
-    def _take(self, rank: int, pace: float, lost_s: float) -> bool:
-        refreshed = self._refresh(rank, pace)
+    def _take(self, rank: int, step_time: float, lost_s: float) -> bool:
+        refreshed = self._refresh(rank, step_time)
         if self.known[rank] >= SLOW and lost_s >= LEAST_LOST_S:
             self.slow |= {rank}
         elif self.known[rank] < RECOVERED:
             self.slow -= {rank}
         return refreshed
 
-    def _refresh(self, rank: int, pace: float) -> bool:
+    def _refresh(self, rank: int, step_time: float) -> bool:
         kept, last = self.known[rank], self._changed[rank]
-        if abs(pace / kept - 1.0) <= CHANGE:
+        if abs(step_time / kept - 1.0) <= CHANGE:
             self._changed[rank] = None
             return False
-        if last is None or (last > kept) != (pace > kept) or max(last, pace) > ALIKE * min(last, pace):
-            self._changed[rank] = pace
+        if last is None or (last > kept) != (step_time > kept) or max(last, step_time) > ALIKE * min(last, step_time):
+            self._changed[rank] = step_time
             return False
         # the milder of the two: one outlier behind a small change is none
-        self.known[rank] = min(last, pace) if pace > kept else max(last, pace)
+        self.known[rank] = min(last, step_time) if step_time > kept else max(last, step_time)
         self._changed[rank] = None
         return True
 
@@ -181,7 +183,7 @@ class SlowDevices:
         """The speed of each rank for a division of work, 1 for one that is not slow; None where none is."""
         if not self.slow:
             return None
-        return tuple(1.0 / pace if rank in self.slow else 1.0 for rank, pace in enumerate(self.known))
+        return tuple(1.0 / step_time if rank in self.slow else 1.0 for rank, step_time in enumerate(self.known))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next observations depend on, JSON-ready."""
@@ -203,9 +205,9 @@ class SlowDevices:
             HotspaConfigError: it is not one.
         """
         with reading_state("slow devices", "they are found anew"):
-            known = [float(pace) for pace in state["known"]]
+            known = [float(step_time) for step_time in state["known"]]
             slow = frozenset(int(rank) for rank in state["slow"])
-            changed = [None if pace is None else float(pace) for pace in state["changed"]]
+            changed = [None if step_time is None else float(step_time) for step_time in state["changed"]]
             seen, refreshes = {as_written(str(name)) for name in state["seen"]}, int(state["num_refreshes"])
             if len(changed) != len(known) or not slow <= set(range(len(known))) or min(known, default=1.0) <= 0.0:
                 raise ValueError("its lists do not belong together")
@@ -410,7 +412,7 @@ def settled_semi(
 ) -> tuple[TaskWork, ...]:
     """Algorithm 2, repeated until it settles: the division that measuring and deciding again and again leads to.
 
-    What migrates makes the others slower, a resized one at its own pace, so `T_min` rises and all shares with it. Who migrates
+    What migrates makes the others slower, a resized one at its own relative step time, so `T_min` rises and all shares with it. Who migrates
     and who is resized stays as the algorithm says; the shares follow the seconds that they would lead to.
 
     Args:
@@ -530,29 +532,29 @@ class Giving:
                     self._token_s[strategy][rank] = t / (1.0 + extra[rank] * known[rank]) / tokens[rank]
         return tuple(1.0 + a * p for a, p in zip(extra, known, strict=True))
 
-    def decide(self, paces: Sequence[float], slow: frozenset[int]) -> bool:
+    def decide(self, step_times: Sequence[float], slow: frozenset[int]) -> bool:
         """Decides anew where what is known of the devices changed; whether some share changed."""
-        state = [list(paces), sorted(slow), sorted(s for s, known in self._products.items() if any(known))]
+        state = [list(step_times), sorted(slow), sorted(s for s, known in self._products.items() if any(known))]
         if state == self._decided and not (self.mode == "semi" and slow):
             return False
         self._decided, before = state, (dict(self.shares), dict(self.resized))
         for strategy, groups in self._groups.items():
-            shares, resized = [0.0] * len(paces), [0.0] * len(paces)
+            shares, resized = [0.0] * len(step_times), [0.0] * len(step_times)
             for index, group in enumerate(groups):
-                decided = self._of_group(strategy, index, group, paces, slow)
+                decided = self._of_group(strategy, index, group, step_times, slow)
                 for rank, (share, left) in zip(group, decided, strict=True):
                     shares[rank], resized[rank] = share, left
             self.shares[strategy], self.resized[strategy] = tuple(shares), tuple(resized)
         return (self.shares, self.resized) != before
 
     def _of_group(
-        self, strategy: str, index: int, group: Sequence[int], paces: Sequence[float], slow: frozenset[int]
+        self, strategy: str, index: int, group: Sequence[int], step_times: Sequence[float], slow: frozenset[int]
     ) -> list[tuple[float, float]]:
         """For each rank of a group the shares that migrate and that are left out."""
         givers = [place for place, rank in enumerate(group) if rank in slow]
         if self.mode == "semi":
             return self._semi(strategy, index, group, slow)
-        times = [paces[rank] if rank in slow else 1.0 for rank in group]
+        times = [step_times[rank] if rank in slow else 1.0 for rank in group]
         products = [t * self._products[strategy][rank] for t, rank in zip(times, group, strict=True)]
         if self.mode == "resize":
             return [(0.0, share) for share in excess_ratios(times, products)]

@@ -8,10 +8,10 @@ Cutting the layers of pipelines by the speed of devices: a stage with a slow dev
 
 All replicas of a strategy have one cut, and packs are divided over them by speed (`Speeds`). So of a strategy counts
 how many mini-batches of one pack all its replicas together are done with in a time: of each, the inverse of its slowest
-stage. With one replica that is PipeDream's objective, stages weighed with their pace; with several the even cut is often
+stage. With one replica that is PipeDream's objective, stages weighed with their relative step time; with several the even cut is often
 the better one, as the replicas that are not slow would suffer from another.
 
-Every rank comes to the same cut: paces are integers, and sums are of fractions. No torch.
+Every rank comes to the same cut: relative step times are integers, and sums are of fractions. No torch.
 
 Shares of MLPs by the speed of devices: whether a slow rank of a tensor-parallel group is worth an uneven division.
 
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from hf_hotspa.layout.shares import paces_of_groups, works
-from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
+from hf_hotspa.layout.shares import step_times_of_groups, works
+from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import Positive, reading_state, typed
@@ -123,24 +123,24 @@ def _read(numbers: list[Any]) -> Speeds | None:
 
 
 LEAST_GAIN = Fraction(5, 100)
-"""A cut is left for one that is faster by this share at least: a switch costs seconds, and paces are measured."""
+"""A cut is left for one that is faster by this share at least: a switch costs seconds, and relative step times are measured."""
 
-Paces = tuple[tuple[int, ...], ...]
-"""See `StageCosts.paces`."""
+StepTimes = tuple[tuple[int, ...], ...]
+"""See `StageCosts.step_times`."""
 
 
-def paces_of_ranks(speeds: Sequence[float]) -> tuple[int, ...]:
-    """How long each rank takes (`USUAL_PACE`), from speeds that are 1 for ranks that are not slow."""
-    return tuple(max(round(USUAL_PACE / speed), 1) for speed in speeds)
+def step_times_of_ranks(speeds: Sequence[float]) -> tuple[int, ...]:
+    """How long each rank takes (`USUAL_STEP_TIME`), from speeds that are 1 for ranks that are not slow."""
+    return tuple(max(round(USUAL_STEP_TIME / speed), 1) for speed in speeds)
 
 
 def stages_of_replicas(strategy: Strategy, ranks: Sequence[int]) -> list[list[int]]:
-    """For each replica the pace of each of its stages, that of the slowest rank; stage s is on rank s mod pp of it."""
+    """For each replica the relative step time of each of its stages, that of the slowest rank; stage s is on rank s mod pp of it."""
     slowest = [[0] * strategy.pp for _ in range(strategy.dp)]
-    for rank, pace in enumerate(ranks):
+    for rank, step_time in enumerate(ranks):
         coord = strategy.coord(rank)
-        slowest[coord.dp][coord.pp] = max(slowest[coord.dp][coord.pp], pace)
-    return [paces * strategy.v for paces in slowest]
+        slowest[coord.dp][coord.pp] = max(slowest[coord.dp][coord.pp], step_time)
+    return [step_times * strategy.v for step_times in slowest]
 
 
 def throughput(
@@ -150,10 +150,10 @@ def throughput(
     together; with as many ranks to a pipeline as stages, or `pp`."""
     own, passes, total = costs.of_stages(stages), costs.passes(stages), Fraction(0)
     pp = pp or len(stages)
-    for paces in replicas:
-        taken = [cost * pace for cost, pace in zip(own, paces, strict=True)]
+    for step_times in replicas:
+        taken = [cost * step_time for cost, step_time in zip(own, step_times, strict=True)]
         of_ranks = [sum(taken[rank::pp]) for rank in range(pp)]
-        total += Fraction(USUAL_PACE, max(*of_ranks, *(p * USUAL_PACE for p in passes), 1))
+        total += Fraction(USUAL_STEP_TIME, max(*of_ranks, *(p * USUAL_STEP_TIME for p in passes), 1))
     return total
 
 
@@ -161,28 +161,28 @@ def cut_by_speed(
     costs: StageCosts,
     strategies: Iterable[Strategy],
     speeds: Sequence[float] | None,
-    paces_of: Callable[[Strategy], Sequence[int]] | None = None,
-) -> Paces:
-    """The paces by which the stages of a pool should be cut.
+    step_times_of: Callable[[Strategy], Sequence[int]] | None = None,
+) -> StepTimes:
+    """The relative step times by which the stages of a pool should be cut.
 
     Args:
-        costs: What decides the cut, with the paces in force.
+        costs: What decides the cut, with the relative step times in force.
         strategies: The pool; of one world size.
         speeds: Of each rank, relative to one that is not slow; None where none is.
-        paces_of: The pace of each rank under a strategy, where its work is not that of an even shard
-            (`paces_of_groups`).
+        step_times_of: The relative step time of each rank under a strategy, where its work is not that of an even shard
+            (`step_times_of_groups`).
 
     Returns:
-        For `StageCosts.with_paces`. Those in force where no other ones are worth it; none where no device is slow.
+        For `StageCosts.with_step_times`. Those in force where no other ones are worth it; none where no device is slow.
     """
     if speeds is None:
         return ()
-    ranks, cuts = paces_of_ranks(speeds), list[tuple[int, ...]]()
+    ranks, cuts = step_times_of_ranks(speeds), list[tuple[int, ...]]()
     by_depth: dict[int, dict[Strategy, list[list[int]]]] = {}
     for strategy in strategies:
         if strategy.pp > 1:
-            paces = paces_of(strategy) if paces_of is not None else ranks
-            by_depth.setdefault(strategy.num_stages, {})[strategy] = stages_of_replicas(strategy, paces)
+            step_times = step_times_of(strategy) if step_times_of is not None else ranks
+            by_depth.setdefault(strategy.num_stages, {})[strategy] = stages_of_replicas(strategy, step_times)
     for depth, pool in by_depth.items():
         of_stages = _best(costs, depth, [(s.pp, replicas) for s, replicas in pool.items()])
         if of_stages is not None:
@@ -191,17 +191,17 @@ def cut_by_speed(
 
 
 def _best(costs: StageCosts, depth: int, pool: Sequence[tuple[int, list[list[int]]]]) -> tuple[int, ...] | None:
-    """The paces for the pipelines of so many stages; None for the even cut. The one in force where no other is worth it."""
-    even = costs.with_paces(()).stages(depth)
+    """The relative step times for the pipelines of so many stages; None for the even cut. The one in force where no other is worth it."""
+    even = costs.with_step_times(()).stages(depth)
     of_even = [throughput(costs, even, replicas, pp) for pp, replicas in pool]
 
-    def gain(paces: tuple[int, ...] | None) -> Fraction:
+    def gain(step_times: tuple[int, ...] | None) -> Fraction:
         """By the even cut, summed over the strategies."""
-        stages = even if paces is None else costs.with_paces((paces,)).stages(depth)
+        stages = even if step_times is None else costs.with_step_times((step_times,)).stages(depth)
         gains = (throughput(costs, stages, r, pp) / e for (pp, r), e in zip(pool, of_even, strict=True))
         return sum(gains, Fraction(0))
 
-    now = costs.paces_of(depth)
+    now = costs.step_times_of(depth)
     candidates: list[tuple[int, ...] | None] = [None]
     for _, replicas in pool:
         # of all replicas together, and of each
@@ -213,61 +213,61 @@ def _best(costs: StageCosts, depth: int, pool: Sequence[tuple[int, list[list[int
 def stage_loads(costs: StageCosts) -> tuple[tuple[float, ...], ...]:
     """For each depth that is cut by speed, the cost of its stages by their mean."""
     loads = []
-    for paces in costs.paces:
-        own = costs.of_stages(costs.stages(len(paces)))
+    for step_times in costs.step_times:
+        own = costs.of_stages(costs.stages(len(step_times)))
         loads.append(tuple(max(cost, 1) * len(own) / max(sum(own), 1) for cost in own))
     return tuple(loads)
 
 
 def can_share(vector: ParameterVector) -> bool:
     """Whether there are MLPs that tensor-parallel groups can divide unevenly."""
-    return any(costs.by_pace for costs in vector.unit_costs.values())
+    return any(costs.by_step_time for costs in vector.unit_costs.values())
 
 
 def _throughput(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int]) -> float:
     """Of all replicas together; one is as fast as the slowest of its groups."""
     slowest = [1] * strategy.dp
-    for rank, pace in enumerate(paces_of_groups(vector, strategy, ranks)):
+    for rank, step_time in enumerate(step_times_of_groups(vector, strategy, ranks)):
         replica = strategy.coord(rank).dp
-        slowest[replica] = max(slowest[replica], pace)
-    return sum(1 / pace for pace in slowest)
+        slowest[replica] = max(slowest[replica], step_time)
+    return sum(1 / step_time for step_time in slowest)
 
 
 def shares_by_speed(
     vector: ParameterVector, strategies: Iterable[Strategy], speeds: Sequence[float] | None
 ) -> tuple[int, ...]:
-    """The paces of ranks by which the MLPs of a pool should be divided.
+    """The relative step times of ranks by which the MLPs of a pool should be divided.
 
     Args:
-        vector: With the paces in force.
+        vector: With the relative step times in force.
         strategies: The pool; of one world size.
         speeds: Of each rank, relative to one that is not slow; None where none is.
 
     Returns:
-        For `ParameterVector.with_paces`. Those in force where no other ones are faster by `LEAST_GAIN`; none where no device is
+        For `ParameterVector.with_step_times`. Those in force where no other ones are faster by `LEAST_GAIN`; none where no device is
         slow.
     """
     pool = [strategy for strategy in strategies if strategy.tp > 1]
     if speeds is None or not pool or not can_share(vector):
         return ()
-    ranks = paces_of_ranks(speeds)
-    even = vector.with_paces(())
+    ranks = step_times_of_ranks(speeds)
+    even = vector.with_step_times(())
     of_even = [_throughput(even, strategy, ranks) for strategy in pool]
 
-    def gain(paces: tuple[int, ...]) -> float:
+    def gain(step_times: tuple[int, ...]) -> float:
         """By even shares, summed over the strategies."""
-        divided = vector.with_paces(paces)
+        divided = vector.with_step_times(step_times)
         return sum(_throughput(divided, s, ranks) / usual for s, usual in zip(pool, of_even, strict=True))
 
     best = max(((), ranks), key=gain)  # the first of equal ones, so the even one
-    return best if gain(best) >= (1 + float(LEAST_GAIN)) * gain(vector.paces) else vector.paces
+    return best if gain(best) >= (1 + float(LEAST_GAIN)) * gain(vector.step_times) else vector.step_times
 
 
 def works_by_degree(
     vector: ParameterVector, strategies: Iterable[Strategy]
 ) -> tuple[tuple[int, tuple[float, ...]], ...]:
     """Where MLPs are divided unevenly, for each degree of tp what every rank has to do by what it would with even shares."""
-    if not vector.paces:
+    if not vector.step_times:
         return ()
     by_degree = {strategy.tp: works(vector, strategy) for strategy in strategies if strategy.tp > 1}
     return tuple((tp, own) for tp, own in sorted(by_degree.items()) if len(set(own)) > 1)

@@ -110,7 +110,9 @@ def runs_of(rank, world_size, runs):
             trainer.add_callback(decisions)
             losses = train(trainer, resume)
         logger.removeHandler(handler)
-        giving = trainer._hotspa_watchers.devices._pace.giving if trainer._hotspa_watchers.devices is not None else None
+        giving = (
+            trainer._hotspa_watchers.devices._step_time.giving if trainer._hotspa_watchers.devices is not None else None
+        )
         state = giving.state_dict() if giving is not None else {}
         found.append((losses, decisions.left_out, decisions.shares, said, state))
     return found
@@ -170,7 +172,7 @@ def test_columns_by_variation_and_imputation_go_on_bit_for_bit(tmp_path):
 
 def semi_runs(rank, world_size, runs):
     engine = make_engine(tiny_model("llama_gqa_bias"), "dp2tp2:30,tp4:60", flexible=True)
-    giving = engine.device_pace("semi").giving
+    giving = engine.device_step_time("semi").giving
     pretest(engine, giving)
     curves = {name: [list(vars(c).values()) for c in found] for name, found in giving.curves.items()}
     engine.close()

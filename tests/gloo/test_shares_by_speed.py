@@ -43,10 +43,10 @@ def division(
     mini_batch = make_mini_batch(engine, rows)
     untouched = {s: runner for s, runner in engine.phases.items() if s.tp == 1 and s.pp == 1}
     found = []
-    for paces, of_ranks in (((), ()), (depth, slow), ((), ())):
+    for step_times, of_ranks in (((), ()), (depth, slow), ((), ())):
         with counted() as collectives:
-            changed = engine.recut(paces, of_ranks=of_ranks)
-        again = engine.recut(paces, of_ranks=of_ranks)
+            changed = engine.recut(step_times, of_ranks=of_ranks)
+        again = engine.recut(step_times, of_ranks=of_ranks)
         errors = [worst_error(engine, mini_batch, loss, gradients)[0] for _ in range(2)]
         with exact_in_double(torch.float64), engine.evaluation() as evaluation:
             evaluated = evaluation.run(mini_batch)

@@ -36,10 +36,10 @@ def recut_steps(rank: int, world_size: int, family: str, buckets: str, options: 
     mini_batch = make_mini_batch(engine, rows)
     untouched = {s: runner for s, runner in engine.phases.items() if s.pp == 1}
     found = []
-    for paces in ((), SLOW_SECOND, ()):
+    for step_times in ((), SLOW_SECOND, ()):
         with counted() as collectives:
-            changed = engine.recut(paces)
-        again = engine.recut(paces)
+            changed = engine.recut(step_times)
+        again = engine.recut(step_times)
         errors = [worst_error(engine, mini_batch, loss, gradients)[0] for _ in range(2)]
         shares = [g.clone() for g in engine.master.gradients if g is not None]
         found.append((changed, again, len(collectives), max(errors), num_layers(engine), shares))

@@ -14,16 +14,16 @@ from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.slow_devices import StageCuts
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
-from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
+from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.stragglers.speeds import (
     LEAST_GAIN,
-    Paces,
     Speeds,
+    StepTimes,
     cut_by_speed,
-    paces_of_ranks,
     stage_loads,
     stages_of_replicas,
+    step_times_of_ranks,
     throughput,
 )
 from hf_hotspa.strategy import Strategy
@@ -37,7 +37,7 @@ def sizes(costs: StageCosts, depth: int) -> list[int]:
 
 
 def after(costs: StageCosts, strategies: list[Strategy], speeds: tuple[float, ...] | None) -> StageCosts:
-    return costs.with_paces(cut_by_speed(costs, strategies, speeds))
+    return costs.with_step_times(cut_by_speed(costs, strategies, speeds))
 
 
 def test_a_slow_stage_gets_fewer_layers_and_an_even_cut_comes_back():
@@ -58,22 +58,22 @@ def test_a_slow_stage_gets_fewer_layers_and_an_even_cut_comes_back():
 def test_the_cut_is_the_fastest_of_all(data: Any) -> None:
     layers = data.draw(st.lists(st.integers(1, 9), min_size=4, max_size=8))
     depth = data.draw(st.integers(2, 4))
-    paces = tuple(data.draw(st.lists(st.sampled_from([100, 150, 400]), min_size=depth, max_size=depth)))
+    step_times = tuple(data.draw(st.lists(st.sampled_from([100, 150, 400]), min_size=depth, max_size=depth)))
     head, embedding = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 3))
     sends = tuple(data.draw(st.lists(st.integers(0, 9), min_size=len(layers) - 1, max_size=len(layers) - 1)))
     costs = StageCosts(tuple(layers), head, embedding, sends)
-    found = costs.with_paces((paces,)).stages(depth)
+    found = costs.with_step_times((step_times,)).stages(depth)
     every = [
         tuple(range(a, b) for a, b in pairwise((0, *cut, len(layers))))
         for cut in combinations(range(1, len(layers)), depth - 1)
     ]
-    assert throughput(costs, found, [paces]) == max(throughput(costs, stages, [paces]) for stages in every)
-    assert costs.with_paces(((USUAL_PACE,) * depth,)).stages(depth) == costs.stages(depth)
+    assert throughput(costs, found, [step_times]) == max(throughput(costs, stages, [step_times]) for stages in every)
+    assert costs.with_step_times(((USUAL_STEP_TIME,) * depth,)).stages(depth) == costs.stages(depth)
 
 
 def test_replicas_that_are_not_slow_keep_the_even_cut_where_another_would_cost_them_more():
     slow = (1.0, 1.0, 0.25, 1.0)  # of dp2pp2 the second stage of the first replica
-    assert stages_of_replicas(Strategy(2, 1, 2), paces_of_ranks(slow)) == [[100, 400], [100, 100]]
+    assert stages_of_replicas(Strategy(2, 1, 2), step_times_of_ranks(slow)) == [[100, 400], [100, 100]]
     assert after(EIGHT, [Strategy(2, 1, 2)], slow) == EIGHT
     both = after(EIGHT, [Strategy(2, 1, 2)], (1.0, 1.0, 0.25, 0.25))
     assert sizes(both, 2) == [7, 1]
@@ -120,10 +120,10 @@ def test_stage_loads_are_what_each_stage_has_to_do():
     assert stage_loads(EIGHT) == ()
 
 
-def test_time_model_cuts_alike_and_knows_the_pace_of_stages():
+def test_time_model_cuts_alike_and_knows_the_step_times_of_stages():
     layer = Cost(0.0, 1e-3, 0.0)
     even = TimeModel("test", StageCosts((1,) * 8), {1: layer}, forward_share=1 / 3)
-    slow = TimeModel("test", EIGHT.with_paces(((100, 300),)), {1: layer}, forward_share=1 / 3)
+    slow = TimeModel("test", EIGHT.with_step_times(((100, 300),)), {1: layer}, forward_share=1 / 3)
     assert [cost.b for cost in even.stage_costs(PP2)] == pytest.approx([4e-3, 4e-3])
     assert [cost.b for cost in slow.stage_costs(PP2)] == pytest.approx([6e-3, 6e-3])
     assert slow.stage_costs(PP4) == even.stage_costs(PP4)
@@ -135,11 +135,11 @@ def test_time_model_cuts_alike_and_knows_the_pace_of_stages():
 
 
 def test_paces_that_are_none_are_refused_and_plain_cuts_are_those_before():
-    with pytest.raises(HotspaConfigError, match="pace of a stage is not positive"):
-        StageCosts((1, 1), paces=((0, 1),))
+    with pytest.raises(HotspaConfigError, match="relative step time of a stage is not positive"):
+        StageCosts((1, 1), step_times=((0, 1),))
     uneven = StageCosts((4, 1, 1, 1), sends=(1, 1, 1))
-    assert uneven.stages(2) == uneven.with_paces([(USUAL_PACE,) * 2]).stages(2)
-    assert json.loads(json.dumps(EIGHT.with_paces([(100, 300)]).paces)) == [[100, 300]]
+    assert uneven.stages(2) == uneven.with_step_times([(USUAL_STEP_TIME,) * 2]).stages(2)
+    assert json.loads(json.dumps(EIGHT.with_step_times([(100, 300)]).step_times)) == [[100, 300]]
 
 
 # -- in a run -----------------------------------------------------------------------------------------------------------
@@ -150,15 +150,15 @@ class Engine:
 
     def __init__(self, most_layers: int) -> None:
         self.phases = {PP2: None}
-        self.most_layers, self.asked = most_layers, list[Paces]()
+        self.most_layers, self.asked = most_layers, list[StepTimes]()
         self.take(EIGHT)
 
     def take(self, costs: StageCosts) -> None:
         self.description = SimpleNamespace(vector=ParameterVector((), (), costs.layers, 0, costs))
 
-    def recut(self, paces: Paces, fits: Any, of_ranks: tuple[int, ...]) -> bool:
-        self.asked.append(paces)
-        costs = EIGHT.with_paces(paces)
+    def recut(self, step_times: StepTimes, fits: Any, of_ranks: tuple[int, ...]) -> bool:
+        self.asked.append(step_times)
+        costs = EIGHT.with_step_times(step_times)
         if max(sizes(costs, 2)) > self.most_layers:
             raise DeviceMemoryError("too many layers")
         changed = costs.stages(2) != self.description.vector.stage_costs.stages(2)

@@ -271,17 +271,17 @@ def test_lengths_that_differ_are_no_slow_device():
     devices = SlowDevices(4)
     for step in range(20):
         costs = [rng.uniform(1, 50) for _ in range(4)]
-        paces, event = devices.observe(step, [work([0.2 * cost for cost in costs], costs)])
+        step_times, event = devices.observe(step, [work([0.2 * cost for cost in costs], costs)])
         assert event is None
-        assert step == 0 or paces == pytest.approx((1.0,) * 4)
+        assert step == 0 or step_times == pytest.approx((1.0,) * 4)
 
 
 def test_a_rank_without_packs_is_not_judged():
     devices = SlowDevices(3)
     for step in range(4):
-        paces, event = devices.observe(step, [work([0.2, 0.0, 0.2], [1.0, 0.0, 1.0])])
+        step_times, event = devices.observe(step, [work([0.2, 0.0, 0.2], [1.0, 0.0, 1.0])])
         assert event is None
-        assert paces[1] is None
+        assert step_times[1] is None
 
 
 def test_stages_are_compared_among_themselves_where_costs_may_be_to_blame():
@@ -315,7 +315,7 @@ def test_slow_devices_that_are_no_minority_among_their_like(seconds, peers, slow
     for step in range(3):
         devices.observe(step, [work(map(float, seconds), [1.0] * len(seconds), list(peers))])
     assert devices.slow == slow
-    assert devices.speeds() == tuple(1.0 / pace for pace in seconds)
+    assert devices.speeds() == tuple(1.0 / step_time for step_time in seconds)
 
 
 def test_two_outliers_that_do_not_agree_are_no_slow_device():

@@ -1,4 +1,4 @@
-"""Shares of MLPs by the pace of ranks: the best ones, the same for every part of a layer, and what layouts make of them."""
+"""Shares of MLPs by the relative step time of ranks: the best ones, the same for every part of a layer, and what layouts make of them."""
 
 import itertools
 import json
@@ -24,8 +24,8 @@ from hf_hotspa.layout.shares import (
     have_same_shards,
     is_uneven,
     largest_share,
-    paces_of_groups,
     shard_rows,
+    step_times_of_groups,
     works,
 )
 from hf_hotspa.layout.stages import StageCosts
@@ -40,8 +40,8 @@ def vector_of(family: str) -> ParameterVector:
     return describe_model(tiny_model(family, torch.float64)).vector
 
 
-def sizes(columns: int, beside: int, paces: tuple[int, ...]) -> list[int]:
-    ends = cut_columns(columns, beside, paces)
+def sizes(columns: int, beside: int, step_times: tuple[int, ...]) -> list[int]:
+    ends = cut_columns(columns, beside, step_times)
     return [stop - start for start, stop in itertools.pairwise(ends)]
 
 
@@ -56,21 +56,21 @@ def test_a_slow_rank_gets_so_many_columns_that_all_are_done_together():
 
 @settings(max_examples=80)
 @given(st.integers(2, 14), st.integers(0, 20), st.lists(st.sampled_from([100, 130, 400]), min_size=2, max_size=3))
-def test_the_shares_are_the_best_of_all(columns: int, beside: int, paces: list[int]) -> None:
-    if columns < len(paces):
-        assert cut_columns(columns, beside, tuple(paces)) == ()
+def test_the_shares_are_the_best_of_all(columns: int, beside: int, step_times: list[int]) -> None:
+    if columns < len(step_times):
+        assert cut_columns(columns, beside, tuple(step_times)) == ()
         return
-    found = sizes(columns, beside, tuple(paces))
+    found = sizes(columns, beside, tuple(step_times))
     assert sum(found) == columns
     assert min(found) >= 1
 
     def slowest(shares: Any) -> int:
-        return max(pace * (beside + share) for pace, share in zip(paces, shares, strict=True))
+        return max(step_time * (beside + share) for step_time, share in zip(step_times, shares, strict=True))
 
-    every = (s for s in itertools.product(range(1, columns + 1), repeat=len(paces)) if sum(s) == columns)
+    every = (s for s in itertools.product(range(1, columns + 1), repeat=len(step_times)) if sum(s) == columns)
     assert slowest(found) == min(map(slowest, every))
-    assert Counter(zip(paces, found, strict=True)) == Counter(
-        zip(reversed(paces), sizes(columns, beside, tuple(reversed(paces))), strict=True)
+    assert Counter(zip(step_times, found, strict=True)) == Counter(
+        zip(reversed(step_times), sizes(columns, beside, tuple(reversed(step_times))), strict=True)
     )
 
 
@@ -89,7 +89,7 @@ STRATEGIES = [
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_layouts_hold_every_element_once_a_replica_and_slow_ranks_hold_less(family: str, strategy: Strategy) -> None:
     even = vector_of(family)
-    vector = even.with_paces((100, 400, 100, 100))
+    vector = even.with_step_times((100, 400, 100, 100))
     layout, gradients, usual = (
         strategy_layout(vector, strategy),
         gradient_layout(vector, strategy),
@@ -105,7 +105,7 @@ def test_layouts_hold_every_element_once_a_replica_and_slow_ranks_hold_less(fami
         if 1 not in of_group:  # another replica, or stage
             assert held[rank] == before[rank]
     for spec in vector.specs:
-        if not any(part.by_pace for part in spec.parts):
+        if not any(part.by_step_time for part in spec.parts):
             continue
         for first in range(0, 4, strategy.tp):
             group = range(first, first + strategy.tp)
@@ -122,7 +122,7 @@ def test_layouts_hold_every_element_once_a_replica_and_slow_ranks_hold_less(fami
 
 
 def test_gate_and_up_and_down_of_a_layer_are_cut_alike():
-    vector = vector_of("phi3_fused").with_paces((100, 300))
+    vector = vector_of("phi3_fused").with_step_times((100, 300))
     tp2 = Strategy(tp=2)
     (fused,) = [s for s in vector.specs if s.name.endswith("0.mlp.gate_up_proj.weight")]
     (down,) = [s for s in vector.specs if s.name.endswith("0.mlp.down_proj.weight")]
@@ -133,33 +133,33 @@ def test_gate_and_up_and_down_of_a_layer_are_cut_alike():
 
 
 def test_work_is_that_of_the_shares_and_ends_together():
-    vector, tp2 = vector_of("llama_gqa_bias").with_paces((100, 150)), Strategy(tp=2)
+    vector, tp2 = vector_of("llama_gqa_bias").with_step_times((100, 150)), Strategy(tp=2)
     own = works(vector, tp2)
     assert sum(own) == pytest.approx(2)
     assert own[0] == pytest.approx(1.5 * own[1], rel=0.06)
     assert largest_share(vector, tp2) > 0.5
     assert works(vector, Strategy(dp=2)) == (1, 1)
-    assert works(vector.with_paces(()), tp2) == (1, 1)
-    assert largest_share(vector.with_paces(()), tp2) == 0.5
+    assert works(vector.with_step_times(()), tp2) == (1, 1)
+    assert largest_share(vector.with_step_times(()), tp2) == 0.5
     dp2 = Strategy(dp=2, tp=2)
-    assert works(vector.with_paces((100, 100, 100, 150)), dp2)[:2] == (1, 1)
+    assert works(vector.with_step_times((100, 100, 100, 150)), dp2)[:2] == (1, 1)
 
 
 def test_even_paces_and_experts_stay_even():
     vector = vector_of("llama_gqa_bias")
-    assert not is_uneven(vector.with_paces((300, 300)), Strategy(tp=2))
-    assert have_same_shards(vector, vector.with_paces((300, 300)), Strategy(tp=2))
-    assert not have_same_shards(vector, vector.with_paces((100, 300)), Strategy(tp=2))
-    assert have_same_shards(vector, vector.with_paces((100, 300)), Strategy(dp=2))
+    assert not is_uneven(vector.with_step_times((300, 300)), Strategy(tp=2))
+    assert have_same_shards(vector, vector.with_step_times((300, 300)), Strategy(tp=2))
+    assert not have_same_shards(vector, vector.with_step_times((100, 300)), Strategy(tp=2))
+    assert have_same_shards(vector, vector.with_step_times((100, 300)), Strategy(dp=2))
     experts = vector_of("mixtral")
-    assert not is_uneven(experts.with_paces((100, 300)), Strategy(tp=2))
-    with pytest.raises(HotspaConfigError, match="pace of a rank is not positive"):
-        vector.with_paces((0, 100))
+    assert not is_uneven(experts.with_step_times((100, 300)), Strategy(tp=2))
+    with pytest.raises(HotspaConfigError, match="relative step time of a rank is not positive"):
+        vector.with_step_times((0, 100))
 
 
 def test_memory_is_that_of_the_fullest_rank():
     description = describe_model(tiny_model("llama_gqa_bias", torch.float64))
-    vector = description.vector.with_paces((100, 100, 100, 400))
+    vector = description.vector.with_step_times((100, 100, 100, 400))
     even, uneven = (ModelSizes(description.shape, vector=v) for v in (description.vector, vector))
     models = [MemoryModel(sizes, 4) for sizes in (even, uneven)]
     for strategy in STRATEGIES[:-2]:
@@ -184,7 +184,7 @@ def test_shares_are_changed_for_a_gain_alone_and_even_ones_come_back():
     vector = vector_of("llama_gqa_bias")
     found = shares_by_speed(vector, [TP2], (1.0, 0.25))
     assert found == (100, 400)
-    uneven = vector.with_paces(found)
+    uneven = vector.with_step_times(found)
     assert shares_by_speed(uneven, [TP2], (1.0, 0.245)) == found  # too little to gain
     assert shares_by_speed(uneven, [TP2], (1.0, 0.8)) == (100, 125)
     assert shares_by_speed(uneven, [TP2], None) == ()
@@ -197,10 +197,10 @@ def test_shares_are_changed_for_a_gain_alone_and_even_ones_come_back():
 
 def test_a_group_that_divides_by_speed_is_a_faster_stage_and_replica():
     even = vector_of("llama_gqa_bias")
-    vector = even.with_paces((100, 400, 100, 100))
+    vector = even.with_step_times((100, 400, 100, 100))
     two, piped = Strategy(dp=2, tp=2), Strategy(tp=2, pp=2)
-    assert paces_of_groups(even, two, (100, 400, 100, 100)) == (400, 400, 100, 100)
-    faster, same, *others = paces_of_groups(vector, two, vector.paces)
+    assert step_times_of_groups(even, two, (100, 400, 100, 100)) == (400, 400, 100, 100)
+    faster, same, *others = step_times_of_groups(vector, two, vector.step_times)
     assert faster == same < 300
     assert others == [100, 100]
     assert fastest_stages(two, (300, 300, 100, 100)) == (100,)
@@ -221,7 +221,7 @@ def test_a_group_that_divides_by_speed_is_a_faster_stage_and_replica():
         resumed.load_state_dict({"in_force": [[0, [1.0, 0.5], [], [[2, [1.0]]]]]})
 
 
-def test_time_model_knows_the_pace_of_groups():
+def test_time_model_knows_the_step_times_of_groups():
     vector = vector_of("llama_gqa_bias")
     layer, packs = Cost(0.0, 1e-3, 0.0), [[(100,)] * 6]
 
@@ -231,11 +231,11 @@ def test_time_model_knows_the_pace_of_groups():
         )
         return model.phase_seconds(strategy, packs * strategy.dp)
 
-    slow = vector.with_paces((100, 400, 100, 100))
+    slow = vector.with_step_times((100, 400, 100, 100))
     for strategy in (TP4, Strategy(tp=2, pp=2)):
         assert seconds(strategy, vector) < seconds(strategy, slow) < 4 * seconds(strategy, vector)
-    pace = paces_of_groups(slow, TP4, slow.paces)[0] / 100
-    assert seconds(TP4, slow) == pytest.approx(pace * seconds(TP4, vector))
+    step_time = step_times_of_groups(slow, TP4, slow.step_times)[0] / 100
+    assert seconds(TP4, slow) == pytest.approx(step_time * seconds(TP4, vector))
     fast = Strategy(dp=2, tp=2)  # the other replica has more packs
     assert seconds(fast, slow) == seconds(fast, vector)
 
@@ -250,9 +250,9 @@ class Engine:
         self.phases, self.most, self.asked = {strategy: None}, most, list[tuple[int, ...]]()
         self.description = SimpleNamespace(vector=vector)
 
-    def recut(self, paces: Any, fits: Any, of_ranks: tuple[int, ...]) -> bool:
+    def recut(self, step_times: Any, fits: Any, of_ranks: tuple[int, ...]) -> bool:
         self.asked.append(of_ranks)
-        vector, before = self.description.vector.with_paces(of_ranks), self.description.vector
+        vector, before = self.description.vector.with_step_times(of_ranks), self.description.vector
         if any(largest_share(vector, s) > self.most for s in self.phases):
             raise DeviceMemoryError("too many columns")
         self.description = SimpleNamespace(vector=vector)

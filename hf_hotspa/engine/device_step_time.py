@@ -54,7 +54,7 @@ def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> 
     return tuple(_Share(costs[pp] * part, least[pp] * part, most[pp] * part) for pp, part in parts)
 
 
-class DevicePace:
+class DeviceStepTime:
     """Watches the devices of a run.
 
     Args:
@@ -80,11 +80,11 @@ class DevicePace:
         self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:
-        """Takes the report of a mini-batch; returns it with `paces` and `slow`, and what changed."""
+        """Takes the report of a mini-batch; returns it with `step_times` and `slow`, and what changed."""
         if report.ranks is None:
             return report, None
-        paces, event = self.devices.observe(report.step, self._work(plan, report, report.ranks.phases))
-        return replace(report, paces=paces, slow=tuple(sorted(self.devices.slow))), event
+        step_times, event = self.devices.observe(report.step, self._work(plan, report, report.ranks.phases))
+        return replace(report, paces=step_times, slow=tuple(sorted(self.devices.slow))), event
 
     def _work(self, plan: MiniBatchPlan, report: StepReport, measured: Sequence[Any]) -> list[PhaseWork]:
         planned = {str(phase.bucket.strategy): phase for phase in plan.phases}
