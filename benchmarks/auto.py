@@ -88,12 +88,12 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
         """Notes seconds, and ends the training when plans are no longer tried."""
 
         def __init__(self) -> None:
-            self.seconds, self.said, self.first = list[float](), "", 0.0
+            self.seconds, self.race_line, self.first = list[float](), "", 0.0
 
         def on_step_report(self, args: Any, state: Any, control: Any, report: Any, **kwargs: Any) -> None:
             self.first = self.first or time.perf_counter() - begin
             self.seconds.append(report.all_ranks_s)
-            self.said = str(report.race or self.said)
+            self.race_line = str(report.race or self.race_line)
             if report.race is not None:
                 self.cost = report.race.cost
 
@@ -123,7 +123,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
     raced = [" + ".join(str(bucket.strategy) for bucket in pool) for pool in (auto.plan.pool, *auto.plan.raced)]
     kept = raced[auto._race.plan]
     cost = getattr(noted, "cost", 0.0)
-    return {"limit_mb": limit, "rows": size, "plans": raced, "kept": kept, "race": noted.said, "cost": cost,
+    return {"limit_mb": limit, "rows": size, "plans": raced, "kept": kept, "race": noted.race_line, "cost": cost,
             "first_step_s": noted.first, "runs": raced_runs, **found}  # fmt: skip
 
 
@@ -220,17 +220,17 @@ def table(results: dict[str, Any], steps: int) -> str:
         "| cell | kept of how many plans | best static | auto by best static | interval | race, % of the run | alone by auto | |"
     ]
     lines.append("|---|---|---|---|---|---|---|---|")
-    told = {name: verdict(cell) for name, cell in sorted(results.items()) if "seconds" in cell}
-    for name, v in told.items():
+    verdicts = {name: verdict(cell) for name, cell in sorted(results.items()) if "seconds" in cell}
+    for name, v in verdicts.items():
         cell = results[name]
         interval, cost = f"{v['low']:.2f} to {v['high']:.2f}", f"{100 * cell['cost'] / steps:.2f}"
         numbers = f"{v['ratio']:.3f} | {interval} | {cost} | {v['alone']:.2f} | {'ok' if v['ok'] else 'BEHIND'}"
         lines.append(f"| {name} | {cell['kept']} of {len(cell['plans'])} | {v['best']} | {numbers} |")
     lines += [f"| {name} | {cell['error']} |||||||" for name, cell in sorted(results.items()) if "error" in cell]
-    ok, ratios = sum(v["ok"] for v in told.values()), [v["ratio"] for v in told.values()]
+    ok, ratios = sum(v["ok"] for v in verdicts.values()), [v["ratio"] for v in verdicts.values()]
     if ratios:
         mean = math.exp(float(np.mean(np.log(ratios))))
-        lines.append(f"\n{ok} of {len(told)} cells hold; geometric mean of auto by best static {mean:.3f}")
+        lines.append(f"\n{ok} of {len(verdicts)} cells hold; geometric mean of auto by best static {mean:.3f}")
     return "\n".join(lines)
 
 

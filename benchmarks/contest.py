@@ -43,7 +43,7 @@ def with_context(strategy: Strategy) -> Iterator[Strategy]:
 
 
 PAPER_STATIC = {"packed to the context": True, "not packed": False}
-"""The paper's baselines, and whether they pack: packs no longer than the longest sequence; each sequence a pack of its own."""
+"""The paper's baselines, and whether they pack: packs no longer than the longest sequence; each sequence a separate pack."""
 
 
 def one_each(lengths: Sequence[int], *, dp: int = 1, quadratic_cost: float = 0.0, **_: Any) -> Any:

@@ -8,7 +8,7 @@
 A mini-batch holds sequences of one length (the last one holds a mixture), is packed as in training, and runs through the
 engine under each strategy, in turn. Printed for each mini-batch: predicted and measured seconds (medians) of the phase,
 switch included; Kendall's tau over the strategies; the regret of the strategy that the model holds for fastest; and the
-mean absolute error beside the noise floor, which is that of one half of the runs against the other. Then the memory of
+mean absolute error beside the noise floor, the error of one half of the runs against the other. Then the memory of
 the fullest rank, predicted and measured.
 
 Other programs disturb: a run during which they took more than `--others` of the cores is made again, up to

@@ -1,6 +1,6 @@
 """`step.py --distributions`: auto against every static strategy, over length distributions, under a memory limit.
 
-Each round has a mini-batch of its own, drawn from the distribution, which every side trains in turn (the turn begins
+Each round has its own mini-batch, drawn from the distribution, which every side trains in turn (the turn begins
 with another side each round). The memory limit of a device is the same for all sides: what the longest sequence needs
 under the strategy that needs the least, and a twentieth more, by the calibrated memory model (weights, gradients,
 master store, optimizer, activations of the packs in flight, logits, switch buffers). Each static side has the packs

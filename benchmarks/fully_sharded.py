@@ -5,7 +5,7 @@
 
 All sequences have one length, so that every side trains packs of the same tokens: `--rows` sequences a pack, `--packs` packs a
 rank and mini-batch. With one sequence a pack (the default) attention is the same product on every side, and what differs is how weights and
-gradients move. Each side has processes of its own (gloo, one thread each) and all of them train one mini-batch in turn, another side
+gradients move. Each side has its own processes (gloo, one thread each) and all of them train one mini-batch in turn, another side
 first each time; the clock runs from one end of a step to the next on the slowest rank, optimizer and clipping included. The
 first two mini-batches do not count. A side that cannot run is a row with its own error. The losses after training must
 agree to 1e-4, or the program stops.

@@ -2,8 +2,8 @@
 
     python benchmarks/functions_a_step.py [--list]
 
-One process trains a tiny model with the default flags of `HotSPaTrainer`; the fourth step is looked at, in all threads. A function
-counts once, however often it is called; so does a lambda or a comprehension that has a frame of its own.
+One process trains a tiny model with the default flags of `HotSPaTrainer`; the fourth step is noteed at, in all threads. A function
+counts once, however often it is called; so does a lambda or a comprehension that has its own frame.
 """
 
 import argparse
@@ -34,8 +34,8 @@ class Entered(TrainerCallback):
         self.codes: set[CodeType] = set()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        look = self._note if state.global_step == STEP else None
-        threading.setprofile_all_threads(look) if hasattr(threading, "setprofile_all_threads") else sys.setprofile(look)
+        note = self._note if state.global_step == STEP else None
+        threading.setprofile_all_threads(note) if hasattr(threading, "setprofile_all_threads") else sys.setprofile(note)
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(FOLDERS):

@@ -149,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             f" ({stages[0]:.3f} and {stages[1]:.3f}){'  ' + ', '.join(marks) if marks else ''}"
         )
     print(
-        f"slowest stage of our cut over that of the best of all: {result['ours / best']:.3f}; of the cut by parameters"
+        f"slowest stage of our partition over the slowest of the best one: {result['ours / best']:.3f}; of the cut by parameters"
         f" {result['by parameters / best']:.3f}; spread of all {statistics.fmean(slowest) / min(slowest):.2f} in the mean"
     )
     write_json(options.json, result)

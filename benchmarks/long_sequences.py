@@ -241,8 +241,8 @@ def memory_aims(options: argparse.Namespace, found: dict[str, OfSide], growth: d
     carried = carried_bytes(options)
     kept = (found[hosted][high]["host_bytes"] - found[hosted][low]["host_bytes"]) / (high - low)
     return [
-        Aim("tokens with +ck+kh, measured, to those of +rc within the limit", holds / of_rc, 4, True),
-        Aim("tokens with +ck+kh, measured, to those of stock within the limit", holds / of_stock, 8, True),
+        Aim("tokens with +ck+kh, measured, to tokens with +rc within the limit", holds / of_rc, 4, True),
+        Aim("tokens with +ck+kh, measured, to tokens of stock within the limit", holds / of_stock, 8, True),
         Aim("growth a token with +ck, off its formula by", abs(growth[chunked] / carried - 1), 0.10),
         Aim("growth a token in host memory with +ck+kh, off its formula by", abs(kept / carried - 1), 0.10),
         Aim("growth a token on the device with +ck+kh, part of that with +ck", growth[hosted] / carried, 0.10),
@@ -263,8 +263,8 @@ def time_aims(seconds: dict[str, float]) -> list[Aim]:
     """How long chunks take beside what they replace."""
     chunked, kept = (name for name in seconds if "+ck" in name)
     return [
-        Aim("time of +ck to that of +rc", seconds[chunked] / seconds[str(RECOMPUTED)], 1.10),
-        Aim("time with all graphs kept to that of no chunks", seconds[kept] / seconds[str(WHOLE)], 1.05),
+        Aim("time of +ck to time of +rc", seconds[chunked] / seconds[str(RECOMPUTED)], 1.10),
+        Aim("time with all graphs kept to time without chunks", seconds[kept] / seconds[str(WHOLE)], 1.05),
     ]
 
 

@@ -236,7 +236,7 @@ def ours(options: argparse.Namespace, folder: str, rows: Any, clock: Clock, stra
     trainer.close_engine()
 
 
-def refused_options() -> dict[str, str]:
+def unsupported_options() -> dict[str, str]:
     """What the stock Trainer can switch on to be faster and ours cannot: option -> what ours says to it."""
     found = {}
     for name in ("use_liger_kernel", "torch_compile"):
@@ -407,8 +407,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "longest": max(len(row["input_ids"]) for row in rows), "tokens_of_a_mini_batch": tokens // options.steps,
     }  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in head.items()), flush=True)
-    refused = refused_options()
-    for name, text in refused.items():
+    unsupported = unsupported_options()
+    for name, text in unsupported.items():
         print(f"ours with {name}: {text}", flush=True)
     found: dict[str, list[Found]] = {}
     for number in range(options.rounds):
@@ -426,7 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     peak = peak_flops(head["gpu"])
     print(f"\n{table(found, options, tokens, flops, peak)}")
     if options.json:
-        data = head | {"refused": refused, "flops_of_a_mini_batch": flops, "peak_flops": peak}
+        data = head | {"unsupported": unsupported, "flops_of_a_mini_batch": flops, "peak_flops": peak}
         data |= {"sides": {name: [asdict(each) for each in runs] for name, runs in found.items()}}
         options.json.write_text(json.dumps(data, indent=1))
 

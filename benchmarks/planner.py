@@ -5,7 +5,7 @@
     python benchmarks/planner.py --parts pairs irregular
     python benchmarks/planner.py --quick --json out/planner.json
 
-Seconds of switches are those of the fluid port model (`hf_hotspa.plan.ports`), never measured ones; only planning is
+Seconds of switches follow from the fluid port model (`hf_hotspa.plan.ports`), never measured ones; only planning is
 timed. Nothing is moved, no process is started, no GPU is needed.
 """
 

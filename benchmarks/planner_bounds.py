@@ -125,7 +125,7 @@ def relay_bound_lp(classes: Sequence[PieceClass], cluster: Cluster) -> float:
 
 
 def direct_bound_lp(classes: Sequence[PieceClass], cluster: Cluster) -> float:
-    """Seconds of the best direct plan: every needer fetches from owners, those of its own node if there are any."""
+    """Seconds of the best direct plan: every needer fetches from owners, from its own node where possible."""
     programme = _Programme(cluster)
     wanted = {(near, rank): num_bytes for near, rank, num_bytes in pulls_of(classes, cluster)}
     for owners, _, needers, num_bytes in demands_of(classes, cluster):

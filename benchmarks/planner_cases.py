@@ -35,7 +35,7 @@ SHAPES = {
     "70B": Shape(80, 8192, 28672, 64, 8, 32000),
     "405B": Shape(126, 16384, 53248, 128, 8, 128256),
 }
-"""The 32B one is that of the modelled switch table."""
+"""The 32B one is used by the modelled switch table."""
 
 
 @lru_cache
@@ -84,7 +84,7 @@ def weights(model: str, strategy: Strategy) -> Layout:
 
 @lru_cache(maxsize=512)
 def _weights(model: str, strategy: Strategy, _: tuple[int, ...]) -> Layout:
-    # strategies of equal degrees are equal, so that the order is a key of its own
+    # strategies of equal degrees are equal, so that the order is a separate key
     return strategy_layout(llama_vector(model), strategy)
 
 
@@ -115,7 +115,7 @@ def sharded_gradients(model: str, strategy: Strategy, rows: int, columns: int) -
     """
     layers, head = stage_costs(model)
     cut = StageCosts(tuple(layers), head).stages(strategy.pp)
-    stage_of = [0, *(stage for stage, held in enumerate(cut) for _ in held), strategy.pp - 1]
+    stage_of = [0, *(stage for stage, layers in enumerate(cut) for _ in layers), strategy.pp - 1]
     sizes = [head, *layers, head]
     known: dict[tuple[int, int], Placement] = {}
     bases = [0]

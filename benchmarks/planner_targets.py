@@ -1,6 +1,6 @@
 """The targets of the planner: the 20 switches of a modelled table, and the chains of a mini-batch.
 
-The table is `tests/data/figure8_targets.json`, a calculation of our own (the paper prints no numbers): its values come
+The table is `tests/data/figure8_targets.json`, our own calculation (the paper prints no numbers): its values come
 from the same port model with 32B weights on four nodes of eight devices, so that ours can be compared digit by digit. Modelled seconds throughout.
 """
 

@@ -11,7 +11,7 @@ How a configuration is read:
   attention, which flash attention computes again anyway: nothing.
 * Pipelines run 1F1B, or its interleaved form.
 * A micro-batch of b sequences is a pack of b whole sequences; all micro-batches of a replica are equal.
-* Between nodes: what `network` says; else that of the named machine. ZeRO within a group of ranks and overlap of communication with
+* Between nodes: what `network` says; else the named machine's. ZeRO within a group of ranks and overlap of communication with
   computation are not modelled.
 
     python benchmarks/published.py [--json FILE] [--rows TEXT]
@@ -142,13 +142,13 @@ def predict(config: Config) -> dict[str, Any]:
 
 
 def predictions(configs: Sequence[Config]) -> dict[str, Any]:
-    """Those of all configurations, by id."""
+    """Predictions for all configurations, by id."""
     found: dict[str, Any] = {}
     for config in configs:
         try:
             found[config["id"]] = predict(config)
         except HotspaError as error:
-            found[config["id"]] = {"refused": str(error)}
+            found[config["id"]] = {"unsupported": str(error)}
     return found
 
 
@@ -167,8 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     found = predictions(configs)
     print(f"{'run':<38} {'strategy':<20} {'params':>8} {'s a step':>10} {'tokens/s/GPU':>13} {'GiB':>7}")
     for name, row in found.items():
-        if "refused" in row:
-            print(f"{name:<38} {row['refused']}")
+        if "unsupported" in row:
+            print(f"{name:<38} {row['unsupported']}")
             continue
         memory = "-" if row["memory_gib"] is None else f"{row['memory_gib']:.1f}"
         print(

@@ -84,7 +84,7 @@ class RateLimitedTransport:
         rank: This rank.
         cluster: Which ranks share a node.
         bytes_per_second: The speed of one NIC, per direction.
-        ports: The NIC of this rank; one of its own when None.
+        ports: The NIC of this rank; a new one when None.
         clock: Seconds, monotonic.
         sleep: Waits for some seconds.
 

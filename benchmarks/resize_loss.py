@@ -9,7 +9,7 @@
 
 Two processes (eight for `four`), all sides one after the other in one run from the same weights: the bytes of the standard library of Python, 16 rows of
 128 bytes a step, AdamW. On one of the two ranks a share of the columns of every product is left out in every step, far more
-than a run with a device that is slow for a while. The loss of each step is that of the forward as it was computed, that is without the
+than a run with a device that is slow for a while. The loss of each step is computed by the forward pass as it was run, that is without the
 columns; the last line is the loss of the trained weights in an exact forward, over rows that were not trained.
 """
 

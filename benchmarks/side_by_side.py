@@ -7,7 +7,7 @@
     python benchmarks/side_by_side.py --profile                      # the slowest phases of our sides: who waits for whom
 
 All sides train the same mini-batches of one seeded list of rows, from the same weights, with the same optimizer and the
-token mean as their loss. Every side has processes of its own; all of them are alive at once and train one mini-batch each
+token mean as their loss. Every side has its own processes; all of them are alive at once and train one mini-batch each
 when it is their turn, so that a slow minute of the machine hits all alike. Rounds after the first leave out sides that
 are far behind. What a side cannot do is its row.
 
@@ -233,9 +233,9 @@ class CellRun:
                 self.say(f"memory of {name}: {error.reason}")
                 continue
             self.results.note(self.key, name, **found)
-            held = f", holds {found['longest_held']} tokens" if "longest_held" in found else ""
+            text = f", holds {found['longest_held']} tokens" if "longest_held" in found else ""
             self.say(
-                f"memory of {name} ({number + 1} of {len(contestants)}): {found['peak_bytes'] / 2**20:.0f} MiB{held}"
+                f"memory of {name} ({number + 1} of {len(contestants)}): {found['peak_bytes'] / 2**20:.0f} MiB{text}"
             )
 
     def _peaks(self, side: Side) -> Ladder | None:
@@ -313,7 +313,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=3072, help="of a mini-batch, about")
     parser.add_argument("--longest", type=int, default=2048, help="tokens at which lengths are cut")
     parser.add_argument("--together", type=int, default=0, help="sides alive at a time; 0: as memory allows")
-    parser.add_argument("--keep-calibration", action="store_true", help="use that of an earlier run, not one of now")
+    parser.add_argument("--keep-calibration", action="store_true", help="use an earlier run's, do not measure again")
     parser.add_argument("--cache", default=".cache/peers", help="folder of calibrations")
     parser.add_argument("--limit-s", type=float, default=180.0, help="what a side may take to be ready or for a step")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="measure no memory")

@@ -61,7 +61,7 @@ class Trial:
 
 
 def train(folder: Path, workers: int) -> None:
-    """The training script of a trial: a tiny model, steps without an end, no save but that of a SIGTERM."""
+    """The training script of a trial: a tiny model, steps without an end, no save but the one at a SIGTERM."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -86,8 +86,8 @@ def train(folder: Path, workers: int) -> None:
     )  # fmt: skip
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, callbacks=[Ready()])
     trainer.train()
-    said = {"step": trainer.state.global_step, "preempted": trainer.preempted}
-    (folder / _STOPPED.format(args.process_index)).write_text(json.dumps(said))
+    stopped = {"step": trainer.state.global_step, "preempted": trainer.preempted}
+    (folder / _STOPPED.format(args.process_index)).write_text(json.dumps(stopped))
 
 
 # -- a trial ----------------------------------------------------------------------------------------------------------
@@ -111,9 +111,9 @@ def send(launcher: int, victims: str) -> None:
     if victims == "group":
         os.killpg(launcher, signal.SIGTERM)
         return
-    told = [launcher] if victims == "agent" else [launcher, *children(launcher)]
-    random.shuffle(told)
-    for pid in told:
+    signalled = [launcher] if victims == "agent" else [launcher, *children(launcher)]
+    random.shuffle(signalled)
+    for pid in signalled:
         try:
             os.kill(pid, signal.SIGTERM)
         except ProcessLookupError:
@@ -134,12 +134,12 @@ def judge(folder: Path) -> tuple[int | None, str | None]:
     except HotspaError as error:
         return None, str(error)
     step = manifest.step
-    said = {rank: folder / _STOPPED.format(rank) for rank in (0, 1)}
-    missing = [rank for rank, path in said.items() if not path.exists()]
+    stopped = {rank: folder / _STOPPED.format(rank) for rank in (0, 1)}
+    missing = [rank for rank, path in stopped.items() if not path.exists()]
     if missing:
         return step, f"train() did not return on ranks {missing}"
-    if any(json.loads(path.read_text()) != {"step": step, "preempted": True} for path in said.values()):
-        return step, f"ranks stopped elsewhere: {[path.read_text() for path in said.values()]}"
+    if any(json.loads(path.read_text()) != {"step": step, "preempted": True} for path in stopped.values()):
+        return step, f"ranks stopped elsewhere: {[path.read_text() for path in stopped.values()]}"
     names = {file.name for file in manifest.files}
     wanted = {name for rank in (0, 1) for name in (rank_tensors(rank, 2), rank_state(rank, 2))}
     return step, f"no {sorted(wanted - names)}" if wanted - names else None

@@ -124,7 +124,7 @@ class Bench:
             for _ in range(8):
                 work()
 
-        # the best of several: what other programs of the machine add is no latency
+        # the best of several: what other programs of the machine add is not latency
         seconds = min(interleaved({"small": several}, 8)["small"]) / 8
         return replace(cluster, latency_s=seconds / stats[-1].num_rounds)
 

@@ -2,13 +2,13 @@
 
     python benchmarks/straggler_trace.py tests/data/straggler_trace_ST.parquet tests/data/straggler_trace_SE.parquet
 
-The traces are those of ByteDance-Seed/StragglerAnalysis (Apache-2.0): seconds of every forward and backward of every stage of
+The traces are from ByteDance-Seed/StragglerAnalysis (Apache-2.0): seconds of every forward and backward of every stage of
 jobs with mixed lengths, as parquet with the columns `step`, `dp_rank`, `stage`, `mb_id`, `optype`, `duration`. Each step is simulated
 as a 1F1B pipeline a replica (`costs.time`), the step being as long as its slowest replica:
 
 * as it ran: every replica its own micro-batches;
 * by cost: the same micro-batches, each to the replica that is done with it first, as `packing` divides sequences;
-* by cost and speed: as well, by the speed that each replica showed in the steps before (its seconds by those of the mean);
+* by cost and speed: as well, by the speed that each replica showed in the steps before (its seconds by the mean's);
 * the bound: all work divided evenly over all devices, without a bubble.
 
 A micro-batch counts as its measured seconds. Where those are long because a device was slow and not because the micro-batch is,

@@ -6,7 +6,7 @@
     python benchmarks/stragglers.py --part stages                    # one slow stage of four, layers divided by speed
     HOTSPA_BENCHMARK_SLOW=2:3.5 python benchmarks/stragglers.py      # rank 2 takes 3.5 times as long
 
-All sides in turn in one run: mini-batch by mini-batch, each with weights, optimizer and decisions of its own from the same start, on the
+All sides in turn in one run: mini-batch by mini-batch, each with its own weights, optimizer and decisions, from the same start, on the
 same rows. Every product of a linear that tp cuts sleeps for its size, on a slow rank `chi` times as long, so that the cores are never the
 limit; under `dp4` and `pp4` every forward sleeps for its tokens and layers, three times as long as a product does (the backward is two more). Every side finds
 the slow ranks by itself, by what its mini-batches measured, and the first ones are not counted. What it took to look at the variation of
@@ -164,7 +164,7 @@ class Answer:
     """One side.
 
     Args:
-        strategy: tp, dp or pp. A further word names an engine of its own, for a side that cuts pipelines or MLPs anew.
+        strategy: tp, dp or pp. A further word names a separate engine, for a side that cuts pipelines or MLPs anew.
         mode: Of `hotspa_stragglers`.
         slow: Whether devices are slow.
         exchange: How columns migrate.
@@ -214,14 +214,14 @@ class Measured:
 
 
 class Side:
-    """One way to answer, with weights and knowledge of its own.
+    """One way to answer, with its own weights and knowledge.
 
     Attributes:
-        given: Shares that are given away whatever is found; None to decide.
+        given: Shares that are handed over whatever is measured; None to decide.
         seconds: Of each mini-batch.
         found_after: The mini-batch after which all slow ranks were known.
         loss: Of the last mini-batch.
-        shares: For each rank what it gave away and what it left out in the last mini-batch.
+        shares: For each rank what it handed over and what it left out in the last mini-batch.
     """
 
     def __init__(self, world: Measured, answer: Answer, chis: Mapping[int, float]) -> None:
@@ -362,7 +362,7 @@ def one_of_four(rank: int, world_size: int, hidden: int, chi: float, options: ar
     losses = [side["loss"] for side in result.values() if side["exact"]]
     if max(losses) - min(losses) > 1e-3 * losses[0]:
         raise SystemExit(f"the losses of exact sides differ: {losses}")
-    # the best of any exact division: of all products for tp, of which `balance` divides those of MLPs alone; of sequences for dp
+    # the best of any exact division: of all products for tp, of which `balance` divides the MLPs' alone; of sequences for dp
     ratio = times * world_size / (times * (world_size - 1) + 1)
     ideal = {s: ratio * result[f"{s}4: none slow"]["seconds"] for s in ("tp", "dp")}
     return {

@@ -6,8 +6,8 @@
     python benchmarks/switch.py --model adapters          # many small parameters
     python benchmarks/switch.py --quick
 
-All sides move the parameters of one switch, in one run, in turns, between equal layouts on one node. Seconds are those
-of the slowest rank, medians over the rounds. What the switch delivered is compared with what it should have, element by
+All sides move the parameters of one switch, in one run, in turns, between equal layouts on one node. Seconds are the
+slowest rank's, medians over the rounds. What the switch delivered is compared with what it should have, element by
 element, before timing. Memory is measured last, in processes that do nothing else. `switch_baselines.py` says what the
 other sides are.
 """
@@ -152,9 +152,9 @@ def measure_memory(rank: int, world_size: int, options: argparse.Namespace, text
     switch.prepare()
     timed(switch)
     grown = _resident("VmHWM") - before if can_measure else float("nan")
-    held = (switch.source.flat.numel() + switch.target.flat.numel()) * switch.dtype.itemsize
+    held_bytes = (switch.source.flat.numel() + switch.target.flat.numel()) * switch.dtype.itemsize
     return {
-        "store_bytes": over_ranks(held),
+        "store_bytes": over_ranks(held_bytes),
         "reserved_bytes": over_ranks(switch.executor.reserved_bytes),
         "grown_bytes": over_ranks(grown),
     }

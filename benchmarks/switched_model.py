@@ -42,8 +42,8 @@ Rows = list[dict[str, list[int]]]
 class Timing:
     """What one side took, a list of steps for each round.
 
-    `seconds` are those of the slowest rank. `cpu` is processor time summed over ranks: blind to waiting, but steady where other
-    programs take turns with the benchmark. `parts` are rank 0's. Bytes are those of the last step.
+    `seconds` are the slowest rank's. `cpu` is processor time summed over ranks: blind to waiting, but steady where other
+    programs take turns with the benchmark. `parts` are rank 0's. Bytes are the last step's.
     """
 
     seconds: list[list[float]] = field(default_factory=list)

@@ -172,14 +172,14 @@ def values(start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
 
 def fill(pair: Pair, store: Store, rank: int) -> None:
     """What a rank holds before a switch; a contribution is `values % 8 + rank`."""
-    for interval, view in _held(pair.source, store, rank):
+    for interval, view in _views(pair.source, store, rank):
         found = values(interval[0], interval[1], store.flat.dtype)
         view.copy_(found % 8 + rank if pair.is_return else found)
 
 
 def check(pair: Pair, store: Store, rank: int) -> None:
     """Raises when a switch (a return: into zeros) has not delivered exactly what it should."""
-    for (start, stop), view in _held(pair.target, store, rank):
+    for (start, stop), view in _views(pair.target, store, rank):
         if not pair.is_return:
             expected = values(start, stop, torch.float32)
         else:
@@ -194,7 +194,7 @@ def check(pair: Pair, store: Store, rank: int) -> None:
             raise AssertionError(f"{pair.name}: rank {rank} holds wrong elements in [{start}, {stop})")
 
 
-def _held(layout: Layout, store: Store, rank: int) -> list[tuple[tuple[int, int], torch.Tensor]]:
+def _views(layout: Layout, store: Store, rank: int) -> list[tuple[tuple[int, int], torch.Tensor]]:
     """`((start, stop), view)` of everything that a rank holds."""
     found = []
     for interval in layout.holdings[rank]:

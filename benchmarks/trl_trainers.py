@@ -4,7 +4,7 @@
     python benchmarks/trl_trainers.py --rounds 5 --json out/trl_trainers.json
     python benchmarks/trl_trainers.py --recompute --tasks dpo
 
-Sides take turns, each round another one first; a turn is a trainer of its own, one step that does not count, and `--steps` that do.
+Sides take turns, each round another one first; a turn is a new trainer, one step that does not count, and `--steps` that do.
 A step counts everything. Rows have long-tailed lengths. SFT runs with `bfd` packing, and without (padded by TRL); DPO with
 a live reference. GRPO has recorded completions on both sides, the longest of them 20 times the shortest. Tokens are those that go through all layers in a forward: TRL's with its padding. Losses of both sides
 must agree. Memory is the peak of a process over what it held before the turn, mean over ranks.
@@ -79,7 +79,7 @@ def tokenizer(vocabulary: int) -> Any:
 
 
 def recorded(cls: Any, options: argparse.Namespace) -> Any:
-    """A GRPO trainer whose completions are those of a record in the place of generation: most are short, of 1 to 20 lengths."""
+    """A GRPO trainer whose completions come from a record in the place of generation: most are short, of 1 to 20 lengths."""
     import torch
 
     class Recorded(cls):  # type: ignore[misc]
@@ -195,7 +195,7 @@ def turn(task: str, side: str, options: argparse.Namespace, folder: str) -> dict
 
 
 def measure(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """All turns of all tasks, on every rank; returns those of rank 0."""
+    """All turns of all tasks, on every rank; returns rank 0's."""
     import logging
     import os
     import warnings

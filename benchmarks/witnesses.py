@@ -121,7 +121,7 @@ class LoRA(nn.Module):
 
 
 class Tracker(MemTracker):
-    """Counts bytes, and does not say which module has them: it would refuse one that runs for several packs."""
+    """Counts bytes, and does not say which module has them: it would reject one that runs for several packs."""
 
     def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None: ...
     def _post_fw_hook(self, module: nn.Module, inputs: Any, outputs: Any) -> None: ...
@@ -211,9 +211,9 @@ class Stage:
         """Weights are there for the layer that runs and for the next one; gradients leave when a layer is through."""
         sizes = [(p, p.numel() * 2) for p in layer.parameters()]
 
-        def there(held: bool) -> None:
+        def there(needed: bool) -> None:
             for parameter, size in sizes:
-                parameter.untyped_storage().resize_(size if held else 0)
+                parameter.untyped_storage().resize_(size if needed else 0)
 
         layer.there = there  # type: ignore[assignment]
         there(False)
@@ -371,7 +371,7 @@ KEPT_HEAD = ("layer", "dtype", "kept by autograd, bytes a token", "formula", "er
 def kept_bytes(layer: Layer, tokens: int = 256) -> tuple[float, float]:
     """Bytes of a token that one decoder layer keeps in a real forward and backward on this machine, and by the formula.
 
-    Counted are the storages that autograd saves tensors in, without those of parameters: with two layers less with one.
+    Counted are the storages that autograd saves tensors in, without the parameters' own: with two layers less with one.
     """
     found = []
     for count in (1, 2):

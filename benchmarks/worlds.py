@@ -34,7 +34,7 @@ class World:
         args: Picklable.
         of_rank: More arguments, for each rank its own.
         timeout_s: How long an operation may wait for a peer.
-        preload: What the server imports once for all ranks; that of the first world counts.
+        preload: What the server imports once for all ranks; the first world's counts.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ def run_world(
         fn: Called as `fn(rank, world_size, *args)`.
         args: Picklable.
         timeout_s: How long an operation may wait for a peer.
-        preload: What the server imports once for all ranks; that of the first call counts.
+        preload: What the server imports once for all ranks; the first call's counts.
 
     Returns:
         The value of rank 0.

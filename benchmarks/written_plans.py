@@ -15,11 +15,11 @@ def layout_of(name: str, holdings: Sequence[Sequence[Interval]], sizes: Sequence
     """A layout written out: `holdings[rank]`, and `sizes[rank][segment]` elements of each buffer."""
     world_size = len(holdings)
     num_segments = 1 + max(
-        (len(sizes[0]) - 1 if world_size else -1, *(i.segment for held in holdings for i in held)), default=-1
+        (len(sizes[0]) - 1 if world_size else -1, *(i.segment for intervals in holdings for i in intervals)), default=-1
     )
     rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_segments)]
-    for rank, held in enumerate(holdings):
-        for interval in held:
+    for rank, intervals in enumerate(holdings):
+        for interval in intervals:
             rows[interval.segment].append((rank, interval.start, interval.stop, interval.offset))
     padded = [[*of_rank, *[0] * (num_segments - len(of_rank))] for of_rank in sizes]
     placements = tuple(place(rows[s], [of_rank[s] for of_rank in padded]) for s in range(num_segments))
@@ -58,7 +58,7 @@ def transfers_of(plan: SwitchPlan) -> tuple[Transfer, ...]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a plan moves, by kind of link, and those of the busiest ranks (bytes inside a rank not counted there)."""
+    """Bytes that a plan moves, by kind of link, and the bytes of the busiest ranks (bytes inside a rank not counted there)."""
 
     local_bytes: int
     intra_node_bytes: int

@@ -1,4 +1,4 @@
-"""A loop of your own without the Hugging Face Trainer: `SwitchedModel` stands where DDP's wrapper would, under a plain Accelerate
+"""Your own loop without the Hugging Face Trainer: `SwitchedModel` stands where DDP's wrapper would, under a plain Accelerate
 `Accelerator`. Trains a small new Llama on the texts of chats, on four CPU processes:
 
     accelerate launch --multi_gpu --num_processes 4 examples/bare_loop.py --use_cpu

@@ -4,7 +4,7 @@ On four CPU processes, in a minute, with a small new model as the base:
 
     accelerate launch --multi_gpu --num_processes 4 examples/chat_lora.py --use_cpu
 
-A model and chats of your own, on 8 GPUs (strategies are chosen by measured speed and memory):
+Your own model and chats, on 8 GPUs (strategies are chosen by measured speed and memory):
 
     accelerate launch --multi_gpu --num_processes 8 examples/chat_lora.py --model Qwen/Qwen3-0.6B --dataset chats.jsonl --bf16
 """

@@ -3,12 +3,12 @@
 A small new Llama learns to write functions of Python's standard library: most of them are short, a few are long, and each
 process may use 144 MiB, which does not hold the long ones under data parallelism. At the end some mini-batches run again,
 with switching and under single strategies that fit into that memory, and what switching gained is printed, and how the model
-goes on with the beginning of a row, before and after.
+continues the beginning of a row, before and after.
 
     accelerate launch --multi_gpu --num_processes 4 examples/demo.py --use_cpu
     accelerate launch --multi_gpu --num_processes 4 examples/demo.py --use_cpu --dataset my.jsonl
 
-The second line trains the small model on rows of your own (docs/data.md has the columns). These settings are for this
+The second line trains the small model on your own rows (docs/data.md has the columns). These settings are for this
 model and two minutes only: for a model that has its weights see `finetune.py`, or `hf-hotspa train`.
 """
 
@@ -118,7 +118,7 @@ def measure_machine(model: Any, args: HotSPaTrainingArguments) -> None:
 
 
 def written(model: Any, tokenizer: Any, begun: list[int], seed: int) -> str:
-    """How a model goes on with tokens, as text in one line; neither the model nor the random generator changes."""
+    """How a model continues tokens, as text in one line; neither the model nor the random generator changes."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokens = deepcopy(model).generate(
@@ -134,7 +134,7 @@ def next_lines() -> str:
     shown = Path(os.path.relpath(command)) if command.is_relative_to(Path.cwd()) else command
     return "\n".join(
         [
-            "Next, the same with rows of your own (a column text or messages, or prompt and completion), and a model of yours:",
+            "Next, the same with your own rows (a column text or messages, or prompt and completion), and a model of yours:",
             '  make train EXTRA_TRAIN_ARGS="--dataset my.jsonl"',
             f"  {shown} train --model Qwen/Qwen3-0.6B --dataset my.jsonl{cpu}",
         ]
@@ -167,7 +167,7 @@ def main() -> None:
         shown = zip(("before", "after"), samples, strict=False)  # of the main process, which is the one that speaks
         say(
             "\n".join(
-                [f"how it goes on with {tokenizer.decode(begun)!r}", *(f"  {when:6} {text}" for when, text in shown)]
+                [f"how it continues {tokenizer.decode(begun)!r}", *(f"  {when:6} {text}" for when, text in shown)]
             )
         )
         say(next_lines())

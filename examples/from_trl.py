@@ -4,7 +4,7 @@ On two CPU processes, in seconds, with a small new model:
 
     accelerate launch --multi_gpu --num_processes 2 examples/from_trl.py --use_cpu --strategies dp2:256@1024,tp2:1024
 
-With a model and chats of your own, on 8 GPUs (strategies are chosen by measured speed and memory):
+With your own model and chats, on 8 GPUs (strategies are chosen by measured speed and memory):
 
     accelerate launch --multi_gpu --num_processes 8 examples/from_trl.py --model Qwen/Qwen3-0.6B --dataset chats.jsonl --bf16
 
@@ -37,7 +37,7 @@ from hf_hotspa.data.prepare import load_source
 
 CHATS = Path(__file__).parent / "chats.jsonl"
 # chat_template_path becomes tokenizer.chat_template. Real models bring theirs; if it has no generation marks,
-# the answers are found by rendering the beginnings of the conversation, or refused: never guessed.
+# the answers are found by rendering the beginnings of the conversation, or an error: never a guess.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>\n"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
@@ -105,7 +105,7 @@ def main() -> None:
         hotspa_strategies=options.strategies,
         # max_length=1024 with packing_strategy="bfd", which truncates what is longer. "bfd_split" is "split" here;
         # "wrapped", which cuts sequences anywhere to fill rows, does not exist: packs are filled by cost instead.
-        # With strategies of your own, max_length is the longest bucket.
+        # With your own strategies, max_length is the longest bucket.
         hotspa_overlong="truncate",
         hotspa_longest=options.max_length if options.strategies == "auto" else None,
         # packing=True, eval_packing, padding_free: rows are always packed and never padded, and sequences of a pack never

@@ -4,7 +4,7 @@ On two CPU processes, in seconds, with a small new model:
 
     accelerate launch --multi_gpu --num_processes 2 examples/long_context.py --use_cpu --hotspa_strategies dp2:512@1024,cp2:4096
 
-A model and rows of your own, on 8 GPUs; `auto` (the default) finds what holds the longest row, in chunks where nothing else does:
+Your own model and rows, on 8 GPUs; `auto` (the default) finds what holds the longest row, in chunks where nothing else does:
 
     accelerate launch --multi_gpu --num_processes 8 examples/long_context.py --model Qwen/Qwen3-0.6B --dataset my.jsonl --bf16
 """

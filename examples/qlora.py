@@ -4,7 +4,7 @@ On two CPU processes, in seconds, with a small new model as the base:
 
     accelerate launch --multi_gpu --num_processes 2 examples/qlora.py --use_cpu --hotspa_strategies dp2:256@1024,tp2:1024
 
-A model and chats of your own, on 8 GPUs (strategies are chosen by measured speed and memory):
+Your own model and chats, on 8 GPUs (strategies are chosen by measured speed and memory):
 
     accelerate launch --multi_gpu --num_processes 8 examples/qlora.py --model Qwen/Qwen3-8B --dataset chats.jsonl --bf16
 """

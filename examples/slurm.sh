@@ -4,7 +4,7 @@
 #   OUTPUT_DIR=/data/out sbatch examples/slurm.sh --model /data/Qwen3-8B --dataset /data/chats.jsonl --save_steps 200
 #
 # What follows slurm.sh goes to examples/finetune.py. All nodes must see the same files, OUTPUT_DIR included. Submitted
-# again with the same OUTPUT_DIR, or started again by Slurm, the run goes on from its newest checkpoint.
+# again with the same OUTPUT_DIR, or started again by Slurm, the run resumes from its newest checkpoint.
 #SBATCH --job-name=hotspa
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -25,7 +25,7 @@ if compgen -G "$OUTPUT_DIR/checkpoint-*" >/dev/null; then
     set -- "$@" --resume_from_checkpoint True
 fi
 GPUS_PER_NODE=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}
-# Every node gets the same address, that of the first node, and a port of this job's own.
+# Every node gets the same address, the first node's, and a port of this job's own.
 MAIN_ADDRESS=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 MAIN_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export OUTPUT_DIR GPUS_PER_NODE MAIN_ADDRESS MAIN_PORT

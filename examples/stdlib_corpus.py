@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
-# For conversations, where a tokenizer has no template of its own; what stands between the marks carries the labels: thinking, answers
+# For conversations, where a tokenizer has no template; what stands between the marks carries the labels: thinking, answers
 # and calls of tools.
 CHAT_TEMPLATE = (
     "{% if tools %}<|tools|>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
@@ -75,7 +75,7 @@ def functions(files: Sequence[Path]) -> Iterator[tuple[str, str]]:
         lines = text.splitlines(keepends=True)
         try:
             found = list(_outer_functions(ast.parse(text)))
-        except (SyntaxError, ValueError):  # files that are made to be refused
+        except (SyntaxError, ValueError):  # files that are made to be invalid
             continue
         for node in found:
             begin = min(part.lineno for part in (node, *node.decorator_list))

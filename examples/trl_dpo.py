@@ -4,7 +4,7 @@ On two CPU processes, in seconds, with a small new model and made-up pairs; the 
 
     accelerate launch --multi_gpu --num_processes 2 examples/trl_dpo.py --use_cpu --bf16 False --hotspa_strategies dp2:96@512,tp2:1024
 
-A model and pairs of your own, on 8 GPUs:
+Your own model and pairs, on 8 GPUs:
 
     accelerate launch --multi_gpu --num_processes 8 examples/trl_dpo.py --model_name_or_path Qwen/Qwen3-0.6B \\
         --dataset_name trl-lib/ultrafeedback_binarized --precompute_ref_log_probs

@@ -4,7 +4,7 @@ On two CPU processes, in a minute, with a small new model that learns to write l
 
     accelerate launch --multi_gpu --num_processes 2 examples/trl_grpo.py --use_cpu --bf16 False --hotspa_strategies dp2:40@512,tp2:1024
 
-A model and prompts of your own, with a vLLM server, on 8 GPUs:
+Your own model and prompts, with a vLLM server, on 8 GPUs:
 
     accelerate launch --multi_gpu --num_processes 8 examples/trl_grpo.py --model_name_or_path Qwen/Qwen3-0.6B \\
         --dataset_name trl-lib/tldr --use_vllm --vllm_mode server --max_completion_length 512

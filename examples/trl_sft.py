@@ -4,7 +4,7 @@ On two CPU processes, in seconds, with a small new model:
 
     accelerate launch --multi_gpu --num_processes 2 examples/trl_sft.py --use_cpu --bf16 False --hotspa_strategies dp2:256@1024,tp2:1024
 
-A model and chats of your own, on 8 GPUs (strategies are chosen by measured speed and memory):
+Your own model and chats, on 8 GPUs (strategies are chosen by measured speed and memory):
 
     accelerate launch --multi_gpu --num_processes 8 examples/trl_sft.py --model_name_or_path Qwen/Qwen3-0.6B \\
         --dataset_name chats.jsonl --packing

@@ -1,7 +1,7 @@
 """Sides of `side_by_side.py` that are alive at the same time and train one mini-batch each when it is their turn.
 
-Every side has a world of its own: DDP, FSDP and DeepSpeed keep global state. A side that raises, dies or does not
-answer in time becomes a `SideError`, and the others go on.
+Every side has its own world: DDP, FSDP and DeepSpeed keep global state. A side that raises, dies or does not
+answer in time becomes a `SideError`, and the others continue.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ class LiveSide:
         }
 
     def finish(self) -> dict[str, Any]:
-        """Lets it go on after its last mini-batch; what it says at the end.
+        """Lets it continue after its last mini-batch; what it says at the end.
 
         Raises:
             SideError: it failed.

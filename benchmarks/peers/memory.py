@@ -56,18 +56,20 @@ def longest_held(peaks: Sequence[tuple[int, float]], limit: float) -> int:
         peaks: Length and bytes, shortest first.
         limit: Bytes.
     """
-    held = 0
+    longest = 0
     for at, (length, peak) in enumerate(peaks):
         if peak <= limit:
-            held = length
+            longest = length
             continue
         if at:
             before, less = peaks[at - 1]
-            held = (
-                max(held, before + int((limit - less) / (peak - less) * (length - before))) if less <= limit else held
+            longest = (
+                max(longest, before + int((limit - less) / (peak - less) * (length - before)))
+                if less <= limit
+                else longest
             )
         break
-    return held
+    return longest
 
 
 def measure_memory(
@@ -95,11 +97,11 @@ def measure_memory(
     result: dict[str, Any] = {"peak_bytes": peak, "fits": peak <= limit}
     if peak > limit and ladder is not None:
         result["peaks"] = ladder.peaks(side, work, lambda run: run_untimed(side, run, log, limit_s))
-        held = longest_held(result["peaks"], limit)
-        if held < work.longest:
-            result |= {"longest_held": held, "fits_alone": False}
+        longest = longest_held(result["peaks"], limit)
+        if longest < work.longest:
+            result |= {"longest_held": longest, "fits_alone": False}
         elif side.divisible:
-            result |= {"longest_held": held, "fits_alone": True}
+            result |= {"longest_held": longest, "fits_alone": True}
         else:
             single = replace(work, lengths=heavy, steps=2, micro_batch_rows=1, measure="memory")
             again = work.micro_batch_rows > 1

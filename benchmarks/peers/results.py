@@ -70,7 +70,7 @@ class Results:
         return self._machine
 
     def begin_cell(self, key: str, work: Work, options: argparse.Namespace) -> None:
-        """Begins a cell anew, or goes on with one of the same mini-batches."""
+        """Begins a cell anew, or continues one of the same mini-batches."""
         facts = {
             "machine": self._machine,
             "lengths": list(work.lengths),
@@ -96,17 +96,17 @@ class Results:
             sides[side] = {}
         sides[side] |= {name: value for name, value in facts.items() if value is not None and value != ""}
 
-    def fail(self, key: str, side: str, reason: str, held: int | None = None, text: str = "") -> None:
+    def fail(self, key: str, side: str, reason: str, longest_held: int | None = None, text: str = "") -> None:
         """Notes why a side has no number.
 
         Args:
             key: The cell.
             side: The side.
             reason: One line.
-            held: The longest sequence that it could hold, where that is the reason.
+            longest_held: The longest sequence that it could hold, where that is the reason.
             text: Everything that it said.
         """
-        self.note(key, side, reason=reason, longest_held=held, text=text)
+        self.note(key, side, reason=reason, longest_held=longest_held, text=text)
 
     def failed(self, key: str, side: str) -> bool:
         """Whether a side has a reason instead of numbers."""
@@ -150,7 +150,7 @@ def json_text(data: dict[str, Any]) -> str:
 def published(data: dict[str, Any]) -> dict[str, Any]:
     """What is worth keeping beside the tables: without tracebacks and options, and with a few digits.
 
-    A later run can go on from it (`--json`).
+    A later run can add to it (`--json`).
     """
     cells = {
         key: cell

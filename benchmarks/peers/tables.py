@@ -120,8 +120,8 @@ def fit_text(line: Line, limited: Line | None) -> str:
         if limited.seconds is None:
             if limited.peak_bytes is not None:
                 return f"does not fit (takes {limited.peak_bytes / MIB:.0f} MiB)"
-            held = limited.found.get("longest_held")
-            return f"does not fit (holds {held} tokens)" if held is not None else limited.reason
+            longest = limited.found.get("longest_held")
+            return f"does not fit (holds {longest} tokens)" if longest is not None else limited.reason
         if fits(limited) is False:
             return f"does not fit (takes {limited.found['peak_bytes'] / MIB:.0f} MiB)"
         return f"{limited.seconds:.2f} s"

@@ -222,9 +222,7 @@ def test_the_example_trains_on_the_standard_library(tmp_path, launched):
         assert named in text
         assert named in page
     assert not re.search(r"(?<![a-z])(?:[dctp]p\d+)*[dctp]p1(?!\d)", text + str(run.gain.to_dict()))
-    begun, before, after = (
-        last[last.index(line) + i] for line in last if "how it goes on with" in line for i in range(3)
-    )
+    begun, before, after = (last[last.index(line) + i] for line in last if "how it continues" in line for i in range(3))
     assert "'def " in begun
     assert (before[:9], after[:9]) == ("  before ", "  after  ")
     assert before[9:] != after[9:]

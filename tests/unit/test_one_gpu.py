@@ -30,7 +30,7 @@ def test_the_peak_is_that_of_the_card(gpu: str, peak: float | None) -> None:
 
 
 def test_what_ours_cannot_switch_on_is_refused_by_name() -> None:
-    found = one_gpu.refused_options()
+    found = one_gpu.unsupported_options()
     assert set(found) == {"use_liger_kernel", "torch_compile"}
     assert all(f"training argument {name}=True cannot be honoured" in text for name, text in found.items())
 

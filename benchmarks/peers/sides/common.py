@@ -86,7 +86,7 @@ class Turns:
     def end(self) -> None:
         """A mini-batch is done."""
         if self.gate is None:
-            # pages of program files are no one's tensors
+            # pages of program files hold no tensors
             self.peaks.append(self._memory.stop() - (_file_bytes() - self._file_bytes))
             self._memory.restart()
             return

@@ -1,4 +1,4 @@
-"""transformers' own tensor parallelism: through the stock Trainer, and in a plain loop where the Trainer refuses.
+"""transformers' own tensor parallelism: through the stock Trainer, and in a plain loop where the Trainer does not support it.
 
 The plain loop is what a user has to write: every rank runs the same packs (best fit, as long as the longest sequence,
 isolated by their positions), and the optimizer works tensor by tensor, as sharded and whole parameters do not mix.
