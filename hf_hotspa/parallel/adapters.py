@@ -221,7 +221,9 @@ def _refuse_idle(model: Any, name: str, config: Any) -> None:
     states += [("loaded for inference", idle, "load it with PeftModel.from_pretrained(..., is_trainable=True)")]
     for state, holds, fix in states:
         if holds:
-            raise UnsupportedError(f"the adapter {name!r} is {state}", why="none of its weights would be trained", fix=fix)
+            raise UnsupportedError(
+                f"the adapter {name!r} is {state}", why="none of its weights would be trained", fix=fix
+            )
 
 
 def _scalings(bare: Any, name: str) -> dict[str, float]:
