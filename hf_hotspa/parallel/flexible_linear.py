@@ -17,7 +17,7 @@ For comparison, `Exchange.SCATTER` scatters and gathers from the giver alone, an
 
 ZERO-resizing (section III-A) is not exact: a resized rank leaves out some of the columns that it keeps, chosen by the paper's
 Rd, Pri or PriDiff (`stragglers/columns.py`), in all three products of a linear. Outside the linear every tensor has its usual
-size, so the gradients of these columns are imputed, and no weight is lost. The forward passes its lineage (the columns
+size, so the gradients of these columns are imputed, and the weight stays complete. The forward passes its lineage (the columns
 it kept) to the backward, which selects the kept part of the input again instead of saving it.
 
 A rank may do both (the paper's SEMI-migration). In evaluations, and if no rank does either, products are plain, with the
