@@ -63,7 +63,7 @@ def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collec
 
 
 class RopeByRow:
-    """Makes a replica's rotary modules compute each token's table by the length of its own sequence; `is_needed` if there is
+    """Makes a replica's rotary modules use, for each token, the table for the length of its sequence; `is_needed` if there is
     a module whose table depends on the length."""
 
     def __init__(self, model: nn.Module) -> None:
