@@ -1,12 +1,11 @@
 """Agreement between ranks: no rank starts what another cannot finish, and all ranks raise an error of one.
 
-`Agreement.run` runs a step that may fail on some ranks: it returns its value, or raises one error on every rank. It uses
-`Agreement.check`, the one small collective at the start of a mini-batch and of the set-up: ranks compare named digests and
-exchange errors. If something differs, the ranks outside the majority are named. `Mailbox` serves a rank that fails while its
-peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their connection
-breaks. A peer that vanishes without an error is a `PeerError`. Ranks that time out meet at a monitored barrier in the same
-store, and the rank that does not answer is named (`SilentPeerError`). The next agreement of all ranks clears an error that
-a script has caught: later errors get a new mailbox.
+`Agreement.run` runs a step that may fail on some ranks: all ranks get its value, or all raise one error. It uses
+`Agreement.check`, the one small collective at the start of the set-up and of a mini-batch, which compares named digests,
+exchanges errors, and names the ranks outside the majority. If a rank fails while its peers wait inside a collective, it leaves
+its error in the rendezvous store (`Mailbox`), where the peers find it when their connection breaks. A peer that vanishes without
+an error is a `PeerError`. Ranks that time out meet at a monitored barrier in the store, which names the rank that does not
+answer (`SilentPeerError`). The next agreement of all ranks clears an error that a script has caught.
 """
 
 import contextlib
@@ -40,16 +39,16 @@ T = TypeVar("T")
 # Which rank hangs: the ranks that lost a peer meet at a barrier that names the missing ranks.
 #
 # A rank that hangs reports nothing. Its peers see a collective that times out or, if another rank gave up earlier, a
-# closed connection. Each of them writes its name to the rendezvous store. Ranks that timed out wait a few seconds for all
-# other names. Ranks that wait for each other give up at about the same moment, so a rank whose name is then missing
-# hangs, is stopped, or does something that takes longer than the timeout. Nothing is written before a collective fails.
+# closed connection. Each writes its name to the rendezvous store. Ranks that timed out wait a few seconds for all other
+# names. Ranks that wait for each other give up at about the same moment, so a rank whose name is still missing hangs, is
+# stopped, or does something that takes longer than the timeout. Nothing is written before a collective fails.
 
 
 ANSWER_S = 3.0
 """How long to wait for an answer after the timeout of the collective."""
 
 _STORE_S = 10.0
-"""How long the store may take for the exchange. If its machine is frozen or cut off, a call would never return."""
+"""Time limit for all of that: if the store's machine is frozen or cut off, a call would never return."""
 
 _GRACE_S = 0.5  # between the closed connection of a rank that gave up, and that rank's call
 _POLL_S = 0.05
@@ -58,14 +57,14 @@ _CALLED = "hotspa_barrier"
 
 
 class MonitoredBarrier:
-    """One rank's side of a barrier like `torch.distributed.monitored_barrier`, over the store of all ranks. Ranks stop
-    waiting for names once the run's first error is under the key `outcome`. Several threads may use it at a time."""
+    """Like `torch.distributed.monitored_barrier`, but over the store of all ranks, and one rank's side of it. Waiting ends
+    once the run's first error is under the key `outcome`. Several threads may use it at a time."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, outcome: str) -> None:
         self._store, self._rank, self._world_size, self._outcome = store, rank, world_size, outcome
 
     def named(self, error: HotspaError) -> HotspaError:
-        """Returns the error to report for a lost peer: the error itself, or one that names the silent ranks.
+        """Returns the error itself, or one that names the silent ranks.
 
         Returns:
             A `SilentPeerError` if the wait timed out and some ranks did not answer; else the error itself, also when the
@@ -74,7 +73,7 @@ class MonitoredBarrier:
         with contextlib.suppress(RuntimeError):  # the only error that torch's stores raise
             self._store.set(self._key(self._rank), "here")
             if not _TIMED_OUT.search(str(error)):
-                # its peer may have given up a moment ago, and be about to report why
+                # its peer may be about to report why it gave up
                 if self._wait(_GRACE_S, lambda: self._store.check([_CALLED])):
                     self._wait(ANSWER_S + _GRACE_S, lambda: False)
                 return _with_node(error)
@@ -99,7 +98,6 @@ class MonitoredBarrier:
 
 
 def _with_node(error: HotspaError, else_why: str = "") -> HotspaError:
-    """Adds the node of the peer whose connection broke, or else another remark, to an error."""
     nodes = known_nodes()
     remark = (nodes.behind(error.what) if nodes is not None else "") or else_why
     if not remark:
@@ -110,7 +108,7 @@ def _with_node(error: HotspaError, else_why: str = "") -> HotspaError:
 
 
 def _without_store(error: HotspaError, rank: int) -> HotspaError:
-    """The error for a lost peer when the store, which is on rank 0, does not answer."""
+    """The error when the store, which is on rank 0, does not answer."""
     nodes = known_nodes()
     if nodes is None or nodes.names[0] == nodes.names[rank]:
         return _with_node(error)
@@ -169,7 +167,6 @@ _LOST = re.compile(
 
 
 def _word(text: str) -> int:
-    """64 bits of a text's SHA-256, as an int64."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
@@ -199,8 +196,7 @@ def any_flag(gathered: torch.Tensor, number: int) -> list[bool]:
 
 
 def differing_ranks(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:
-    """The positions that differ from the majority in any column (a column has one value for each position); None if a
-    column has no majority."""
+    """The positions that differ from the majority in any column of values; None if a column has no majority."""
     odd = set[int]()
     for seen in columns:
         usual, count = Counter(seen).most_common(1)[0]
@@ -239,7 +235,7 @@ def _shown(value: str | None) -> str:
 
 
 def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
-    """The error itself if it is a `HotspaError`, else a `PeerError` that quotes it or its first cause."""
+    """The error itself if a `HotspaError`, else a `PeerError` that quotes it or its first cause."""
     if isinstance(error, HotspaError):
         return error
     while error.__cause__ is not None:
@@ -253,7 +249,7 @@ def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
 
 
 def hotspa_cause(error: BaseException) -> HotspaError | None:
-    """The `HotspaError` that this error is, or that a library wrapped (`raise RuntimeError from ours`)."""
+    """The `HotspaError` that this is, or that a library wrapped (`raise RuntimeError from ours`)."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, HotspaError):
         cause = cause.__cause__
@@ -261,7 +257,7 @@ def hotspa_cause(error: BaseException) -> HotspaError | None:
 
 
 def lost_peer(error: BaseException, rank: int, where: str) -> PeerError | None:
-    """The `PeerError` for a collective that broke because a peer is gone or silent; None for other errors."""
+    """The `PeerError` if a collective broke because a peer is gone or silent; else None."""
     if not isinstance(error, RuntimeError) or isinstance(error, HotspaError):
         return None
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -309,9 +305,9 @@ class Agreement:
         Args:
             where: The place, for messages: `set-up`.
             digests: What must be equal on all ranks, by name (`check`).
-            facts: The same, but with values that the message shows.
-            otherwise: Makes an error for all ranks from an exception that is not a `HotspaError`. If None, this rank alone
-                raises it, at once, and the others find it in the mailbox.
+            facts: The same, with values that the message shows.
+            otherwise: Converts other exceptions to an error for all ranks. If None, this rank alone raises them, at once,
+                and the others find them in the mailbox.
 
         Raises:
             HotspaError: on every rank, the error of the first rank on which one of the functions raised.
@@ -343,15 +339,15 @@ class Agreement:
         balance: int = 0,
         explain: Callable[[], HotspaError] | None = None,
     ) -> None:
-        """Returns when no rank has an error and all digests are equal. One small collective if so.
+        """Returns when no rank has an error and all digests are equal; this takes one small collective.
 
         Args:
             digests: What must be equal, by name.
             error: This rank's error, or None.
             where: The place, for messages: `mini-batch 12`.
-            facts: What must also be equal; a difference is shown with its values. Names may differ between ranks as well.
+            facts: The same, with values that the message shows. Names may differ between ranks, too.
             balance: A number; its sum over all ranks must be 0 modulo 2^64 (see `check_mini_batch`).
-            explain: The error to raise if it is not. Called on every rank, so it may communicate.
+            explain: The error if it is not. Called on every rank, so it may communicate.
 
         Raises:
             HotspaError: on every rank, the error of the first rank that has one.
@@ -363,7 +359,7 @@ class Agreement:
             return
         text = json.dumps(error.to_dict()).encode() if error is not None else b""
         names = ", ".join(digests)
-        # of a fixed size, whatever is compared: a gather needs tensors of equal size
+        # of a fixed size, whatever is compared: a gather needs equal sizes
         words = [
             len(text),
             _word(repr(sorted((facts or {}).items()))),
@@ -375,7 +371,7 @@ class Agreement:
         errors, shown, listed, compared, balances, eras = zip(
             *(row.tolist() for row in self._gather(torch.tensor(words, dtype=torch.int64))), strict=True
         )
-        if self._mailbox is not None:  # all ranks are here, so earlier errors are settled on all
+        if self._mailbox is not None:  # all ranks are here, so earlier errors are over
             self._mailbox.begin_era(max(eras))
         if any(errors):
             self._raise_first(text, max(errors))
@@ -397,7 +393,7 @@ class Agreement:
         return own[None] if self.group is None else torch.stack(self._gather(own))
 
     def vectors(self, values: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Every rank's 1-D tensor of one dtype in host memory, of known `sizes` or any. Collective."""
+        """Every rank's 1-D tensor of one dtype in host memory; sizes may be unknown. Collective."""
         if self.group is None:
             return [values]
         if sizes is None:
@@ -407,8 +403,8 @@ class Agreement:
         return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
 
     def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
-        """What every rank sends to this one, in the order of ranks. `send`, 1-D in host memory, has the elements for each
-        rank in turn. Collective."""
+        """What every rank sends to this one, in the order of ranks. `send`, 1-D in host memory, has each rank's elements in
+        turn. Collective."""
         if self.group is None:
             return send
         received = send.new_empty(sum(receive_sizes))
@@ -422,12 +418,11 @@ class Agreement:
         return work
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> torch.Tensor:
-        """Fills a contiguous host tensor with what another rank has started to send under this tag."""
+        """Fills a contiguous host tensor with another rank's message of this tag."""
         self._collective(lambda: dist.recv(tensor, src=rank, group=self.group, tag=tag))
         return tensor
 
     def wait(self, works: Iterable[dist.Work]) -> None:
-        """Waits for sends that were started."""
         for work in works:
             self._collective(work.wait)
 
@@ -469,7 +464,7 @@ class Agreement:
 
 @dataclass
 class _Era:
-    """The number of the error that the mailboxes of a store wait for, from 0, and whether this process knows it."""
+    """The number of the error that a store's mailboxes wait for, from 0, and whether this process knows it."""
 
     number: int = 0
     known: bool = False
@@ -482,7 +477,7 @@ _eras: weakref.WeakKeyDictionary[dist.Store, _Era] = weakref.WeakKeyDictionary()
 class Mailbox:
     """The first error of a run, kept in the rendezvous store for ranks whose peers vanish.
 
-    A script may catch it on all ranks and continue. The next agreement of all ranks empties the mailbox for the next error.
+    The next agreement of all ranks empties it, as a script may catch the error on all ranks and continue.
 
     Args:
         world_size: With 1 nothing is posted.
@@ -509,8 +504,7 @@ class Mailbox:
     def explain(self, error: Exception, where: str) -> Exception:
         """Returns what to raise for an error of this rank: the error itself, or the peer's earlier error that caused it.
 
-        May be called several times for an error, and from any thread. Takes seconds for a lost peer: see
-        `MonitoredBarrier`.
+        May be called several times, and from any thread. Takes seconds for a lost peer: see `MonitoredBarrier`.
         """
         if self._store is None or error is self._mine:
             return error
@@ -536,8 +530,8 @@ class Mailbox:
     def tell(self, error: Exception, where: str) -> Exception:
         """Returns what to raise for an error that ends training on this rank outside a phase.
 
-        An agreed error is raised as it is. A collective that broke is explained. Anything else is this rank's own error:
-        left for the others, and raised as it is.
+        An agreed error is returned unchanged. A broken collective is explained. Any other error is this rank's own: left for
+        the others, and returned unchanged.
         """
         if hotspa_cause(error) is not None:
             return error
@@ -552,11 +546,11 @@ class Mailbox:
 
 # Whether the ranks of a replica hold the same rows, for one more number in an agreement that is made anyway.
 #
-# The ranks of a replica (tp, pp) train each pack together, and each reads the rows for itself. If a data set gives them
-# different crops or orders, the activations of different rows would be mixed, with a plausible loss. The collator leaves
-# a digest of each pack (`MicroBatch.content`). Each rank contributes their sum, weighted so that the sums of all ranks add
-# up to zero if every replica agrees. Ranks of different replicas hold different rows, and are not compared. The rows
-# themselves are compared and named only after a mismatch.
+# The ranks of a replica (tp, pp) train each pack together, and each reads the rows for itself. If a data set gave them
+# different crops or orders, activations of different rows would be mixed, with a plausible loss. The collator leaves a
+# digest of each pack (`MicroBatch.content`). Ranks contribute their sums, weighted so that the total is zero if every
+# replica agrees. Ranks of different replicas hold different rows, and are not compared. Only after a mismatch are the rows
+# themselves compared and named.
 
 
 _MODULUS = 1 << 64
@@ -573,7 +567,7 @@ def check_mini_batch(
     """Returns when all ranks may begin a mini-batch: no error, one plan, and the same rows within each replica.
 
     Args:
-        load_facts: Returns what ranks must have in common before a load. The others are as in `Agreement.check`.
+        load_facts: Returns what must be equal before a load. The others are as in `Agreement.check`.
 
     Raises:
         HotspaError: on every rank.
@@ -594,7 +588,7 @@ def check_mini_batch(
 
 
 def balance_of(mini_batch: MiniBatch, rank: int) -> int:
-    """This rank's number; over all ranks they add up to 0 modulo 2^64 if the rows of each replica are the same."""
+    """This rank's number; the sum over all ranks is 0 modulo 2^64 if the rows of each replica are equal."""
     total = 0
     for phase in mini_batch.phases:
         content = 0
@@ -605,7 +599,7 @@ def balance_of(mini_batch: MiniBatch, rank: int) -> int:
 
 
 def rows_error(mini_batch: MiniBatch, rank: int, agreement: Agreement, where: str) -> DataError:
-    """Names what differs if the numbers do not add up to 0 and the plan is the same on all ranks. A collective call."""
+    """Names what differs if the sum is not 0 and the plan is equal on all ranks. A collective call."""
     mine = [[s for pack in phase.micro_batches for s in _sequences(pack)] for phase in mini_batch.phases]
     everyone = [json.loads(text) for text in agreement.texts(json.dumps(mine))]
     for index, phase in enumerate(mini_batch.phases):
@@ -627,7 +621,7 @@ def replica_ranks(strategy: Strategy, replica: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _weight(strategy: Strategy, rank: int) -> int:
-    """A weight; over the ranks of a replica they add up to 0, and a rank alone has 0."""
+    """A weight; the sum over a replica's ranks is 0, also for a rank alone."""
     *others, last = replica_ranks(strategy, strategy.coord(rank).dp)
     return _odd(rank) if rank != last else -sum(map(_odd, others))
 
@@ -670,8 +664,8 @@ def _error(rows: list[Any], ranks: list[int], strategy: Strategy | None, where: 
 
 # One rank publishes the outcome of a step in the rendezvous store; the others wait for it.
 #
-# For calls that scripts may make on every rank or on the first one alone, as the stock Trainer's `save_model`. A
-# collective would hang there; here only the ranks that call wait for the deciding one.
+# For calls that scripts may make on every rank or on the first one alone, as the stock Trainer's `save_model`: a
+# collective would hang, but here only the ranks that call wait.
 
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 1.0
@@ -681,7 +675,7 @@ _announced: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictiona
 
 
 def same_outcome(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
-    """Runs a step, and publishes or reads its outcome. A rank's n-th call belongs to the n-th call of the others.
+    """Runs a step, and publishes or reads its outcome. The n-th calls of all ranks belong together.
 
     Args:
         what: What is done, such as the path of a file. An error reaches only ranks that did the same.

@@ -1,24 +1,23 @@
 """Expert parallelism (`ep`): each of N neighbouring ranks of a stage holds some whole experts, and tokens travel to them.
 
-Every rank routes its own tokens with the family's own router. It sorts the (token, expert) pairs by expert and exchanges the
+Every rank routes its own tokens with the family's own router, sorts the (token, expert) pairs by expert, and exchanges the
 counts (the one point of a layer where the host waits). An all-to-all sends the rows to the ranks that hold their experts,
 where the family's own module computes them with weight 1. A second all-to-all brings them back, where routing weights are
 applied and a token's experts are added up (Lepikhin et al., 2021, "GShard", section 3.2; Fedus et al., 2022, "Switch
 Transformers", section 2.2). Without a capacity (`ExpertCapacity`) no token is dropped.
 
-Where the ranks of tp hold the same tokens, each sends its share of them. A rank that gets no row stays in the graph:
-other ranks wait for the backward of its all-to-all.
+If the ranks of tp hold the same tokens, each sends its share. A rank that gets no row stays in the graph: others wait for
+the backward of its all-to-all.
 
-Promises: on every rank, the output of a module of experts and the gradients to tokens and routing weights equal the ones of
-the family's own module with all experts. On each rank that holds an expert, its gradient is a part of the sum.
-`unsupported_reason` names models that cannot promise that.
+Promises: on every rank, a module's output and its gradients to tokens and routing weights equal the family's own module with
+all experts. The gradient of an expert is a part of the sum on each rank that holds it. `unsupported_reason` names models that
+cannot promise that.
 
 The capacity of experts: how many tokens of a pack an expert may compute, and what happens to the others.
 
 A pack has T tokens, and each asks for k of E experts. An expert takes at most `ceil(factor * T * k / E)` of them (Lepikhin et
 al., 2021, "GShard", section 2.2; Fedus et al., 2022, "Switch Transformers", section 2.2), the first ones in the order of the
-pack. For a later token its routing weight is 0; the token's other experts compute it as before, and the residual connection
-passes it on.
+pack. A later token gets routing weight 0 for it; its other experts compute it, and the residual connection passes it on.
 
 Promise: what is dropped depends on the pack alone, so it is the same under every strategy that runs whole packs on one
 rank, or on the ranks of tp and ep.
@@ -27,19 +26,18 @@ The balance loss of mixture-of-experts routers, defined so that it does not depe
 
 transformers adds `router_aux_loss_coef * load_balancing_loss_func(...)` to the loss of each micro-batch when
 `output_router_logits` is set. That function is a product of two means over the tokens of the micro-batch and of all layers,
-so it does not sum over micro-batches, and depends on how they are made up. Here the family's own function is applied to each
-sequence and each layer alone:
+so it is not additive over micro-batches. Here the family's own function is applied to each sequence and layer alone:
 
     aux = coefficient * sum over sequences s of (n_s / N) * mean over router layers l of f(logits of l for s)
 
 with n_s the label tokens of the sequence and N the label tokens of the mini-batch: a mean over sequences, weighted like the
-cross entropy. It sums over packs, replicas, buckets and pipeline stages, each of which adds its own routers' part.
-For one sequence and one layer it equals the loss of transformers. (DeepSeek-V3 trains with a balance loss of each sequence,
-Liu et al. 2024, section 2.1.2.)
+cross entropy. It sums over packs, replicas, buckets and pipeline stages, each of which adds its own routers' part. For one
+sequence and one layer it equals the loss of transformers. (DeepSeek-V3 trains with a balance loss of each sequence, Liu et al.
+2024, section 2.1.2.)
 
 With token chunks (`+ck`) each chunk leaves its router logits, and the function always sees the logits of all chunks: the last
-chunk adds its value, and each chunk gets the gradient to its logits at that point, so the sum is exactly the gradient of
-the whole sequence (`ChunkRouters`).
+one adds its value, and each gets the gradient to its logits at that point, so the sum is exactly the gradient of the whole
+sequence (`ChunkRouters`).
 """
 
 import inspect
@@ -75,7 +73,7 @@ class ExpertCapacity:
     """Limits how many tokens of a pack each expert computes.
 
     Args:
-        factor: The limit, as a multiple of an expert's share if all experts had equally many tokens.
+        factor: The limit, as a multiple of an expert's share if all had equally many tokens.
         counts: Whether this rank counts drops: one rank of each stage of a replica does.
 
     Attributes:
@@ -124,12 +122,12 @@ class ExpertCapacity:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' fused experts, made by its decorator `use_experts_implementation`."""
+    """Whether a module is one of transformers' fused experts (`use_experts_implementation`)."""
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate", "num_experts"))
 
 
 def fused_experts(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict[str, int]:
-    """The modules of fused experts in the layers, by name, and their numbers of experts."""
+    """The modules of fused experts in the layers, by name, with their numbers of experts."""
     return {
         name: int(module.num_experts)  # type: ignore[arg-type]
         for name, module in modules.items()
@@ -204,7 +202,7 @@ class _Shares:
         self._gather = partial(gather_rows, rows=[b - a for a, b in pairwise(cuts)], group=group)
 
     def own_rows(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """This rank's share of tensors; the backward gathers whole gradients, in one node, so that ranks gather in one order."""
+        """This rank's share of tensors; one node gathers the whole gradients, so that ranks gather in one order."""
         needs = [tensor.requires_grad for tensor in tensors]
 
         def share(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -291,7 +289,7 @@ class ExpertParallel:
     ) -> Tensor:
         """[t, h] of tokens that no other rank sends, with their experts `index` [t, k] int64 and `weights` [t, k].
 
-        Where `kept` [t, k] is False, no expert computes, and 0 is added.
+        Where `kept` [t, k] is False, 0 is added instead.
         """
         size, group, top_k = self._group.size, self._group.group, index.shape[1]
         pairs = index.reshape(-1)
@@ -328,8 +326,8 @@ def _compute(module: nn.Module, forward: Callable[..., Tensor], rows: Tensor, ex
 
 
 def fits_grouped_kernels(dtype: torch.dtype, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether the fused kernel of experts supports a rank's shards: rows of whole 16 bytes, and not fp64. Among the rank's
-    shapes, experts have three dims."""
+    """Whether the fused kernel of experts supports a rank's shards: rows of whole 16 bytes, and not fp64. The shapes of
+    experts have three dims."""
     if dtype == torch.float64:
         return False
     experts = [shape for shape in shapes if len(shape) == 3]
@@ -364,8 +362,8 @@ def router_layers(model: PreTrainedModel) -> int:
 
 
 def recordable_routers(model: PreTrainedModel) -> int:
-    """How many routers would add to the loss of a model that is asked for their logits; 0 if none would, or if the family
-    does not use transformers' own function of a batch."""
+    """How many routers would add to a model's loss if asked for their logits; 0 if none, or if the family does not use
+    transformers' own function of a batch."""
     recorder = _recorder(model)
     if recorder is None or not hasattr(model, "router_aux_loss_coef") or _FUNCTION not in names_in_forward(model):
         return 0
@@ -380,7 +378,7 @@ def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
 
 
 def _recorder(model: PreTrainedModel) -> Any:
-    """How the family's base model records the logits of its routers: a class of modules, and which output."""
+    """The class of modules, and the output, from which the family's base model records its routers' logits."""
     for module in (model, *model.children()):
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         if getattr(recorder, "target_class", None) is not None:
@@ -389,8 +387,8 @@ def _recorder(model: PreTrainedModel) -> Any:
 
 
 RoutersOfChunks = dict[int, tuple[list[Tensor], int]]
-"""What the chunks of one sequence leave, by chunk: the logits [tokens, E] of each router, without a graph, and the chunk's
-number of label tokens."""
+"""What a sequence's chunks leave, by chunk: each router's logits [tokens, E], without a graph, and the number of label
+tokens."""
 
 
 class ChunkRouters:
@@ -409,7 +407,7 @@ class ChunkRouters:
 
     def leave(self, logits: Sequence[Tensor], num_labels: int, loss_of: Callable[[Tensor, int], Tensor]) -> None:
         """Stores each router's logits [tokens, E], the chunk's number of labels, and the loss as a function of a router's
-        logits [T, E] and the number of label tokens of the sequence."""
+        logits [T, E] and the sequence's number of labels."""
         self._sequence[self._index] = [own.detach() for own in logits], num_labels
         self._in_graph, self._loss_of = list(logits), loss_of
 
@@ -419,8 +417,8 @@ class ChunkRouters:
         return torch.cat([parts[i] for i in sorted(parts)])
 
     def roots(self) -> list[tuple[Tensor, Tensor]]:
-        """This chunk's logits in the graph, with the gradients of the loss to them, once all chunks have run. Empty for the
-        last chunk, whose loss includes them."""
+        """This chunk's logits in the graph, with the loss's gradients to them, once all chunks have run. Empty for the last
+        chunk, whose loss includes them."""
         if self.is_last or self._loss_of is None or not self.num_labels:
             return []
         roots = []
@@ -434,7 +432,7 @@ class ChunkRouters:
 
 
 class ChunkPrefix(Prefix, Protocol):
-    """What a chunk needs of the chunks before it; `routers` take part in the balance loss of the cut sequence."""
+    """What a chunk needs of earlier chunks; `routers` take part in the balance loss of the cut sequence."""
 
     routers: ChunkRouters
 
