@@ -1,25 +1,24 @@
 """Attention over packed rows: every sequence of a pack sees only itself, at the cost of the sum of squared lengths.
 
-It is registered with transformers under the name `ATTENTION`, so that a family's own attention module calls it. The sequences
-of the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask of a whole pack
-is ever built. A sequence of the row may continue one that began elsewhere: its queries then also see the keys of its `Prefix`,
-and the mask is aligned at the last query and the last key. There are four kernels, with one meaning:
+Transformers calls it from a family's own attention module by its registered name `ATTENTION`. The sequences of the pack arrive
+as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask of a whole pack is ever built. A
+sequence may continue one that began outside the row: its queries then also see the keys of its `Prefix`, and the mask is aligned
+at the last query and the last key. Four kernels compute the same function:
 
 * a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap, for supported heads, with
   windows and sinks,
 * torch's kernel for CPU, block by block, for windows, sinks and prefixes (`parallel.fused_attention`),
 * `scaled_dot_product_attention` per sequence everywhere else,
-* `explicit_attention` if the family caps its attention scores (Gemma 2) or drops attention probabilities in training, whose
-  masks must not depend on the layout, and for sinks in 32-bit on CUDA: no fused kernel of torch supports these. If flash-attn
-  is installed, its kernel computes caps.
+* `explicit_attention` for what no fused kernel of torch supports: capped scores (Gemma 2; with flash-attn installed, its kernel
+  computes them), dropout of attention probabilities, whose masks must not depend on the layout, and sinks in 32-bit on CUDA.
 
 `explicit_attention` computes scores and probabilities explicitly, also with sinks (learned scores that take part in the
 softmax and then are dropped). It handles one sequence after the other, in blocks of queries with only the keys that they may
-see; the backward recomputes scores and masks. So memory grows with the length of a pack, as with fused kernels, and not with
-its square: beside queries, keys and values it holds one block's intermediates, a few times `BLOCK_ELEMENTS` numbers.
+see; the backward recomputes scores and masks. So memory grows with the length of a pack, as with fused kernels, not with its
+square: beside queries, keys and values it holds one block's intermediates, a few times `BLOCK_ELEMENTS` numbers.
 
-Shapes: T packed tokens, S keys and values (more than T with prefixes; the queries are then the last tokens of their sequences),
-H query heads, K key/value heads, D and E head dims of keys and of values; queries are [1, H, T, D].
+Shapes: T packed tokens, S keys and values (more than T with prefixes; the queries are then the last tokens), H query heads,
+K key/value heads, D and E head dims of keys and of values; queries are [1, H, T, D].
 """
 
 import dis
@@ -50,7 +49,7 @@ from hf_hotspa.parallel.fused_attention import (
 )
 
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
-"""The most probabilities (heads x queries x keys) that exist at a time."""
+"""The most probabilities (heads x queries x keys) at a time."""
 _MASKED_QUERIES = 512
 """Queries in a mask for `scaled_dot_product_attention`."""
 
@@ -61,9 +60,8 @@ class AttentionDropout:
 
     Args:
         p: The probability to be dropped.
-        keep: Takes a sequence's index in the pack, its queries `[first, last)`, counted from its first one in the row, and
-            its keys `[low, high)`, counted from its first key; returns which probabilities stay, bool, broadcast to
-            [H, queries, keys].
+        keep: From a sequence's index in the pack, its queries `[first, last)`, counted from its first one in the row, and its
+            keys `[low, high)`, counted from its first key: which probabilities stay, bool, broadcast to [H, queries, keys].
     """
 
     p: float
@@ -278,15 +276,15 @@ ATTENTION = "hotspa_packed"
 """The `attn_implementation` of every replica."""
 
 _HARMLESS = {"position_ids", "cache_position", "input_ids"}
-"""Tensors that families pass to attention and that do not affect the scores."""
+"""Tensors from families that do not affect the scores."""
 
 
 class Prefix(Protocol):
-    """The tokens before a row: the source of their keys and values, and the destination of the gradients of these.
+    """The tokens before a row: source of their keys and values, and destination of the gradients.
 
     Attributes:
         lengths: Tokens before each sequence of the row, 0 if it begins there; may omit zeros at the end. If the ranks of cp
-            have some of the tokens each, only this rank's.
+            share these tokens, only this rank's.
         chunks: The tokens of each earlier chunk of the first sequence, on all ranks of cp together.
     """
 
@@ -294,8 +292,8 @@ class Prefix(Protocol):
     chunks: tuple[int, ...]
 
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prefixes, [1, K, P, D] each, one after the other, for the row's own [1, K, T, D].
-        Called once in each call of an attention."""
+        """Keys and values of all prefixes, [1, K, P, D] each, for the row's own [1, K, T, D]. Called once in each call of
+        an attention."""
         ...
 
     def fetched(self, module: nn.Module, before: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -303,14 +301,14 @@ class Prefix(Protocol):
         ...
 
     def takes_gradients(self, module: nn.Module) -> TakesGradients | None:
-        """A function for the gradients of an attention's last `before`, if a kernel computes them block by block;
-        None if autograd must pass them."""
+        """Takes the gradients of an attention's last `before` from a kernel that computes them block by block; None if
+        autograd must pass them."""
         ...
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of a family's attention module beside queries, keys and values; see `packed_attention`.
+    """A family's arguments beside queries, keys and values; see `packed_attention`.
 
     Args:
         scaling: Factor on the scores; None for the usual one.
@@ -328,7 +326,7 @@ class AttentionCall:
 
     @property
     def is_fusable(self) -> bool:
-        """Whether fused kernels compute the scores if they support the heads; with sinks they must return log sums."""
+        """Whether fused kernels compute the scores, if they support the heads and, with sinks, return log sums."""
         return self.softcap is None and not self.dropout
 
     @property
@@ -348,8 +346,8 @@ class AttentionCall:
 
 
 DropsAttention = Callable[[nn.Module, float, int, "PackedSequences"], AttentionDropout]
-"""Returns which attention probabilities stay (`parallel.dropout`) in the next call of an attention module. Arguments: the
-module, the probability of dropping, its heads here, and the row."""
+"""Returns which attention probabilities stay (`parallel.dropout`) in the next call of a module, for the probability of
+dropping, its heads here, and the row."""
 
 AttendsDivided = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionCall, "PackedSequences"], Tensor]
 """How a rank attends to a pack of which it has some tokens (`parallel.context`): [1, t, H, D] for queries [1, H, t, D], keys
@@ -371,11 +369,11 @@ class PackedSequences:
         token_keys: The keys of dropout's draws, see `parallel.dropout`; None without dropout.
         calls: How often each dropout module has drawn for the tokens that it saw.
         visible: The tokens of the row that the running layer sees, `(first, last + 1)`; None for all.
-        attention_dropout: Decides which attention probabilities are dropped; None for none.
-        first_tokens: The place of each sequence's first token in its row, for the dropout.
+        attention_dropout: Decides which attention probabilities stay; None without such dropout.
+        first_tokens: The place of each sequence's first token in its row, for that.
         carried: Linear attention's states before and behind the row (`parallel.isolation`); None for whole sequences.
         division: How the pack is divided if the row is a part of it.
-        plans: Cached plans of linear-attention layers for the pack, by the width of their convolution.
+        plans: Cached plans of linear-attention layers, by the width of their convolution.
     """
 
     lengths: tuple[int, ...]
@@ -411,7 +409,7 @@ class PackedSequences:
         return sums.to(self.cu_seqlens.device, non_blocking=True)
 
     def prefixes(self, before: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor] | None]:
-        """Each sequence's part of what the `Prefix` returned; None if it has none."""
+        """Each sequence's part of `Prefix.before`; None if it has none."""
         assert self.prefix is not None
         parts = zip(*(x.split(self.prefix.lengths, dim=2) for x in before), strict=True)
         pairs = [(k, v) if k.shape[2] else None for k, v in parts]
@@ -423,7 +421,7 @@ class PackedSequences:
         """Keys and values [1, K, S, D] (each sequence's prefix, then its own), and the keys of each sequence.
 
         Args:
-            most_before: The most tokens of a prefix that are used, its last ones; None for all.
+            most_before: The most tokens of a prefix to use, its last ones; None for all.
         """
         if before is None:
             return key, value, self.lengths
@@ -453,8 +451,8 @@ def calls_attention(module: nn.Module) -> bool:
 
 
 def num_attends(module: nn.Module) -> int:
-    """How often the forward of a module that `calls_attention` calls the interface's function, counted by the uses of its
-    name; 1 if they cannot be seen."""
+    """How often the forward of a module that `calls_attention` uses, and so calls, the interface's function; 1 if that
+    cannot be seen."""
     code = code_of_forward(module)
     loads = [] if code is None else [i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
     return max(sum(i.argval == "attention_interface" for i in loads), 1)
@@ -490,13 +488,13 @@ def packed_attention(
         query: [1, H, T, D].
         key: [1, K, T, D]; H is a multiple of K.
         value: [1, K, T, D].
-        attention_mask: Must be None: a mask could join or cut sequences against the pack.
-        dropout: The probability of dropping attention probabilities when the module is trained.
+        attention_mask: Must be None: a mask could join or cut sequences.
+        dropout: The probability of dropping attention probabilities in training.
         scaling: Factor on the scores; 1 / sqrt(D) when None.
         sliding_window: Tokens that a position sees, itself included; all before it when None.
         softcap: Scores become `softcap * tanh(scores / softcap)` when given.
         s_aux: [H] sinks: further scores, which take part in the softmax and add no value.
-        **kwargs: Other arguments of a family (position ids, flags); an unknown tensor is an error.
+        **kwargs: Further arguments of a family (position ids, flags); an unknown tensor is an error.
 
     Returns:
         [1, T, H, D] and None (no attention weights).
@@ -619,7 +617,7 @@ def _varlen_options() -> frozenset[str]:
 
 @cache
 def capping_kernel() -> Callable[..., Tensor] | None:
-    """The variable-length kernel of flash-attn, if it is installed and caps scores; it groups queries itself."""
+    """flash-attn's variable-length kernel, if it is installed and caps scores; it groups queries itself."""
     try:
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
     except ImportError:
@@ -713,7 +711,7 @@ def _one_sequence(
     if length == key_length and (call.sliding_window is None or call.sliding_window >= length):
         return attention(query, key, value, is_causal=True)
     before, position, parts = key_length - length, torch.arange(key_length, device=query.device), []
-    for first in range(0, length, _MASKED_QUERIES):  # a mask for all queries would have the size of the square
+    for first in range(0, length, _MASKED_QUERIES):  # one mask for all queries would have the square's size
         last = min(first + _MASKED_QUERIES, length)
         low = 0 if call.sliding_window is None else max(0, before + first - call.sliding_window + 1)
         keys = slice(low, before + last)

@@ -3,21 +3,21 @@
 Packed attention separates the sequences of a row. State-space and linear-attention layers and short convolutions would carry
 something from one sequence into the next; attention with a custom mask (an index of keys, chunks, scores that depend on the
 position in the row) would not know where a sequence begins. Such a layer runs one sequence of the pack at a time, with that
-sequence's slice of every argument, so nothing can pass between sequences. All else in a decoder layer works token by token,
+sequence's slice of every argument, so nothing passes between sequences. All other parts of a decoder layer work token by token,
 so the results are the same.
 
 Gated delta nets run whole packs, with a state and a short convolution for each document. A gated delta net (Yang et al.,
 2024, "Gated Delta Networks", arXiv 2412.06464) reads tokens one after the other into a state [K, V] of each head. The families
-of transformers (qwen3_next, qwen3_5, olmo_hybrid, ...) mix tokens only in two functions, `causal_conv1d_fn` and
-`torch_chunk_gated_delta_rule`: a layer runs the family's own forward with these replaced by `_Mixer.convolve` and
-`_Mixer.recur`. The pack provides what they need of tokens outside the row:
+of transformers (qwen3_next, qwen3_5, olmo_hybrid, ...) mix tokens only in `causal_conv1d_fn` and
+`torch_chunk_gated_delta_rule`: a layer runs the family's own forward with `_Mixer.convolve` and `_Mixer.recur` instead. The pack
+provides what these need of tokens outside the row:
 
 * other documents: nothing. As many rows of zeros as the convolution looks back stand before each, and its state starts at 0;
 * the previous chunk (`+ck`): the state, and the last tokens before the convolution (`StatePrefix`);
 * other ranks of cp: the last tokens of each piece before the convolution, gathered; for the recurrence, all tokens of some
   heads in exchange for some tokens of all heads (`parallel.context`), with heads of zeros if they do not divide.
 
-If fla is installed its kernel runs the recurrence, with the family's own arguments; else `delta_rule` here, in torch.
+If fla is installed, its kernel runs the recurrence, with the family's own arguments; else `delta_rule`, in torch.
 
 Shapes: T tokens of a pack, t of this rank's row, C channels of the convolution, w its width, G heads of queries and keys,
 H heads of values (a multiple of G), K and V widths of these heads.
@@ -54,7 +54,7 @@ class LayerKind:
 
     Args:
         num_attentions: How many of its modules attend through the interface of transformers.
-        alone: Whether it runs one sequence at a time, then with the family's own attention (eager) and a mask.
+        alone: Whether it runs one sequence at a time, with the family's own attention (eager) and a mask.
         window: Tokens that the mask lets a position see, itself included; all before it when None.
         chunk: Length of the stretches that the mask separates; none when None.
         hands_on: Whether its attention must get the pack past the layer, which drops unknown arguments (StableLM).
@@ -154,7 +154,7 @@ def run_alone(layer: nn.Module, kind: LayerKind) -> None:
 
 
 def hand_pack_on(layer: nn.Module) -> None:
-    """Passes the pack, which a layer gets and does not pass on, to the layer's attentions."""
+    """Passes the pack, which a layer gets and does not pass on, to its attentions."""
     holder: list[PackedSequences] = []
     for module in layer.modules():
         if calls_attention(module):
@@ -173,7 +173,7 @@ def _holding_pack(
 
 
 def keep_pack(layer: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `recompute` use the pack of the layer's first computation; returns `recompute` itself for most layers."""
+    """Makes `recompute` use the pack of a layer's first computation; returns `recompute` itself for most layers."""
     forward = layer.forward
     if not isinstance(forward, partial) or forward.func is not _holding_pack:
         return recompute
@@ -250,7 +250,7 @@ def _each_sequence(
 
 
 CONVOLUTION, RECURRENCE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-"""The names under which families' forwards call the two functions that mix tokens."""
+"""The names by which families' forwards call the two functions that mix tokens."""
 _CHUNKS = (16, 32, 64)
 """Possible chunk sizes of `delta_rule` in tokens; the cheapest is used."""
 _STEP = 1e6
@@ -258,13 +258,12 @@ _STEP = 1e6
 
 
 class StatePrefix(Protocol):
-    """What a layer keeps of the tokens before a row, and leaves for the tokens behind it, if the first sequence
-    `continues` there."""
+    """A layer's states before a row and, if the first sequence `continues`, behind it."""
 
     continues: bool
 
     def state(self, key: tuple[nn.Module, str], takes_gradient: bool) -> Tensor | None:
-        """The state that the previous chunk left, a leaf whose gradient goes back there; None for the first chunk."""
+        """The previous chunk's state, a leaf whose gradient goes back there; None for the first chunk."""
         ...
 
     def leave_state(self, key: tuple[nn.Module, str], state: Tensor) -> None:
@@ -291,7 +290,7 @@ def mix_packed(module: nn.Module) -> None:
 
 
 def projections(module: nn.Module) -> tuple[list[str], str, str]:
-    """The names of a gated delta net's input projections, its output projection, and its norm."""
+    """The names of a gated delta net's input projections, output projection, and norm."""
     names = [name for name, child in module.named_children() if list(child.parameters())]
     out, norm = (
         next(name for name in names if name in known) for known in (("out_proj", "o_proj"), ("norm", "o_norm"))
@@ -300,7 +299,7 @@ def projections(module: nn.Module) -> tuple[list[str], str, str]:
 
 
 def set_heads_of_shard(module: Any, num_heads: int) -> None:
-    """Sets how many heads of queries and keys this rank of tp has in a gated delta net (may be 0)."""
+    """Sets a gated delta net's number of heads of queries and keys on this rank of tp (may be 0)."""
     values_each, key, value = module.num_v_heads // module.num_k_heads, module.head_k_dim, module.head_v_dim
     module.num_k_heads, module.num_v_heads = num_heads, num_heads * values_each
     module.key_dim, module.value_dim = num_heads * key, num_heads * values_each * value
@@ -324,8 +323,7 @@ def has_kernel(x: Tensor) -> bool:
 
 
 class _Mixer:
-    """Replaces a gated delta net's two functions: a convolution, which looks back from each token of a row, and a
-    recurrence."""
+    """Replaces a gated delta net's convolution, which looks back from each token of a row, and its recurrence."""
 
     def __init__(self, module: nn.Module, convolution: Callable[..., Tensor], recurrence: Callable[..., Any]) -> None:
         self._module, self._convolution, self._recurrence = module, convolution, recurrence
@@ -404,7 +402,7 @@ class _Mixer:
         continues: bool,
         normalizes: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Like `delta_rule`, by the family's own function, which takes borders and states of packed sequences."""
+        """`delta_rule` by the family's own function, which takes borders and states of packed sequences."""
         borders = torch.tensor((0, *accumulate(lengths)), dtype=torch.int64).to(value.device, non_blocking=True)
         states = None
         if state is not None:
@@ -420,7 +418,7 @@ class _Mixer:
 
 
 class _Places:
-    """Where the convolution's input rows are: before each piece of a sequence stand the w - 1 tokens before it, or zeros.
+    """The rows of a convolution's input: before each piece of a sequence stand the w - 1 tokens before it, or zeros.
 
     Attributes:
         num_rows: All input rows.
@@ -472,8 +470,8 @@ class _Places:
 
 
 def _ends(division: Division, back_by: int, first: int) -> tuple[dict[tuple[int, int], int], list[int], int]:
-    """The last tokens of the pieces of all ranks: the position of each once gathered, behind `first` rows; the tokens of
-    this rank's row among them; and the most that a rank has."""
+    """The last tokens of the pieces of all ranks: each one's position once gathered, behind `first` rows; this rank's, as
+    tokens of its row; and the most of a rank."""
     of_ranks, mine = [], list[int]()
     for rank, pieces in enumerate(division.shares.pieces):
         ends, at = list[tuple[int, int]](), 0
@@ -526,11 +524,11 @@ def _to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Where the tokens of sequences are among chunks; the first chunks of all sequences come first.
+    """The places of sequences' tokens in chunks; the first chunks of all sequences come first.
 
     Args:
         places: int64 [T].
-        counts: Chunks of each step of the scan, one for each sequence that is long enough, the longest ones first.
+        counts: Chunks of each step of the scan, one for each sequence that is long enough, longest first.
         size: Tokens of a chunk.
         first: The place of the first sequence in each step.
         last: The last step with a chunk of the first sequence.
@@ -544,7 +542,7 @@ class _Chunks:
 
 
 def _cheapest_size(lengths: Sequence[int], key: int, value: int) -> int:
-    """Tokens of a chunk, by the widths of heads: short ones waste less on short sequences, long ones need fewer steps."""
+    """Tokens of a chunk, by the widths of heads: short chunks waste less on short sequences, long ones need fewer steps."""
 
     def cost(size: int) -> float:
         padded = sum(-(-n // size) * size for n in lengths)
