@@ -5,15 +5,15 @@ in the three methods of `costs.divided`:
 
 * `_attend_by_heads` (Ulysses) exchanges tokens for heads, and runs the usual packed attention on whole sequences.
 * `_attend_gathered` gathers the keys and values of cut sequences, and runs each of this rank's pieces as a sequence with a
-  prefix. Nothing gathered is kept: the backward gathers again.
-* `Ring` passes them from neighbour to neighbour, and the next block travels while the current one is used. Each rank's
-  queries meet the blocks of all ranks one after the other, and partial results are merged by the logarithms of their sums. The
-  backward computes each block's gradients from the merged result, and they travel with the block until it is back (Liu et al.,
-  2023, "Ring Attention"). Sequences are cut so that all ranks have equal work in each step (`packing.cuts`).
+  prefix. The backward gathers again.
+* `Ring` passes them from neighbour to neighbour, the next block while the current one is used. Each rank's queries meet the
+  blocks of all ranks one after the other, and partial results are merged by the logarithms of their sums. The backward computes
+  each block's gradients from the merged result, and they travel with the block until it is back (Liu et al., 2023, "Ring
+  Attention"). Sequences are cut so that all ranks have equal work in each step (`packing.cuts`).
 
 All other parts of a model work token by token, unchanged. Positions, targets, and the inputs of dropout and noise are as in
-whole sequences; each rank's loss is the sum over its own tokens. A piece is some tokens of a sequence; its keys begin at the
-sequence's first token and end at the piece's last one. `kernel_of` chooses the kernel.
+whole sequences; each rank's loss is the sum over its own tokens. A piece is some tokens of a sequence; its keys are all tokens
+from the sequence's first to the piece's last. `kernel_of` chooses the kernel.
 
 Promise: no position sees a token of another document, and only this rank's tokens are kept for the backward.
 
@@ -137,7 +137,7 @@ class ContextParallel:
     Attributes:
         way: The method of attention, see `costs.divided`.
         context: The ranks that share each pack.
-        let_attend: `DropoutMasks.let_attend`, called with the whole pack where attention will see it; None without dropout.
+        let_attend: `DropoutMasks.let_attend`, called with the whole pack where attention sees it; None without dropout.
 
     Raises:
         StrategyError: the method cannot run the model, see `choose_way`.
@@ -184,7 +184,7 @@ class ContextParallel:
         return self.shares(lengths).rows[self.context.index]
 
     def tokens_kept(self, num_tokens: int) -> int:
-        """How many tokens of a sequence's chunk have keys and values kept on this rank: all (of some heads), or its own."""
+        """How many tokens of a sequence's chunk have keys and values here: all (of some heads), or this rank's."""
         if self.way == ULYSSES:
             return num_tokens
         return sum(stop - first for _, first, stop in self.shares((num_tokens,)).pieces[self.context.index])
@@ -300,11 +300,8 @@ def scattered_sum(x: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
 
 
 def all_tokens(x: Tensor, division: Division) -> Tensor:
-    """Gathers [t, ...] of this rank's row to [T, ...] of the pack, for a computation that every rank repeats. Collective in
-    cp.
-
-    So the gradient of this rank's own tokens is already complete.
-    """
+    """Gathers [t, ...] of this rank's row to [T, ...] of the pack, for a computation that every rank repeats, so that the
+    gradient of this rank's own tokens is already complete. Collective in cp."""
     rows, context = division.shares.rows, division.context
     begin = sum(rows[: context.index])
 
@@ -579,8 +576,8 @@ def _attend_by_heads(
 
 
 class _CutTokens:
-    """Where the tokens of cut sequences are, on this rank and in the gathered tokens of all ranks; `before` are the divided
-    chunks before the pack of its first sequence."""
+    """Where the tokens of cut sequences are, on this rank and in the gathered tokens; `before` are the divided chunks before
+    the pack of its first sequence."""
 
     def __init__(self, division: Division, before: Sequence[Shares] = ()) -> None:
         shares, context = division.shares, division.context

@@ -4,19 +4,19 @@ Dropout masks are functions of the dropped element, not of the order of drawing.
 token in the row) and of (module, feature) decides whether an element of an activation is dropped: counter-based random numbers
 (Salmon et al., 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), with the mixing steps of MurmurHash3 and SplitMix64. So
 every strategy, pack, order of micro-batches, tensor-parallel shard, recomputation and resumed run drops the same elements, and
-a second call of a module drops others. torch's own generator would drop different ones: only the distribution is the same.
+a second call of a module drops others. Only the distribution is the same as with torch's own generator.
 
 `use_keyed_dropout` replaces every `nn.Dropout` of a replica by `KeyedDropout`, between the model's layers and in LoRA layers.
-For attention probabilities, the hash is of the query token as above and of (module, head in the whole model, key token in the
-row): `_PairMasks`, for attention that uses the interface of transformers. Other uses of torch's generator depend on the layout;
+For attention probabilities (`_PairMasks`, if attention uses the interface of transformers), the hash is of the query token as
+above and of (module, head in the whole model, key token in the row). Other uses of torch's generator depend on the layout;
 `refuse_dropout` raises an error that names the setting.
 
 NEFTune's noise on embeddings is defined here for packed rows (Jain et al., 2023, "NEFTune: Noisy Embeddings Improve Instruction
-Finetuning"): each *sequence* of L tokens and hidden size H gets uniform noise of magnitude `alpha / sqrt(L * H)`, as
-transformers adds it to an unpadded batch of that one sequence. It is drawn from (seed, mini-batch, dataset row, first token),
-so it is equal on every tensor-parallel rank, and under any strategy and packing.
+Finetuning"): each *sequence* of L tokens and hidden size H gets uniform noise of magnitude `alpha / sqrt(L * H)`, as in an
+unpadded batch of that one sequence in transformers. It is drawn from (seed, mini-batch, dataset row, first token), so it is
+equal on every tensor-parallel rank, and under any strategy and packing.
 
-Recomputation (`+rc`) serves every n-th layer of a replica's stage, with any release of transformers. The models' own
+Recomputation (`+rc`) applies to every n-th layer of a replica's stage, with any release of transformers. The models' own
 `gradient_checkpointing_enable` also puts hooks on embeddings, which later stages do not have, and only newer releases can
 skip layers.
 """
@@ -47,7 +47,7 @@ _GOLDEN = -7046029254386353131
 _MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685
 _MUR_1, _MUR_2 = -2048144789, -1028477387
 _AT_A_TIME = 1 << 18
-"""The most hashes that exist at a time on CPU, where fitting into a cache is several times faster."""
+"""The most hashes at a time on CPU, where fitting into a cache is several times faster."""
 _LORA = ".lora_dropout."
 
 
@@ -75,7 +75,7 @@ def _key(*parts: object) -> int:
 
 
 def token_keys(seed: int, step: int, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Two int32 [T, 1] for the tokens of a pack, on its device; a token of a row has the same in every pack.
+    """Two int32 [T, 1] for the tokens of a pack, on its device; independent of the pack.
 
     Args:
         micro_batch: The pack. Padding, and sequences of a pack without keys, count as row -1.
@@ -112,7 +112,7 @@ def kept(tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], p: floa
 
 
 def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], out: Tensor) -> None:
-    """Whether the hashes of tokens and features, which broadcast to the shape of `out`, are at least `least`."""
+    """Whether the hashes of tokens and features, broadcast to the shape of `out`, are at least `least`."""
     (low_t, high_t), (low_f, high_f) = tokens, features
     x = low_t ^ low_f
     x *= _MUR_1
@@ -163,8 +163,8 @@ class DropoutMasks:
     Attributes:
         step: The number of the mini-batch.
         pack: The current pack, with its token keys.
-        attentions: The name in the whole model, and this rank's first head there, of each attention module that may drop
-            probabilities.
+        attentions: Of each attention module that may drop probabilities, its name and this rank's first head in the whole
+            model.
     """
 
     def __init__(self, seed: int, tensor: TensorGroup | None, sequence_parallel: bool) -> None:
@@ -206,7 +206,7 @@ class DropoutMasks:
         return low, high
 
     def next_call(self, module: str) -> int:
-        """How often the module has seen these tokens before: each call draws other masks."""
+        """How often the module has seen these tokens: each call draws other masks."""
         assert self.pack is not None
         place = module, self.pack.visible
         count = self.pack.calls.get(place, 0)
@@ -214,7 +214,7 @@ class DropoutMasks:
         return count
 
     def recompute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """torch's checkpoint of a layer, which draws the same masks again even if another pack is current by then."""
+        """torch's checkpoint of a layer, with the same masks again even if another pack is current by then."""
         pack = self.pack
         assert pack is not None
         visible, calls = pack.visible, dict(pack.calls)  # of the current sequence if the layer runs one at a time
@@ -290,7 +290,7 @@ def use_keyed_dropout(
     """Replaces the dropout modules of a replica; returns whether there are any.
 
     Args:
-        specs: The parameters by their names in the model; A of a LoRA layer gives the features that the layer sees.
+        specs: The parameters by their names in the model; A of a LoRA layer gives the layer's features.
         rows: This rank's part of a parameter along its cut dim (`layout.shares.shard_rows`).
         hidden_size: The width of dropout's input between layers.
     """
@@ -310,7 +310,7 @@ def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_hea
     """Makes a replica's attention modules draw from the masks; returns whether any of them drops.
 
     Args:
-        first_heads: The first head of this rank, for modules of which it computes only some heads.
+        first_heads: This rank's first head, for modules with only some heads here.
     """
     attentions = {m: (name, first_heads.get(name, 0)) for name, m in model.named_modules() if calls_attention(m)}
     if not attention_dropouts(model.config) and not any(
@@ -357,7 +357,7 @@ def _is_positive(value: object) -> bool:
 def refuse_dropout(
     model: PreTrainedModel, layers: Sequence[nn.Module], kinds: Sequence[LayerKind], of_attention: bool = True
 ) -> None:
-    """Raises an error for dropout and jitter of a config that would draw from torch's generator in a replica.
+    """Raises an error if a config's dropout or jitter would draw from torch's generator in a replica.
 
     Supported are `nn.Dropout` between the layers, and dropout of attention probabilities in layers whose attention uses the
     interface of transformers and runs packed.
@@ -434,7 +434,7 @@ class EmbeddingNoise:
         self.micro_batch = micro_batch
 
     def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
-        """Adds the noise of each sequence of the pack to [1, T, H]; None (the output is kept) in eval mode."""
+        """Adds each sequence's noise to [1, T, H]; None, which keeps the output, in eval mode."""
         if not module.training:
             return None
         assert self.micro_batch is not None

@@ -46,8 +46,8 @@ from hf_hotspa.stragglers.columns import IMPUTATIONS, LayerColumns, Migration, R
 class GradientMemory:
     """A weight's gradient in the previous mini-batch, for the paper's imputation "same".
 
-    A mini-batch has many packs, whose gradients are summed; so left-out columns get theirs in the first product, and nothing
-    in the others. The input has no memory: its rows are other tokens each time.
+    A mini-batch has many packs, whose gradients are summed; so left-out columns get theirs in the first product only. The
+    input has no memory: its rows are other tokens each time.
 
     Attributes:
         now: [N, L], the sum of this mini-batch so far; None before its first product.
@@ -141,8 +141,8 @@ class Exchange(Enum):
 
 @dataclass(frozen=True)
 class Product:
-    """The shape of a linear's product: columns and outputs on each position of the group. The outputs of a row-parallel
-    one are summed over the group."""
+    """The columns and outputs of a linear's product on each position of the group; row-parallel outputs are summed over
+    it."""
 
     columns: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -159,8 +159,8 @@ class FlexibleWork:
         exchange: How; the same on all ranks.
         resized: The share of its columns that this rank leaves out.
         resizing: How they are chosen, and their gradients imputed.
-        variation: The statistics of the columns of each product, by name of the linear (`choose_columns`).
-        lineage: Which columns each product keeps; for this mini-batch, or until shares or statistics change.
+        variation: The column statistics of each product, by name of the linear (`choose_columns`).
+        lineage: The columns that each product keeps; for this mini-batch, or until shares or statistics change.
         left_out: The columns of each product that were left out since the statistics were made.
         memories: Memories of the weights' gradients, for the imputation "same".
     """
@@ -205,8 +205,8 @@ class FlexibleWork:
         self.variation, self.lineage, self.left_out = variation, {}, {}
 
     def own_columns(self, name: str, x: Tensor, outputs: int, parts: "Sequence[Part]") -> OwnColumns:
-        """The columns that this rank computes of a product with input [T, L], of which `parts` are offloaded. The left-out
-        share is a share of L."""
+        """This rank's columns of a product with input [T, L], of which `parts` are offloaded. The left-out share is a share
+        of L."""
         columns = x.shape[1]
         own = OwnColumns(
             next((part.migration.first for part in parts if part.gives), columns),
@@ -413,7 +413,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def _merge(part: Part, dx: Tensor, mine: Tensor | None) -> None:
-    """Adds a helper's [T, c] to the gradient of X: through its own gradient, summed over the group, or by a collective."""
+    """Adds a helper's [T, c] to the gradient of X: by its own gradient, summed over the group, or by a collective."""
     if part.work.exchange is Exchange.BROADCAST:
         if mine is not None:
             dx[:, part.span] += mine
@@ -424,7 +424,7 @@ def _merge(part: Part, dx: Tensor, mine: Tensor | None) -> None:
 
 
 class RowProduct(torch.autograd.Function):
-    """This rank's part of the sum of a row-parallel linear: `x @ w.T`. x [T, L], w [N, L], each rank its own L.
+    """This rank's part of a row-parallel linear's sum: `x @ w.T`. x [T, L], w [N, L], each rank its own L.
 
     With columns only left out, and none offloaded, it serves any linear.
     """

@@ -8,22 +8,20 @@ From earlier tokens, a token needs only the keys and values of each attention, s
    at once backward: from its loss, and from its own keys and values with the gradients that later chunks have summed.
 
 So the activations of one chunk exist at a time (`+kg2`: three chunks, and the last three run forward once), and the logits of
-one chunk. Only keys, values and their gradient sums, in at least fp32, grow with the sequence. With `+kh` they are in host
-memory: an attention fetches what it needs, and no graph holds the fetched copies. A chain of one chunk runs forward and
-backward once.
+one. Only keys, values and their gradient sums, in at least fp32, grow with the sequence. With `+kh` they are in host memory: an
+attention fetches what it needs, and no graph holds the copies. A chain of one chunk runs forward and backward once.
 
 In a pipeline each chunk runs forward once, in the order of its tokens, and keeps its graph until it runs backward, in reverse
 (`packing.pipeline_order`); each stage keeps the keys and values of its layers.
 
 Layers of linear attention leave a state behind each chunk (`isolation`); its gradient comes from the next chunk alone.
-
 The balance loss of routers needs whole sequences: each chunk adds its part of the gradient (`experts.ChunkRouters`).
 
 Promises: each chunk has one backward; the losses of a pack's chunks are one entry of the stage's `losses`.
 
-Keys and values in host memory (`+kh`) are counted, and fetched one attention ahead: the attentions of a stage run in order,
-forward and then in reverse. While one computes, the keys and values of the next are copied, on CUDA on a separate stream; the
-device holds at most two pairs. A wrong guess costs an unused copy.
+Keys and values in host memory (`+kh`) are counted, and fetched one attention ahead, in the attentions' order forward or in
+reverse: while one computes, the next one's are copied, on CUDA on a separate stream. The device holds at most two pairs. A
+wrong guess costs an unused copy.
 
 Shapes: P tokens of the prefix, K key/value heads, D head dim.
 """
@@ -93,7 +91,7 @@ class PrefixFetcher:
         """The prefix of attention `index` of the stage's `count` on the device, in the graph. `prefix_of` returns each in
         host memory, where their gradients go."""
         pair, after = prefix_of(index), self._after(index, count)
-        # the last one again if a layer is recomputed; in the next chunk the same attention has another prefix
+        # the last one again if a layer is recomputed; in the next chunk an attention has another prefix
         known = (copies for copies in (self._ahead, self._last) if copies is not None and copies.index == index)
         ready = next((copies for copies in known if copies.pair[0].shape == pair[0].shape), None)
         self.num_fetched += 1
@@ -130,7 +128,7 @@ class PrefixFetcher:
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
     copy = torch.empty(host.shape, dtype=host.dtype, device=device)
-    # a part of the tokens is contiguous only within each head, and only contiguous copies overlap with the computation
+    # a part of the tokens is contiguous only within a head, and only contiguous copies overlap with the computation
     for to, of in zip(copy.unbind(1), host.detach().unbind(1), strict=True):
         to.copy_(of, non_blocking=True)
     return copy
@@ -157,7 +155,7 @@ class Stage(Protocol):
     """Called after it; the next step may wait for another stage."""
 
     def tokens_kept(self, num_tokens: int) -> int:
-        """How many tokens of a sequence's chunk have their keys and values kept here."""
+        """How many tokens of a sequence's chunk have keys and values kept here."""
 
     def forward(
         self,
@@ -183,8 +181,8 @@ class _CutSequence:
         host: Counts host memory; None if the tensors are on the device.
         kept: Keys and values by attention module, from the first token on.
         sums: Their gradients, summed over later chunks, in fp32 or wider.
-        routers: What they leave of the routers.
-        states: What layers of linear attention leave behind each chunk, by layer, name and chunk.
+        routers: The routers' logits.
+        states: The states of linear attention behind each chunk, by layer, name and chunk.
         of_states: The gradients of the states, from the next chunk.
         fetcher: Copies from host memory to the device.
     """
@@ -295,7 +293,7 @@ class _Carry:
         before = self.lengths[0]
         if not before:
             return key[:, :, :0], value[:, :, :0]
-        # `data`: later chunks write behind these tokens, which autograd must not take for a change of the leaves
+        # `data`: autograd must not take what later chunks write behind these tokens for a change of the leaves
         leaves = [x.data[:, :, :before] for x in self._sequence.kept[module]]
         for is_value, (leaf, own) in enumerate(zip(leaves, (key, value), strict=True)):
             if own.requires_grad:
@@ -400,11 +398,9 @@ class Chunk:
         return out
 
     def backward(self, stage: Stage, out: Tensor, gradient: Tensor | None) -> None:
-        """Runs backward from the result of the last forward, and from its keys and values, after later chunks' backwards.
-        `gradient` is the loss's gradient to the result; None if the result is the loss."""
-        roots: list[tuple[Tensor, Tensor | None]] = (
-            [(out, gradient)] if out.requires_grad else []
-        )  # else all parameters are frozen
+        """Runs backward from the last forward's result, keys and values, after later chunks' backwards. `gradient` is the
+        loss's gradient to the result; None if the result is the loss."""
+        roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
         if self.carry is not None:
             roots += [*self.carry.roots(), *self.carry.routers.roots()]
         self.carry = self.sequence = None
@@ -487,7 +483,7 @@ class PackRunner:
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes of keys, values and gradient sums that `+kh` has held in host memory so far."""
+        """The most bytes that `+kh` has held in host memory so far."""
         return self._packs.host.most if self._packs.host is not None else 0
 
     def run(
