@@ -339,7 +339,6 @@ class AttentionCall:
         return self.sliding_window is not None and self.sliding_window < length
 
     def scores(self, module: nn.Module, query: Tensor, pack: "PackedSequences") -> Scores:
-        """The `Scores` for `explicit_attention`."""
         scaling = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
         dropped = _dropout_of(module, self.dropout, pack, query.shape[1]) if self.dropout else None
         return Scores(scaling, self.sliding_window, self.softcap, dropped)

@@ -1,8 +1,8 @@
 """What a backend of torch's process groups can do: one table, and functions that read it.
 
-Nothing else in the package knows backends by name (a contract test looks for their names), so that the same code runs
-over NCCL on GPUs, over gloo on CPU processes, and over what a test registers. The transport of switches is written for
-both kinds at once: tags and batches mean nothing where a backend does not know them.
+No other file knows backends by name (a contract test looks for their names), so the same code runs over NCCL on GPUs, over
+gloo on CPU processes, and over a test's backend. The transport of switches uses tags and batches for all of them: a backend
+without them ignores them.
 """
 
 import os

@@ -56,20 +56,18 @@ class WaitClock:
         self._spare: list[torch.cuda.Event] = []
 
     def wait(self, *works: Any) -> None:
-        """Waits for started operations with other ranks."""
         with self.waiting:
             for work in works:
                 work.wait()
 
     def restart(self, device: torch.device) -> None:
-        """Begins to count, for a phase on a device."""
         self.counts, self._seconds, self._on_cuda = True, 0.0, device.type == "cuda"
         self.waiting.forget()
         self.computing.forget()
         self._let_go()
 
     def seconds(self) -> float:
-        """Ends the count; returns seconds since the restart. The current stream must be synchronized."""
+        """Ends the count; returns its seconds. The current stream must be synchronized."""
         self.counts = False
         for sign, begin, end in self._spans:
             self._seconds += sign * begin.elapsed_time(end) / 1e3
@@ -89,7 +87,6 @@ class WaitClock:
         return event
 
     def add(self, sign: float, begin: Any, end: Any) -> None:
-        """Counts the time between two moments."""
         if self._on_cuda:
             self._spans.append((sign, begin, end))
         else:

@@ -201,7 +201,6 @@ class FlexibleWork:
         return self._left / self._all if self._all else 0.0
 
     def take_statistics(self, variation: dict[str, tuple[float, ...]]) -> None:
-        """Sets the statistics for choosing columns from now on."""
         self.variation, self.lineage, self.left_out = variation, {}, {}
 
     def own_columns(self, name: str, x: Tensor, outputs: int, parts: "Sequence[Part]") -> OwnColumns:

@@ -2,7 +2,7 @@
 
 Queries attend to one block of keys after the other, and partial results are merged by the logarithms of their sums
 (Milakov and Gimelshein, 2018; Liu et al., 2023, "Ring Attention"). The backward computes each block's gradients from the
-merged result and its sums. Only these are kept for it; no scores and no mask grow with the square of a sequence.
+merged result and its sums: beside the inputs, only these are kept. No scores and no mask grow with the square of a sequence.
 
 * Prefix (`attend_with_prefix`): its blocks, then the row's own tokens; its gradients are handed on block by block.
 * Sliding window: blocks of queries, each with the keys of its windows and one mask.

@@ -237,7 +237,7 @@ class Nodes:
         return blocks[0]
 
     def local(self, rank: int) -> int:
-        """How many ranks are on the node of a rank."""
+        """The number of ranks on a rank's node."""
         return self.names.count(self.names[rank])
 
     def shown(self, ranks: Sequence[int]) -> str:

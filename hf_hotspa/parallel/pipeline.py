@@ -1,27 +1,26 @@
-"""Pipeline schedules: one stage interface for the package's own 1F1B and torch's schedules.
+"""Pipeline schedules: one stage interface for the package's 1F1B and torch's schedules.
 
 `PipelineRunner` runs the micro-batches of one replica through its stages, forward and backward, and returns the loss.
 `packing.pipeline_order` chooses the schedule, the order and the padding.
 
-* The own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different
-  shapes, fewer than stages, or none: the plan gives every shape, so nothing is negotiated. It limits the tokens in flight, so
-  that few micro-batches are in flight beside a long one.
+* The package's 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different shapes, fewer
+  than stages, or none: the plan gives every shape, so nothing is negotiated. It limits the tokens in flight, so that few
+  micro-batches are in flight beside a long one.
 * `torch.distributed.pipelining` (GPipe, 1F1B, interleaved 1F1B) serves micro-batches that share one shape, after padding. A
   schedule object is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every
   micro-batch, so it is made for one run. That costs nothing more: the shapes are given, so torch need not infer them.
-* Packs cut into chunks of tokens (`+ck`, `parallel.token_chunks`) run in the own schedule chunk by chunk (Li et al., 2021,
+* Packs cut into chunks of tokens (`+ck`, `parallel.token_chunks`) run in the package's schedule chunk by chunk (Li et al., 2021,
   "TeraPipe"; Sun et al., 2024, "Seq1F1B"), so one long sequence fills a pipeline, too.
-* Ranks with several stages each (`+v2`) run them in interleaved 1F1B: the own one (`InterleavedRun`), also for chunks of
-  packs, or torch's.
+* Ranks with several stages each (`+v2`) run them in interleaved 1F1B: `InterleavedRun`, also for chunks of packs, or torch's.
 
 Without stages, packs run one after the other, whole or in chunks (`token_chunks.PackRunner`).
 
 Every rank of a pipeline sees the same micro-batches, and so makes the same choice.
 
 `InterleavedRun` serves packs of any sizes. All ranks have one order of passes, and so of messages (`packing.pipeline_order`). A
-rank goes through it: it runs its own passes, and sends their results on; of other ranks' passes it posts a receive if the
-result is for one of its stages. So both ends post their messages in the same order, whatever passes between two ranks (with
-two ranks, all messages are between one pair). The pass that needs a message waits for it, and sends stay pending until the end.
+rank goes through it: it runs its own passes, and sends on their results; for another rank's pass it posts a receive if the
+result is for one of its stages. So both ends post their messages in the same order, whatever two ranks exchange (with two
+ranks, all messages are between one pair). The pass that needs a message waits for it, and sends stay pending until the end.
 
 Gradients reach a weight in the order of its stage's backward passes, which is the same in every run.
 """
@@ -103,7 +102,6 @@ class InterleavedRun:
         return self._chunks[turn.stage // self._num_ranks][turn.unit]
 
     def _room(self, turn: Turn, target: int) -> Tensor:
-        """A buffer for the result of another rank's pass."""
         if turn.is_backward:  # the gradient of the stage's output
             return torch.empty_like(self._outs[target, turn.unit], memory_format=torch.contiguous_format)
         stage = self._stage(target)
@@ -219,7 +217,7 @@ class PipelineRunner(PackRunner):
         padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, passes.tokens, strict=True)]
         for first, end in passes.groups:
             of_passes = self._torch.run(passes.kind, padded[first:end], scale)
-            if of_passes is None:  # the own schedule holds as much with fewer packs than stages
+            if of_passes is None:  # the package's schedule holds as much with fewer packs than stages
                 order = choose_passes("own", passes.tokens[first:end], self._num_stages).operations(self._index)
                 of_passes = self._own(_joined(self._packs.chains(padded[first:end])), scale, order)
             loss += of_passes
@@ -265,7 +263,7 @@ _Message = tuple[Tensor, int, int]
 
 
 class OneForwardOneBackward:
-    """One run of the own non-interleaved schedule.
+    """One run of the package's non-interleaved schedule.
 
     A stage posts its send to a neighbour and its next receive from the same neighbour as one batch: two blocking operations
     on a pair's NCCL communicator could wait for each other. Sends stay pending until the end, so that a stage never waits for

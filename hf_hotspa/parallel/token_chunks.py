@@ -412,7 +412,6 @@ class Chunk:
             stage.end_pass()
 
     def forget(self) -> None:
-        """Releases keys, values and their gradients."""
         self.carry = self.sequence = None
 
 
