@@ -177,8 +177,8 @@ class ProcessGroups:
     def warm_up(self) -> None:
         """Connects the ranks of every group made so far. Collective.
 
-        NCCL sets up a communicator in the first operation, which all ranks of the group must join; on gloo this saves the
-        first mini-batch the connecting.
+        NCCL sets up a communicator in the first operation, which all ranks of the group must join; on gloo the first
+        mini-batch then need not connect.
         """
         for group in self._joined(self.switch, self.forward, *self._by_ranks.values()):
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
@@ -271,7 +271,7 @@ _known: weakref.WeakKeyDictionary[dist.Store, Nodes] = weakref.WeakKeyDictionary
 
 def own_node() -> str:
     """This rank's description of its node, as JSON."""
-    # the launcher's number, if it is torch's; from other launchers the first rank on the node, by this rank's number there
+    # torch's launcher sets its number; others set a rank's number on the node, which gives the launcher's first rank
     launcher = os.environ.get("GROUP_RANK")
     if launcher is None and {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         launcher = f"from {int(os.environ['RANK']) - int(os.environ['LOCAL_RANK'])}"

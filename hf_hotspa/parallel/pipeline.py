@@ -246,8 +246,8 @@ class PipelineRunner(PackRunner):
         if passes.replaced and self._speaks:
             self._speaks = False
             logger.warning(
-                "%s: padded packs in flight under the schedule %s would be more than %s tokens on a stage; in those cases own (1F1B without"
-                " padding) runs instead",
+                "%s: padded packs in flight under the schedule %s would be more than %s tokens on a stage; in those cases own"
+                " (1F1B without padding) runs instead",
                 self._name,
                 self._schedule,
                 most_tokens,
