@@ -1,1 +1,1 @@
-"""What ranks do together inside of a strategy."""
+"""What the ranks of a strategy do together."""

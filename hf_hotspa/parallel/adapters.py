@@ -1,19 +1,19 @@
 """LoRA adapters of PEFT: what a `PeftModel` holds, which adapters train exactly, and how a replica gets its own.
 
-A LoRA layer computes `W x + s B A x` (Hu et al., 2021); the base weight W is frozen, A [r, in] and B [out, r] are
-trained. Where tensor parallelism cuts W, the adapter follows it:
+A LoRA layer computes `W x + s B A x` (Hu et al., 2021) with a frozen base weight W; A [r, in] and B [out, r] are trained.
+Where tensor parallelism cuts W, the adapter follows it:
 
-* column-parallel (rows of W cut): every shard holds all of A, whose gradient there is a part of the sum, and the rows
-  of B that belong to its rows of W;
-* row-parallel (columns of W cut): every shard holds the columns of A that belong to its columns of W, and all of B,
-  whose gradient there is a part of the sum. The sum over the shards is linear, so one all-reduce of
-  `W_t x_t + s B A_t x_t` serves base and adapter.
+* column-parallel (rows of W cut): every shard holds all of A, with a gradient that is a part of the sum, and the rows of B
+  that match its rows of W;
+* row-parallel (columns of W cut): every shard holds the columns of A that match its columns of W, and all of B, with a
+  gradient that is a part of the sum. The sum over shards is linear, so one all-reduce of `W_t x_t + s B A_t x_t` serves base
+  and adapter.
 
-Of fused experts (`target_parameters`), [E, out, in] or [E, in, out], PEFT adapts the weights themselves, W + s B A for each
-expert, with A [E r, in] and B [out, r E] of all experts; they follow the cut of W in the same way.
+For fused experts (`target_parameters`), [E, out, in] or [E, in, out], PEFT adapts the weights themselves: W + s B A for each
+expert, with A [E r, in] and B [out, r E] of all experts, which follow the cut of W in the same way.
 
-Replicas are injected with PEFT's own code, so the forward is PEFT's. Whatever else PEFT can put into a model is refused
-here by name. peft is imported only when a model brings it along.
+PEFT's own code injects replicas, so the forward is PEFT's. Other features of PEFT raise an error that names them. peft is
+imported only when a model uses it.
 """
 
 import copy
@@ -58,7 +58,7 @@ _REFUSED: dict[str, tuple[str, str]] = {
         "leave layer_replication out",
     ),
 }
-"""Fields of a `LoraConfig` that cannot be honoured when they are set: why, and the fix."""
+"""Fields of a `LoraConfig` that are not supported: why, and the fix."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Adapters:
         name: Its name in PEFT (`default`).
         config: The `LoraConfig` with which replicas are injected; it initializes nothing.
         scalings: The factor s of every LoRA layer, by the layer's name in the transformers model.
-        parameters: Of the layers that adapt a parameter of fused experts, which one, by the layer's name. Those of one module
-            are one inside the other: `….experts` and `….experts.base_layer`.
+        parameters: The adapted parameter of each layer that adapts fused experts, by the layer's name. Layers of one module
+            are nested: `….experts` and `….experts.base_layer`.
     """
 
     name: str
@@ -83,14 +83,14 @@ class Adapters:
         return hashlib.sha256(repr((self.name, sorted(self.scalings.items()))).encode()).hexdigest()[:16]
 
     def adapted(self, name: str) -> tuple[str, str | None]:
-        """The parameter that one stands for under tensor parallelism, and its role in there.
+        """The parameter that a name stands for under tensor parallelism, and its role there.
 
         Args:
             name: A parameter of the transformers model.
 
         Returns:
             For `….q_proj.lora_A.default.weight`: `….q_proj.weight` and `LORA_A`; likewise `LORA_B`. For
-            `….q_proj.base_layer.weight`: `….q_proj.weight` and None. Any other name as it is, and None.
+            `….q_proj.base_layer.weight`: `….q_proj.weight` and None. Any other name unchanged, and None.
         """
         module, _, leaf = name.rpartition(".")
         for role in (LORA_A, LORA_B):
@@ -112,7 +112,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 
 def bare_model(model: nn.Module) -> tuple[Any, str]:
-    """The model inside PEFT's wrapper, and what its names begin with outside; any other model as it is, and ``""``."""
+    """The model inside PEFT's wrapper, and its name prefix in the wrapper; any other model unchanged, and ``""``."""
     if not is_adapted(model):
         return model, ""
     bare: nn.Module = model.base_model.model if hasattr(model.base_model, "peft_config") else model.base_model
@@ -120,12 +120,12 @@ def bare_model(model: nn.Module) -> tuple[Any, str]:
 
 
 def base_layer(module: nn.Module) -> nn.Module:
-    """The layer inside a LoRA layer, or inside several around each other; any other module as it is."""
+    """The layer inside one or several nested LoRA layers; any other module unchanged."""
     return module if (inside := getattr(module, _BASE, None)) is None else base_layer(inside)
 
 
 def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module as if it had no adapters: those of a LoRA layer's base, under the layer's name."""
+    """The parameters of a module without adapters: of a LoRA layer its base's, under the layer's name."""
     layers = {name: base_layer(child) for name, child in module.named_modules() if name}  # parents come first
     bases = {
         name: next(n for n, m in module.get_submodule(name).named_modules() if m is b) for name, b in layers.items()
@@ -139,7 +139,7 @@ def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def without_adapters(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by name as if it had no adapters: in the place of a LoRA layer its base."""
+    """The modules of a model by name without adapters: a LoRA layer is replaced by its base."""
     modules: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():  # parents come first
@@ -153,10 +153,7 @@ def without_adapters(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def read_adapters(model: nn.Module) -> Adapters | None:
-    """The adapter of a model; None for a model without one.
-
-    Args:
-        model: The model as the user gave it.
+    """The adapter of the user's model; None for a model without one.
 
     Raises:
         UnsupportedError: it has adapters that cannot be trained exactly; named, with what to do.
@@ -214,7 +211,7 @@ def _refuse_bare_tuners(model: nn.Module) -> None:
 
 
 def _refuse_idle(model: Any, name: str, config: Any) -> None:
-    """Refuses an adapter that does not take part in the forward, or is not trained."""
+    """Raises an error if the adapter does not take part in the forward, or is not trained."""
     trained = any(p.requires_grad for p in model.parameters())
     merged = any(getattr(module, "merged_adapters", None) for module in model.modules())
     disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
@@ -224,11 +221,13 @@ def _refuse_idle(model: Any, name: str, config: Any) -> None:
     states += [("loaded for inference", idle, "load it with PeftModel.from_pretrained(..., is_trainable=True)")]
     for state, holds, fix in states:
         if holds:
-            raise UnsupportedError(f"the adapter {name!r} is {state}", why="nothing of it would be trained", fix=fix)
+            raise UnsupportedError(
+                f"the adapter {name!r} is {state}", why="none of its weights would be trained", fix=fix
+            )
 
 
 def _scalings(bare: Any, name: str) -> dict[str, float]:
-    """The LoRA layers of a model, all of which must be plain ones on linear layers."""
+    """The scaling of each LoRA layer; raises an error unless all are plain layers on linear layers."""
     from peft.tuners.lora import Linear
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -243,7 +242,7 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
             raise UnsupportedError(
                 f"the adapter {name!r} is on {path!r}, an embedding or the head of the model",
                 why="they are cut along the vocabulary and may be tied, which adapters are not",
-                fix="leave it out of target_modules; target_modules='all-linear' takes the layers without the head",
+                fix="leave it out of target_modules; target_modules='all-linear' targets the layers without the head",
             )
         if is_of_parameter(module):
             _refuse_other_parameters(path, module, base)
@@ -272,28 +271,28 @@ def _of_four_bit() -> type[nn.Module]:
 
 
 def is_of_parameter(module: nn.Module) -> bool:
-    """Whether a module is PEFT's around another one, one of whose parameters it adapts (`target_parameters`)."""
+    """Whether a module is PEFT's wrapper around a module of which it adapts one parameter (`target_parameters`)."""
     from peft.tuners.lora.layer import ParamWrapper
 
     return type(module) is ParamWrapper
 
 
 def _refuse_other_parameters(path: str, module: Any, base: nn.Module) -> None:
-    """Refuses an adapter of a parameter that is no weight of fused experts or of a module of the family's own (a router)."""
+    """Raises an error unless the adapted parameter is a weight of fused experts or of the family's own module (a router)."""
     parameter = getattr(base, module.parameter_name)
     if isinstance(base, nn.Linear) or parameter.dim() != (3 if is_fused(base) else 2):
         raise UnsupportedError(
             f"target_parameters has {module.parameter_name!r} of {path!r}, a {type(base).__name__}: {list(parameter.shape)}",
-            why="adapted are the weights of fused experts ([experts, ...]), and matrices of modules that are no linear layers",
+            why="it can adapt only weights of fused experts ([experts, ...]), and matrices of modules other than linear layers",
             fix="target linear layers with target_modules, and leave biases out of target_parameters",
         )
 
 
 def inject(model: Any, adapters: Adapters) -> None:
-    """Puts the LoRA layers into a fresh model as its class builds it from its config, with parameters on the meta device."""
+    """Puts the LoRA layers, on the meta device, into a model freshly built by its class from its config."""
     from peft import inject_adapter_in_model
 
-    # a copy: injection writes the target modules that it found into the config
+    # a copy: injection writes the target modules that it matched into the config
     inject_adapter_in_model(copy.deepcopy(adapters.config), model, adapters.name, low_cpu_mem_usage=True)
 
 
@@ -308,9 +307,9 @@ def save_config(model: Any, folder: Path) -> None:
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and sums of bits of the frozen parameters: tells base models apart.
+    """SHA-256 over names, shapes, dtypes and bit sums of the frozen parameters: distinguishes base models.
 
-    Names are as in `stored_tensors`. The sums are over the bits as integers, as in `model_check.weights_digest`.
+    Names are as in `stored_tensors`. Bits are summed as integers, as in `model_check.weights_digest`.
     """
     digest = hashlib.sha256()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -322,11 +321,11 @@ def frozen_digest(model: nn.Module) -> str:
 
 
 INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-"""The integer type of a number of bytes."""
+"""The integer type for a number of bytes."""
 
 
 def bit_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, taken as integers of its size, modulo 2^64; 0 on the meta device."""
+    """The sum of a tensor's bits as integers of its element size, modulo 2^64; 0 on the meta device."""
     if tensor.is_meta or not tensor.numel():
         return 0
     return int(tensor.contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))

@@ -1,12 +1,11 @@
-"""Agreement between ranks: nobody starts what another rank cannot finish, and an error of one is raised by all.
+"""Agreement between ranks: no rank starts what another cannot finish, and all ranks raise an error of one.
 
-`Agreement.run` is how ranks do a thing that may fail on some of them: its value, or one error on every rank. Below it,
-`Agreement.check` is the one small collective at the start of a mini-batch (and of the set-up): ranks compare named
-digests and hand over an error, if one of them has it. Where something differs, who is not with the majority is named. `Mailbox` serves the other case, a rank that fails while its
-peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their
-connection breaks. A peer that is gone without a word is a `PeerError`; where ranks waited for it in vain, they hold a
-monitored barrier in the same store, and the one that does not answer is named (`SilentPeerError`). An error that a script has
-caught is over with the next agreement of all ranks: later ones are told in a mailbox of their own.
+`Agreement.run` runs a step that may fail on some ranks: all ranks get its value, or all raise one error. It uses
+`Agreement.check`, the one small collective at the start of the set-up and of a mini-batch, which compares named digests,
+exchanges errors, and names the ranks outside the majority. If a rank fails while its peers wait inside a collective, it leaves
+its error in the rendezvous store (`Mailbox`), where the peers find it when their connection breaks. A peer that vanishes without
+an error is a `PeerError`. Ranks that time out meet at a monitored barrier in the store, which names the rank that does not
+answer (`SilentPeerError`). The next agreement of all ranks clears an error that a script has caught.
 """
 
 import contextlib
@@ -37,45 +36,44 @@ T = TypeVar("T")
 
 # -- the barrier ------------------------------------------------------------------------------------------------------
 
-# Which rank hangs: the ranks that lost a peer meet at a barrier that names the missing.
+# Which rank hangs: the ranks that lost a peer meet at a barrier that names the missing ranks.
 #
-# A rank that hangs says nothing; what its peers see is a collective that times out, or, where another rank was sooner,
-# a connection that is closed. Each of them leaves its name in the rendezvous store. The ones that timed out wait a few
-# seconds for the names of all others: ranks that wait for each other give up at about the same moment, so whose name is
-# missing then hangs, is stopped, or works on something that takes longer than the rest waits. Nothing is written before
-# a collective has failed: a run in which all is well pays nothing.
+# A rank that hangs reports nothing. Its peers see a collective that times out or, if another rank gave up earlier, a
+# closed connection. Each writes its name to the rendezvous store. Ranks that timed out wait a few seconds for all other
+# names. Ranks that wait for each other give up at about the same moment, so a rank whose name is still missing hangs, is
+# stopped, or does something that takes longer than the timeout. Nothing is written before a collective fails.
 
 
 ANSWER_S = 3.0
-"""How long an answer is waited for, after the timeout of the collective."""
+"""How long to wait for an answer after the timeout of the collective."""
 
 _STORE_S = 10.0
-"""How long the store may take for all of that. Where its machine is frozen or cut off, a call would never return."""
+"""Time limit for all of that: if the store's machine is frozen or cut off, a call would never return."""
 
-_GRACE_S = 0.5  # between a connection that another rank closes because it gave up, and its call
+_GRACE_S = 0.5  # between the closed connection of a rank that gave up, and that rank's call
 _POLL_S = 0.05
 _TIMED_OUT = re.compile("[Tt]imed? ?out")
 _CALLED = "hotspa_barrier"
 
 
 class MonitoredBarrier:
-    """The barrier of one rank, as `torch.distributed.monitored_barrier` but over the store of all ranks. Nobody waits
-    for names once the run's first error is under the key `outcome`. Several threads may hold it."""
+    """Like `torch.distributed.monitored_barrier`, but over the store of all ranks, and one rank's side of it. Waiting ends
+    once the run's first error is under the key `outcome`. Several threads may use it at a time."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, outcome: str) -> None:
         self._store, self._rank, self._world_size, self._outcome = store, rank, world_size, outcome
 
     def named(self, error: HotspaError) -> HotspaError:
-        """What to say of a peer that was lost: the error itself, or who is silent.
+        """Returns the error itself, or one that names the silent ranks.
 
         Returns:
-            A `SilentPeerError` where the wait timed out and some ranks did not answer; else the error itself. Also when
-            the store is gone, with the process that holds it.
+            A `SilentPeerError` if the wait timed out and some ranks did not answer; else the error itself, also when the
+            process that holds the store is gone.
         """
-        with contextlib.suppress(RuntimeError):  # all that torch's stores raise
+        with contextlib.suppress(RuntimeError):  # the only error that torch's stores raise
             self._store.set(self._key(self._rank), "here")
             if not _TIMED_OUT.search(str(error)):
-                # perhaps its peer has only just given up, and will say why
+                # its peer may be about to report why it gave up
                 if self._wait(_GRACE_S, lambda: self._store.check([_CALLED])):
                     self._wait(ANSWER_S + _GRACE_S, lambda: False)
                 return _with_node(error)
@@ -100,18 +98,17 @@ class MonitoredBarrier:
 
 
 def _with_node(error: HotspaError, else_why: str = "") -> HotspaError:
-    """The error, with the node of the peer whose connection broke, or else another remark."""
     nodes = known_nodes()
     remark = (nodes.behind(error.what) if nodes is not None else "") or else_why
     if not remark:
         return error
     named = HotspaError.from_dict({**error.to_dict(), "what": error.what + remark})
-    named.is_echo = False  # perhaps nobody is left who could say more
+    named.is_echo = False  # perhaps no other rank is left to report more
     return named
 
 
 def _without_store(error: HotspaError, rank: int) -> HotspaError:
-    """What to say of a lost peer where the store does not answer: it is with the first rank."""
+    """The error when the store, which is on rank 0, does not answer."""
     nodes = known_nodes()
     if nodes is None or nodes.names[0] == nodes.names[rank]:
         return _with_node(error)
@@ -120,8 +117,8 @@ def _without_store(error: HotspaError, rank: int) -> HotspaError:
 
 
 def _in_time(function: Callable[[], T], seconds: float) -> T:
-    """Calls a function of a store in a thread of its own, as nothing else can end its wait; raises what it raises, or
-    `TimeoutError`, and leaves the thread behind."""
+    """Calls a function of a store in a separate thread, as nothing else can end its wait; raises its error or
+    `TimeoutError`, and then leaves the thread running."""
     came: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
     def call() -> None:
@@ -148,7 +145,7 @@ def _silent_error(error: HotspaError, silent: list[int]) -> SilentPeerError:
     nodes = known_nodes()
     where = nodes.shown(silent) if nodes is not None else ""
     return SilentPeerError(
-        f"{who}{where}: the others have waited in vain and found each other, but not it. {error.what}",
+        f"{who}{where}: the other ranks timed out and found each other, but not it. {error.what}",
         where=error.where,
         why="it hangs, is stopped, or does something that takes longer than the others wait; the master weights of the "
         "ranks are unchanged",
@@ -164,18 +161,17 @@ _MAILBOX_KEY = "hotspa_first_error"
 _MAX_LISTED, _MAX_RANKS, _MAX_SHOWN = 5, 8, 120
 _HALF, _FLAGS = 1 << 63, 48
 _LOST = re.compile(
-    "[Cc]onnection (closed|reset|refused)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
+    "[Cc]onnection (closed|reset|refus[e]d)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
 )
-"""What gloo and NCCL say where a peer is gone or silent."""
+"""What gloo and NCCL report when a peer is gone or silent."""
 
 
 def _word(text: str) -> int:
-    """64 bits of a text's SHA-256, as an int64 takes them."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """`rank 2`, `ranks 0, 1 and 3`; of many the first ones and their number."""
+    """`rank 2`, `ranks 0, 1 and 3`; of many the first ones and how many more."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     if len(ranks) > _MAX_RANKS:
@@ -184,7 +180,7 @@ def rank_names(ranks: Sequence[int]) -> str:
 
 
 def packed_flags(flags: Iterable[bool]) -> list[float]:
-    """Flags as few numbers, for `Agreement.gather`: 48 in each, which an fp64 holds exactly."""
+    """Packs flags, 48 to a number (exact in fp64), for `Agreement.gather`."""
     words = list[float]()
     for number, flag in enumerate(flags):
         if number % _FLAGS == 0:
@@ -194,14 +190,13 @@ def packed_flags(flags: Iterable[bool]) -> list[float]:
 
 
 def any_flag(gathered: torch.Tensor, number: int) -> list[bool]:
-    """Which of so many flags any rank has set, of fp64 [world size, n] `packed_flags`."""
+    """Which of `number` flags any rank has set, from fp64 [world size, n] `packed_flags`."""
     words = functools.reduce(torch.bitwise_or, gathered.long()).tolist()
     return [bool(words[place // _FLAGS] >> place % _FLAGS & 1) for place in range(number)]
 
 
-def odd_ones(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:
-    """The positions of those that differ from the rest in any of several things, of each of which `columns` has what
-    each one has; None where no more than half of all have the same."""
+def differing_ranks(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:
+    """The positions that differ from the majority in any column of values; None if a column has no majority."""
     odd = set[int]()
     for seen in columns:
         usual, count = Counter(seen).most_common(1)[0]
@@ -212,7 +207,7 @@ def odd_ones(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:
 
 
 def _mismatch(seen: Mapping[str, list[Any]], where: str, shows_values: bool = False) -> PlanMismatchError:
-    """The error for names of which not all ranks have the same (one entry a rank)."""
+    """The error for named values (one for each rank) that differ between ranks."""
     seen = {name: values for name, values in seen.items() if len(set(values)) > 1}
     sides = []
     for name, values in list(seen.items())[:_MAX_LISTED]:
@@ -222,13 +217,13 @@ def _mismatch(seen: Mapping[str, list[Any]], where: str, shows_values: bool = Fa
         else:
             parts = (f"ranks {ranks} agree" for ranks in holders.values())
         sides.append(f"{name}: {', '.join(parts)}")
-    odd = odd_ones(list(seen.values()))
+    odd = differing_ranks(list(seen.values()))
     who = f"{rank_names(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others" if odd else "ranks differ"
     more = f" (and {len(seen) - _MAX_LISTED} more)" if len(seen) > _MAX_LISTED else ""
     return PlanMismatchError(
         f"{who} in the {'; in the '.join(sides)}{more}",
         where=where,
-        why="every rank must compute the same from it; nothing was sent",
+        why="every rank must compute the same from this; nothing was sent",
         fix="start every rank with the same script, arguments, files, environment and library versions",
     )
 
@@ -240,7 +235,7 @@ def _shown(value: str | None) -> str:
 
 
 def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
-    """The error itself when it is of our family, else a `PeerError` that quotes it, or what it was raised from."""
+    """The error itself if a `HotspaError`, else a `PeerError` that quotes it or its first cause."""
     if isinstance(error, HotspaError):
         return error
     while error.__cause__ is not None:
@@ -248,13 +243,13 @@ def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
     return PeerError(
         f"{type(error).__name__}: {error}",
         where=where,
-        why="what ends one rank ends all",
-        fix="repair what this rank says; its traceback is in its log",
+        why="an error on one rank ends all ranks",
+        fix="fix the error of this rank; its traceback is in its log",
     )
 
 
 def hotspa_cause(error: BaseException) -> HotspaError | None:
-    """The error of our family that this one is, or that a library wrapped (`raise RuntimeError from ours`)."""
+    """The `HotspaError` that this is, or that a library wrapped (`raise RuntimeError from ours`)."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, HotspaError):
         cause = cause.__cause__
@@ -262,7 +257,7 @@ def hotspa_cause(error: BaseException) -> HotspaError | None:
 
 
 def lost_peer(error: BaseException, rank: int, where: str) -> PeerError | None:
-    """The error of our family for a collective that broke because a peer is gone or silent; None for other errors."""
+    """The `PeerError` if a collective broke because a peer is gone or silent; else None."""
     if not isinstance(error, RuntimeError) or isinstance(error, HotspaError):
         return None
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -290,7 +285,7 @@ class Agreement:
         group: A group of all ranks for host tensors; None with one rank.
         mailbox: Asked for the reason when a peer is gone.
 
-    All its methods raise, where a peer is gone or silent, `PeerError`, or the error that the peer left in the mailbox.
+    If a peer is gone or silent, all methods raise `PeerError`, or the error that the peer left in the mailbox.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, mailbox: "Mailbox | None" = None) -> None:
@@ -305,14 +300,14 @@ class Agreement:
         facts: Callable[[T], Mapping[str, str]] | None = None,
         otherwise: Callable[[Exception], HotspaError] | None = None,
     ) -> T:
-        """Calls the function on every rank; returns its value where all of them have one. A collective call.
+        """Calls the function on every rank; returns its value if it succeeds on all. A collective call.
 
         Args:
             where: The place, for messages: `set-up`.
-            digests: What of the value must be equal on all ranks, by name (`check`).
-            facts: The same, to be shown where it is not.
-            otherwise: Makes an error for all ranks of what is no `HotspaError`; without it such a one is raised on this
-                rank alone, at once, and the others find it in the mailbox.
+            digests: What must be equal on all ranks, by name (`check`).
+            facts: The same, with values that the message shows.
+            otherwise: Converts other exceptions to an error for all ranks. If None, this rank alone raises them, at once,
+                and the others find them in the mailbox.
 
         Raises:
             HotspaError: on every rank, the error of the first rank on which one of the functions raised.
@@ -344,15 +339,15 @@ class Agreement:
         balance: int = 0,
         explain: Callable[[], HotspaError] | None = None,
     ) -> None:
-        """Returns when no rank has an error and all digests are equal. One small collective, where all is well.
+        """Returns when no rank has an error and all digests are equal; this takes one small collective.
 
         Args:
             digests: What must be equal, by name.
-            error: What this rank found wrong, or None.
+            error: This rank's error, or None.
             where: The place, for messages: `mini-batch 12`.
-            facts: What must be equal, too, and be shown where it is not; the names may differ as well.
-            balance: A number; those of all ranks must add up to 0 modulo 2^64 (see `check_mini_batch`).
-            explain: The error to raise where they do not. Called on every rank, so it may communicate.
+            facts: The same, with values that the message shows. Names may differ between ranks, too.
+            balance: A number; its sum over all ranks must be 0 modulo 2^64 (see `check_mini_batch`).
+            explain: The error if it is not. Called on every rank, so it may communicate.
 
         Raises:
             HotspaError: on every rank, the error of the first rank that has one.
@@ -364,7 +359,7 @@ class Agreement:
             return
         text = json.dumps(error.to_dict()).encode() if error is not None else b""
         names = ", ".join(digests)
-        # of a fixed size, whatever is compared: tensors of different sizes cannot be gathered together
+        # of a fixed size, whatever is compared: a gather needs equal sizes
         words = [
             len(text),
             _word(repr(sorted((facts or {}).items()))),
@@ -376,7 +371,7 @@ class Agreement:
         errors, shown, listed, compared, balances, eras = zip(
             *(row.tolist() for row in self._gather(torch.tensor(words, dtype=torch.int64))), strict=True
         )
-        if self._mailbox is not None:  # all ranks are here, so no error from before concerns any of them
+        if self._mailbox is not None:  # all ranks are here, so earlier errors are over
             self._mailbox.begin_era(max(eras))
         if any(errors):
             self._raise_first(text, max(errors))
@@ -398,7 +393,7 @@ class Agreement:
         return own[None] if self.group is None else torch.stack(self._gather(own))
 
     def vectors(self, values: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
-        """Every rank's 1-D tensor of one dtype in host memory, of known `sizes` or any. Collective."""
+        """Every rank's 1-D tensor of one dtype in host memory; sizes may be unknown. Collective."""
         if self.group is None:
             return [values]
         if sizes is None:
@@ -408,8 +403,8 @@ class Agreement:
         return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
 
     def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
-        """What every rank sends to this one, in the order of ranks, with as many elements as those send; `send`, 1-D in
-        host memory, has what each rank gets. Collective."""
+        """What every rank sends to this one, in the order of ranks. `send`, 1-D in host memory, has each rank's elements in
+        turn. Collective."""
         if self.group is None:
             return send
         received = send.new_empty(sum(receive_sizes))
@@ -417,18 +412,17 @@ class Agreement:
         return received
 
     def start_send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
-        """Starts to send a contiguous host tensor to another rank, which takes it with `receive` when it needs it."""
+        """Starts to send a contiguous host tensor to another rank, which gets it by `receive`."""
         work = dist.isend(tensor, dst=rank, group=self.group, tag=tag)
         assert work is not None
         return work
 
     def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> torch.Tensor:
-        """Fills a contiguous host tensor with what another rank has started to send under this tag."""
+        """Fills a contiguous host tensor with another rank's message of this tag."""
         self._collective(lambda: dist.recv(tensor, src=rank, group=self.group, tag=tag))
         return tensor
 
     def wait(self, works: Iterable[dist.Work]) -> None:
-        """Waits for sends that were started."""
         for work in works:
             self._collective(work.wait)
 
@@ -470,21 +464,20 @@ class Agreement:
 
 @dataclass
 class _Era:
-    """Which error the mailboxes of a store wait for, counted from 0, and whether this process knows it."""
+    """The number of the error that a store's mailboxes wait for, from 0, and whether this process knows it."""
 
     number: int = 0
     known: bool = False
 
 
 _eras: weakref.WeakKeyDictionary[dist.Store, _Era] = weakref.WeakKeyDictionary()
-"""Of the process: an engine that is made after an error goes on from where the one before was."""
+"""Per process, so that an engine made after an error continues the count."""
 
 
 class Mailbox:
     """The first error of a run, kept in the rendezvous store for ranks whose peers vanish.
 
-    A script may catch it on all ranks and go on. The ranks have done so when they agree on something again; from then on
-    the mailbox is empty, for the next error.
+    The next agreement of all ranks empties it, as a script may catch the error on all ranks and continue.
 
     Args:
         world_size: With 1 nothing is posted.
@@ -504,14 +497,14 @@ class Mailbox:
         return self._era.number + self._era.known
 
     def begin_era(self, number: int) -> None:
-        """All ranks have left the errors before this one behind them."""
+        """Discards errors before this one, which all ranks have handled."""
         if number > self._era.number:
             self._era.number, self._era.known = number, False
 
     def explain(self, error: Exception, where: str) -> Exception:
-        """What to raise for an error of this rank: the error itself, or the earlier one of the peer that caused it.
+        """Returns what to raise for an error of this rank: the error itself, or the peer's earlier error that caused it.
 
-        May be called more than once for an error, and from any thread. For a lost peer it takes seconds: see `MonitoredBarrier`.
+        May be called several times, and from any thread. Takes seconds for a lost peer: see `MonitoredBarrier`.
         """
         if self._store is None or error is self._mine:
             return error
@@ -520,9 +513,9 @@ class Mailbox:
 
         def exchange() -> tuple[Exception, str, str]:
             barrier = MonitoredBarrier(store, self.rank, self._world_size, _MAILBOX_KEY)
-            told = barrier.named(lost) if lost is not None else error
-            mine = json.dumps(_located(as_hotspa_error(told, where), self.rank).to_dict())
-            return told, mine, store.compare_set(_MAILBOX_KEY, "", mine).decode()  # only the first one in stays
+            reported = barrier.named(lost) if lost is not None else error
+            mine = json.dumps(_located(as_hotspa_error(reported, where), self.rank).to_dict())
+            return reported, mine, store.compare_set(_MAILBOX_KEY, "", mine).decode()  # keeps the first one
 
         try:
             error, mine, first = _in_time(exchange, _STORE_S)
@@ -535,10 +528,10 @@ class Mailbox:
         return error
 
     def tell(self, error: Exception, where: str) -> Exception:
-        """What to raise for an error that ends training on this rank outside a phase.
+        """Returns what to raise for an error that ends training on this rank outside a phase.
 
-        What was agreed on is raised as it is. A collective that broke is explained. Anything else is this rank's own:
-        left for the others, and raised as it is.
+        An agreed error is returned unchanged. A broken collective is explained. Any other error is this rank's own: left for
+        the others, and returned unchanged.
         """
         if hotspa_cause(error) is not None:
             return error
@@ -551,13 +544,13 @@ class Mailbox:
 
 # -- the same rows ----------------------------------------------------------------------------------------------------
 
-# Whether the ranks of a replica hold the same rows, at the price of one number in an agreement that is made anyway.
+# Whether the ranks of a replica hold the same rows, for one more number in an agreement that is made anyway.
 #
-# The ranks of a replica (tp, pp) train each of its packs together, so each reads the rows for itself: where a data set
-# gives them another crop, or another order, the activations of one row would be mixed with another's, with a plausible
-# loss. The collator leaves a digest of each pack (`MicroBatch.content`); a rank hands in their sum, weighted so that
-# the sums of all ranks add up to zero where every replica agrees. Ranks of different replicas hold different rows, and
-# are not compared. Only where they do not agree are the rows themselves compared and named.
+# The ranks of a replica (tp, pp) train each pack together, and each reads the rows for itself. If a data set gave them
+# different crops or orders, activations of different rows would be mixed, with a plausible loss. The collator leaves a
+# digest of each pack (`MicroBatch.content`). Ranks contribute their sums, weighted so that the total is zero if every
+# replica agrees. Ranks of different replicas hold different rows, and are not compared. Only after a mismatch are the rows
+# themselves compared and named.
 
 
 _MODULUS = 1 << 64
@@ -566,15 +559,15 @@ _MODULUS = 1 << 64
 def check_mini_batch(
     agreement: Agreement,
     mini_batch: MiniBatch,
-    held: Callable[[], Mapping[str, str]],
+    load_facts: Callable[[], Mapping[str, str]],
     error: HotspaError | None,
     where: str,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Returns when all ranks may begin a mini-batch: no error, one plan, and in each replica the same rows.
+    """Returns when all ranks may begin a mini-batch: no error, one plan, and the same rows within each replica.
 
     Args:
-        held: Gives what ranks must have in common before a load. The others are as in `Agreement.check`.
+        load_facts: Returns what must be equal before a load. The others are as in `Agreement.check`.
 
     Raises:
         HotspaError: on every rank.
@@ -585,7 +578,7 @@ def check_mini_batch(
         return
     rank = agreement.rank
     agreement.check(
-        {**mini_batch.digests(), **held()},
+        {**mini_batch.digests(), **load_facts()},
         error,
         where,
         facts=facts,
@@ -595,7 +588,7 @@ def check_mini_batch(
 
 
 def balance_of(mini_batch: MiniBatch, rank: int) -> int:
-    """What this rank hands in: the numbers of all ranks add up to 0 modulo 2^64 where the rows are the same."""
+    """This rank's number; the sum over all ranks is 0 modulo 2^64 if the rows of each replica are equal."""
     total = 0
     for phase in mini_batch.phases:
         content = 0
@@ -606,7 +599,7 @@ def balance_of(mini_batch: MiniBatch, rank: int) -> int:
 
 
 def rows_error(mini_batch: MiniBatch, rank: int, agreement: Agreement, where: str) -> DataError:
-    """What differs, where the numbers do not add up to 0 and the plan is the same on all ranks. A collective call."""
+    """Names what differs if the sum is not 0 and the plan is equal on all ranks. A collective call."""
     mine = [[s for pack in phase.micro_batches for s in _sequences(pack)] for phase in mini_batch.phases]
     everyone = [json.loads(text) for text in agreement.texts(json.dumps(mine))]
     for index, phase in enumerate(mini_batch.phases):
@@ -628,7 +621,7 @@ def replica_ranks(strategy: Strategy, replica: int) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _weight(strategy: Strategy, rank: int) -> int:
-    """The weights of the ranks of a replica add up to 0; that of a rank alone is 0."""
+    """A weight; the sum over a replica's ranks is 0, also for a rank alone."""
     *others, last = replica_ranks(strategy, strategy.coord(rank).dp)
     return _odd(rank) if rank != last else -sum(map(_odd, others))
 
@@ -649,7 +642,7 @@ def _error(rows: list[Any], ranks: list[int], strategy: Strategy | None, where: 
     what, odd, names = "tokens or labels", None, ""
     if rows:
         what = "tokens" if any(len({sequence[2] for sequence in place}) > 1 for place in rows) else "labels"
-        odd = odd_ones([[tuple(sequence) for sequence in place] for place in rows])
+        odd = differing_ranks([[tuple(sequence) for sequence in place] for place in rows])
         numbers = list(dict.fromkeys(place[0][0] for place in rows))
         shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
         names = f", dataset row{'s' if len(numbers) > 1 else ''} {shown}"
@@ -667,31 +660,31 @@ def _error(rows: list[Any], ranks: list[int], strategy: Strategy | None, where: 
     )
 
 
-# -- how a thing ended that one rank does for all ---------------------------------------------------------------------
+# -- the outcome of a step that one rank decides for all -------------------------------------------------------------
 
-# How a thing ended that one rank does for all, told through the rendezvous store: the others wait, the one does not.
+# One rank publishes the outcome of a step in the rendezvous store; the others wait for it.
 #
-# For calls that scripts may make on every rank or on the first one alone, as the stock Trainer's `save_model`. A
-# collective would hang there; this only makes those who come wait for the one that works.
+# For calls that scripts may make on every rank or on the first one alone, as the stock Trainer's `save_model`: a
+# collective would hang, but here only the ranks that call wait.
 
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 1.0
 
 _announced: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
-"""How many verdicts this process has announced or heard of, by the store that all ranks share."""
+"""How many outcomes this process has published or read, by the store that all ranks share."""
 
 
-def settled(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
-    """Does a thing, and tells or hears how it ended. The n-th call of a rank is about the n-th thing.
+def same_outcome(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
+    """Runs a step, and publishes or reads its outcome. The n-th calls of all ranks belong together.
 
     Args:
-        what: What is done, such as the path of a file. An error is heard of only by who was about the same.
+        what: What is done, such as the path of a file. An error reaches only ranks that did the same.
         function: What this rank does; it may raise a `HotspaError`.
-        decides: Whether this rank does it for the others.
-        timeout_s: How long to wait for the one that does.
+        decides: Whether this rank's outcome counts for all.
+        timeout_s: How long to wait for the deciding rank.
 
     Raises:
-        HotspaError: the error, on every rank that calls; or `PeerError`, where the one that decides never came.
+        HotspaError: the error, on every rank that calls; or `PeerError`, if the deciding rank never calls.
     """
     error: HotspaError | None = None
     try:
@@ -707,9 +700,9 @@ def settled(what: str, function: Callable[[], object], decides: bool, timeout_s:
             store.set(key, json.dumps([what, error.to_dict() if error is not None else None]))
         else:
             _await(store, key, what, timeout_s)
-            same, told = json.loads(store.get(key))
-            if error is None and told is not None and same == what:
-                error = HotspaError.from_dict(told)
+            published_what, data = json.loads(store.get(key))
+            if error is None and data is not None and published_what == what:
+                error = HotspaError.from_dict(data)
     if error is not None:
         raise error
 
@@ -719,7 +712,7 @@ def _await(store: dist.Store, key: str, what: str, timeout_s: float) -> None:
     while not store.check([key]):  # not store.wait: nothing could interrupt it
         if time.monotonic() > deadline:
             raise PeerError(
-                f"the main process did not say within {timedelta(seconds=timeout_s)} how this ended: {what}",
+                f"the main process did not report within {timedelta(seconds=timeout_s)} how this ended: {what}",
                 fix="look at its log; call this on every rank, or on the main process alone",
             )
         time.sleep(pause)

@@ -1,27 +1,24 @@
-"""Attention over packed rows: every sequence of a pack sees itself only, and the cost is the sum of squared lengths.
+"""Attention over packed rows: every sequence of a pack sees only itself, at the cost of the sum of squared lengths.
 
-Registered with transformers under the name `ATTENTION`, so that a family's own attention module calls it. The sequences
-of the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask of a whole
-pack is ever built. A sequence of the row may be the continuation of one that began elsewhere: its queries then see the keys
-of its `Prefix`, too, which come from there, and the mask is aligned at the last query and the last key. Four kernels, one
-meaning:
+Transformers calls it from a family's own attention module by its registered name `ATTENTION`. The sequences of the pack arrive
+as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask of a whole pack is ever built. A
+sequence may continue one that began outside the row: its queries then also see the keys of its `Prefix`, and the mask is aligned
+at the last query and the last key. Four kernels compute the same function:
 
-* a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap, for the heads that it
-  takes, with windows and sinks,
+* a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap, for supported heads, with
+  windows and sinks,
 * torch's kernel for CPU, block by block, for windows, sinks and prefixes (`parallel.fused_attention`),
 * `scaled_dot_product_attention` per sequence everywhere else,
-* `explicit_attention` where the family caps its attention scores (Gemma 2) or drops attention probabilities in training,
-  whose masks must not depend on the layout, and for sinks in 32-bit on CUDA: no fused kernel of torch computes these. Caps go
-  through the kernel of flash-attn where that is installed.
+* `explicit_attention` for what no fused kernel of torch supports: capped scores (Gemma 2; with flash-attn installed, its kernel
+  computes them), dropout of attention probabilities, whose masks must not depend on the layout, and sinks in 32-bit on CUDA.
 
-`explicit_attention` computes scores and probabilities one by one, also beside sinks (learned scores that take part in the
-softmax and then are dropped). It works on one sequence after the other, and inside of it on blocks of queries, of which only
-the keys that they may see are looked at; the backward computes scores and masks again. So memory grows with the length of a
-pack, as with fused kernels, and not with its square: beside queries, keys and values only what one block needs exists at a
-time, about `BLOCK_ELEMENTS` numbers a few times over.
+`explicit_attention` computes scores and probabilities explicitly, also with sinks (learned scores that take part in the
+softmax and then are dropped). It handles one sequence after the other, in blocks of queries with only the keys that they may
+see; the backward recomputes scores and masks. So memory grows with the length of a pack, as with fused kernels, not with its
+square: beside queries, keys and values it holds one block's intermediates, a few times `BLOCK_ELEMENTS` numbers.
 
-Shapes: T packed tokens, S of keys and values (with prefixes, whose sequences have more keys than queries: these are the last
-tokens then), H query heads, K key/value heads, D and E head dims of keys and of values; queries are [1, H, T, D].
+Shapes: T packed tokens, S keys and values (more than T with prefixes; the queries are then the last tokens), H query heads,
+K key/value heads, D and E head dims of keys and of values; queries are [1, H, T, D].
 """
 
 import dis
@@ -52,9 +49,9 @@ from hf_hotspa.parallel.fused_attention import (
 )
 
 BLOCK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
-"""Probabilities (heads x queries x keys) that exist at a time."""
+"""The most probabilities (heads x queries x keys) at a time."""
 _MASKED_QUERIES = 512
-"""Queries that `scaled_dot_product_attention` is given a mask for at a time."""
+"""Queries in a mask for `scaled_dot_product_attention`."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +60,8 @@ class AttentionDropout:
 
     Args:
         p: The probability to be dropped.
-        keep: For the index of a sequence in the pack, its queries `[first, last)`, counted from its first one in the row,
-            and keys `[low, high)`, counted from its first key: which probabilities stay, bool, broadcast to
-            [H, queries, keys].
+        keep: From a sequence's index in the pack, its queries `[first, last)`, counted from its first one in the row, and its
+            keys `[low, high)`, counted from its first key: which probabilities stay, bool, broadcast to [H, queries, keys].
     """
 
     p: float
@@ -74,13 +70,13 @@ class AttentionDropout:
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the products of queries and keys.
+    """How the products of queries and keys become scores and probabilities.
 
     Args:
-        scaling: Factor on them.
+        scaling: Factor on the products.
         sliding_window: Tokens that a position sees, itself included; all before it when None.
         softcap: Scores become `softcap * tanh(scores / softcap)` when given.
-        dropout: Of the probabilities; None for none.
+        dropout: Dropout of the probabilities; None for none.
     """
 
     scaling: float
@@ -104,9 +100,9 @@ def explicit_attention(
         query: [H, T, D].
         key: [K, S, D]; H is a multiple of K.
         value: [K, S, E].
-        sinks: [H] further scores of each head, which take part in the softmax and add no value; None for none.
+        sinks: [H] further scores, which take part in the softmax and add no value; None for none.
         lengths: Queries of each sequence.
-        key_lengths: Keys of each sequence, whose queries are its last tokens; as many as queries when None.
+        key_lengths: Keys of each sequence, whose last tokens the queries are; as many as queries when None.
 
     Returns:
         [H, T, E].
@@ -121,7 +117,7 @@ def explicit_attention(
 class _Block:
     """Queries `[first, last)` of sequence `index`, counted from its first one in the row, and its keys `[low, high)`.
 
-    Its queries in the row begin at `query_start`, and its keys at `key_start`; the last query sees the last key.
+    In the row, the sequence's queries begin at `query_start` and its keys at `key_start`; the last query sees the last key.
     """
 
     index: int
@@ -141,7 +137,7 @@ class _Block:
         return slice(self.key_start + self.low, self.key_start + self.high)
 
     def hidden(self, window: int | None, device: torch.device) -> Tensor:
-        """bool [queries, keys]: which keys a query may not see."""
+        """bool [queries, keys]: the keys that a query may not see."""
         own = torch.arange(self.high - (self.last - self.first), self.high, device=device)
         distance = own[:, None] - torch.arange(self.low, self.high, device=device)
         return distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -162,21 +158,21 @@ def _blocks(lengths: SequenceLengths, heads: int, window: int | None, device: to
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
-    """[K * groups, n, D] as [K, groups * n, D]: the query heads that share a key/value head, one after the other."""
+    """[K * groups, n, D] as [K, groups * n, D]: the query heads of each key/value head, one after the other."""
     return x.reshape(x.shape[0] // groups, groups * x.shape[1], x.shape[2])
 
 
 def _probabilities(
     query: Tensor, key: Tensor, sinks: Tensor | None, block: _Block, scores: Scores
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Of a block: probabilities [H, queries, keys] in at least fp32, those of the sinks [H, queries, 1], and the scores."""
+    """A block's probabilities [H, queries, keys] in at least fp32, the sinks' [H, queries, 1], and the scores."""
     heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
     products = _grouped(query[:, block.queries], groups) @ key[:, block.keys].transpose(1, 2) * scores.scaling
     logits = products.view(heads, block.last - block.first, block.high - block.low)
     if scores.softcap is not None:
         logits = scores.softcap * torch.tanh(logits / scores.softcap)
     logits = logits.masked_fill(block.hidden(scores.sliding_window, query.device), torch.finfo(logits.dtype).min)
-    # stock eager attention takes the softmax in fp32; a wider dtype stays as it is
+    # stock eager attention computes the softmax in fp32; a wider dtype is kept
     wide = torch.promote_types(logits.dtype, torch.float32)
     if sinks is None:
         return functional.softmax(logits, dim=-1, dtype=wide), None, logits
@@ -190,7 +186,7 @@ def _dropped(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _factor(block: _Block, dropout: AttentionDropout | None, dtype: torch.dtype) -> Tensor | None:
-    """What the probabilities of a block are multiplied by: 0 where they are dropped, else 1 / (1 - p)."""
+    """The factor on a block's probabilities: 0 for dropped ones, else 1 / (1 - p)."""
     if dropout is None:
         return None
     if dropout.p >= 1.0:
@@ -202,7 +198,7 @@ def _factor(block: _Block, dropout: AttentionDropout | None, dtype: torch.dtype)
 def attend_explicitly(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: SequenceLengths, scores: Scores
 ) -> Tensor:
-    """`explicit_attention` without a graph, with its arguments; `lengths` of queries and keys of each sequence."""
+    """`explicit_attention` without a graph; `lengths` are the queries and keys of each sequence."""
     heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
     out = query.new_zeros(heads, query.shape[1], value.shape[2])
     for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
@@ -222,10 +218,10 @@ def explicit_gradients(
     lengths: SequenceLengths,
     scores: Scores,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of queries, keys, values and sinks, of the dtype of each; arguments as for `attend_explicitly`.
+    """The gradients of queries, keys, values and sinks, each in its dtype; arguments as for `attend_explicitly`.
 
     Args:
-        of_out: [H, T, E], that of the result.
+        of_out: [H, T, E], the gradient of the result.
     """
     heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -280,46 +276,46 @@ ATTENTION = "hotspa_packed"
 """The `attn_implementation` of every replica."""
 
 _HARMLESS = {"position_ids", "cache_position", "input_ids"}
-"""Tensors that families pass to attention without a meaning for the scores."""
+"""Tensors from families that do not affect the scores."""
 
 
 class Prefix(Protocol):
-    """The tokens before those of a row: where their keys and values come from, and where the gradients of these go.
+    """The tokens before a row: source of their keys and values, and destination of the gradients.
 
     Attributes:
-        lengths: Tokens before each sequence of the row, 0 where it begins there; those left out at the end have 0. Where
-            the ranks of cp have some of them each, those of this rank.
-        chunks: Of the first sequence, the tokens of each chunk before the row, on all ranks of cp together.
+        lengths: Tokens before each sequence of the row, 0 if it begins there; may omit zeros at the end. If the ranks of cp
+            share these tokens, only this rank's.
+        chunks: The tokens of each earlier chunk of the first sequence, on all ranks of cp together.
     """
 
     lengths: tuple[int, ...]
     chunks: tuple[int, ...]
 
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of the prefixes, [1, K, P, D] each, one after the other, for the row's own [1, K, T, D];
-        called once in each call of an attention."""
+        """Keys and values of all prefixes, [1, K, P, D] each, for the row's own [1, K, T, D]. Called once in each call of
+        an attention."""
         ...
 
     def fetched(self, module: nn.Module, before: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-        """What `before` gave for an attention, on a device; for a prefix in host memory."""
+        """The result of `before` for an attention, copied from host memory to a device."""
         ...
 
     def takes_gradients(self, module: nn.Module) -> TakesGradients | None:
-        """What takes the gradients of what `before` gave last for an attention, where a kernel has them a block at a time;
-        None where autograd must bring them."""
+        """Takes the gradients of an attention's last `before` from a kernel that computes them block by block; None if
+        autograd must pass them."""
         ...
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a family's attention module asks for beside queries, keys and values; see `packed_attention`.
+    """A family's arguments beside queries, keys and values; see `packed_attention`.
 
     Args:
         scaling: Factor on the scores; None for the usual one.
         sliding_window: Tokens that a position sees; None for all before it.
-        softcap: Of the scores; None for none.
+        softcap: Cap of the scores; None for none.
         sinks: [H] further scores; None for none.
-        dropout: The probability of attention probabilities to be dropped; 0 where the module is not trained.
+        dropout: The probability of dropping attention probabilities; 0 if the module is not trained.
     """
 
     scaling: float | None
@@ -330,7 +326,7 @@ class AttentionCall:
 
     @property
     def is_fusable(self) -> bool:
-        """Whether fused kernels compute the scores, where they take the heads; beside sinks they need the sums of the weights."""
+        """Whether fused kernels compute the scores, if they support the heads and, with sinks, return log sums."""
         return self.softcap is None and not self.dropout
 
     @property
@@ -339,23 +335,22 @@ class AttentionCall:
         return self.softcap is None and self.sinks is None and not self.dropout
 
     def slides(self, length: int) -> bool:
-        """Whether a position does not see all of so many tokens before it."""
+        """Whether the window hides some of `length` tokens."""
         return self.sliding_window is not None and self.sliding_window < length
 
     def scores(self, module: nn.Module, query: Tensor, pack: "PackedSequences") -> Scores:
-        """What becomes of the scores, for `explicit_attention`."""
         scaling = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
         dropped = _dropout_of(module, self.dropout, pack, query.shape[1]) if self.dropout else None
         return Scores(scaling, self.sliding_window, self.softcap, dropped)
 
 
 DropsAttention = Callable[[nn.Module, float, int, "PackedSequences"], AttentionDropout]
-"""Which attention probabilities stay (`parallel.dropout`) in the next call of an attention module, of the probability to be
-dropped, the heads that it has here, and the row."""
+"""Returns which attention probabilities stay (`parallel.dropout`) in the next call of a module, for the probability of
+dropping, its heads here, and the row."""
 
 AttendsDivided = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionCall, "PackedSequences"], Tensor]
-"""How a rank attends to a pack of which it has some tokens only (`parallel.context`): [1, t, H, D] for queries
-[1, H, t, D], keys and values of its row. Collective among the ranks that share the pack."""
+"""How a rank attends to a pack of which it has some tokens (`parallel.context`): [1, t, H, D] for queries [1, H, t, D], keys
+and values of its row. Collective among the ranks that share the pack."""
 
 
 @dataclass
@@ -363,22 +358,21 @@ class PackedSequences:
     """The sequences of one pack, as the attention kernels need them.
 
     Args:
-        lengths: Tokens of each sequence, in the order in which they stand in the row.
+        lengths: Tokens of each sequence, in the order of the row.
         cu_seqlens: int32 [number of sequences + 1], the running sum of the lengths, on the device of the row.
-        prefix: What came before, where a sequence began elsewhere; else None.
-        fetches: Whether keys and values of the prefix are in host memory. What is fetched of them for an attention is then
-            fetched again for its backward, and not kept.
-        divided: How to attend where the row is a part of a pack; None where it is the pack.
-        gathered_keys: Then the keys of each piece of a sequence, if they are brought together.
-        num_calls: How often a layer attended to this pack: the check that a family really comes through here.
-        token_keys: What dropout draws from, see `parallel.dropout`; None without dropout.
+        prefix: The tokens before the row, if a sequence began elsewhere; else None.
+        fetches: Whether the prefix's keys and values are in host memory; the backward then fetches them again.
+        divided: How to attend if the row is a part of a pack; None if it is the pack.
+        gathered_keys: With `divided`, the keys of each piece of a sequence, if they are gathered.
+        num_calls: How often a layer attended to this pack, to check that a family really calls this attention.
+        token_keys: The keys of dropout's draws, see `parallel.dropout`; None without dropout.
         calls: How often each dropout module has drawn for the tokens that it saw.
-        visible: Which tokens of the row the running layer sees, `(first, last + 1)`; None for all.
-        attention_dropout: Which attention probabilities are dropped; None where none are.
+        visible: The tokens of the row that the running layer sees, `(first, last + 1)`; None for all.
+        attention_dropout: Decides which attention probabilities stay; None without such dropout.
         first_tokens: The place of each sequence's first token in its row, for that.
         carried: Linear attention's states before and behind the row (`parallel.isolation`); None for whole sequences.
-        division: Where the row is a part of a pack, how that is divided.
-        plans: What layers of linear attention have worked out for the pack, by the width of their convolution.
+        division: How the pack is divided if the row is a part of it.
+        plans: Cached plans of linear-attention layers, by the width of their convolution.
     """
 
     lengths: tuple[int, ...]
@@ -407,14 +401,14 @@ class PackedSequences:
 
     @cached_property
     def cu_keys(self) -> Tensor:
-        """The running sum of `key_lengths`, as `cu_seqlens`."""
+        """The running sum of `key_lengths`, like `cu_seqlens`."""
         if self.key_lengths == self.lengths:
             return self.cu_seqlens
         sums = torch.tensor((0, *accumulate(self.key_lengths)), dtype=torch.int32)
         return sums.to(self.cu_seqlens.device, non_blocking=True)
 
     def prefixes(self, before: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor] | None]:
-        """For each sequence its part of what the `Prefix` gave; None where it has none."""
+        """Each sequence's part of `Prefix.before`; None if it has none."""
         assert self.prefix is not None
         parts = zip(*(x.split(self.prefix.lengths, dim=2) for x in before), strict=True)
         pairs = [(k, v) if k.shape[2] else None for k, v in parts]
@@ -423,10 +417,10 @@ class PackedSequences:
     def joined(
         self, before: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor, most_before: int | None = None
     ) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """Keys and values [1, K, S, D], of each sequence those of its prefix, then its own; and how many it has.
+        """Keys and values [1, K, S, D] (each sequence's prefix, then its own), and the keys of each sequence.
 
         Args:
-            most_before: How many tokens of a prefix are seen at most, the last ones; None for all.
+            most_before: The most tokens of a prefix to use, its last ones; None for all.
         """
         if before is None:
             return key, value, self.lengths
@@ -446,18 +440,18 @@ class PackedSequences:
 
 
 def code_of_forward(module: nn.Module) -> CodeType | None:
-    """The code of a module's own forward, inside of decorators; None where it is not Python."""
+    """The code of a module's own forward, inside of decorators; None if it is not Python."""
     return getattr(inspect.unwrap(type(module).forward), "__code__", None)
 
 
 def calls_attention(module: nn.Module) -> bool:
-    """Whether a module's own forward goes through the attention interface of transformers, hence comes here."""
+    """Whether a module's own forward uses the attention interface of transformers, and so this attention."""
     return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
 
 
 def num_attends(module: nn.Module) -> int:
-    """How often the forward of a module that `calls_attention` names the function that it got from the interface, hence
-    calls it; 1 where that cannot be seen."""
+    """How often the forward of a module that `calls_attention` uses, and so calls, the interface's function; 1 if that
+    cannot be seen."""
     code = code_of_forward(module)
     loads = [] if code is None else [i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
     return max(sum(i.argval == "attention_interface" for i in loads), 1)
@@ -493,19 +487,19 @@ def packed_attention(
         query: [1, H, T, D].
         key: [1, K, T, D]; H is a multiple of K.
         value: [1, K, T, D].
-        attention_mask: Must be None: a mask would join or cut sequences in another way than the pack says.
-        dropout: The probability of attention probabilities to be dropped, where the module is trained.
+        attention_mask: Must be None: a mask could join or cut sequences.
+        dropout: The probability of dropping attention probabilities in training.
         scaling: Factor on the scores; 1 / sqrt(D) when None.
         sliding_window: Tokens that a position sees, itself included; all before it when None.
         softcap: Scores become `softcap * tanh(scores / softcap)` when given.
-        s_aux: [H] sinks: further scores of each head, which take part in the softmax and add no value.
-        **kwargs: What else a family passes (position ids, flags); a tensor that is not known is refused.
+        s_aux: [H] sinks: further scores, which take part in the softmax and add no value.
+        **kwargs: Further arguments of a family (position ids, flags); an unknown tensor is an error.
 
     Returns:
         [1, T, H, D] and None (no attention weights).
 
     Raises:
-        ModelError: the family passes something that this attention cannot honour, or does not pass the pack on.
+        ModelError: the family passes something that this attention does not support, or does not pass the pack on.
     """
     if hotspa_pack is None or attention_mask is not None or query.shape[0] != 1:
         raise ModelError(
@@ -514,13 +508,13 @@ def packed_attention(
             why="the sequences of a pack would attend to each other",
             fix="this family cannot be trained packed; report its model_type",
         )
-    refused = []
+    unsupported = []
     for name, given in kwargs.items():
         if isinstance(given, Tensor) and name not in _HARMLESS:
-            refused.append(name)
-    if refused or not getattr(module, "is_causal", True):
+            unsupported.append(name)
+    if unsupported or not getattr(module, "is_causal", True):
         raise ModelError(
-            f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
+            f"{type(module).__name__} needs {unsupported or 'bidirectional attention'}, which is not supported"
         )
     hotspa_pack.num_calls += 1
     call = AttentionCall(scaling, sliding_window, softcap, s_aux, dropout if module.training else 0.0)
@@ -531,12 +525,12 @@ def packed_attention(
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
 ) -> Tensor:
-    """[1, T, H, D] of the tokens of whole sequences, or of sequences with a prefix; see `packed_attention`."""
+    """[1, T, H, D] for whole sequences, or sequences with a prefix; see `packed_attention`."""
     before, takes = None, None
     if pack.prefix is not None:
         before, takes = pack.prefix.before(module, key, value), pack.prefix.takes_gradients(module)
     is_fused = call.is_plain or (call.is_fusable and (kernel_takes(query, value) or varlen_takes(query, value)))
-    if not is_fused and call.softcap is not None and call.sinks is None and not call.dropout:  # a cap is all
+    if not is_fused and call.softcap is not None and call.sinks is None and not call.dropout:  # nothing but a cap
         is_fused = varlen_takes(query, value) and capping_kernel() is not None
     scores = None if is_fused else call.scores(module, query, pack)
     kernel = partial(_attend, module, pack, call, scores, takes)
@@ -560,19 +554,19 @@ def _attend(
     value: Tensor,
     before: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """[1, T, H, D]; see `attend`. With `scores` these are computed one by one, else a fused kernel does it."""
+    """[1, T, H, D]; see `attend`. With `scores`, by `explicit_attention`, else by a fused kernel."""
     if before is not None and before[0].shape[2] and pack.fetches and pack.prefix is not None:
         before = pack.prefix.fetched(module, before, query.device)
     if scores is not None:
         key, value, key_lengths = pack.joined(before, key, value)
         out = explicit_attention(query[0], key[0], value[0], call.sinks, pack.lengths, scores, key_lengths)
         return out.transpose(0, 1)[None]
-    if call.softcap is not None or (query.is_cuda and varlen_takes(query, value)):  # no other kernel caps
+    if call.softcap is not None or (query.is_cuda and varlen_takes(query, value)):  # the only kernel that caps
         key, value, _ = pack.joined(before, key, value)
         return varlen(query, key, value, pack, call)
     is_windowed = call.sliding_window is not None and call.slides(max(pack.key_lengths))
     if (call.sinks is not None or is_windowed) and kernel_takes(query, value):
-        # the first query sees a window less itself of what is before it
+        # the first query sees window - 1 tokens before it
         most_before = None if call.sliding_window is None else call.sliding_window - 1
         key, value, key_lengths = pack.joined(before, key, value, most_before)
         of_row = FusedAttention(tuple(zip(pack.lengths, key_lengths, strict=True)), call.scaling, call.sliding_window)
@@ -588,15 +582,15 @@ def _attend(
 def _dropout_of(module: nn.Module, p: float, pack: PackedSequences, heads: int) -> AttentionDropout:
     if pack.attention_dropout is None:
         raise ModelError(
-            f"{type(module).__name__} drops attention probabilities ({p}), and its config does not say so",
-            why="the masks would be others under every layout",
-            fix="set the probability in the model's config, and leave it alone on the object",
+            f"{type(module).__name__} drops attention probabilities ({p}), which its config does not set",
+            why="the masks would differ between layouts",
+            fix="set the probability in the model's config, and do not set it on the module",
         )
     return pack.attention_dropout(module, p, heads, pack)
 
 
 def varlen_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether the variable-length kernel, FlashAttention-2, computes these heads (its README, "Installation and features")."""
+    """Whether the variable-length kernel, FlashAttention-2, supports these heads (its README, "Installation and features")."""
     width = query.shape[-1]
     return (
         query.is_cuda
@@ -611,8 +605,8 @@ def varlen_takes(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _varlen_options() -> frozenset[str]:
-    """Names of what the variable-length kernel of the installed torch takes; none where torch has no such kernel. torch
-    2.11 has windows and no grouped queries (`enable_gqa`)."""
+    """The argument names of the installed torch's variable-length kernel; empty if torch has none. torch 2.11 has windows
+    but no grouped queries (`enable_gqa`)."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -622,7 +616,7 @@ def _varlen_options() -> frozenset[str]:
 
 @cache
 def capping_kernel() -> Callable[..., Tensor] | None:
-    """The variable-length kernel of flash-attn, where it is installed and caps scores; it groups queries itself."""
+    """flash-attn's variable-length kernel, if it is installed and caps scores; it groups queries itself."""
     try:
         from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
     except ImportError:
@@ -660,7 +654,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, cal
 
 
 class _VarlenWithSinks(torch.autograd.Function):
-    """The kernels of `torch.nn.attention.varlen` by their own names, between which sinks take part (`fused_attention`)."""
+    """The kernels of `torch.nn.attention.varlen` by their own names, with sinks applied in between (`fused_attention`)."""
 
     @staticmethod
     def forward(
@@ -704,7 +698,7 @@ def _one_sequence(
     call: AttentionCall,
     takes: TakesGradients | None,
 ) -> Tensor:
-    """[1, H, T, D] of one sequence, whose T queries are the last of its tokens."""
+    """[1, H, T, D] of one sequence, whose last T tokens are the queries."""
     if prefix is not None:
         if kernel_takes(query, value):
             return attend_with_prefix(query, key, value, prefix, call.scaling, takes)
@@ -716,7 +710,7 @@ def _one_sequence(
     if length == key_length and (call.sliding_window is None or call.sliding_window >= length):
         return attention(query, key, value, is_causal=True)
     before, position, parts = key_length - length, torch.arange(key_length, device=query.device), []
-    for first in range(0, length, _MASKED_QUERIES):  # a mask of all of them would be as large as the square
+    for first in range(0, length, _MASKED_QUERIES):  # one mask for all queries would have the square's size
         last = min(first + _MASKED_QUERIES, length)
         low = 0 if call.sliding_window is None else max(0, before + first - call.sliding_window + 1)
         keys = slice(low, before + last)

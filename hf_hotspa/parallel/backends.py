@@ -1,8 +1,8 @@
-"""What a backend of torch's process groups can do: the one table, and the questions that are asked of it.
+"""What a backend of torch's process groups can do: one table, and functions that read it.
 
-Nothing else in the package knows backends by name (a contract test looks for their names), so that the same code runs
-over NCCL on GPUs, over gloo on CPU processes, and over what a test registers. The transport of switches is written for
-both kinds at once: tags and batches mean nothing where a backend does not know them.
+No other file knows backends by name (a contract test looks for their names), so the same code runs over NCCL on GPUs, over
+gloo on CPU processes, and over a test's backend. The transport of switches uses tags and batches for all of them: a backend
+without them ignores them.
 """
 
 import os
@@ -21,10 +21,10 @@ class Abilities:
 
     Args:
         host_tensors: Whether collectives take tensors in host memory.
-        tags: Whether point-to-point messages are told apart by tags; else their order pairs them.
-        wakes_ranks: Whether an operation ends with an error when a peer is gone. Where it does not, the ranks that wait
-            sit inside a kernel of their device until the communicator is aborted.
-        environment: Variables that must stand before a group is made, unless the user has set them.
+        tags: Whether tags distinguish point-to-point messages; else their order pairs them.
+        wakes_ranks: Whether an operation ends with an error when a peer is gone. Otherwise the waiting ranks stay inside a
+            kernel of their device until the communicator is aborted.
+        environment: Variables to set before a group is made, unless the user has set them.
     """
 
     host_tensors: bool
@@ -35,14 +35,14 @@ class Abilities:
 
 BACKENDS = {
     "gloo": Abilities(host_tensors=True, tags=True, wakes_ranks=True),
-    # 2 of `TORCH_NCCL_ASYNC_ERROR_HANDLING`: after a timeout the watchdog aborts the communicator, and leaves the process
-    # alive to say why. torch's own choice, 3, ends the process before a typed error can be raised.
+    # 2 of `TORCH_NCCL_ASYNC_ERROR_HANDLING`: after a timeout the watchdog aborts the communicator, and the process can still
+    # report why. torch's default, 3, ends the process before a typed error can be raised.
     "nccl": Abilities(
         host_tensors=False, tags=False, wakes_ranks=False, environment=(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),)
     ),
 }
 _UNKNOWN = Abilities(host_tensors=False, tags=False, wakes_ranks=True)
-"""Of a backend that somebody registered: nothing is taken for granted, and nothing is aborted."""
+"""For a backend registered by others: nothing is assumed, and nothing is aborted."""
 
 HOST = next(name for name, abilities in BACKENDS.items() if abilities.host_tensors)
 """The backend of groups for small host tensors, whatever the others are."""
@@ -59,32 +59,32 @@ def abilities(group: dist.ProcessGroup | None = None) -> Abilities:
 
 
 def name_of(group: dist.ProcessGroup | None = None) -> str:
-    """The name of a group's backend, to be written down; of the default group when None. Not collective."""
+    """The name of a group's backend, for reports; of the default group when None. Not collective."""
     return str(dist.get_backend(group))
 
 
 def prepare_environment(device: torch.device) -> None:
-    """Sets the variables that groups for a device read when they are made; what is set already stays. Not collective."""
+    """Sets the variables that a device's groups read when made; existing values stay. Not collective."""
     for name, value in BACKENDS[of_device(device.type)].environment:
         os.environ.setdefault(name, value)
 
 
 def host_group(ranks: Iterable[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new group of these ranks, or all, that takes tensors in host memory; torch's time limit for waiting when None.
-    A collective call for all ranks of the world."""
+    """Makes a group of these ranks, or all, for tensors in host memory; with torch's timeout when None. A collective call
+    for all ranks of the world."""
     made: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=HOST)
     return made
 
 
 def bound_default_group(timeout: timedelta) -> None:
-    """Gives the default group a timeout, whoever made it: transformers leaves out `ddp_timeout` on CPU, and the stock Trainer's
-    own collectives go through it. Not collective."""
-    # private in torch, which has no other way once the group is there
+    """Sets the default group's timeout, whoever made it: transformers omits `ddp_timeout` on CPU, and the stock Trainer's own
+    collectives use this group. Not collective."""
+    # private in torch, which has no other way once the group exists
     dist.distributed_c10d._set_pg_timeout(timeout, dist.group.WORLD)
 
 
 def world_for_host_tensors(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """All ranks, for tensors in host memory: the default group where it takes them, else a new one. Collective."""
+    """All ranks, for tensors in host memory: the default group if it takes them, else a new one. Collective."""
     world = dist.group.WORLD
     if world is not None and abilities(world).host_tensors:
         return world
@@ -92,9 +92,9 @@ def world_for_host_tensors(timeout: timedelta | None = None) -> dist.ProcessGrou
 
 
 def abort(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Aborts the groups whose ranks would wait for a peer for ever, after a failure. Not collective.
+    """Aborts the groups whose ranks would wait for a peer forever, after a failure. Not collective.
 
-    Nothing can be done with such a group afterwards. Groups that wake their ranks are left alone.
+    Such a group cannot be used afterwards. Groups that wake their ranks are not changed.
     """
     for group in groups:
         if not abilities(group).wakes_ranks:
@@ -102,11 +102,11 @@ def abort(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def prefer_loopback(environment: MutableMapping[str, str]) -> None:
-    """Has gloo use the network interface that only this machine reaches, where one is not chosen yet; else it would listen at the
-    address of the host's name. Nothing where that interface has another name than usual.
+    """Makes gloo use this machine's loopback interface, unless one is chosen already; else it would listen at the address of
+    the host's name. Does nothing if that interface has an unusual name.
 
     Args:
-        environment: Of the processes that are started.
+        environment: The environment of the processes to start.
     """
     interfaces = [name for _, name in socket.if_nameindex()]
     loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)

@@ -1,14 +1,13 @@
-"""Collectives inside of a graph: what goes forward, and what their gradients do backward.
+"""Collectives with gradients, and a clock for the time this rank spends on them.
 
-torch's collectives have no gradients of their own. All that move, copy or add up tensors are one autograd function here
-(`with_gradient`): the gradient of such a map is a map of the same kind.
+torch's collectives define no gradients. Here one autograd function (`with_gradient`) serves all that move, copy or add up
+tensors: the gradient of such a map is a map of the same kind.
 
-How long this rank is busy with other ranks inside of forward and backward: in collectives and pipeline messages.
-
-What a rank computes by itself is the rest. Only that tells a slow device: ranks that share a layer wait for the slowest
-in every collective, so their whole seconds are alike. `CLOCK` is the clock of this process; whoever waits says so with
-`with CLOCK.waiting:`. On CPU it reads the wall clock. On CUDA it records two events on the current stream, and reads them
-when the phase has been synchronized with, so nothing waits for a measurement. Transfers of switches are not counted.
+`CLOCK` is this process's clock of the seconds that forward and backward spend with other ranks: in collectives and pipeline
+messages. The rest is this rank's own computation. Only that shows a slow device: ranks that share a layer wait for the
+slowest in every collective, so their total seconds are equal. Code that waits uses `with CLOCK.waiting:`. On CPU the clock
+reads the wall clock. On CUDA it records two events on the current stream, and reads them after the phase is synchronized,
+so measuring never waits. Transfers of switches are not counted.
 """
 
 import time
@@ -37,17 +36,17 @@ class _Span:
             self._clock.add(self._sign, self._begins.pop(), self._clock.now())
 
     def forget(self) -> None:
-        """Drops what an error left open."""
+        """Drops blocks that an error left open."""
         self._begins.clear()
 
 
 class WaitClock:
-    """Seconds inside of `waiting` blocks, less those inside of `computing` blocks within them.
+    """Seconds inside of `waiting` blocks, less the `computing` blocks within them.
 
     Attributes:
         counts: Whether it counts: from a restart until it is read.
-        waiting: For `with`, around what waits for other ranks.
-        computing: For `with`, around what computes inside of a `waiting` block.
+        waiting: A `with` block around waits for other ranks.
+        computing: A `with` block around computation inside of a `waiting` block.
     """
 
     def __init__(self) -> None:
@@ -57,20 +56,18 @@ class WaitClock:
         self._spare: list[torch.cuda.Event] = []
 
     def wait(self, *works: Any) -> None:
-        """Waits for operations with other ranks that are under way."""
         with self.waiting:
             for work in works:
                 work.wait()
 
     def restart(self, device: torch.device) -> None:
-        """Begins to count, for a phase on a device."""
         self.counts, self._seconds, self._on_cuda = True, 0.0, device.type == "cuda"
         self.waiting.forget()
         self.computing.forget()
         self._let_go()
 
     def seconds(self) -> float:
-        """Seconds since the restart; the count ends. The current stream must have been synchronized with."""
+        """Ends the count; returns its seconds. The current stream must be synchronized."""
         self.counts = False
         for sign, begin, end in self._spans:
             self._seconds += sign * begin.elapsed_time(end) / 1e3
@@ -82,7 +79,7 @@ class WaitClock:
         self._spans = []
 
     def now(self) -> Any:
-        """The moment: seconds, or an event on the current stream."""
+        """The current moment: seconds, or an event on the current stream."""
         if not self._on_cuda:
             return time.perf_counter()
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
@@ -90,7 +87,6 @@ class WaitClock:
         return event
 
     def add(self, sign: float, begin: Any, end: Any) -> None:
-        """Counts what lies between two moments."""
         if self._on_cuda:
             self._spans.append((sign, begin, end))
         else:
@@ -98,7 +94,7 @@ class WaitClock:
 
 
 class ProductClock(WaitClock):
-    """Counts the seconds of the matrix products that are made through it."""
+    """Counts the seconds of matrix products made through it."""
 
     def of(self, a: Tensor, b: Tensor) -> Tensor:
         """`a @ b` of two matrices."""
@@ -112,10 +108,10 @@ class ProductClock(WaitClock):
 
 
 CLOCK = WaitClock()
-"""Of this process."""
+"""The clock of this process."""
 
 PRODUCTS = ProductClock()
-"""Of the matrix products that can migrate or be resized (`flexible_linear`)."""
+"""Counts the matrix products that can migrate or be resized (`flexible_linear`)."""
 
 
 # torch before 2.13 has these collectives under their older names only
@@ -136,15 +132,15 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any], *tensors: Tensor) -> Any:
-    """What `forward` makes of the tensors: one, or a tuple; `backward` makes their gradients of its gradients alike.
+    """Applies `forward` to the tensors (result: one, or a tuple); `backward` maps its gradients to theirs in the same way.
 
-    The graph keeps `backward`, and what that holds, until it has run.
+    The graph keeps `backward`, and what it references, until it has run.
     """
     return _WithGradient.apply(forward, backward, *tensors)
 
 
 def start_gather(x: Tensor, most: int, group: dist.ProcessGroup) -> tuple[Any, Tensor]:
-    """Starts to gather [m, ...] of every rank, m at most `most`: what to wait for, and [ranks, most, ...] of all then."""
+    """Starts to gather [m, ...] of every rank, m <= `most`; returns the work, and [ranks, most, ...], valid once it is done."""
     own = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
     size = dist.get_world_size(group)
     whole = x.new_empty(size * most, *x.shape[1:])
@@ -153,14 +149,14 @@ def start_gather(x: Tensor, most: int, group: dist.ProcessGroup) -> tuple[Any, T
 
 
 def gather_rows(x: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """[sum of rows, ...] of all ranks, of which rank i has `rows[i]`."""
+    """Gathers [sum of rows, ...]; rank i has `rows[i]`."""
     work, whole = start_gather(x, max(rows), group)
     CLOCK.wait(work)
     return torch.cat([part[:own] for part, own in zip(whole, rows, strict=True)])
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[P * n, ...] of all P ranks, which have [n, ...] each."""
+    """Gathers [n, ...] of P ranks to [P * n, ...]."""
     whole = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
     with CLOCK.waiting:
         _all_gather(whole, x.contiguous(), group=group)

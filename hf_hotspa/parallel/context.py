@@ -1,23 +1,23 @@
 """Context parallelism: the tokens of each pack are divided over the ranks of cp, and only attention sees them all.
 
-Owns what a rank has of a pack (`ContextParallel.divide`), the exchanges of tokens between ranks, with their gradients, and
-attention on top of them, in the three ways of `costs.divided`:
+This file divides packs (`ContextParallel.divide`), exchanges tokens between ranks, with gradients, and runs attention on top,
+in the three methods of `costs.divided`:
 
-* `_attend_by_heads` (Ulysses) exchanges tokens for heads, and runs the packed attention as it is on whole sequences.
-* `_attend_gathered` gathers the keys and values of the sequences that are cut, and runs each of this rank's pieces as a
-  sequence with a prefix. Nothing that was gathered is kept: the backward gathers again.
-* `Ring` passes them from neighbour to neighbour, the next block on its way while the one at hand is used. Each rank's queries
-  meet the blocks of all ranks one after the other, and partial results are merged by the logarithms of their sums; the backward
-  takes each block's gradients from the merged result, and they travel on with the block until they are home (Liu et al., 2023,
-  "Ring Attention"). Sequences are cut so that all ranks have equal work in each step (`packing.cuts`).
+* `_attend_by_heads` (Ulysses) exchanges tokens for heads, and runs the usual packed attention on whole sequences.
+* `_attend_gathered` gathers the keys and values of cut sequences, and runs each of this rank's pieces as a sequence with a
+  prefix. The backward gathers again.
+* `Ring` passes them from neighbour to neighbour, the next block while the current one is used. Each rank's queries meet the
+  blocks of all ranks one after the other, and partial results are merged by the logarithms of their sums. The backward computes
+  each block's gradients from the merged result, and they travel with the block until it is back (Liu et al., 2023, "Ring
+  Attention"). Sequences are cut so that all ranks have equal work in each step (`packing.cuts`).
 
-Everything else in a model works token by token and does not notice. Positions, targets, and what dropout and noise draw from
-are those of whole sequences; each rank's loss is the sum over its own tokens. A piece is some tokens of a sequence, and its
-keys are those of the sequence from its first token to the last of the piece; which kernel runs says `kernel_of`.
+All other parts of a model work token by token, unchanged. Positions, targets, and the inputs of dropout and noise are as in
+whole sequences; each rank's loss is the sum over its own tokens. A piece is some tokens of a sequence; its keys are all tokens
+from the sequence's first to the piece's last. `kernel_of` chooses the kernel.
 
-Promise: no position sees a token of another document, and what is kept for the backward is of this rank's tokens alone.
+Promise: no position sees a token of another document, and only this rank's tokens are kept for the backward.
 
-Shapes: T tokens of the pack, t of this rank's row, S of keys that its pieces see, P ranks, H query heads, K key/value heads, D
+Shapes: T tokens of the pack, t of this rank's row, S keys that its pieces see, P ranks, H query heads, K key/value heads, D
 head dim.
 """
 
@@ -71,7 +71,7 @@ class ContextGroup:
         index: This rank's place among them.
 
     Attributes:
-        sent_bytes: What this rank has sent to the others so far; each exchange adds to it where it begins.
+        sent_bytes: Bytes sent to the others so far; each exchange adds to it when it begins.
     """
 
     group: dist.ProcessGroup
@@ -80,29 +80,29 @@ class ContextGroup:
     sent_bytes: int = 0
 
     def count(self, x: Tensor, elements: int) -> None:
-        """Counts elements of a tensor that are sent; one for each rank that gets them."""
+        """Counts sent elements of a tensor, once for each receiving rank."""
         self.sent_bytes += elements * x.element_size()
 
 
 class Division:
-    """One pack, divided: where its tokens and those of this rank's row are. Equal on all ranks but for `index`."""
+    """Where the tokens of one divided pack and of this rank's row are. Equal on all ranks but for `index`."""
 
     def __init__(self, shares: Shares, context: ContextGroup, device: torch.device) -> None:
         self.shares, self.context, self.device = shares, context, device
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of this rank's row that are of the pack."""
+        """Tokens of the pack in this rank's row."""
         return self.shares.rows[self.context.index] - self.shares.pads[self.context.index]
 
     @property
     def pads(self) -> tuple[int, ...]:
-        """The lengths of all padding, of those ranks that have any."""
+        """The lengths of the padding of all ranks that have any."""
         return tuple(pad for pad in self.shares.pads if pad)
 
     @cached_property
     def _order(self) -> list[int]:
-        """For each token of the pack, and then of all padding, its place in the rows of all ranks one after the other."""
+        """For each token of the pack, then of all padding, its place in the concatenated rows of all ranks."""
         begins = [0, *accumulate(self.shares.lengths)]
         order, pads, place = [0] * begins[-1], list[int](), 0
         for pieces, pad in zip(self.shares.pieces, self.shares.pads, strict=True):
@@ -115,7 +115,7 @@ class Division:
 
     @cached_property
     def to_pack(self) -> Tensor | None:
-        """int64 [T + padding]: see `_order`; None where the rows one after the other are the pack."""
+        """int64 [T + padding]: see `_order`; None if the concatenated rows are the pack."""
         if self._order == list(range(len(self._order))):
             return None
         return torch.tensor(self._order).to(self.device, non_blocking=True)
@@ -127,20 +127,20 @@ class Division:
 
 
 class ContextParallel:
-    """What a replica's rank needs to know of cp.
+    """A replica's rank in context parallelism.
 
     Args:
-        mesh: Of a strategy with cp.
-        way: How it attends, as the options of the engine say.
-        pair_costs: See the options of the engine: what chunks are cut by.
+        mesh: The mesh of a strategy with cp.
+        way: The method of attention in the engine's options.
+        pair_costs: See the engine's options; chunks are cut by them.
 
     Attributes:
-        way: How it attends, see `costs.divided`.
+        way: The method of attention, see `costs.divided`.
         context: The ranks that share each pack.
-        let_attend: That of `DropoutMasks`, called with the whole pack where attention will see it; None without dropout.
+        let_attend: `DropoutMasks.let_attend`, called with the whole pack where attention sees it; None without dropout.
 
     Raises:
-        StrategyError: the way cannot run the model, see `choose_way`.
+        StrategyError: the method cannot run the model, see `choose_way`.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class ContextParallel:
         return _shares(tuple(lengths), self.context.size, self.way, self._quadratic_cost, self._multiple)
 
     def parts(self, lengths: Sequence[int]) -> list[Shares]:
-        """What each rank has of a pack, or of each of its chunks, in the order in which these run forward."""
+        """The shares of all ranks in a pack, or in each of its chunks, in their forward order."""
         if not self._strategy.ck:
             return [self.shares(lengths)]
         ends = list(accumulate(lengths))
@@ -184,13 +184,13 @@ class ContextParallel:
         return self.shares(lengths).rows[self.context.index]
 
     def tokens_kept(self, num_tokens: int) -> int:
-        """Of a chunk of one sequence, the tokens whose keys and values this rank keeps: all, of some heads, or its own."""
+        """How many tokens of a sequence's chunk have keys and values here: all (of some heads), or this rank's."""
         if self.way == ULYSSES:
             return num_tokens
         return sum(stop - first for _, first, stop in self.shares((num_tokens,)).pieces[self.context.index])
 
     def row_of(self, micro_batch: MicroBatch) -> MicroBatch:
-        """What this rank has of a pack, with padding."""
+        """This rank's row of a pack, with padding."""
         shares = self.shares(micro_batch.lengths)
         own = micro_batch.pieces(shares.pieces[self.context.index])
         return own.padded_to(shares.rows[self.context.index], 0)
@@ -204,7 +204,7 @@ def _shares(lengths: tuple[int, ...], size: int, way: str, quadratic_cost: float
 
 
 def in_order(rows: Sequence[Tensor], shares: Shares) -> Tensor:
-    """[T, ...] of a pack, from what each rank has of its tokens, without padding."""
+    """[T, ...] of a pack, from each rank's tokens, without padding."""
     begins = [0, *accumulate(shares.lengths)]
     whole = rows[0].new_empty(begins[-1], *rows[0].shape[1:])
     for row, pieces in zip(rows, shares.pieces, strict=True):
@@ -224,7 +224,7 @@ def _start(out: Tensor, own: Tensor, received: list[int], sent: list[int], conte
 
 
 def _to_heads(*tensors: Tensor, division: Division) -> tuple[Tensor, ...]:
-    """[1, h, t, D] of this rank's tokens to [1, h / P, T, D] of its heads, several at once; h may differ."""
+    """From [1, h, t, D] of this rank's tokens to [1, h / P, T, D] of its heads, several at once; h may differ."""
     context, rows = division.context, division.shares.rows
     started = []
     for x in tensors:
@@ -266,13 +266,13 @@ def _to_tokens(*tensors: Tensor, division: Division) -> tuple[Tensor, ...]:
 
 
 def tokens_to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """All tokens of some heads for some tokens of all heads, with gradients. Collective in cp.
+    """Exchanges some tokens of all heads for all tokens of some heads, with gradients. Collective in cp.
 
     Args:
         tensors: [1, h, t, D] each, of this rank's row; h a multiple of P, and may differ.
 
     Returns:
-        [1, h / P, T + padding, D] each, in the order of the pack, padding at the end: the heads of the rank's place.
+        [1, h / P, T + padding, D] each, the heads of the rank's place, in the order of the pack, with padding at the end.
     """
     return with_gradient(partial(_to_heads, division=division), partial(_to_tokens, division=division), *tensors)
 
@@ -283,16 +283,16 @@ def heads_to_tokens(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def gathered(x: Tensor, most: int, context: ContextGroup) -> tuple[Any, Tensor]:
-    """Starts to gather [m, ...] of every rank, m at most `most`: what to wait for, and [P, most, ...] of all then."""
+    """Starts to gather [m, ...] of every rank, m <= `most`; returns the work, and [P, most, ...], valid once it is done."""
     context.count(x, most * x.shape[1:].numel() * (context.size - 1))
     return start_gather(x, most, context.group)
 
 
 def scattered_sum(x: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
-    """Starts to give each rank its part [most, ...] of [P, most, ...]: what to wait for, and the parts of all ranks.
+    """Starts to send each rank its part [most, ...] of [P, most, ...]; returns the work, and the parts from all ranks.
 
-    The parts are [P, most, ...], for this rank to be summed. (Not a reduce-scatter: gloo knows none for each shape, and the
-    sum is made in a wider dtype than that of the wire.)
+    This rank has to sum the parts, [P, most, ...]. (Not a reduce-scatter: gloo has none for every shape, and the sum is made
+    in a wider dtype than the messages.)
     """
     out = torch.empty_like(x)
     context.count(x, x.numel() // context.size * (context.size - 1))
@@ -300,10 +300,8 @@ def scattered_sum(x: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
 
 
 def all_tokens(x: Tensor, division: Division) -> Tensor:
-    """[t, ...] of this rank's row as [T, ...] of the pack, for something that every rank computes alike. Collective in cp.
-
-    So the gradient of this rank's own tokens is whole already.
-    """
+    """Gathers [t, ...] of this rank's row to [T, ...] of the pack, for a computation that every rank repeats, so that the
+    gradient of this rank's own tokens is already complete. Collective in cp."""
     rows, context = division.shares.rows, division.context
     begin = sum(rows[: context.index])
 
@@ -324,14 +322,14 @@ def all_tokens(x: Tensor, division: Division) -> Tensor:
 
 class Kernel(Protocol):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """[1, H, t, D], and what the backward needs beside it: [1, H, t] sums, or nothing."""
+        """Returns [1, H, t, D], and for the backward [1, H, t] log sums or None."""
 
     def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         """The gradients of queries, keys, values and sinks."""
 
 
 class Explicit:
-    """Whatever becomes of the scores, on any device."""
+    """Any computation of scores, on any device."""
 
     def __init__(self, lengths: SequenceLengths, scores: Scores) -> None:
         self._lengths, self._scores = lengths, scores
@@ -349,7 +347,7 @@ class Explicit:
 
 
 class Varlen:
-    """On CUDA in 16-bit: the variable-length kernel, which runs once more in the backward for what it keeps."""
+    """On CUDA in 16-bit: the variable-length kernel; the backward runs it again for the saved tensors."""
 
     def __init__(self, pack: PackedSequences, call: AttentionCall) -> None:
         self._pack, self._call = pack, call
@@ -374,7 +372,7 @@ def kernel_of(
     pack: PackedSequences,
     lengths: SequenceLengths,
 ) -> Kernel:
-    """The kernel for an attention's query [1, H, t, D] and value [1, K, t, D], `lengths` of the row's pieces."""
+    """The kernel for an attention's query [1, H, t, D] and value [1, K, t, D], with `lengths` of the row's pieces."""
     if call.is_fusable and varlen_takes(query, value):
         return Varlen(pack, call)
     if call.is_fusable and kernel_takes(query, value):
@@ -383,7 +381,7 @@ def kernel_of(
 
 
 class Ring:
-    """The blocks of keys and values of a pack that go around, and which queries of this rank see which of their keys."""
+    """The blocks of keys and values that travel around, and which queries of this rank see which of their keys."""
 
     def __init__(self, division: Division) -> None:
         shares, context = division.shares, division.context
@@ -394,7 +392,7 @@ class Ring:
         self.own = _placed(shares.pieces[context.index])
         mine = [t for i, first, stop, at in self.own if i in cut for t in range(at, at + stop - first)]
         self.mine = torch.tensor(mine, dtype=torch.int64).to(division.device)
-        self.steps = context.size if self.most else 1  # without a cut sequence nothing goes around
+        self.steps = context.size if self.most else 1  # without a cut sequence nothing travels
         end = self.own[-1][3] + self.own[-1][2] - self.own[-1][1] if self.own else 0
         row = shares.rows[context.index]
         self.pads = [slice(end, row)] if end < row else []
@@ -412,7 +410,7 @@ class Ring:
         return out.transpose(1, 2).contiguous()  # families take views of it
 
     def pairs(self, step: int) -> list[tuple[slice, slice, bool]]:
-        """Queries of the row, keys of the block `step` ranks back, and whether that is the row itself (step 0)."""
+        """Queries of the row, keys of the block `step` ranks back, and whether it is the row itself (step 0)."""
         block = self.own if step == 0 else self._blocks[(self.context.index - step) % self.context.size]
         seen = [
             (slice(at, at + stop - first), slice(there, there + end - begin), (begin, end) == (first, stop))
@@ -420,16 +418,16 @@ class Ring:
             for j, begin, end, there in block
             if i == j and begin <= first
         ]
-        seen.sort(key=lambda pair: not pair[2])  # own tokens first: every query has seen a key then
+        seen.sort(key=lambda pair: not pair[2])  # own tokens first, so that every query has seen a key
         return seen + [(pad, pad, True) for pad in self.pads if step == 0]
 
     def block(self, *tensors: Tensor) -> Tensor:
-        """[n, K, most, D] of the tokens that go around, of [1, K, t, D] each."""
+        """[n, K, most, D] of the travelling tokens, from [1, K, t, D] each."""
         rows = torch.stack([x[0].index_select(1, self.mine) for x in tensors])
         return functional.pad(rows, (0, 0, 0, self.most - rows.shape[2])).contiguous()
 
     def passed(self, block: Tensor) -> tuple[Any, Tensor]:
-        """Starts to give a block to the next rank: what to wait for, and what comes from the one before."""
+        """Starts to send a block to the next rank; returns the works, and the buffer for the previous rank's block."""
         size, index, group = self.context.size, self.context.index, self.context.group
         received = torch.empty_like(block)
         self.context.count(block, block.numel())
@@ -556,11 +554,11 @@ def _attend_by_heads(
     call: AttentionCall,
     pack: PackedSequences,
 ) -> Tensor:
-    """Ulysses: heads in the place of tokens while a layer attends to the `whole` pack, padding at the end."""
+    """Ulysses: exchanges tokens for heads while a layer attends to the `whole` pack, with padding at the end."""
     context, heads = division.context, query.shape[1]
     if heads % context.size:
         raise ModelError(
-            f"{type(module).__name__} has {heads} heads on this rank, no multiple of cp{context.size}",
+            f"{type(module).__name__} has {heads} heads on this rank, not a multiple of cp{context.size}",
             why="heads are divided over the ranks of cp (ulysses)",
             fix="use context_parallel='allgather' (hotspa_context_parallel), or another cp",
         )
@@ -578,8 +576,8 @@ def _attend_by_heads(
 
 
 class _CutTokens:
-    """Where the tokens of cut sequences are, on this rank and among those of all ranks; `before` are the chunks before
-    the pack of its first sequence, divided."""
+    """Where the tokens of cut sequences are, on this rank and in the gathered tokens; `before` are the divided chunks before
+    the pack of its first sequence."""
 
     def __init__(self, division: Division, before: Sequence[Shares] = ()) -> None:
         shares, context = division.shares, division.context
@@ -595,9 +593,9 @@ class _CutTokens:
         counts = [sum(stop - first for _, first, stop in pieces) for pieces in kept]
         self.most = max(counts)
         places: dict[int, list[int]] = {i: [0] * (shares.lengths[i] + (0 if i else start)) for i in cut}
-        for rank, held in enumerate(kept):
+        for rank, rank_pieces in enumerate(kept):
             at = rank * self.most
-            for i, first, stop in held:
+            for i, first, stop in rank_pieces:
                 places[i][first:stop] = range(at, at + stop - first)
                 at += stop - first
         own = shares.pieces[context.index]
@@ -619,13 +617,13 @@ class _CutTokens:
         self.mine, self.keys = (torch.tensor(x, dtype=torch.int64).to(division.device) for x in (mine, keys))
 
     def gathered(self, *tensors: Tensor) -> list[Tensor]:
-        """[1, K, S, D] of what this rank's pieces see, one after the other, of [1, K, before + t, D] each."""
+        """[1, K, S, D], the keys of this rank's pieces one after the other, from [1, K, before + t, D] each."""
         if not self.most:  # no sequence is cut
             return [x.index_select(2, self.keys) for x in tensors]
         started = [gathered(x[0].transpose(0, 1).index_select(0, self.mine), self.most, self.context) for x in tensors]
         all_tokens = []
         for x in tensors:
-            work, whole = started.pop(0)  # is let go of as soon as it was used
+            work, whole = started.pop(0)  # released as soon as it was used
             CLOCK.wait(work)
             rows = torch.cat([x[0].transpose(0, 1), whole.flatten(0, 1)])
             del work, whole
@@ -634,9 +632,9 @@ class _CutTokens:
         return all_tokens
 
     def returned(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The gradients [1, K, before + t, D] of this rank's keys, summed over all that saw them, of [1, K, S, D] each.
+        """The gradients [1, K, before + t, D] of this rank's keys, summed over all that saw them, from [1, K, S, D] each.
 
-        What is given is taken out of the list, and let go of as soon as it was used: it is as large as the pack.
+        Empties the given list, and releases each gradient as soon as it was used: it is as large as the pack.
         """
         if not self.most:
             return [torch.zeros_like(x[:, :, : self.row]).index_add_(2, self.keys, x) for x in gradients]
@@ -660,7 +658,7 @@ class _CutTokens:
 
 
 def _later(piece: Piece, start: int) -> Piece:
-    """A piece whose tokens are counted from the first one of its sequence, which may be before the pack."""
+    """A piece whose tokens are counted from its sequence's first one, which may be before the pack."""
     return piece if piece[0] else (0, piece[1] + start, piece[2] + start)
 
 
@@ -697,7 +695,7 @@ def _attend_gathered(
     call: AttentionCall,
     pack: PackedSequences,
 ) -> Tensor:
-    """With keys and values of cut sequences from all ranks; `prefix` has what this rank keeps of those of earlier chunks."""
+    """With keys and values of cut sequences from all ranks; `prefix` has this rank's part of earlier chunks."""
     kernel = kernel_of(module, query, value, call, pack, tokens.lengths)
     if prefix is not None:
         kept = prefix.before(module, key, value)

@@ -1,31 +1,24 @@
-"""Dropout whose masks are the same under every layout: a function of what is dropped, not of the order of drawing.
+"""Dropout, noise and recomputation that do not depend on the layout.
 
-Whether an element of an activation is dropped is decided by a hash of (seed, mini-batch, dataset row, token in the row)
-and of (module, feature): counter-based random numbers (Salmon et al., 2011, "Parallel Random Numbers: As Easy as 1, 2,
-3"), with the mixing steps of MurmurHash3 and SplitMix64. So every strategy, pack, order of micro-batches, tensor-parallel
-shard, recomputation and resumed run drops the same elements, and a module that is called twice other ones. They are
-others than torch's own generator would give: with the stock modules only the distribution agrees.
+Dropout masks are functions of the dropped element, not of the order of drawing. A hash of (seed, mini-batch, dataset row,
+token in the row) and of (module, feature) decides whether an element of an activation is dropped: counter-based random numbers
+(Salmon et al., 2011, "Parallel Random Numbers: As Easy as 1, 2, 3"), with the mixing steps of MurmurHash3 and SplitMix64. So
+every strategy, pack, order of micro-batches, tensor-parallel shard, recomputation and resumed run drops the same elements, and
+a second call of a module drops others. Only the distribution is the same as with torch's own generator.
 
-`use_keyed_dropout` puts `KeyedDropout` in the place of every `nn.Dropout` of a replica: the model's own between its
-layers, and those of LoRA layers. Of attention probabilities, the hash is of the query token as above and of (module,
-head in the whole model, key token in the row): `_PairMasks`, for attention that goes through the interface of
-transformers. What draws from torch's generator in another way is refused.
+`use_keyed_dropout` replaces every `nn.Dropout` of a replica by `KeyedDropout`, between the model's layers and in LoRA layers.
+For attention probabilities (`_PairMasks`, if attention uses the interface of transformers), the hash is of the query token as
+above and of (module, head in the whole model, key token in the row). Other uses of torch's generator depend on the layout;
+`refuse_dropout` raises an error that names the setting.
 
-What of a model's dropout can be trained: the settings of its config, and what its modules hold.
+NEFTune's noise on embeddings is defined here for packed rows (Jain et al., 2023, "NEFTune: Noisy Embeddings Improve Instruction
+Finetuning"): each *sequence* of L tokens and hidden size H gets uniform noise of magnitude `alpha / sqrt(L * H)`, as in an
+unpadded batch of that one sequence in transformers. It is drawn from (seed, mini-batch, dataset row, first token), so it is
+equal on every tensor-parallel rank, and under any strategy and packing.
 
-Dropout from torch's generator differs with the layout, and is refused by name; what is served: `parallel.dropout`.
-
-NEFTune's noise on embeddings, the same whatever the layout.
-
-Owns the definition of the noise for packed rows (Jain et al., 2023, "NEFTune: Noisy Embeddings Improve Instruction
-Finetuning"): each *sequence* of L tokens and hidden size H gets uniform noise of magnitude `alpha / sqrt(L * H)`, as
-transformers adds it to an unpadded batch of that one sequence. The numbers are drawn from (seed, mini-batch, dataset
-row, first token), so every tensor-parallel rank draws the same ones, and so does any other strategy or pack.
-
-Recomputation (`+rc`) of a replica's layers: every n-th of the layers that its stage holds, on any transformers release.
-
-The models' own enabling (`gradient_checkpointing_enable`) also puts hooks on embeddings, which later stages do not have,
-and only newer releases can leave layers out.
+Recomputation (`+rc`) applies to every n-th layer of a replica's stage, with any release of transformers. The models' own
+`gradient_checkpointing_enable` also puts hooks on embeddings, which later stages do not have, and only newer releases can
+skip layers.
 """
 
 import copy
@@ -54,17 +47,17 @@ _GOLDEN = -7046029254386353131
 _MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685
 _MUR_1, _MUR_2 = -2048144789, -1028477387
 _AT_A_TIME = 1 << 18
-"""Elements whose hashes exist at a time on CPU, where what fits into a cache is several times faster."""
+"""The most hashes at a time on CPU, where fitting into a cache is several times faster."""
 _LORA = ".lora_dropout."
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifted to the right, zeros from the left (torch copies the sign)."""
+    """Shifts right with zeros from the left (torch copies the sign)."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64 of each int64; products wrap around."""
+    """The finalizer of SplitMix64 for each int64; products wrap around."""
     x = (x ^ _shifted(x, 30)) * _MIX_1
     x = (x ^ _shifted(x, 27)) * _MIX_2
     return x ^ _shifted(x, 31)
@@ -82,10 +75,10 @@ def _key(*parts: object) -> int:
 
 
 def token_keys(seed: int, step: int, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Two int32 [T, 1] for the tokens of a pack, on its device: equal for equal tokens of a row in every pack.
+    """Two int32 [T, 1] for the tokens of a pack, on its device; independent of the pack.
 
     Args:
-        micro_batch: The pack. Sequences of padding, and those of a pack without keys, count as row -1.
+        micro_batch: The pack. Padding, and sequences of a pack without keys, count as row -1.
     """
     keys = micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths)
     device = micro_batch.position_ids.device
@@ -99,13 +92,13 @@ def token_keys(seed: int, step: int, micro_batch: MicroBatch) -> tuple[Tensor, T
 
 
 def feature_keys(module: str, features: Tensor) -> tuple[Tensor, Tensor]:
-    """Two int32 [F] for features of a module, by its name in the whole model: int64 [F], their indices in the whole
+    """Two int32 [F] for features of a module, by its name in the whole model and their int64 [F] indices in the whole
     module; or of any other shape."""
     return _halves(_mixed(features * _GOLDEN + _key(module)))
 
 
 def kept(tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], p: float) -> Tensor:
-    """Which elements stay: bool [T, F], each with probability 1 - p, p below 1, by the `token_keys` of T tokens and the
+    """Which elements stay: bool [T, F], each with probability 1 - p (p below 1), from the `token_keys` of T tokens and the
     `feature_keys` of F features."""
     (low_t, high_t), (low_f, _) = tokens, features
     least = round(p * 2**32) - 2**31
@@ -119,7 +112,7 @@ def kept(tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], p: floa
 
 
 def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], out: Tensor) -> None:
-    """Whether the hashes of tokens and features, which broadcast to the shape of `out`, are at least that."""
+    """Whether the hashes of tokens and features, broadcast to the shape of `out`, are at least `least`."""
     (low_t, high_t), (low_f, high_f) = tokens, features
     x = low_t ^ low_f
     x *= _MUR_1
@@ -131,8 +124,8 @@ def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Te
 
 
 class _PairMasks:
-    """Which attention probabilities of one call (by name) of a module stay, dropped with p below 1: of these heads,
-    counted in the whole model, and the pack, with its token keys."""
+    """Which attention probabilities of one (named) call of a module stay, dropped with p below 1. `heads` count in the whole
+    model; the pack has token keys."""
 
     def __init__(self, module: str, p: float, heads: range, pack: PackedSequences) -> None:
         self._module, self._least, self._heads, self._pack = module, round(p * 2**32) - 2**31, heads, pack
@@ -152,7 +145,7 @@ class _PairMasks:
         return mask
 
     def _keys_of(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Two int32 [H, keys] for the heads and key tokens of a sequence, those of its prefix first."""
+        """Two int32 [H, keys] for the heads and key tokens of a sequence, with its prefix first."""
         if self._keys is None or self._keys[0] != index:
             first = self._pack.first_tokens[index]
             position = torch.arange(first, first + self._pack.key_lengths[index], device=device)
@@ -162,16 +155,16 @@ class _PairMasks:
 
 
 class DropoutMasks:
-    """What the dropout modules of a replica have in common.
+    """The common state of a replica's dropout modules.
 
     Args:
-        sequence_parallel: Whether tensors between blocks hold this rank's share of the tokens only.
+        sequence_parallel: Whether tensors between blocks hold only this rank's share of the tokens.
 
     Attributes:
         step: The number of the mini-batch.
-        pack: The pack that is computed, with its token keys.
-        attentions: The attention modules that may drop probabilities: the name of each in the whole model, and the first
-            head of the whole model that this rank computes.
+        pack: The current pack, with its token keys.
+        attentions: Of each attention module that may drop probabilities, its name and this rank's first head in the whole
+            model.
     """
 
     def __init__(self, seed: int, tensor: TensorGroup | None, sequence_parallel: bool) -> None:
@@ -190,7 +183,7 @@ class DropoutMasks:
         self.let_attend(pack, micro_batch)
 
     def let_attend(self, pack: PackedSequences, micro_batch: MicroBatch, place: int = 0) -> None:
-        """Attention will see a pack: some tokens of all heads, or this place's heads among ranks that share it."""
+        """Sets the keys of a pack for attention: to some tokens of all heads, or to this place's heads if ranks share it."""
         pack.token_keys = token_keys(self._seed, self.step, micro_batch)
         pack.first_tokens = tuple(start for _, start in micro_batch.keys) or (0,) * len(pack.lengths)
         pack.attention_dropout = partial(self._of_call, place) if self.attentions else None
@@ -201,7 +194,7 @@ class DropoutMasks:
         return AttentionDropout(p, _PairMasks(f"{name} probabilities {call}", p, range(first, first + heads), pack))
 
     def keys_of(self, num_tokens: int) -> tuple[Tensor, Tensor] | None:
-        """The keys of the tokens that a module sees; None when it does not see as many as it should."""
+        """The keys of the tokens that a module sees; None if their number is unexpected."""
         assert self.pack is not None
         assert self.pack.token_keys is not None
         begin, end = self.pack.visible or (0, self.pack.token_keys[0].shape[0])
@@ -213,7 +206,7 @@ class DropoutMasks:
         return low, high
 
     def next_call(self, module: str) -> int:
-        """How often the module has seen these tokens before: each time it draws anew."""
+        """How often the module has seen these tokens: each call draws other masks."""
         assert self.pack is not None
         place = module, self.pack.visible
         count = self.pack.calls.get(place, 0)
@@ -221,31 +214,31 @@ class DropoutMasks:
         return count
 
     def recompute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """torch's checkpoint of a layer that draws the same masks again, whichever pack is computed by then."""
+        """torch's checkpoint of a layer, with the same masks again even if another pack is current by then."""
         pack = self.pack
         assert pack is not None
-        visible, calls = pack.visible, dict(pack.calls)  # of a layer that runs one sequence at a time, this one's
+        visible, calls = pack.visible, dict(pack.calls)  # of the current sequence if the layer runs one at a time
 
         def with_pack(*inputs: Any, **named: Any) -> Any:
             now, self.pack = self.pack, pack
             (seen, pack.visible), (counted, pack.calls) = (pack.visible, visible), (pack.calls, dict(calls))
             try:
                 return function(*inputs, **named)
-            finally:  # a recomputation ends with an exception when it has all that it needs
+            finally:  # torch ends a recomputation early with an exception
                 self.pack, pack.visible, pack.calls = now, seen, {**counted, **pack.calls}
 
         return checkpoint(with_pack, *args, use_reentrant=False, **kwargs)
 
 
 class KeyedDropout(nn.Module):
-    """In the place of an `nn.Dropout`: the identity in eval mode.
+    """Replaces an `nn.Dropout`; the identity in eval mode.
 
     Args:
         name: The module's name in the whole model.
-        p: The probability to be dropped.
-        masks: What it has in common with others.
-        features: int64 [F], the indices of the features that this rank sees; None when it sees all.
-        width: How many there are, where that is known.
+        p: The probability of dropping.
+        masks: The common state of the replica's dropout.
+        features: int64 [F], the indices of the features that this rank sees; None for all.
+        width: How many there are, if known.
     """
 
     def __init__(
@@ -258,10 +251,10 @@ class KeyedDropout(nn.Module):
         self._feature_keys: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., T, F] with elements dropped, and the others scaled by 1 / (1 - p).
+        """Drops elements of [..., T, F], and scales the others by 1 / (1 - p).
 
         Raises:
-            ModelError: the input is not tokens by features, or has others than expected.
+            ModelError: the input is not tokens by features, or not as many as expected.
         """
         if not self.training:
             return x
@@ -269,7 +262,7 @@ class KeyedDropout(nn.Module):
         if tokens is None or (self._width is not None and x.shape[-1] != self._width):
             raise ModelError(
                 f"the dropout {self.name} got a tensor of the shape {tuple(x.shape)}",
-                why="masks are the same under every strategy only where a module sees all features of the tokens of a pack",
+                why="masks are the same under every strategy only if a module sees all features of the tokens of a pack",
                 fix=f"set the probability of {self.name} to 0 in the model's config",
             )
         if self.p >= 1.0:
@@ -294,12 +287,12 @@ def use_keyed_dropout(
     hidden_size: int,
     tensor: TensorGroup | None,
 ) -> bool:
-    """Replaces the dropout modules of a replica; whether there are any.
+    """Replaces the dropout modules of a replica; returns whether there are any.
 
     Args:
-        specs: The parameters by their names in the model: A of a LoRA layer tells which features the layer sees.
-        rows: What this rank holds of a parameter along its cut dim (`layout.shares.shard_rows`).
-        hidden_size: The width of what dropout between layers sees.
+        specs: The parameters by their names in the model; A of a LoRA layer gives the layer's features.
+        rows: This rank's part of a parameter along its cut dim (`layout.shares.shard_rows`).
+        hidden_size: The width of dropout's input between layers.
     """
     dropouts = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
     for name, module in dropouts:
@@ -314,10 +307,10 @@ def use_keyed_dropout(
 
 
 def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_heads: Mapping[str, int]) -> bool:
-    """Lets the attention modules of a replica draw from the masks; whether any of them drops.
+    """Makes a replica's attention modules draw from the masks; returns whether any of them drops.
 
     Args:
-        first_heads: For modules of which this rank computes some of the heads, the first of them.
+        first_heads: This rank's first head, for modules with only some heads here.
     """
     attentions = {m: (name, first_heads.get(name, 0)) for name, m in model.named_modules() if calls_attention(m)}
     if not attention_dropouts(model.config) and not any(
@@ -329,13 +322,13 @@ def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_hea
 
 
 def held_rates(module: nn.Module) -> dict[str, float]:
-    """The probabilities that a module itself holds for dropout, as numbers or as `nn.Dropout`, by attribute."""
+    """A module's own dropout probabilities, as numbers or as `nn.Dropout`, by attribute."""
     numbers = {n: float(v) for n, v in vars(module).items() if "drop" in n and isinstance(v, int | float)}
     return numbers | {n: m.p for n, m in module.named_children() if isinstance(getattr(m, "p", None), float)}
 
 
 def attention_dropouts(config: PreTrainedConfig) -> dict[str, float]:
-    """The settings of a config that drop attention probabilities, as far as they are above 0."""
+    """A config's settings above 0 that drop attention probabilities."""
     settings = config.get_text_config().to_dict().items()
     return {key: value for key, value in settings if _drops_attention(key) and _is_positive(value)}
 
@@ -364,14 +357,14 @@ def _is_positive(value: object) -> bool:
 def refuse_dropout(
     model: PreTrainedModel, layers: Sequence[nn.Module], kinds: Sequence[LayerKind], of_attention: bool = True
 ) -> None:
-    """Refuses dropout and jitter of a config that would draw from torch's generator in a replica.
+    """Raises an error if a config's dropout or jitter would draw from torch's generator in a replica.
 
-    Served are `nn.Dropout` between the layers, and dropout of attention probabilities in layers whose attention goes
-    through the interface of transformers and runs packed.
+    Supported are `nn.Dropout` between the layers, and dropout of attention probabilities in layers whose attention uses the
+    interface of transformers and runs packed.
 
     Args:
         model: The model, with or without adapters.
-        of_attention: Whether the config's dropout of attention probabilities will be left in.
+        of_attention: Whether the config's dropout of attention probabilities stays on.
 
     Raises:
         UnsupportedError: naming the setting of the config.
@@ -390,12 +383,12 @@ def refuse_dropout(
         of_another_head = key.startswith(("classifier", "summary"))
         if not (_is_dropout(key) or key.endswith("jitter_noise")) or of_another_head or not _is_positive(value):
             continue
-        why = "its layers draw other random numbers under every layout, so hot-switched training would not be exact"
+        why = "the random numbers of its layers depend on the layout, so hot-switched training would not be exact"
         fix = f"set config.{key} = 0.0"
         if _drops_attention(key):
             if own is None:
                 continue
-            why = f"{own} drops attention probabilities by itself, other ones under every layout"
+            why = f"{own} drops attention probabilities by itself, different ones under each layout"
             fix = f"set hotspa_attention_dropout=0, or config.{key} = 0.0"
         elif _is_dropout(key) and value in served and value not in called:
             continue
@@ -403,7 +396,7 @@ def refuse_dropout(
 
 
 def _own_attention(layers: Sequence[nn.Module], kinds: Sequence[LayerKind]) -> str | None:
-    """The class of a module that would drop attention probabilities by itself; None where there is none."""
+    """The class of a module that would drop attention probabilities by itself; None if there is none."""
     attends = False
     for layer, kind in zip(layers, kinds, strict=True):
         modules = dict(layer.named_modules())
@@ -412,7 +405,7 @@ def _own_attention(layers: Sequence[nn.Module], kinds: Sequence[LayerKind]) -> s
             if kind.alone:
                 return type(attention).__name__
             continue
-        for name, module in modules.items():  # state spaces and the like have none
+        for name, module in modules.items():  # state spaces, for example, have none
             if any("att" in f"{name}.{attribute}" and rate > 0 for attribute, rate in held_rates(module).items()):
                 return type(module).__name__
     return None if attends else type(layers[0]).__name__
@@ -441,7 +434,7 @@ class EmbeddingNoise:
         self.micro_batch = micro_batch
 
     def __call__(self, module: nn.Module, args: Any, out: Tensor) -> Tensor | None:
-        """[1, T, H] with the noise of each sequence of the pack added; None, the output as it is, in eval mode."""
+        """Adds each sequence's noise to [1, T, H]; None, which keeps the output, in eval mode."""
         if not module.training:
             return None
         assert self.micro_batch is not None
@@ -460,7 +453,7 @@ class EmbeddingNoise:
             place = noise[:, begin : begin + length]
             if length == whole:
                 place.uniform_(-magnitude, magnitude, generator=generator)
-            else:  # the numbers of a part are those that the whole sequence has there
+            else:  # a part gets the numbers of the whole sequence at its place
                 drawn = noise.new_empty((1, whole, like.shape[-1]))
                 drawn.uniform_(-magnitude, magnitude, generator=generator)
                 place.copy_(drawn[:, before : before + length])
@@ -473,10 +466,10 @@ class EmbeddingNoise:
 
 
 def recompute_layers(model: PreTrainedModel, recompute: Callable[..., Any], every: int) -> None:
-    """Lets every `every`-th layer keep its input only, and compute the rest anew in the backward pass.
+    """Makes every `every`-th layer keep only its input, and recompute the rest in the backward pass.
 
     Raises:
-        ModelError: the family cannot.
+        ModelError: the family does not support it.
     """
     if not model.supports_gradient_checkpointing:
         raise ModelError(

@@ -1,45 +1,43 @@
-"""Expert parallelism (`ep`): whole experts on each of N neighbouring ranks of a stage, and tokens that travel to them.
+"""Expert parallelism (`ep`): each of N neighbouring ranks of a stage holds some whole experts, and tokens travel to them.
 
-Every rank routes its own tokens with the family's own router. Its pairs of a token and an expert are sorted by expert, the
-counts are exchanged (the one point of a layer where the host waits), the rows go to the ranks that hold their experts by
-an all-to-all, the family's own module computes them there, each with the weight 1, and a second all-to-all brings them back,
-where routing weights are applied and the experts of a token are added up (Lepikhin et al., 2021, "GShard", section 3.2;
-Fedus et al., 2022, "Switch Transformers", section 2.2; without a capacity, `parallel.expert_capacity`, none is dropped).
+Every rank routes its own tokens with the family's own router, sorts the (token, expert) pairs by expert, and exchanges the
+counts (the one point of a layer where the host waits). An all-to-all sends the rows to the ranks that hold their experts,
+where the family's own module computes them with weight 1. A second all-to-all brings them back, where routing weights are
+applied and a token's experts are added up (Lepikhin et al., 2021, "GShard", section 3.2; Fedus et al., 2022, "Switch
+Transformers", section 2.2). Without a capacity (`ExpertCapacity`) no token is dropped.
 
-Where the ranks of tp hold the same tokens each sends its share of them. A rank that gets no row stays in the graph:
-its all-to-all has a backward, which others wait for.
+If the ranks of tp hold the same tokens, each sends its share. A rank that gets no row stays in the graph: others wait for
+the backward of its all-to-all.
 
-Promises: what a module of experts returns, and the gradients to tokens and routing weights, are those of the family's own
-module with all experts, on every rank; the gradient of an expert is a part of the sum on each rank that holds it.
-What cannot promise that is refused by name (`unsupported_reason`).
+Promises: on every rank, a module's output and its gradients to tokens and routing weights equal the family's own module with
+all experts. The gradient of an expert is a part of the sum on each rank that holds it. `unsupported_reason` names models that
+cannot promise that.
 
-The capacity of experts: how many tokens of a pack one may compute, and what becomes of the others.
+The capacity of experts: how many tokens of a pack an expert may compute, and what happens to the others.
 
-An expert takes at most `ceil(factor * T * k / E)` of the T tokens of a pack, of which each asks for k of E experts (Lepikhin
-et al., 2021, "GShard", section 2.2; Fedus et al., 2022, "Switch Transformers", section 2.2): the first ones, in the order of
-the pack. What comes later is not computed by it: its routing weight is 0, its other experts compute it as before, and the
-residual connection passes it on.
+A pack has T tokens, and each asks for k of E experts. An expert takes at most `ceil(factor * T * k / E)` of them (Lepikhin et
+al., 2021, "GShard", section 2.2; Fedus et al., 2022, "Switch Transformers", section 2.2), the first ones in the order of the
+pack. A later token gets routing weight 0 for it; its other experts compute it, and the residual connection passes it on.
 
-Promise: what is dropped is a function of the pack alone, so it is the same under every strategy that runs whole packs on one
+Promise: what is dropped depends on the pack alone, so it is the same under every strategy that runs whole packs on one
 rank, or on the ranks of tp and ep.
 
 The balance loss of mixture-of-experts routers, defined so that it does not depend on the packing.
 
 transformers adds `router_aux_loss_coef * load_balancing_loss_func(...)` to the loss of each micro-batch when
-`output_router_logits` is set. That function is a product of two means over the tokens of the micro-batch and of all
-layers, so it is no sum over micro-batches, and differs with their make-up. Here it is the family's own function of each
-sequence and each layer alone, and
+`output_router_logits` is set. That function is a product of two means over the tokens of the micro-batch and of all layers,
+so it is not additive over micro-batches. Here the family's own function is applied to each sequence and layer alone:
 
     aux = coefficient * sum over sequences s of (n_s / N) * mean over router layers l of f(logits of l for s)
 
-with n_s the label tokens of the sequence and N those of the mini-batch: a mean over sequences, weighted like the cross
-entropy. It sums over packs, replicas, buckets and pipeline stages, each of which adds what its own routers give.
-For one sequence and one layer it is what transformers computes. (A balance loss of each sequence is what DeepSeek-V3
-trains with, Liu et al. 2024, section 2.1.2.)
+with n_s the label tokens of the sequence and N the label tokens of the mini-batch: a mean over sequences, weighted like the
+cross entropy. It sums over packs, replicas, buckets and pipeline stages, each of which adds its own routers' part. For one
+sequence and one layer it equals the loss of transformers. (DeepSeek-V3 trains with a balance loss of each sequence, Liu et al.
+2024, section 2.1.2.)
 
-Of a sequence that is computed in chunks (`+ck`) each chunk leaves the logits of its routers, and the function is always that of
-all of them: the last chunk adds its value, and each chunk has the gradient of its own logits at that point, so what is
-summed is exactly the gradient of the whole (`ChunkRouters`).
+With token chunks (`+ck`) each chunk leaves its router logits, and the function always sees the logits of all chunks: the last
+one adds its value, and each gets the gradient to its logits at that point, so the sum is exactly the gradient of the whole
+sequence (`ChunkRouters`).
 """
 
 import inspect
@@ -66,21 +64,21 @@ _signature = cache(inspect.signature)
 
 
 def arguments_of(experts: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, their experts and routing weights, of a call of fused experts."""
+    """Tokens, their experts and routing weights, from a call of fused experts."""
     _, hidden, index, weights = _signature(type(experts).forward).bind(experts, *args, **kwargs).args
     return hidden, index, weights
 
 
 class ExpertCapacity:
-    """The rule of a run.
+    """Limits how many tokens of a pack each expert computes.
 
     Args:
-        factor: Times the share of tokens that an expert would have if all had as many.
-        counts: Whether this rank counts what is dropped: one does of each stage of a replica.
+        factor: The limit, as a multiple of an expert's share if all had equally many tokens.
+        counts: Whether this rank counts drops: one rank of each stage of a replica does.
 
     Attributes:
-        num_dropped: Tokens that an expert has not computed in this phase, each time counted; forward.
-        is_counting: Whether they are counted now.
+        num_dropped: (Token, expert) pairs dropped in the forwards of this phase.
+        is_counting: Whether drops are counted now.
     """
 
     def __init__(self, factor: float, counts: bool = True) -> None:
@@ -93,15 +91,15 @@ class ExpertCapacity:
         self.is_counting = self._counts and not is_idle(whole)
 
     def end(self) -> None:
-        """It is over: a layer that is computed again in the backward has been counted."""
+        """Stops counting: a layer that is recomputed in the backward was counted before."""
         self.is_counting = False
 
     def measures(self) -> dict[str, float]:
         return {"dropped_tokens": float(self.num_dropped)}
 
     def kept(self, index: Tensor, num_experts: int) -> Tensor:
-        """Which pairs of a token and an expert are computed, bool [T, k], of the experts of each token of a whole pack,
-        int64 [T, k]."""
+        """Which (token, expert) pairs are computed, bool [T, k]; `index`, int64 [T, k], has the experts of each token of a
+        whole pack."""
         pairs = index.reshape(-1)
         most = math.ceil(self.factor * len(pairs) / num_experts)
         order = torch.argsort(pairs, stable=True)
@@ -114,7 +112,7 @@ class ExpertCapacity:
         return kept.view_as(index)
 
     def limit(self, modules: Iterable[nn.Module]) -> None:
-        """Makes some modules of experts, all of whose experts are here, keep to it."""
+        """Applies the limit to modules of experts, all of whose experts are here."""
         for module in modules:
             module.forward = partial(self._run, module, module.forward)
 
@@ -124,12 +122,12 @@ class ExpertCapacity:
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Whether a module is one of transformers' fused experts: what its decorator `use_experts_implementation` makes."""
+    """Whether a module is one of transformers' fused experts (`use_experts_implementation`)."""
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate", "num_experts"))
 
 
 def fused_experts(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict[str, int]:
-    """The modules of fused experts in the layers, by name, and how many experts each has."""
+    """The modules of fused experts in the layers, by name, with their numbers of experts."""
     return {
         name: int(module.num_experts)  # type: ignore[arg-type]
         for name, module in modules.items()
@@ -138,7 +136,7 @@ def fused_experts(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> 
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """Experts that compute a token; 1 where the config has none of the usual names for it."""
+    """Experts that compute a token; 1 if the config has none of the usual names for it."""
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
     return next((n for name in names if isinstance(n := getattr(config, name, None), int)), 1)
 
@@ -146,8 +144,12 @@ def experts_per_token(config: PreTrainedConfig) -> int:
 def unsupported_reason(
     family: str, modules: Mapping[str, nn.Module], layers: tuple[str, ...], kinds: Sequence[LayerKind]
 ) -> str | None:
-    """Why the experts of a model cannot be divided over ranks, or None; by what the names of layers begin with, one for
-    each list, and how each layer treats the sequences of a pack."""
+    """Why the experts of a model cannot be divided over ranks, or None.
+
+    Args:
+        layers: The prefixes of layer names, one for each list of layers.
+        kinds: How each layer treats the sequences of a pack.
+    """
     fused = fused_experts(modules, layers)
     loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in fused), None)
     if loose is not None:
@@ -155,9 +157,9 @@ def unsupported_reason(
             f"{loose} of {family} ({type(modules[loose]).__name__}) is not one fused module of experts, so ep must be 1"
         )
     if not fused:
-        return None  # a dense model, which has none to divide
+        return None  # a dense model
     if len(set(fused.values())) > 1:
-        return f"the layers of {family} have {sorted(set(fused.values()))} experts, not all as many, so ep must be 1"
+        return f"the layers of {family} have {sorted(set(fused.values()))} experts, not all the same number, so ep must be 1"
     for name, count in fused.items():
         module = modules[name]
         arguments = list(inspect.signature(type(module).forward).parameters)[1:]
@@ -171,7 +173,7 @@ def unsupported_reason(
     if any(kind.alone for kind in kinds):
         return (
             f"layers of {family} are given one sequence of a pack at a time (for a convolution, a state, linear attention"
-            " or a mask of its own), and ranks that exchange tokens of experts keep step by packs, so ep must be 1"
+            " or a custom mask), and ranks that exchange tokens of experts must run the same packs together, so ep must be 1"
         )
     return f"the layers of {family} run in cycles, so ep must be 1" if len(layers) > 1 else None
 
@@ -184,14 +186,14 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.Proc
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows [n, ...] to the ranks of a group, `sent[i]` of them to rank i; the gradients go the way back."""
+    """Sends `sent[i]` of the rows [n, ...] to rank i of a group; the gradients travel back."""
     there = partial(_exchanged, sent=sent, received=received, group=group)
     back = partial(_exchanged, sent=received, received=sent, group=group)
     return with_gradient(there, back, x)
 
 
 class _Shares:
-    """How rows that the ranks of a tensor-parallel group all hold are shared out among them."""
+    """Divides rows that all ranks of a tensor-parallel group hold among them."""
 
     def __init__(self, num_rows: int, group: dist.ProcessGroup) -> None:
         size, position = dist.get_world_size(group), dist.get_rank(group)
@@ -200,7 +202,7 @@ class _Shares:
         self._gather = partial(gather_rows, rows=[b - a for a, b in pairwise(cuts)], group=group)
 
     def own_rows(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """This rank's share of tensors; their whole gradients, gathered. One node: so ranks gather in one order."""
+        """This rank's share of tensors; one node gathers the whole gradients, so that ranks gather in one order."""
         needs = [tensor.requires_grad for tensor in tensors]
 
         def share(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -212,7 +214,7 @@ class _Shares:
         return with_gradient(share, whole, *tensors)
 
     def all_rows(self, x: Tensor) -> Tensor:
-        """The rows of all ranks, which go on alike with them; the gradient is this rank's own."""
+        """The rows of all ranks, for the same computation on each; the gradient is this rank's own rows."""
         return with_gradient(self._gather, lambda grad: grad[self.own].contiguous(), x)
 
 
@@ -221,12 +223,12 @@ class ExpertParallel:
 
     Args:
         mesh: Of a strategy with ep.
-        capacity: The most tokens of a pack that an expert computes; None for all.
+        capacity: The most tokens of a pack that an expert computes; None for no limit.
 
     Attributes:
-        num_rows: Rows that this rank's experts have computed forward in this phase, of packs that are counted.
+        num_rows: Rows that this rank's experts computed in the forwards of this phase, without idle packs.
         is_counting: Whether rows are counted now.
-        is_idle: Whether this rank's own tokens are padding, which is not counted anywhere.
+        is_idle: Whether this rank's own tokens are padding, which no rank counts.
     """
 
     def __init__(self, mesh: StrategyMesh, capacity: ExpertCapacity | None = None) -> None:
@@ -244,14 +246,14 @@ class ExpertParallel:
         self.is_counting, self.is_idle = True, is_idle(whole)
 
     def end(self) -> None:
-        """It is over: a layer that is computed again in the backward has been counted."""
+        """Stops counting: a layer that is recomputed in the backward was counted before."""
         self.is_counting = False
 
     def measures(self) -> dict[str, float]:
         return {"expert_tokens": float(self.num_rows)}
 
     def divide(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Makes modules of experts, whose parameters are (or become) those of this rank's shard, compute those of all.
+        """Makes modules of experts, whose parameters are (or become) this rank's shard, compute all experts.
         A name without a module is of another stage."""
         modules: dict[str, Any] = dict(model.named_modules())
         for module in (modules[name] for name in names if name in modules):
@@ -259,7 +261,6 @@ class ExpertParallel:
             module.forward = partial(self._run, module, module.forward)
 
     def _run(self, module: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """What the module makes of all tokens here: see its forward."""
         hidden, index, weights = arguments_of(module, *args, **kwargs)
         if index.shape != weights.shape or index.dim() != 2 or index.is_floating_point():
             raise ModelError(
@@ -286,9 +287,9 @@ class ExpertParallel:
         local: Callable[[Tensor, Tensor], Tensor],
         num_experts: int,
     ) -> Tensor:
-        """[t, h] of tokens that no other rank sends: `index` [t, k] int64 and `weights` [t, k] say by which experts.
+        """[t, h] of tokens that no other rank sends, with their experts `index` [t, k] int64 and `weights` [t, k].
 
-        Where `kept` [t, k] is False, no expert computes, and 0 is added.
+        Where `kept` [t, k] is False, 0 is added instead.
         """
         size, group, top_k = self._group.size, self._group.group, index.shape[1]
         pairs = index.reshape(-1)
@@ -296,13 +297,13 @@ class ExpertParallel:
         if kept is not None:
             order = order[kept.reshape(-1)[order]]
         counts = torch.bincount(pairs[order], minlength=num_experts).view(size, -1)
-        # beside the counts whether these rows are of a pack
-        told = torch.cat([counts, counts.new_full((size, 1), int(not self.is_idle))], 1)
-        heard = torch.empty_like(told)
+        # beside the counts: whether these rows are of a pack, not padding
+        counts_sent = torch.cat([counts, counts.new_full((size, 1), int(not self.is_idle))], 1)
+        counts_received = torch.empty_like(counts_sent)
         with CLOCK.waiting:
-            dist.all_to_all_single(heard, told, group=group)
-        others = heard[:, :-1]
-        of_packs = others.sum(1) * heard[:, -1]
+            dist.all_to_all_single(counts_received, counts_sent, group=group)
+        others = counts_received[:, :-1]
+        of_packs = others.sum(1) * counts_received[:, -1]
         sent, received, counted = torch.stack([counts.sum(1), others.sum(1), of_packs]).tolist()
         if self.is_counting:
             self.num_rows += sum(counted)
@@ -311,7 +312,7 @@ class ExpertParallel:
         out = local(rows, experts.repeat_interleave(others.reshape(-1), output_size=sum(received)))
         back = _exchange(out, received, sent, group)
         weighted = back * weights.reshape(-1)[order][:, None]
-        # to the order of tokens, and summed as the family's own grouped products sum
+        # into the order of tokens, and summed as the family's own grouped products do
         whole = weighted.new_zeros(len(pairs), x.shape[1]).index_copy(0, order, weighted)
         return whole.view(len(x), top_k, x.shape[1]).sum(1).to(x.dtype)
 
@@ -320,13 +321,13 @@ def _compute(module: nn.Module, forward: Callable[..., Tensor], rows: Tensor, ex
     """[n, h] of rows [n, h], each by one expert of this rank."""
     if len(rows):
         return forward(rows, experts[:, None], rows.new_ones(len(rows), 1))
-    parameters = list(module.parameters())  # all that would have a gradient, so that the graph goes on through them
+    parameters = list(module.parameters())  # inputs of the node, so that the graph continues through them
     return with_gradient(lambda x, *_: x.clone(), lambda grad: (grad, *(None for _ in parameters)), rows, *parameters)
 
 
 def fits_grouped_kernels(dtype: torch.dtype, shapes: Iterable[Sequence[int]]) -> bool:
-    """Whether the fused kernel of experts takes a rank's shards in a dtype: rows of whole 16 bytes, and no fp64. Of all
-    shapes of the rank, those of experts have three dims."""
+    """Whether the fused kernel of experts supports a rank's shards: rows of whole 16 bytes, and not fp64. The shapes of
+    experts have three dims."""
     if dtype == torch.float64:
         return False
     experts = [shape for shape in shapes if len(shape) == 3]
@@ -341,10 +342,10 @@ _ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 def router_layers(model: PreTrainedModel) -> int:
-    """How many routers of a model add to its loss; 0 where none does.
+    """How many routers of a model add to its loss; 0 if none does.
 
     Raises:
-        UnsupportedError: the family has a balance loss of another kind.
+        UnsupportedError: the family has another kind of balance loss.
     """
     if not getattr(model.config.get_text_config(), "output_router_logits", False):
         return 0
@@ -361,8 +362,8 @@ def router_layers(model: PreTrainedModel) -> int:
 
 
 def recordable_routers(model: PreTrainedModel) -> int:
-    """How many routers would add to the loss of a model that is asked for their logits; 0 where none would, or in another
-    way than by transformers' own function of a batch."""
+    """How many routers would add to a model's loss if asked for their logits; 0 if none, or if the family does not use
+    transformers' own function of a batch."""
     recorder = _recorder(model)
     if recorder is None or not hasattr(model, "router_aux_loss_coef") or _FUNCTION not in names_in_forward(model):
         return 0
@@ -377,7 +378,7 @@ def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
 
 
 def _recorder(model: PreTrainedModel) -> Any:
-    """Where the family's base model records the logits of its routers: a class of modules, and which output."""
+    """The class of modules, and the output, from which the family's base model records its routers' logits."""
     for module in (model, *model.children()):
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
         if getattr(recorder, "target_class", None) is not None:
@@ -386,13 +387,12 @@ def _recorder(model: PreTrainedModel) -> Any:
 
 
 RoutersOfChunks = dict[int, tuple[list[Tensor], int]]
-"""What the chunks of one sequence leave, by chunk: of each router its logits [tokens, E], without a graph, and the chunk's
-label tokens."""
+"""What a sequence's chunks leave, by chunk: each router's logits [tokens, E], without a graph, and the number of label
+tokens."""
 
 
 class ChunkRouters:
-    """The routers of one chunk in one forward, beside those of the other chunks of its sequence, at its place `index`
-    among them; `is_last` where the sequence ends in it."""
+    """The routers of chunk `index` of a sequence in one forward; `is_last` if the sequence ends in it."""
 
     def __init__(self, sequence: RoutersOfChunks, index: int, is_last: bool) -> None:
         self.is_last = is_last
@@ -402,23 +402,23 @@ class ChunkRouters:
 
     @property
     def num_labels(self) -> int:
-        """Of the sequence, as far as its chunks have run."""
+        """Label tokens of the sequence, in the chunks that have run."""
         return sum(num_labels for _, num_labels in self._sequence.values())
 
     def leave(self, logits: Sequence[Tensor], num_labels: int, loss_of: Callable[[Tensor, int], Tensor]) -> None:
-        """Takes the forward's logits [tokens, E] of each router, the chunk's number of labels, and the loss of a
-        router's logits [T, E] for a sequence with so many label tokens."""
+        """Stores each router's logits [tokens, E], the chunk's number of labels, and the loss as a function of a router's
+        logits [T, E] and the sequence's number of labels."""
         self._sequence[self._index] = [own.detach() for own in logits], num_labels
         self._in_graph, self._loss_of = list(logits), loss_of
 
     def whole(self, router: int, own: Tensor) -> Tensor:
-        """[T, E] of the sequence, in which this chunk's are `own`."""
+        """The sequence's logits [T, E], with `own` for this chunk."""
         parts = {**{i: logits[router] for i, (logits, _) in self._sequence.items()}, self._index: own}
         return torch.cat([parts[i] for i in sorted(parts)])
 
     def roots(self) -> list[tuple[Tensor, Tensor]]:
-        """Own logits in the graph, with the gradients of the loss to them; when all chunks have run. Nothing for the last
-        chunk, whose loss has them."""
+        """This chunk's logits in the graph, with the loss's gradients to them, once all chunks have run. Empty for the last
+        chunk, whose loss includes them."""
         if self.is_last or self._loss_of is None or not self.num_labels:
             return []
         roots = []
@@ -432,7 +432,7 @@ class ChunkRouters:
 
 
 class ChunkPrefix(Prefix, Protocol):
-    """What a chunk needs of those before it; `routers` take part in the balance loss of the cut sequence."""
+    """What a chunk needs of earlier chunks; `routers` take part in the balance loss of the cut sequence."""
 
     routers: ChunkRouters
 
@@ -444,9 +444,9 @@ class RouterLoss:
         num_layers: The routers of the whole model.
 
     Attributes:
-        value: fp64 scalar, what was added since `bind`.
-        coefficient: What the balance loss is multiplied by.
-        num_experts, top_k: How many a router has, and chooses of them.
+        value: fp64 scalar, the sum since `bind`.
+        coefficient: The factor on the balance loss.
+        num_experts, top_k: How many experts a router has, and how many it chooses.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
@@ -465,7 +465,7 @@ class RouterLoss:
         self.value = torch.zeros((), dtype=torch.float64)
 
     def begin(self, *of_pack: object) -> None:
-        """A forward begins: drops what a recomputation may have recorded."""
+        """Begins a forward: drops what a recomputation may have recorded."""
         self.clear()
 
     def _record(self, index: int, output: int, module: nn.Module, args: Any, out: Any) -> None:
@@ -474,7 +474,7 @@ class RouterLoss:
 
     @property
     def recorded(self) -> list[Tensor]:
-        """Of each router here its logits [t, E] in the forward that has just run; none where this rank has no router."""
+        """The logits [t, E] of each router here in the last forward; empty if this rank has no router."""
         return [torch.cat(logits) for logits in self._logits]
 
     def clear(self) -> None:
@@ -489,16 +489,16 @@ class RouterLoss:
         is_counted: bool = True,
         chunk: ChunkRouters | None = None,
     ) -> Tensor | None:
-        """The loss of the forward that has just run; None where this rank has no router.
+        """The loss of the last forward; None if this rank has no router.
 
         Args:
             pack: The whole pack, T tokens.
-            tokens: Of the logits [t, E] of the tokens that are here, those of the pack [T, E].
+            tokens: Maps the logits [t, E] of this rank's tokens to the logits [T, E] of the pack.
             is_counted: Whether this rank's value counts; else it is 0, with the same gradients.
-            chunk: Where the first sequence is a part of one; None where all are whole.
+            chunk: Set if the pack's first sequence is cut into chunks; None if all sequences are whole.
 
         Returns:
-            fp64 scalar, with gradients to the routers; None, too, for a chunk behind which its sequence goes on.
+            fp64 scalar, with gradients to the routers; None also for a chunk that is not the last of its sequence.
         """
         if not self._logits:
             return None
@@ -524,12 +524,12 @@ class RouterLoss:
         return total
 
     def _loss_of(self, scale: float, logits: Tensor, num_labels: int) -> Tensor:
-        """The part in the loss of a sequence with so many label tokens, from the logits [T, E] of one router."""
+        """A sequence's part of the loss, from the logits [T, E] of one router."""
         loss = self._function((logits,), self.num_experts, self.top_k)
         return loss.double() * (num_labels * scale * self.coefficient / self.num_layers)
 
 
 def attach_loss(hidden: Tensor, loss: Tensor) -> Tensor:
-    """A hidden state that carries a loss: passed on as it is, and the loss gets the gradient 1 in the backward."""
+    """A hidden state that carries a loss: passed on unchanged, and the loss gets the gradient 1 in the backward."""
     one = torch.ones_like(loss)
     return with_gradient(lambda hidden, _: hidden.view_as(hidden), lambda grad: (grad, one), hidden, loss)

@@ -1,36 +1,29 @@
-"""Matrix products of which a slow rank gives columns away: lightweight migration in the linears that tp cuts.
+"""Matrix products of linears cut by tp, from which a slow rank offloads or leaves out columns.
 
-A rank may also leave columns out among those that it keeps: the paper's SEMI-migration does both.
+Source: Wang et al., arXiv 2401.11469. A column is an index of the contraction, of the input and the weight of a linear.
 
-Source: Wang et al., arXiv 2401.11469, section IV-A. A column is an index of the contraction: of the input and the weight
-of a linear alike. A rank that is slow (a giver) leaves its last columns to the others of its group (helpers), who are
-numbered from it on (`stragglers/columns.py`), so that nobody sends who takes what. Exact: every product is computed once.
+Migration (section IV-A) is exact: every product is computed once. A slow rank (the giver) offloads its last columns to the
+others of its group (helpers), numbered from it on (`stragglers/columns.py`), so that no rank has to send the assignment.
 
 * Column-parallel, `Y = X W^T`, X on all ranks. Forward: the giver broadcasts the weights of its columns, and the helpers'
   parts of Y are summed to it. Backward: it broadcasts the gradient G of Y. A helper adds `G W[:, c]` to the columns c of its
   *own* gradient of X, which the existing all-reduce sums over the group anyway (reduce merging): one collective less. The
-  gradient of the weights' columns is collected by the giver.
+  giver collects the gradient of the weights' columns.
 * Row-parallel, each rank its own columns of X and W. Forward: the giver broadcasts both, and a helper adds its part to its
-  own partial Y: merged with the existing all-reduce. Backward: G is everywhere; the gradients of the columns of X and W
-  are collected by the giver.
+  own partial Y: merged with the existing all-reduce. Backward: G is on all ranks; the giver collects the gradients of the
+  columns of X and W.
 
-To compare, `Exchange.SCATTER` scatters and gathers from the giver alone, and merges nothing. In evaluations, and where no rank
-gives anything, products are plain; the gradients are then those of `torch.nn.functional.linear`, bit for bit.
-Shapes: T tokens, L columns, N local outputs, C columns given away, c those of one helper.
+For comparison, `Exchange.SCATTER` scatters and gathers from the giver alone, and merges nothing.
 
-Matrix products that a slow rank computes in part: the paper's ZERO-resizing (arXiv 2401.11469, section III-A). Not exact.
+ZERO-resizing (section III-A) is not exact: a resized rank leaves out some of the columns that it keeps, chosen by the paper's
+Rd, Pri or PriDiff (`stragglers/columns.py`), in all three products of a linear. Outside the linear every tensor has its usual
+size, so the gradients of these columns are imputed, and the weight stays complete. The forward passes its lineage (the columns
+it kept) to the backward, which selects the kept part of the input again instead of saving it.
 
-A column is an index of the contraction, of input and weight alike. The columns P are left out of all three products of a
-linear; outside of it every tensor has its usual size, so the gradients of columns P are imputed, and nothing of the weight is
-forgotten. The lineage, which columns were kept, comes from forward to backward with the call; the kept part of the input is not
-saved but taken again.
-Shapes: T tokens, L columns, K kept columns, N local outputs.
+A rank may do both (the paper's SEMI-migration). In evaluations, and if no rank does either, products are plain, with the
+gradients of `torch.nn.functional.linear`, bit for bit.
 
-What the ranks of a tensor-parallel group do not compute themselves, and how what they give away travels.
-
-A column is an index of the contraction of a product. A rank that gives leaves its last columns to the others
-(`stragglers/columns.py`); a rank that is resized leaves columns out among those that it keeps, chosen by the paper's Rd, Pri
-or PriDiff (`stragglers/columns.py`). A rank may do both. The products are in `flexible_linear`.
+Shapes: T tokens, L columns, N local outputs, C offloaded columns, c columns of one helper, K kept columns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,14 +44,14 @@ from hf_hotspa.stragglers.columns import IMPUTATIONS, LayerColumns, Migration, R
 
 
 class GradientMemory:
-    """What the gradient of a weight was in the mini-batch before: the paper's imputation "same".
+    """A weight's gradient in the previous mini-batch, for the paper's imputation "same".
 
-    A mini-batch has many packs, whose gradients are added up; so the columns that are left out have theirs in the first
-    product, and nothing in the others. Of the input there is no memory: its rows are other tokens each time.
+    A mini-batch has many packs, whose gradients are summed; so left-out columns get theirs in the first product only. The
+    input has no memory: its rows are other tokens each time.
 
     Attributes:
         now: [N, L], the sum of this mini-batch so far; None before its first product.
-        before: The sum of the one before.
+        before: The sum of the previous mini-batch.
     """
 
     def __init__(self) -> None:
@@ -70,24 +63,24 @@ class GradientMemory:
             self.before, self.now = self.now, None
 
     def add(self, gradient: Tensor) -> None:
-        """Takes the gradient of a product, imputed where it was not computed."""
+        """Adds the gradient of a product, with left-out columns imputed."""
         self.now = gradient.detach().clone() if self.now is None else self.now.add_(gradient)
 
     def columns_left(self) -> Tensor | None:
-        """What columns that are left out have in the next product; None for zeros."""
+        """The gradient of left-out columns in the next product; None for zeros."""
         return self.before if self.now is None else None
 
 
 @dataclass(frozen=True)
 class OwnColumns:
-    """The columns of a product that this rank computes: the first ones, or some of these.
+    """The columns of a product that this rank computes.
 
     Args:
-        count: How many columns it does not give away: the first ones.
+        count: How many columns it does not offload: the first ones.
         columns: L.
-        kept: int64 [K], ascending: of the first ones those that are not left out; None for all.
-        imputation: What the gradients of those left out are: one of `IMPUTATIONS`.
-        memory: Of the weight's gradient, for "same".
+        kept: int64 [K], ascending: the columns among these that are not left out; None for all.
+        imputation: How gradients of left-out columns are imputed: one of `IMPUTATIONS`.
+        memory: The memory of the weight's gradient, for "same".
     """
 
     count: int
@@ -97,15 +90,15 @@ class OwnColumns:
     memory: GradientMemory | None = None
 
     def take(self, x: Tensor) -> Tensor:
-        """Of [rows, L] what is computed here."""
+        """The columns of [rows, L] that are computed here."""
         return x[:, : self.count] if self.kept is None else x.index_select(1, self.kept)
 
     def of_input(self, product: Tensor) -> Tensor:
-        """[rows, L]: the gradient of an input, imputed where columns were left out, and 0 where they were given away."""
+        """[rows, L]: the gradient of an input, with left-out columns imputed and offloaded ones 0."""
         return self._whole(product, None)
 
     def of_weight(self, product: Tensor) -> Tensor:
-        """[N, L]: the same of a weight."""
+        """[N, L]: likewise of a weight."""
         return self._whole(product, None if self.memory is None else self.memory.columns_left())
 
     def _whole(self, product: Tensor, before: Tensor | None) -> Tensor:
@@ -119,13 +112,13 @@ class OwnColumns:
 
 
 def imputed(product: Tensor, kept: Tensor, columns: int, imputation: str, before: Tensor | None = None) -> Tensor:
-    """A gradient of usual size.
+    """Extends a gradient to its usual size.
 
     Args:
-        product: [rows, K], of the kept columns.
+        product: [rows, K], for the kept columns.
         kept: int64 [K].
         columns: L.
-        before: [rows, at least L], the gradient of the iteration before, for "same"; None for zeros.
+        before: [rows, at least L], the previous iteration's gradient, for "same"; None for zeros.
 
     Returns:
         [rows, L]; column `kept[n]` is column n of `product`.
@@ -139,17 +132,17 @@ def imputed(product: Tensor, kept: Tensor, columns: int, imputation: str, before
 
 
 class Exchange(Enum):
-    """How columns get to the helpers and results back."""
+    """How columns get to the helpers, and results back."""
 
-    BROADCAST = "broadcast and reduce, merged into the all-reduce that is there"
-    UNMERGED = "broadcast and reduce, each a collective of its own"
+    BROADCAST = "broadcast and reduce, merged into the existing all-reduce"
+    UNMERGED = "broadcast and reduce, each a separate collective"
     SCATTER = "scatter and gather"
 
 
 @dataclass(frozen=True)
 class Product:
-    """The shape of a linear's product: columns and outputs on each position of the group. If it is row-parallel, its
-    outputs are summed over the group."""
+    """The columns and outputs of a linear's product on each position of the group; row-parallel outputs are summed over
+    it."""
 
     columns: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -157,19 +150,19 @@ class Product:
 
 
 class FlexibleWork:
-    """What the ranks of a tensor-parallel group give away, for all its linears, and what this one leaves out.
+    """What the ranks of a tensor-parallel group offload, for all its linears, and what this one leaves out.
 
     Attributes:
         ranks: The global ranks of the group, by position.
         products: The linears of this rank, by name.
-        shares: For each position in the group the share of its columns that it gives away; the same on all ranks.
+        shares: The share of its columns that each position of the group offloads; the same on all ranks.
         exchange: How; the same on all ranks.
-        resized: The share of its columns that this rank leaves out, computed by nobody.
-        resizing: Which ones, and what their gradients are.
-        variation: The statistics of the columns of each product, by name of the linear (`choose_columns`).
-        lineage: Which columns each product keeps; of this mini-batch, or for as long as nothing changes.
-        left_out: The columns of each product that were left out at some time since the statistics were made.
-        memories: Of the gradients of the weights, for the imputation "same".
+        resized: The share of its columns that this rank leaves out.
+        resizing: How they are chosen, and their gradients imputed.
+        variation: The column statistics of each product, by name of the linear (`choose_columns`).
+        lineage: The columns that each product keeps; for this mini-batch, or until shares or statistics change.
+        left_out: The columns of each product that were left out since the statistics were made.
+        memories: Memories of the weights' gradients, for the imputation "same".
     """
 
     def __init__(self, tensor_group: TensorGroup) -> None:
@@ -188,12 +181,12 @@ class FlexibleWork:
         self._all, self._left = 0.0, 0.0
 
     def give(self, shares: tuple[float, ...]) -> None:
-        """From the next forward on these shares of columns are given away."""
+        """Sets the shares of columns that are offloaded from the next forward on."""
         assert len(shares) == self.size
         self.shares = shares
 
     def begin_step(self, step: int) -> None:
-        """A mini-batch begins. Random columns are drawn anew for each; others stay until shares or statistics change."""
+        """Begins a mini-batch. Random columns are drawn for each; others stay until shares or statistics change."""
         drawn = (self.resized, self.shares[self.position])
         stays = self.resizing.columns != "rd" and drawn == self._drawn
         self.lineage = {name: columns for name, columns in self.lineage.items() if stays and name in self.variation}
@@ -208,12 +201,11 @@ class FlexibleWork:
         return self._left / self._all if self._all else 0.0
 
     def take_statistics(self, variation: dict[str, tuple[float, ...]]) -> None:
-        """Columns are chosen by these statistics from now on."""
         self.variation, self.lineage, self.left_out = variation, {}, {}
 
     def own_columns(self, name: str, x: Tensor, outputs: int, parts: "Sequence[Part]") -> OwnColumns:
-        """The columns that this rank computes of a product with input [T, L], where `parts` are given away. The share
-        that is left out counts on L."""
+        """This rank's columns of a product with input [T, L], of which `parts` are offloaded. The left-out share is a share
+        of L."""
         columns = x.shape[1]
         own = OwnColumns(
             next((part.migration.first for part in parts if part.gives), columns),
@@ -229,7 +221,7 @@ class FlexibleWork:
         return replace(own, kept=torch.tensor(kept, device=x.device))
 
     def kept(self, name: str, own: int, columns: int) -> LayerColumns:
-        """What is kept of the first `own` of the columns of a product, where a share of all of them is left out."""
+        """The columns kept among a product's first `own`; the left-out share counts on all `columns`."""
         if name not in self.lineage:
             known = self.variation.get(name)
             self.lineage[name] = choose_columns(
@@ -244,11 +236,11 @@ class FlexibleWork:
         return self.lineage[name]
 
     def memory(self, name: str) -> GradientMemory | None:
-        """What keeps the gradient of a weight from one mini-batch to the next, where that is asked for."""
+        """The memory of a weight's gradient between mini-batches, if the imputation needs one."""
         return self.memories.setdefault(name, GradientMemory()) if self.resizing.imputation == "same" else None
 
     def migrations(self, columns: tuple[int, ...]) -> list[Migration]:
-        """What is given away of a product with these columns on each position, by giver."""
+        """The migrations, by giver, of a product with these columns on each position."""
         givers = [position for position, share in enumerate(self.shares) if share > 0.0]
         planned = [migrate(self.size, giver, columns[giver], self.shares[giver], givers) for giver in givers]
         return [migration for migration in planned if migration is not None]
@@ -256,7 +248,7 @@ class FlexibleWork:
 
 @dataclass(frozen=True)
 class Part:
-    """One migration as this rank sees it, sent and back. Shapes: C columns given away, c those of one helper."""
+    """One migration on this rank, there and back. Shapes: C offloaded columns, c columns of one helper."""
 
     migration: Migration
     work: FlexibleWork
@@ -267,12 +259,12 @@ class Part:
 
     @property
     def span(self) -> slice:
-        """This helper's columns among those of the product; empty for a rank that takes none."""
+        """This helper's columns among all columns of the product; empty if the rank takes none."""
         return slice(*self.migration.parts[self.work.position])
 
     @property
     def own(self) -> slice:
-        """The same among those that are given away."""
+        """The same among the offloaded columns."""
         first = self.migration.first
         return slice(self.span.start - first, self.span.stop - first)
 
@@ -284,7 +276,7 @@ class Part:
         return {"group": self.work.group, "group_src": self.migration.giver}
 
     def whole(self, tensor: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """The giver's tensor, on every rank."""
+        """Sends the giver's tensor to every rank."""
         received = like.new_empty(shape) if tensor is None else tensor.contiguous()
         with CLOCK.waiting:
             if self._scatters:
@@ -312,7 +304,7 @@ class Part:
         return max(stop - start for start, stop in self.migration.parts)
 
     def sum_to_giver(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, on the giver; elsewhere nothing that means anything."""
+        """The sum over all ranks on the giver; elsewhere meaningless."""
         tensor = tensor.contiguous()
         if not self._scatters:
             with CLOCK.waiting:
@@ -328,7 +320,7 @@ class Part:
         return parts
 
     def collect(self, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
-        """[rows, C] on the giver: side by side the [rows, c] that helpers computed; it passes None."""
+        """[rows, C] on the giver (which passes None): the helpers' [rows, c] side by side."""
         if self._scatters:
             mine = like.new_zeros(rows, self._widest())
             if tensor is not None:
@@ -346,7 +338,7 @@ class Part:
 
 
 class _WholeProduct(torch.autograd.Function):
-    """A linear of which nothing is given away: the operations of `functional.linear` and its backward, timed."""
+    """A linear without offloaded columns: the operations of `functional.linear` and its backward, timed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, own: OwnColumns) -> Tensor:
@@ -365,7 +357,7 @@ class _WholeProduct(torch.autograd.Function):
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
-    """`grad.T @ x` in the order of the weight's storage, as autograd does it."""
+    """`grad.T @ x` in the order of the weight's storage, like autograd."""
     return PRODUCTS.of(x.t(), grad).t() if w.stride(0) == 1 and w.shape[0] > 1 else PRODUCTS.of(grad.t(), x)
 
 
@@ -379,7 +371,7 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, parts: list[Part], own: OwnColumns, outputs: tuple[int, ...]) -> Tensor:
-        """`outputs`: N of each position."""
+        """`outputs`: N on each position."""
         taken = [
             part.columns(w[:, part.migration.first :] if part.gives else None, outputs[part.migration.giver], w)
             for part in parts
@@ -420,7 +412,7 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def _merge(part: Part, dx: Tensor, mine: Tensor | None) -> None:
-    """Brings a helper's [T, c] into the gradient of X: by its own one, which is summed over the group, or by itself."""
+    """Adds a helper's [T, c] to the gradient of X: by its own gradient, summed over the group, or by a collective."""
     if part.work.exchange is Exchange.BROADCAST:
         if mine is not None:
             dx[:, part.span] += mine
@@ -431,9 +423,9 @@ def _merge(part: Part, dx: Tensor, mine: Tensor | None) -> None:
 
 
 class RowProduct(torch.autograd.Function):
-    """This rank's part of the sum of a row-parallel linear: `x @ w.T`. x [T, L], w [N, L], each rank its own L.
+    """This rank's part of a row-parallel linear's sum: `x @ w.T`. x [T, L], w [N, L], each rank its own L.
 
-    Where nothing is given away, and columns are left out alone, it is the product of any linear.
+    With columns only left out, and none offloaded, it serves any linear.
     """
 
     @staticmethod
@@ -463,7 +455,7 @@ class RowProduct(torch.autograd.Function):
         dx = own.of_input(PRODUCTS.of(grad, own.take(w))) if needs_x else None
         dw = own.of_weight(PRODUCTS.of(grad.t(), own.take(x))) if needs_w else None
         for part, columns, weights in zip(ctx.parts, taken[::2], taken[1::2], strict=True):
-            mine = []  # [T + N, c]: what the giver needs of both, in one message
+            mine = []  # [T + N, c]: both gradients for the giver, in one message
             if dx is not None:
                 mine.append(x.new_zeros(0, 0) if part.gives else PRODUCTS.of(grad, weights))
             if dw is not None:
@@ -484,9 +476,9 @@ class FlexibleLinear:
 
     Args:
         linear: The layer; its weight is this rank's shard.
-        work: What the group's ranks give away and leave out.
+        work: What the group's ranks offload and leave out.
         columns: Columns of the product on each position.
-        outputs: Its outputs on each position, where they differ: column-parallel; None for row-parallel.
+        outputs: Outputs on each position if they differ (column-parallel); None for row-parallel.
     """
 
     def __init__(
@@ -503,7 +495,7 @@ class FlexibleLinear:
         )
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """[..., L] to [..., N], with a bias where it has been given."""
+        """[..., L] to [..., N], plus the bias if given."""
         weight = self._linear.weight
         if not torch.is_grad_enabled():
             return functional.linear(x, weight, bias)
@@ -531,8 +523,8 @@ def make_flexible(
     widths: Mapping[str, tuple[int, ...]],
     tensor_group: TensorGroup,
 ) -> FlexibleWork:
-    """Gives the column- and row-parallel linears of a group products that can migrate. Before their forwards are
-    wrapped for tp. Arguments as for `apply_tensor_parallel`."""
+    """Gives a group's column- and row-parallel linears products that can migrate. Call before their forwards are wrapped
+    for tp. Arguments as for `apply_tensor_parallel`."""
     work = FlexibleWork(tensor_group)
     for name, style in styles.items():
         module = modules.get(name) if style in (COLWISE, ROWWISE) else None

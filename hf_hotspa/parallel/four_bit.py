@@ -1,10 +1,10 @@
 """Frozen weights in 4 bits (QLoRA, Dettmers et al., 2023): what bitsandbytes keeps of a linear layer, and products with it.
 
 A `Linear4bit` has codes, two weights in a byte, and a scale for each block of consecutive weights in row-major order. Both are
-tensors of the parameter vector (`layout.vector.Packed`), are cut at borders of blocks and move as they are; nested scales are
-multiplied out to fp32 once. A replica has PEFT's and bitsandbytes' modules, whose product is made here: `bnb.matmul_4bit` forward,
-`dequantize_4bit` and a product backward, as that of the library. `Linear4bit.forward` is not called: on some CPUs it packs the
-weights anew in evaluation, in place. bitsandbytes is imported only when a model brings it along.
+tensors of the parameter vector (`layout.vector.Packed`), cut at block borders and moved unchanged; nested scales are
+multiplied out to fp32 once. A replica has PEFT's and bitsandbytes' modules, but the product is made here, with the library's
+operations: `bnb.matmul_4bit` forward, `dequantize_4bit` and a product backward. `Linear4bit.forward` is not called: on some CPUs
+it repacks the weights in place in evaluation. bitsandbytes is imported only when a model uses it.
 """
 
 import sys
@@ -20,7 +20,7 @@ from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import Packed, ParameterSpec
 
 SCALES = "absmax"
-"""The name of the scales in a `Linear4bit` of a replica, and in the parameter vector."""
+"""The name of the scales in a replica's `Linear4bit`, and in the parameter vector."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _DEQUANTIZE = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 
@@ -30,12 +30,12 @@ class FourBit:
     """A linear layer in 4 bits as plain data.
 
     Args:
-        shape: Of its weight, [out, in].
+        shape: Shape of its weight, [out, in].
         block: Weights that share a scale.
         quant_type: `nf4` or `fp4`.
-        dtype: That of the weights before they were quantized; a backward pass dequantizes to it.
-        compute_dtype: The dtype of products; None for that of their input.
-        options: What else its class is made with.
+        dtype: The dtype of the weights before quantization; a backward pass dequantizes to it.
+        compute_dtype: The dtype of products; None for the dtype of their input.
+        options: Further arguments of its class.
     """
 
     shape: tuple[int, int]
@@ -46,14 +46,14 @@ class FourBit:
     options: Mapping[str, Any]
 
 
-# -- the model that was given -----------------------------------------------------------------------------------------
+# -- the user's model -------------------------------------------------------------------------------------------------
 
 
 def refuse_quantized(model: nn.Module, adapted: bool) -> None:
-    """Refuses weights that are no plain floating-point numbers, but for 4 bits of bitsandbytes below an adapter.
+    """Raises an error for weights that are not plain floating-point numbers, except 4-bit bitsandbytes below an adapter.
 
     Args:
-        model: Without the wrapper of an adapter.
+        model: The model without an adapter's wrapper.
         adapted: Whether it has one.
 
     Raises:
@@ -72,7 +72,7 @@ def refuse_quantized(model: nn.Module, adapted: bool) -> None:
     if in_4_bits and adapted:
         return
     if value("dequantize") and not any(p.dtype.itemsize == 1 for p in model.parameters()):
-        return  # the weights were quantized in the files alone
+        return  # only the files were quantized
     why = "packed integers and their scales cannot be cut into shards and moved between layouts like weights"
     fix = (
         "load the model without quantization_config, for instance with dtype=torch.bfloat16: frozen weights are kept once, in "
@@ -87,7 +87,7 @@ def refuse_quantized(model: nn.Module, adapted: bool) -> None:
 
 
 def is_four_bit(module: Any) -> bool:
-    """Whether a module is a linear layer of bitsandbytes in 4 bits, with the forward of the library."""
+    """Whether a module is a 4-bit linear layer of bitsandbytes with the library's forward."""
     bnb: Any = sys.modules.get("bitsandbytes")  # an object of a package that was never imported does not exist
     if bnb is None or not isinstance(module, bnb.nn.Linear4bit):
         return False
@@ -96,14 +96,14 @@ def is_four_bit(module: Any) -> bool:
 
 
 def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) -> dict[str, FourBit]:
-    """The linear layers of a model in 4 bits, by name.
+    """The 4-bit linear layers of a model, by name.
 
     Args:
-        model: The model as the user gave it. Evaluations of the object leave its weights alone from now on.
-        compute_dtype: That of a run in 16 bits, where products have it, too, as under autocast.
+        model: The user's model. From now on its evaluations leave its weights unchanged.
+        compute_dtype: The dtype of a run in 16 bits, which its products then have, too, as under autocast.
 
     Raises:
-        ModelError: a layer was not quantized, or its weights were packed anew by a forward in evaluation.
+        ModelError: a layer was not quantized, or a forward in evaluation has repacked its weights.
     """
     narrow = compute_dtype in (torch.bfloat16, torch.float16)
     packed = {}
@@ -112,7 +112,7 @@ def read_four_bit(model: nn.Module, compute_dtype: torch.dtype | None = None) ->
             continue
         module.support_avx512bf16_for_cpu = False
         weight = module.weight
-        # what is read by slices (`engine.loading`) is quantized later
+        # weights that are read by slices (`engine.loading`) are quantized later
         state = _state(module, name) if not weight.is_meta else weight
         packed[name] = FourBit(
             shape=(module.out_features, module.in_features),
@@ -147,7 +147,7 @@ def _state(module: Any, name: str) -> Any:
         )
     if getattr(state, "packing_format_for_cpu", False):
         raise ModelError(
-            f"the weight of {name!r} was packed anew by a forward in evaluation",
+            f"the weight of {name!r} was repacked by a forward in evaluation",
             why="bitsandbytes does so on CPUs with AVX512-BF16, and rounds the scales to bf16",
             fix="load the model again, and train it before it is evaluated or generates",
         )
@@ -155,7 +155,7 @@ def _state(module: Any, name: str) -> Any:
 
 
 def stored_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model as `named_parameters`, detached, with the scales of those in 4 bits behind their codes.
+    """The parameters of a model as `named_parameters`, detached; 4-bit codes are followed by their scales.
 
     Codes are uint8 and 1-D, scales fp32 and 1-D, both in row-major order.
     """
@@ -175,13 +175,13 @@ def stored_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[
 
 
 def plain_codes(parameter: Tensor) -> Tensor:
-    """The codes of a weight as uint8, 1-D, whatever dtype they are stored in (`bnb_4bit_quant_storage`); a view."""
+    """A view of a weight's codes as uint8, 1-D, whatever dtype stores them (`bnb_4bit_quant_storage`)."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.detach().as_subclass(Tensor).reshape(-1).view(torch.uint8)
 
 
 def scales_of(state: Any) -> Tensor:
-    """The scales of a weight as fp32, 1-D, multiplied out where they are quantized themselves."""
+    """A weight's scales as fp32, 1-D, multiplied out if they are quantized themselves."""
     if not state.nested:
         return state.absmax.reshape(-1).float()
     from bitsandbytes.functional import dequantize_blockwise
@@ -190,7 +190,7 @@ def scales_of(state: Any) -> Tensor:
 
 
 def put_back(module: Any, codes: Tensor | None = None, scales: Tensor | None = None) -> None:
-    """Gives a layer other codes (uint8, any shape, row-major) or scales (fp32, likewise), not nested any more."""
+    """Gives a layer other codes (uint8, any shape, row-major) or scales (fp32, likewise), which are then not nested."""
     weight = module.weight
     if codes is not None:
         plain_codes(weight).copy_(codes.reshape(-1))
@@ -204,11 +204,11 @@ def put_back(module: Any, codes: Tensor | None = None, scales: Tensor | None = N
 
 
 def packed_specs(spec: ParameterSpec, layer: FourBit) -> tuple[ParameterSpec, ParameterSpec]:
-    """The codes and the scales of a weight, given as if it was not quantized, as tensors of the vector."""
+    """The codes and the scales of a weight as tensors of the vector, from the spec of the weight before quantization."""
     (rows, columns), block = layer.shape, layer.block
     numel = rows * columns
-    # where blocks go from row to row, CPU kernels of bitsandbytes 0.50 take other scales in another place of a matrix: what
-    # they make of the whole one is trained
+    # where blocks cross rows, CPU kernels of bitsandbytes 0.50 use different scales in a part than in the whole matrix;
+    # training uses the whole one
     step = 0 if spec.shard_dim is None or columns % block or block % 2 else (1, block)[spec.shard_dim]
     packed = Packed(layer.shape, step, numel)
     blocks: tuple[int, ...] = (rows, columns // block) if step else (-(-numel // block),)
@@ -230,7 +230,7 @@ def packed_specs(spec: ParameterSpec, layer: FourBit) -> tuple[ParameterSpec, Pa
 
 
 def put_four_bit(model: nn.Module, layers: Mapping[str, FourBit]) -> None:
-    """Puts layers in 4 bits, by name, into a fresh model, with parameters on the meta device, and `absmax` beside."""
+    """Puts 4-bit layers, by name, into a fresh model, with parameters on the meta device, and their `absmax`."""
     if not layers:
         return
     from bitsandbytes.nn.modules import Linear4bit
@@ -247,14 +247,14 @@ def put_four_bit(model: nn.Module, layers: Mapping[str, FourBit]) -> None:
 
 
 def products(modules: Mapping[str, Any], layers: Mapping[str, FourBit]) -> dict[str, "FourBitProduct"]:
-    """Makes 4-bit layers' products their forwards; modules by name without adapters, some of other stages missing."""
+    """Makes 4-bit layers' products their forwards. `modules` are by name without adapters; other stages' are missing."""
     return {
         name: FourBitProduct(modules[name], layer) for name, layer in layers.items() if is_four_bit(modules.get(name))
     }
 
 
 class FourBitProduct:
-    """`x W^T` of a `Linear4bit` of a replica, whose forward it becomes, and whose product where the sum over shards comes in between.
+    """`x W^T` of a replica's `Linear4bit`: its forward, and its product if a sum over shards comes before the bias.
 
     Args:
         linear: Has the codes (uint8, of any shape in row-major order) as `weight`, and their scales as `absmax`.
@@ -266,15 +266,15 @@ class FourBitProduct:
         linear.hotspa_product, linear.forward = self, self.with_bias
 
     def cut(self, dim: int, rows: Sequence[tuple[int, int]], held_whole: bool) -> None:
-        """Makes it the product with a shard: these rows of the weight along the dim that is cut. With `held_whole` the
-        rank holds all codes, and takes its slice of what it dequantizes."""
+        """Makes it the product with a shard: these rows of the weight along the cut dim. With `held_whole` the rank holds
+        all codes, and slices the dequantized weight."""
         local = list(self._layer.shape)
         local[dim] = sum(stop - start for start, stop in rows)
         self._shape = (local[0], local[1])
         self._slice = (dim, tuple(rows)) if held_whole else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product without bias of x [..., in], of any floating-point dtype."""
+        """The product without bias for x [..., in] of any floating-point dtype."""
         dtype = self._layer.compute_dtype or x.dtype
         narrow = x.to(dtype if dtype in _NARROW else torch.float32)
         out: Tensor = _Product.apply(narrow, self)
@@ -295,7 +295,7 @@ class FourBitProduct:
         return out
 
     def weight(self, dtype: torch.dtype | None = None) -> Tensor:
-        """[out, in], dequantized: to a dtype, or to the one that the weights had."""
+        """[out, in], dequantized to `dtype`, or to the weights' original dtype."""
         from bitsandbytes.functional import dequantize_4bit
 
         dtype = dtype or self._layer.dtype
@@ -309,7 +309,7 @@ class FourBitProduct:
         return torch.cat([whole.narrow(dim, start, stop - start) for start, stop in rows], dim)
 
     def _packed(self, dtype: torch.dtype) -> tuple[Tensor, Any]:
-        """The codes [n, 1] and the state that the library wants; copies where a shard of columns lies by its columns."""
+        """The codes [n, 1] and the library's state; copies if a shard of columns lies column by column."""
         from bitsandbytes.functional import QuantState
 
         layer, linear = self._layer, self._linear
@@ -320,7 +320,7 @@ class FourBitProduct:
 
 
 class _Product(torch.autograd.Function):
-    """As bitsandbytes' own, but that it keeps nothing: in the backward the layer has its codes, wherever they lie then."""
+    """Like bitsandbytes' own, but saves nothing: the backward reads the layer's codes, wherever they lie then."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, product: FourBitProduct) -> Tensor:

@@ -1,17 +1,16 @@
-"""Attention on CPU by torch's fused kernel, where one call of it is not enough: prefixes, sliding windows, and sinks.
+"""Attention by torch's fused CPU kernel in several calls: for prefixes, sliding windows, and sinks.
 
-Queries attend to blocks of keys one after the other, and partial results are merged by the logarithms of their sums
-(Milakov and Gimelshein, 2018; Liu et al., 2023, "Ring Attention"). The backward takes each block's gradients from the
-merged result and its sums. So beside what is given only the result is kept for it, and neither scores nor a mask are as
-large as the square of a sequence.
+Queries attend to one block of keys after the other, and partial results are merged by the logarithms of their sums
+(Milakov and Gimelshein, 2018; Liu et al., 2023, "Ring Attention"). The backward computes each block's gradients from the
+merged result and its sums: beside the inputs, only these are kept. No scores and no mask grow with the square of a sequence.
 
-* A prefix (`attend_with_prefix`): blocks of it, then the row's own tokens; its gradients are handed on a block at a time.
-* A sliding window: blocks of queries, each with the keys of its windows and one mask of these.
-* Sinks s, learned scores that take part in the softmax and add no value: with the sums `lse` of a head without them,
-  `lse' = logaddexp(lse, s)` and `out' = out * exp(lse - lse')`. The kernel's backward computes with the sums that it is given,
-  so `out'` and `lse'` give exact gradients of queries, keys and values, and `ds = -sum(exp(s - lse') * (d_out . out'))`.
+* Prefix (`attend_with_prefix`): its blocks, then the row's own tokens; its gradients are handed on block by block.
+* Sliding window: blocks of queries, each with the keys of its windows and one mask.
+* Sinks s, learned scores that join the softmax and add no value: with the sums `lse` of a head without them,
+  `lse' = logaddexp(lse, s)` and `out' = out * exp(lse - lse')`. The kernel's backward uses the sums that it is given, so
+  `out'` and `lse'` give exact gradients of queries, keys and values, and `ds = -sum(exp(s - lse') * (d_out . out'))`.
 
-Shapes: T queries, S of keys, P tokens of the prefix, H query heads, K key/value heads, D head dim.
+Shapes: T queries, S keys, P prefix tokens, H query heads, K key/value heads, D head dim.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,20 +21,20 @@ import torch
 from torch import Tensor
 
 BLOCK_TOKENS = 4096
-"""Tokens of the prefix whose keys and values are repeated for all query heads at a time."""
+"""Tokens of a prefix whose keys and values are repeated for all query heads at a time."""
 
 _QUERIES = 64, 512
-"""Queries of a block with a sliding window: as many as the window is long, at least and at most so many."""
+"""The least and most queries of a block with a sliding window; in between, as many as the window is long."""
 
 TakesGradients = Callable[[slice, Tensor, Tensor], None]
-"""Takes the gradients of keys and values [1, K, s, D] of some tokens of a prefix: `(tokens, of keys, of values)`."""
+"""Called with the gradients of keys and values [1, K, s, D] of some tokens of a prefix: `(tokens, of keys, of values)`."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def kernel_takes(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel computes these heads."""
+    """Whether the kernel supports these heads."""
     return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
@@ -55,8 +54,8 @@ def attend_with_prefix(
         value: [1, K, T, D].
         before: Keys and values of the prefix, [1, K, P, D] each.
         scaling: Factor on the scores; 1 / sqrt(D) when None.
-        takes: Takes the gradients of the prefix a block at a time, in the backward, where both of it require gradients;
-            autograd then brings none. None where autograd brings them.
+        takes: Gets the prefix's gradients block by block in the backward, if both keys and values require them;
+            autograd then gets none. If None, autograd gets them.
 
     Returns:
         [1, H, T, D].
@@ -66,7 +65,7 @@ def attend_with_prefix(
 
 
 def blocks_of_tokens(num_tokens: int) -> Iterator[slice]:
-    """Blocks of at most `BLOCK_TOKENS` tokens; the last one may reach beyond the end."""
+    """Blocks of `BLOCK_TOKENS` tokens; the last one may reach beyond the end."""
     for begin in range(0, num_tokens, BLOCK_TOKENS):
         yield slice(begin, begin + BLOCK_TOKENS)
 
@@ -74,7 +73,7 @@ def blocks_of_tokens(num_tokens: int) -> Iterator[slice]:
 def attend_to_block(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float | None, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention to some keys alone: the result [1, H, T, D], and the logarithms of the sums of its weights [1, H, T].
+    """Attention to some keys alone: the result [1, H, T, D], and the log of the sums of its weights [1, H, T].
 
     Both are of the dtype of the sums, at least fp32.
 
@@ -82,8 +81,8 @@ def attend_to_block(
         query: [1, H, T, D].
         key: [1, K, S, D]; H is a multiple of K.
         value: [1, K, S, D].
-        causal: Whether the keys are those of the queries' own tokens; else all queries see all keys.
-        mask: [T, S] that is added to the scores, of the dtype of the queries; each query sees a key.
+        causal: Whether the keys belong to the queries' own tokens; else all queries see all keys.
+        mask: [T, S] added to the scores, of the dtype of the queries; each query must see a key.
     """
     groups = query.shape[1] // key.shape[1]
     repeated = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -92,7 +91,7 @@ def attend_to_block(
 
 
 def merged(out: Tensor, total: Tensor, part: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to two sets of keys, from what `attend_to_block` gives of each."""
+    """Attention to two sets of keys, from the results of `attend_to_block` for each."""
     both = torch.logaddexp(total, sums)
     return out * (total - both).exp()[..., None] + part * (sums - both).exp()[..., None], both
 
@@ -108,7 +107,7 @@ def gradients_of_block(
     scaling: float | None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a block adds to the gradients of queries, and the gradients of its keys and values, [1, K, S, D].
+    """A block's part of the gradient of the queries, and the gradients of its keys and values, [1, K, S, D].
 
     Arguments as for `attend_to_block`, and
 
@@ -155,7 +154,7 @@ class _WithPrefix(torch.autograd.Function):
             return gradients_of_block(of_out, query, k, v, out, total, causal, ctx.scaling)
 
         of_query, of_key, of_value = of_block(key, value, True)
-        of_query = of_query.to(total.dtype)  # a sum over blocks
+        of_query = of_query.to(total.dtype)  # accumulates over blocks
         takes: TakesGradients | None = ctx.takes
         of_keys = of_values = None
         if takes is None:
@@ -174,14 +173,14 @@ class _WithPrefix(torch.autograd.Function):
 # -- windows and sinks --------------------------------------------------------------------------------------------------
 
 SequenceLengths = tuple[tuple[int, int], ...]
-"""Queries and keys of each sequence, whose queries are its last tokens."""
+"""Queries and keys of each sequence; the queries are its last tokens."""
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
-"""Queries, keys, values and sinks, or the gradients of these."""
+"""Queries, keys, values and sinks, or their gradients."""
 
 
 class _Block(NamedTuple):
-    """Keys that some queries meet in one call of the kernel; arguments as for `attend_to_block`."""
+    """Keys for some queries in one call of the kernel; fields as for `attend_to_block`."""
 
     keys: slice
     causal: bool
@@ -190,7 +189,7 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class FusedAttention:
-    """Causal attention of sequences of a row, forward and backward apart.
+    """Causal attention of sequences of a row, with forward and backward as separate calls.
 
     Args:
         lengths: Queries and keys of each sequence.
@@ -203,7 +202,7 @@ class FusedAttention:
     window: int | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """[1, H, T, D], and the sums [1, H, T], of queries [1, H, T, D], keys and values [1, K, S, D] and sinks [H]."""
+        """Returns [1, H, T, D] and the log sums [1, H, T], from queries [1, H, T, D], keys and values [1, K, S, D], sinks [H]."""
         wide = torch.promote_types(query.dtype, torch.float32)
         out, total = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=wide)
         for queries, blocks in self._rows(query):
@@ -221,11 +220,11 @@ class FusedAttention:
         return out, total
 
     def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
-        """The gradients of queries, keys, values and sinks, of the dtype of each."""
+        """The gradients of queries, keys, values and sinks, each in its dtype."""
         assert total is not None
         query, key, value, sinks = inputs
         of_query = torch.zeros_like(query, dtype=total.dtype)
-        # windows overlap: their sums are wide
+        # windows overlap, so their gradients are summed in the wide dtype
         wide = None if self.window is None else total.dtype
         of_key, of_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
         for queries, blocks in self._rows(query):
@@ -241,13 +240,13 @@ class FusedAttention:
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
 
     def _rows(self, query: Tensor) -> Iterator[tuple[slice, list[_Block]]]:
-        """Queries, and the blocks of keys that they meet."""
+        """Queries, and the blocks of keys for them."""
         begin = key_begin = 0
         for length, keys in self.lengths:
             before = keys - length
             if self.window is not None and self.window < keys:
                 yield from self._windows(begin, key_begin, length, before, self.window, query)
-            elif length:  # own tokens, then blocks of those before them
+            elif length:  # own tokens, then blocks of the tokens before
                 own = _Block(slice(key_begin + before, key_begin + keys), True)
                 blocks = (slice(key_begin + b.start, key_begin + min(b.stop, before)) for b in blocks_of_tokens(before))
                 yield slice(begin, begin + length), [own, *(_Block(block, False) for block in blocks)]
@@ -270,7 +269,7 @@ class FusedAttention:
 
 
 def _mask_of_windows(queries: int, keys: int, window: int, like: Tensor) -> Tensor:
-    """[queries, keys], of queries that are the last of the keys: 0 where a key is seen, else -inf."""
+    """[queries, keys], where the queries are the last of the keys: 0 where a key is seen, else -inf."""
     places = torch.arange(keys, device=like.device)
     distance = places[keys - queries :, None] - places
     hidden = (distance < 0) | (distance >= window)
@@ -278,20 +277,20 @@ def _mask_of_windows(queries: int, keys: int, window: int, like: Tensor) -> Tens
 
 
 def with_sinks(out: Tensor, total: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [1, H, T, D] and its sums [1, H, T], once sinks [H] take part in the softmax."""
+    """Adds sinks [H] to the softmax of attention [1, H, T, D] with log sums [1, H, T]."""
     both = torch.logaddexp(total, sinks.to(total.dtype)[:, None])
     return out * (total - both).exp()[..., None], both
 
 
 def gradient_of_sinks(of_out: Tensor, out: Tensor, total: Tensor, sinks: Tensor) -> Tensor:
-    """[H], from the result with them and its sums; arguments as for `with_sinks`, and `of_out` [1, H, T, D]."""
+    """[H], from the result with sinks and its log sums; arguments as for `with_sinks`, and `of_out` [1, H, T, D]."""
     shares = (sinks.to(total.dtype)[:, None] - total).exp()
     products = (of_out.to(total.dtype) * out.to(total.dtype)).sum(-1)
     return -(shares * products).sum((0, 2)).to(sinks.dtype)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, kernel: FusedAttention) -> Tensor:
-    """[1, H, T, D] of `FusedAttention`, with a graph."""
+    """`FusedAttention` as a node of the graph; returns [1, H, T, D]."""
     out: Tensor = _Fused.apply(query, key, value, sinks, kernel)
     return out
 

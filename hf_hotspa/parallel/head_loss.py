@@ -1,12 +1,12 @@
-"""From the last hidden state to the loss (cross entropy, or the user's own) over vocabulary shards, never all logits.
+"""From the last hidden state to the loss (cross entropy, or a custom one) over vocabulary shards, never all logits.
 
-The head runs on a chunk of tokens after the other, and the gradient of a chunk is computed as soon as its loss is known,
-while its logits still exist: nothing is computed twice, and at most one chunk's logits are alive, whatever the length of
-the pack. That is possible because the loss is a sum over tokens with a known factor: the gradient that comes back
-from outside only scales what is there. Hsu et al. (2024, Liger Kernel, section 3.2) fuse head and loss in this way.
+The head runs on one chunk of tokens after the other. A chunk's gradient is computed as soon as its loss is known, while its
+logits still exist: nothing is computed twice, and at most one chunk's logits are alive, whatever the length of the pack.
+This works because the loss is a sum over tokens with a known factor: the incoming gradient only scales the result. Hsu et al.
+(2024, Liger Kernel, section 3.2) fuse head and loss in this way.
 
-What a family does between head and loss (scales, soft caps, vocabulary slices) is kept: the family's own forward runs,
-with a base model that hands out the chunk.
+The family's own operations between head and loss (scales, soft caps, vocabulary slices) are kept: its own forward runs, with a
+base model that returns the chunk.
 """
 
 import copy
@@ -25,7 +25,7 @@ from hf_hotspa.parallel.tensor_parallel import gather_shards
 
 
 class BaseOutput(MoeModelOutputWithPast):
-    """What a base model gives; None for all else that families read of it."""
+    """A base model's output; None for any other field that families read."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -45,12 +45,12 @@ class _Chunk(nn.Module):
 
 
 class Tail:
-    """What a causal language model, of a replica's last stage, does after its base model, as a function of the hidden
-    state; by the names of the base model and the language-model head."""
+    """The part of a causal language model behind its base model, on a replica's last stage, as a function of the hidden
+    state; made from the names of the base model and the language-model head."""
 
     def __init__(self, model: nn.Module, base: str, head: str) -> None:
         self._chunk = _Chunk()
-        shell = copy.copy(model)  # shares the modules, but for the base model
+        shell = copy.copy(model)  # shares all modules but the base model
         shell._modules = {**model._modules, base.partition(".")[0]: self._chunk}
         self._shell = shell
         inside = {id(parameter) for parameter in model.get_submodule(base).parameters()}
@@ -67,7 +67,7 @@ class Tail:
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The sum of the losses of all chunks; their gradients are computed on the way and handed out by the backward."""
+    """The sum of the losses of all chunks; the forward computes the gradients, and the backward returns them."""
 
     @staticmethod
     def forward(
@@ -108,12 +108,12 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def chunks_of_tokens(num_tokens: int, most: int) -> list[slice]:
-    """Cuts a pack into chunks of at most `most` tokens, wherever that falls."""
+    """Cuts a pack into chunks of at most `most` tokens, also inside of sequences."""
     return [slice(begin, min(begin + most, num_tokens)) for begin in range(0, num_tokens, most)]
 
 
 def chunks_of_sequences(lengths: Sequence[int], most: int) -> list[slice]:
-    """Cuts a pack between its sequences into chunks of at most `most` tokens; a longer sequence is one of its own."""
+    """Cuts a pack between its sequences into chunks of at most `most` tokens; a longer sequence is a separate chunk."""
     chunks, begin, end = [], 0, 0
     for length in lengths:
         if end > begin and end + length - begin > most:
@@ -129,10 +129,10 @@ def chunked_loss(
     """The loss of a pack, one chunk of tokens after the other.
 
     Args:
-        run: The loss of a chunk, an fp64 scalar: of its hidden states [1, t, h] and of which tokens they are. Every rank
-            of a tensor-parallel group calls it for the same chunks in the same order.
-        hidden: [1, T, h], what the base model gives.
-        parameters: Everything that `run` trains.
+        run: The loss of a chunk, an fp64 scalar, from its hidden states [1, t, h] and its place in the pack. Every rank of
+            a tensor-parallel group calls it for the same chunks in the same order.
+        hidden: [1, T, h], the base model's output.
+        parameters: All parameters that `run` trains.
         chunks: The tokens of each chunk; each token is in one of them.
 
     Returns:
@@ -143,23 +143,23 @@ def chunked_loss(
     return torch.stack([run(hidden[:, part], part) for part in chunks]).sum()
 
 
-# -- what is computed of logits ----------------------------------------------------------------------------------------
+# -- losses of logits --------------------------------------------------------------------------------------------------
 
 
 LossOfLogits = Callable[[Tensor, slice], Tensor]
-"""Of logits [t, V] of some tokens of a micro-batch their scaled loss, an fp64 scalar."""
+"""Returns the scaled loss, an fp64 scalar, of the logits [t, V] of some tokens of a micro-batch."""
 
 
 class Objective(Protocol):
-    """What a last stage computes of the logits of its packs."""
+    """What a last stage computes from the logits of its packs."""
 
     @property
     def logit_widths(self) -> tuple[int, ...]:
-        """Logits that each tensor-parallel shard has, in the order of shards."""
+        """Logits of each tensor-parallel shard, in the order of shards."""
 
     def of(self, micro_batch: MicroBatch, whole: MicroBatch, scale: float) -> LossOfLogits:
-        """What makes of the logits of a micro-batch's tokens on this rank, of the whole pack, their loss, scaled by 1 /
-        (label tokens of the mini-batch)."""
+        """The loss of logits of a micro-batch's tokens on this rank, of the `whole` pack, scaled by 1 / (label tokens of the
+        mini-batch)."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class LogitLoss:
     """The loss on a last stage.
 
     Args:
-        tensor: The tensor-parallel group, over which the vocabulary is cut; None where it is whole.
-        own: A loss of the user's own; None for the cross entropy.
+        tensor: The tensor-parallel group that cuts the vocabulary; None if it is whole.
+        own: A custom loss; None for the cross entropy.
         smoothing: Label smoothing of the cross entropy.
         vocab_size: Logits of a token.
         widths: Rows of the vocabulary in each shard, in the order of shards.
@@ -181,7 +181,7 @@ class LogitLoss:
     widths: tuple[int, ...]
 
     def of(self, micro_batch: MicroBatch, whole: MicroBatch, scale: float) -> LossOfLogits:
-        """What makes of the logits of some tokens of a micro-batch their scaled loss; 0 where its `whole` pack is idle."""
+        """The scaled loss of logits of some tokens of a micro-batch; 0 if its `whole` pack is idle."""
         tensor, own, labels = self.tensor, self.own, micro_batch.labels[0]
         if is_idle(whole):
             return of_nothing
@@ -207,7 +207,7 @@ class LogitLoss:
 
     @property
     def logit_widths(self) -> tuple[int, ...]:
-        """Logits that each tensor-parallel shard has, in the order of shards: its rows, without those that are dropped."""
+        """Logits of each tensor-parallel shard, in the order of shards: its rows, without the dropped ones."""
         widths, left = [], self.vocab_size
         for width in self.widths:
             widths.append(min(width, max(left, 0)))

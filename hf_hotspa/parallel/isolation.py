@@ -1,25 +1,26 @@
-"""Layers that mix the tokens of a row in another way than packed attention: they run one sequence of a pack at a time.
+"""Layers that mix the tokens of a row in other ways than packed attention.
 
-Packed attention keeps the sequences of a row apart by itself. State-space and linear-attention layers and short
-convolutions would carry something from one sequence into the next; attention that makes its own mask (an index of keys,
-chunks, scores that depend on the position in the row) would not know where a sequence begins. Such a layer is called
-once for each sequence of the pack, with that sequence's slice of everything that it is given, so that nothing can pass
-whatever it computes. All else in a decoder layer works token by token, so the results are the same.
+Packed attention separates the sequences of a row. State-space and linear-attention layers and short convolutions would carry
+something from one sequence into the next; attention with a custom mask (an index of keys, chunks, scores that depend on the
+position in the row) would not know where a sequence begins. Such a layer runs one sequence of the pack at a time, with that
+sequence's slice of every argument, so nothing passes between sequences. All other parts of a decoder layer work token by token,
+so the results are the same.
 
-Gated delta nets run whole packs: each document has a state and a short convolution of its own. A gated delta net (Yang et al., 2024, "Gated Delta Networks", arXiv 2412.06464) reads tokens one after the other into a state
-[K, V] of each head. The families of transformers (qwen3_next, qwen3_5, olmo_hybrid, ...) mix tokens in two functions alone,
-`causal_conv1d_fn` and `torch_chunk_gated_delta_rule`: a layer runs the family's own forward with these two replaced by
-`_Mixer.convolve` and `_Mixer.recur`. What they need of other tokens than the row's comes from the pack:
+Gated delta nets run whole packs, with a state and a short convolution for each document. A gated delta net (Yang et al.,
+2024, "Gated Delta Networks", arXiv 2412.06464) reads tokens one after the other into a state [K, V] of each head. The families
+of transformers (qwen3_next, qwen3_5, olmo_hybrid, ...) mix tokens only in `causal_conv1d_fn` and
+`torch_chunk_gated_delta_rule`: a layer runs the family's own forward with `_Mixer.convolve` and `_Mixer.recur` instead. The pack
+provides what these need of tokens outside the row:
 
-* other documents: nothing. Before each of them stand as many rows of zeros as the convolution looks back, and its state is 0;
-* the chunk before (`+ck`): the state, and the last tokens before the convolution (`StatePrefix`);
-* other ranks of cp: the last tokens of each piece before the convolution, gathered; and for the recurrence all tokens of some
-  heads in exchange for some tokens of all heads (`parallel.context`), with heads of zeros where they do not divide.
+* other documents: nothing. As many rows of zeros as the convolution looks back stand before each, and its state starts at 0;
+* the previous chunk (`+ck`): the state, and the last tokens before the convolution (`StatePrefix`);
+* other ranks of cp: the last tokens of each piece before the convolution, gathered; for the recurrence, all tokens of some
+  heads in exchange for some tokens of all heads (`parallel.context`), with heads of zeros if they do not divide.
 
-Where fla is installed its kernel runs the recurrence, with the family's own arguments; else `delta_rule` here, in torch.
+If fla is installed, its kernel runs the recurrence, with the family's own arguments; else `delta_rule`, in torch.
 
 Shapes: T tokens of a pack, t of this rank's row, C channels of the convolution, w its width, G heads of queries and keys,
-H of values (a multiple of G), K and V widths of these heads.
+H heads of values (a multiple of G), K and V widths of these heads.
 """
 
 import copy
@@ -53,10 +54,10 @@ class LayerKind:
 
     Args:
         num_attentions: How many of its modules attend through the interface of transformers.
-        alone: Whether it runs one sequence at a time. Its attention is then the family's own (eager), with a mask.
+        alone: Whether it runs one sequence at a time, with the family's own attention (eager) and a mask.
         window: Tokens that the mask lets a position see, itself included; all before it when None.
-        chunk: Length of the stretches that the mask keeps apart; none when None.
-        hands_on: Whether its attention must be given the pack past the layer, which keeps what it has no name for (StableLM).
+        chunk: Length of the stretches that the mask separates; none when None.
+        hands_on: Whether its attention must get the pack past the layer, which drops unknown arguments (StableLM).
         is_linear: Whether it is linear attention that runs whole packs (`mix_packed`).
     """
 
@@ -81,17 +82,17 @@ class LayerKind:
 
 
 class _PerSequence(tuple[Any, ...]):
-    """What a layer hands on beside its hidden state, for each sequence of the pack."""
+    """What a layer returns beside its hidden state, for each sequence of the pack."""
 
 
 def layer_types(config: PreTrainedConfig) -> list[str]:
-    """The type of every layer as the config names it; empty where it names none."""
+    """The type of every layer in the config; empty if it names none."""
     text = config.get_text_config()
     return list(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
 
 
 def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """What each decoder layer needs."""
+    """The kind of each decoder layer."""
     text, types = config.get_text_config(), layer_types(config)
     uniform = "create_sliding_window_causal_mask" in names_in_forward(base) and not types
     by_position = bool(getattr(text, "attn_temperature_tuning", False))
@@ -106,7 +107,7 @@ def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrained
         tells = all("sliding_window" in names_in_forward(module) for module in attentions)
         own_mask = any(hasattr(m, "prepare_dynamic_mask") or hasattr(m, "indexer") for m in attentions)
         convolves = any(isinstance(module, nn.Conv1d) for module in layer.modules())
-        keeps = not _passes_arguments_on(layer)  # its attention would not learn of the pack
+        keeps = not _passes_arguments_on(layer)  # its attention would not get the pack
         alone = (
             not all(_passes_arguments_on(module) for module in (attentions if keeps else ()))
             or not attentions
@@ -124,7 +125,7 @@ def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrained
 
 
 def _passes_arguments_on(layer: nn.Module) -> bool:
-    """Whether a layer's forward uses the keyword arguments that it has no name for."""
+    """Whether a layer's forward uses its ``**kwargs``."""
     code = code_of_forward(layer)
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
@@ -133,7 +134,7 @@ def _passes_arguments_on(layer: nn.Module) -> bool:
 
 
 def take_packs(layer: nn.Module, kind: LayerKind) -> None:
-    """Makes a layer treat the sequences of a pack as its kind says."""
+    """Makes a layer treat the sequences of a pack by its kind."""
     if kind.alone:
         run_alone(layer, kind)
     elif kind.hands_on:
@@ -144,7 +145,7 @@ def take_packs(layer: nn.Module, kind: LayerKind) -> None:
 
 
 def run_alone(layer: nn.Module, kind: LayerKind) -> None:
-    """Makes a layer run each sequence of its pack on its own, with the family's own attention."""
+    """Makes a layer run each sequence of its pack alone, with the family's own attention."""
     for module in layer.modules():
         if calls_attention(module):
             module.config = copy.copy(module.config)
@@ -153,7 +154,7 @@ def run_alone(layer: nn.Module, kind: LayerKind) -> None:
 
 
 def hand_pack_on(layer: nn.Module) -> None:
-    """Gives the attentions of a layer the pack that the layer is called with and does not pass on."""
+    """Passes the pack, which a layer gets and does not pass on, to its attentions."""
     holder: list[PackedSequences] = []
     for module in layer.modules():
         if calls_attention(module):
@@ -172,7 +173,7 @@ def _holding_pack(
 
 
 def keep_pack(layer: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
-    """What recomputes a layer with the pack that it had when it was computed first; `recompute` itself for most layers."""
+    """Makes `recompute` use the pack of a layer's first computation; returns `recompute` itself for most layers."""
     forward = layer.forward
     if not isinstance(forward, partial) or forward.func is not _holding_pack:
         return recompute
@@ -205,7 +206,7 @@ def _with_pack(*args: Any, forward: Callable[..., Any], holder: list[PackedSeque
 
 
 def _slice(value: Any, start: int, stop: int, total: int, index: int) -> Any:
-    """The part of an argument that belongs to sequence `index`, the tokens `[start, stop)` of a row of `total`."""
+    """An argument's part for sequence `index`, the tokens `[start, stop)` of a row of `total`."""
     if isinstance(value, _PerSequence):
         return value[index]
     if isinstance(value, Tensor):
@@ -249,37 +250,36 @@ def _each_sequence(
 
 
 CONVOLUTION, RECURRENCE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
-"""The names under which the forwards of families call the two functions that mix tokens."""
+"""The names by which families' forwards call the two functions that mix tokens."""
 _CHUNKS = (16, 32, 64)
-"""Tokens of a chunk of `delta_rule`, of which the cheapest is taken."""
+"""Possible chunk sizes of `delta_rule` in tokens; the cheapest is used."""
 _STEP = 1e6
-"""What a step of the scan costs beside its products, in multiplications of one head."""
+"""The cost of a step of the scan beside its products, in multiplications of one head."""
 
 
 class StatePrefix(Protocol):
-    """What a layer keeps of the tokens before those of a row, and leaves for those behind it, where the first sequence
-    `continues` behind the row."""
+    """A layer's states before a row and, if the first sequence `continues`, behind it."""
 
     continues: bool
 
     def state(self, key: tuple[nn.Module, str], takes_gradient: bool) -> Tensor | None:
-        """What the chunk before left, a leaf whose gradient goes back there; None for the first chunk."""
+        """The previous chunk's state, a leaf whose gradient goes back there; None for the first chunk."""
         ...
 
     def leave_state(self, key: tuple[nn.Module, str], state: Tensor) -> None:
-        """Leaves a state for the chunk behind."""
+        """Leaves a state for the next chunk."""
         ...
 
 
 def mixes_packed(module: nn.Module) -> bool:
-    """Whether a module is a gated delta net of transformers, whose forward is known to mix tokens in two functions alone."""
+    """Whether a module is a gated delta net of transformers whose forward mixes tokens only in the two known functions."""
     of_library = type(module).__module__.startswith("transformers.models.")
     members = all(hasattr(module, name) for name in ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv1d"))
     return of_library and members and {CONVOLUTION, RECURRENCE} <= names_in_forward(module)
 
 
 def mix_packed(module: nn.Module) -> None:
-    """Makes a gated delta net keep the documents of its packs apart."""
+    """Makes a gated delta net separate the documents of its packs."""
     own = unwrap(type(module).forward)
     assert isinstance(own, FunctionType)
     mixer = _Mixer(module, own.__globals__[CONVOLUTION], own.__globals__[RECURRENCE])
@@ -290,7 +290,7 @@ def mix_packed(module: nn.Module) -> None:
 
 
 def projections(module: nn.Module) -> tuple[list[str], str, str]:
-    """The names of a gated delta net's projections into it, of that out of it, and of its norm."""
+    """The names of a gated delta net's input projections, output projection, and norm."""
     names = [name for name, child in module.named_children() if list(child.parameters())]
     out, norm = (
         next(name for name in names if name in known) for known in (("out_proj", "o_proj"), ("norm", "o_norm"))
@@ -299,7 +299,7 @@ def projections(module: nn.Module) -> tuple[list[str], str, str]:
 
 
 def set_heads_of_shard(module: Any, num_heads: int) -> None:
-    """Tells a gated delta net how many heads of queries and keys this rank of tp has, 0 included."""
+    """Sets a gated delta net's number of heads of queries and keys on this rank of tp (may be 0)."""
     values_each, key, value = module.num_v_heads // module.num_k_heads, module.head_k_dim, module.head_v_dim
     module.num_k_heads, module.num_v_heads = num_heads, num_heads * values_each
     module.key_dim, module.value_dim = num_heads * key, num_heads * values_each * value
@@ -309,7 +309,7 @@ def set_heads_of_shard(module: Any, num_heads: int) -> None:
 
 
 def _without_heads(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """The forward of a rank without heads, which takes part in the collectives of the projections."""
+    """The forward of a rank without heads, for the collectives of the projections."""
     into, out, _ = projections(module)
     given: Tensor = module.get_submodule(out)(
         torch.cat([module.get_submodule(name)(hidden_states) for name in into], -1)
@@ -318,13 +318,12 @@ def _without_heads(module: nn.Module, hidden_states: Tensor, **kwargs: Any) -> T
 
 
 def has_kernel(x: Tensor) -> bool:
-    """Whether the family's own function runs the recurrence of packed sequences on the device of a tensor."""
+    """Whether the family's own function runs the recurrence of packed sequences on a tensor's device."""
     return x.is_cuda and find_spec("fla") is not None
 
 
 class _Mixer:
-    """The family's two functions of a gated delta net: a convolution, which looks back from each token of a row, and a
-    recurrence."""
+    """Replaces a gated delta net's convolution, which looks back from each token of a row, and its recurrence."""
 
     def __init__(self, module: nn.Module, convolution: Callable[..., Tensor], recurrence: Callable[..., Any]) -> None:
         self._module, self._convolution, self._recurrence = module, convolution, recurrence
@@ -403,7 +402,7 @@ class _Mixer:
         continues: bool,
         normalizes: bool,
     ) -> tuple[Tensor, Tensor]:
-        """As `delta_rule`, by the family's own function, which takes borders and states of packed sequences."""
+        """`delta_rule` by the family's own function, which takes borders and states of packed sequences."""
         borders = torch.tensor((0, *accumulate(lengths)), dtype=torch.int64).to(value.device, non_blocking=True)
         states = None
         if state is not None:
@@ -419,15 +418,15 @@ class _Mixer:
 
 
 class _Places:
-    """Where rows are that a convolution reads: before each piece of a sequence stand the w - 1 tokens before it, or zeros.
+    """The rows of a convolution's input: before each piece of a sequence stand the w - 1 tokens before it, or zeros.
 
     Attributes:
-        num_rows: Of all that the convolution is given.
-        own: int64 [t], where the row's own tokens are among these.
-        into, of: int64 [n] each, where rows of others are among these, and which of those carried and gathered they are.
-        left: int64 [w - 1], the last tokens of the first sequence, for the chunk behind: among the rows, or with cp as `of`.
+        num_rows: All input rows.
+        own: int64 [t], the positions of the row's own tokens among them.
+        into, of: int64 [n] each, the positions of other rows among them, and their indices in the carried and gathered rows.
+        left: int64 [w - 1], the last tokens of the first sequence, for the next chunk: input rows, or with cp as `of`.
         mine: int64 [m], the row's tokens that other ranks may read.
-        most: The most that a rank has of these.
+        most: The largest m of a rank.
     """
 
     def __init__(self, pack: PackedSequences, width: int, device: torch.device) -> None:
@@ -464,20 +463,20 @@ class _Places:
         elif is_carried:
             length = division.shares.lengths[0]
             left += (source(0, token) or 0 for token in range(length - back_by, length))
-        self.num_rows = at + width  # a convolution of no rows is an error
+        self.num_rows = at + width  # a convolution of zero rows is an error
         self.own, self.into, self.of, self.left, self.mine = (
             torch.tensor(x, dtype=torch.int64).to(device, non_blocking=True) for x in (own, into, of, left, mine)
         )
 
 
 def _ends(division: Division, back_by: int, first: int) -> tuple[dict[tuple[int, int], int], list[int], int]:
-    """The last tokens of the pieces of all ranks: where each is once they are gathered, behind `first` rows; which tokens of
-    this rank's row they are; and the most that a rank has."""
+    """The last tokens of the pieces of all ranks: each one's position once gathered, behind `first` rows; this rank's, as
+    tokens of its row; and the most of a rank."""
     of_ranks, mine = [], list[int]()
     for rank, pieces in enumerate(division.shares.pieces):
         ends, at = list[tuple[int, int]](), 0
         for sequence, start, stop in pieces:
-            # whole sequences are read by nobody else; the first one may go on in the next chunk
+            # no other rank reads whole sequences; the first one may continue in the next chunk
             is_read = sequence == 0 or stop - start < division.shares.lengths[sequence]
             low = max(start, stop - back_by) if is_read else stop
             ends += ((sequence, token) for token in range(low, stop))
@@ -513,7 +512,7 @@ def _tails(rows: Tensor, mine: Tensor, most: int, context: ContextGroup) -> Tens
 
 
 def _to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """[1, t, h, D] of this rank's row each to [1, T, h / P, D] of its heads, those of values as those of their keys."""
+    """From [1, t, h, D] of this rank's row to [1, T, h / P, D] of its heads; heads of values go with their keys' heads."""
     size, groups = division.context.size, tensors[0].shape[2]
     more = -groups % size  # heads of zeros
     by_heads = []
@@ -525,14 +524,14 @@ def _to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """Where the tokens of sequences are among chunks of so many tokens, the first chunks of all sequences first.
+    """The places of sequences' tokens in chunks; the first chunks of all sequences come first.
 
     Args:
         places: int64 [T].
-        counts: Chunks of each step of the scan: those of the sequences that are long enough, the longest ones first.
+        counts: Chunks of each step of the scan, one for each sequence that is long enough, longest first.
         size: Tokens of a chunk.
-        first: Of the first sequence, its place in each step.
-        last: The last step that it has a chunk in.
+        first: The place of the first sequence in each step.
+        last: The last step with a chunk of the first sequence.
     """
 
     places: Tensor
@@ -543,7 +542,7 @@ class _Chunks:
 
 
 def _cheapest_size(lengths: Sequence[int], key: int, value: int) -> int:
-    """Tokens of a chunk, by the widths of heads: short ones waste less on short sequences, long ones need fewer steps."""
+    """Tokens of a chunk, by the widths of heads: short chunks waste less on short sequences, long ones need fewer steps."""
 
     def cost(size: int) -> float:
         padded = sum(-(-n // size) * size for n in lengths)
@@ -566,7 +565,7 @@ def _chunks_of(lengths: Sequence[int], size: int, device: torch.device) -> _Chun
 
 
 def _chunked(x: Tensor, heads: tuple[int, int], chunks: _Chunks) -> Tensor:
-    """[T, h, D] as [chunks, *heads, tokens, D], zeros where a sequence has ended."""
+    """[T, h, D] as [chunks, *heads, tokens, D], with zeros behind the end of a sequence."""
     rows = x.new_zeros(sum(chunks.counts) * chunks.size, *x.shape[1:]).index_copy_(0, chunks.places, x)
     whole = rows.view(-1, chunks.size, *x.shape[1:]).transpose(1, 2).contiguous()
     return whole.view(-1, *heads, chunks.size, x.shape[2])
@@ -585,8 +584,8 @@ def delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule within each sequence of a row: `S = exp(decay) S`, `S = S + beta k (v - k S)`, `out = q S`.
 
-    Within chunks all tokens of the row at once, by the WY representation; over chunks one step after the other, in each the
-    next chunk of every sequence (Yang et al., 2024, section 3.3). In fp32, or the dtype of the inputs where that is wider.
+    Within chunks it computes all tokens of the row at once, by the WY representation; over chunks it steps through the next
+    chunk of every sequence (Yang et al., 2024, section 3.3). In fp32, or the inputs' dtype if wider.
 
     Args:
         query: [1, T, G, K], scaled here by K ** -0.5.
@@ -596,8 +595,8 @@ def delta_rule(
         beta: [1, T, H].
         lengths: Tokens of each sequence.
         state: [H, K, V] of the first sequence before its first token; 0 when None.
-        continues: Whether the state of the first sequence behind its last token is wanted.
-        normalizes: Whether queries and keys are divided by their norms first.
+        continues: Whether to return the state of the first sequence behind its last token.
+        normalizes: Whether to divide queries and keys by their norms first.
 
     Returns:
         [1, T, H, V] in the dtype of the queries, and the state [H, K, V] or None.
@@ -613,7 +612,7 @@ def delta_rule(
     size = _cheapest_size(lengths, key.shape[-1], value.shape[-1])
     chunks = _chunks_of(lengths, size, value.device)
 
-    each = (groups, many // max(groups, 1))  # a head of keys, and those of values that it has
+    each = (groups, many // max(groups, 1))  # heads of keys, and heads of values for each
     q, k = (_chunked(x, (groups, 1), chunks) for x in (query * query.shape[-1] ** -0.5, key))
     v, b, g = (_chunked(x, each, chunks) for x in (value, beta[..., None], decay[..., None]))
     total = g.cumsum(-2)
@@ -634,7 +633,7 @@ def delta_rule(
 
 
 def _scan(steps: Any, states: Tensor, chunks: _Chunks, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The chunks of each step after those of the step before: what they give, and the first sequence's state at its end."""
+    """Runs the steps in order; returns all outputs, and the first sequence's state at its end."""
     if state is not None:
         states = states.index_copy(0, torch.tensor([chunks.first], device=states.device), state.to(states)[None])
     outs, last = list[Tensor](), None

@@ -1,21 +1,19 @@
 """Log-probabilities of labels, and their cross entropy, over a vocabulary cut by tp: logits are never gathered.
 
-The loss of a micro-batch is `sum(CE) / N` with N the label tokens of the whole mini-batch, so that plain sums over
-micro-batches, replicas and buckets give the token mean. With label smoothing e, CE becomes what the `LabelSmoother` of
-transformers computes: `(1 - e) * -log p[label] + e * mean over the vocabulary of -log p`.
+The loss of a micro-batch is `sum(CE) / N` with N the label tokens of the whole mini-batch, so plain sums over micro-batches,
+replicas and buckets give the token mean. With label smoothing e, CE equals the `LabelSmoother` of transformers:
+`(1 - e) * -log p[label] + e * mean over the vocabulary of -log p`.
 Shapes: T packed tokens, V local vocabulary rows.
 
-Losses of the user's own, as a part of the exact sum over the mini-batch.
+Custom losses are also exact sums over the mini-batch: over packs, replicas and phases, divided by its N label tokens.
 
-Two kinds, both summed over packs, replicas and phases and divided by the N label tokens of the whole mini-batch:
+* `TokenLoss`: a sum over tokens of a function of the label's log-probability, the label, and numbers of the data set. Called
+  on any slice of a pack, so it costs as much as the cross entropy, and the vocabulary may be cut.
+* `SequenceLoss`: a sum over sequences of a function of their logits, as the stock Trainer's `compute_loss_func`. Called once
+  for each sequence with its whole logits; a cut vocabulary is gathered first.
 
-* `TokenLoss`: a sum over tokens of something that the log-probability of the label, the label, and numbers of the data
-  set say. Called on any slice of a pack, so it costs what the cross entropy costs, and the vocabulary may be cut.
-* `SequenceLoss`: a sum over sequences of something that needs their logits, as the stock Trainer's `compute_loss_func`.
-  Called once for each sequence with its whole logits; a cut vocabulary is gathered first.
-
-Both are checked before the first step (`check`) with random numbers: the value and the gradient on a whole must be the
-sums of those on its parts, or the result would depend on the packing.
+Both are checked before the first step (`check`) with random numbers: the value and gradient of a whole must be the sums of
+its parts' values and gradients, or the result would depend on the packing.
 Shapes: T tokens of a slice, L tokens of a sequence, V rows of the vocabulary.
 """
 
@@ -41,11 +39,11 @@ class _VocabParallelLogProbabilities(torch.autograd.Function):
 
     With smoothing e the mean of z over the vocabulary joins the exchange: the result is
     `(1 - e) * z[label] + e * mean(z) - log(sum(exp(z)))`. Positions without a label have 0.
-    Every rank of the group must go on in the same way: what comes back is the gradient of a value that all of them have.
+    Every rank of the group must use the result in the same way: the gradient is of a value that all of them have.
 
     Megatron-LM (Shoeybi et al., 2019, section 3) computes the loss of a parallel output embedding from two reductions,
-    the peak and then the sum. Here every shard sums relative to a peak of its own, and the sums are rescaled when they
-    meet, as online softmax does with blocks (Milakov and Gimelshein, 2018): half the latency.
+    the peak and then the sum. Here every shard sums relative to its own peak, and the sums are rescaled when they meet, as
+    online softmax does with blocks (Milakov and Gimelshein, 2018): half the latency.
     """
 
     @staticmethod
@@ -63,14 +61,14 @@ class _VocabParallelLogProbabilities(torch.autograd.Function):
         mine = (local >= 0) & (local < z.shape[-1]) & (labels != IGNORE)
         row = torch.where(mine, local, 0)
         if z.shape[-1]:
-            # of this shard; finite where it masks all its rows
+            # this shard's peak; finite even if all its rows are masked
             peak = z.amax(-1).clamp_(min=torch.finfo(z.dtype).min)
             target = torch.where(mine, z.gather(-1, row[:, None])[:, 0], 0.0)
         else:  # a shard without vocabulary rows
             peak, target = z.new_full(z.shape[:-1], torch.finfo(z.dtype).min), z.new_zeros(z.shape[:-1])
         if smoothing:
             target = (1 - smoothing) * target + smoothing / vocab_size * z.sum(-1)
-        # a converted copy is ours to overwrite; the logits themselves are not
+        # a converted copy may be overwritten, the logits may not
         probability = (z - peak[:, None] if z is logits else z.sub_(peak[:, None])).exp_()
         total, own_peak = probability.sum(-1), peak
         if group is not None:
@@ -96,7 +94,7 @@ class _VocabParallelLogProbabilities(torch.autograd.Function):
 
 
 def _of_all_shards(values: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """[values, shards, T]: some [T] of every shard, in the same order on all of them."""
+    """[values, shards, T]: some [T] of every shard, in the same order on all."""
     own = torch.stack(values)
     shards = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     with CLOCK.waiting:
@@ -117,14 +115,14 @@ def vocab_parallel_log_probabilities(
 
     Args:
         logits: [T, V], this rank's rows of the vocabulary, in any floating dtype; computed in fp32 or wider.
-        labels: int64 [T], already shifted: the target of each position, `IGNORE` where there is none.
+        labels: int64 [T], already shifted: the target of each position, or `IGNORE`.
         first_row: The vocabulary row of `logits[:, 0]`.
         group: The tensor-parallel group, or None when the vocabulary is whole.
-        smoothing: Label smoothing, from 0 to 1: the smoothed targets' log-probability then.
-        vocab_size: Rows of the whole vocabulary; those of `logits` when None. Needed by smoothing over a group.
+        smoothing: Label smoothing, from 0 to 1; the result is then the smoothed targets' log-probability.
+        vocab_size: Rows of the whole vocabulary; the width of `logits` when None. Needed by smoothing over a group.
 
     Returns:
-        [T], fp32 or wider, equal on all ranks of the group; 0 where there is no label.
+        [T], fp32 or wider, equal on all ranks of the group; 0 for positions without a label.
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     log_probabilities: Tensor = _VocabParallelLogProbabilities.apply(
@@ -134,22 +132,22 @@ def vocab_parallel_log_probabilities(
 
 
 def of_nothing(logits: Tensor, tokens: slice) -> Tensor:
-    """The loss 0 of logits [t, V] that are of no token of a pack; its gradient is 0, whatever they are."""
+    """The loss 0, with gradient 0, of any logits [t, V] of idle tokens."""
     zeros = partial(torch.zeros, logits.shape, dtype=logits.dtype, device=logits.device)
     return with_gradient(lambda x: torch.zeros((), dtype=torch.float64, device=x.device), lambda _: zeros(), logits)
 
 
 # -- scores -----------------------------------------------------------------------------------------------------------
 
-# What losses of whole sequences read of each token's logits, over a vocabulary cut over the tensor-parallel group.
+# Per-token values of the logits that losses of whole sequences read, over a vocabulary cut over the tensor-parallel group.
 #
-# Of the distribution p of the logits z = logits / temperature of a token, and its label:
+# For a token's label, and the distribution p of its logits z = logits / temperature:
 #
 # * log_probs: log p[label], and entropy: -sum(p log p). Both have a gradient;
 # * log_sum_sq_probs: log(sum(p^2)), mean_logits: the mean of z over the vocabulary, is_top1: whether the label has the
 #   largest z. Without a gradient.
 #
-# The fields of TRL's `FusedCausalLMOutput`; 0 where there is no label. Shapes: T tokens, V local vocabulary rows.
+# These are the fields of TRL's `FusedCausalLMOutput`; 0 without a label. Shapes: T tokens, V local vocabulary rows.
 
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -178,7 +176,7 @@ class _Scores(torch.autograd.Function):
         log_total = over_shards((z - peak[:, None]).exp().sum(-1)).log()
         log_p = (z - (peak + log_total)[:, None]).clamp_(
             min=lowest
-        )  # of a masked row it is -inf, and p * log_p not a number
+        )  # -inf for a masked row, where p * log_p would be NaN
         p = log_p.exp()
         local = labels - first_row
         mine = (local >= 0) & (local < width) & (labels != IGNORE)
@@ -216,9 +214,9 @@ def token_scores(
 
     Args:
         logits: [T, V], this rank's rows of the vocabulary, in any floating dtype.
-        labels: int64 [T], already shifted; -100 where there is none.
+        labels: int64 [T], already shifted; -100 for no label.
         first_row: The vocabulary row of `logits[:, 0]`.
-        group: The tensor-parallel group; None where the vocabulary is whole.
+        group: The tensor-parallel group; None if the vocabulary is whole.
         vocab_size: Rows of the whole vocabulary.
     """
     log_probs, entropy, others = _Scores.apply(logits, labels, first_row, group, vocab_size, temperature)
@@ -231,11 +229,11 @@ class TokenSlice:
 
     Args:
         log_probs: [T], fp32 or wider: the log-probability of each label, with gradient.
-        labels: int64 [T], the label tokens themselves.
+        labels: int64 [T], the label tokens.
         rows: int64 [T], the row of each, counted within the mini-batch over all ranks.
-        positions: int64 [T], where in its row each label token stands; the first token of a row is 0 and never a label.
-        columns: [T] each, by name: the number that the data set gives this label token, or its row. Of the dtype of
-            `log_probs`, or int64.
+        positions: int64 [T], each label token's position in its row; a row's first token is at 0 and never a label.
+        columns: [T] each, by name: the data set's number for this label token, or for its row. Of the dtype of `log_probs`,
+            or int64.
     """
 
     log_probs: Tensor
@@ -257,7 +255,7 @@ class WholeSequence:
     Args:
         logits: [1, L, V], fp32 or wider, with gradient.
         input_ids: int64 [1, L].
-        labels: int64 [1, L], as in the data set, not shifted; -100 where there is none, and at the first token.
+        labels: int64 [1, L], as in the data set, not shifted; -100 for no label, and at the first token.
         attention_mask: int64 [1, L], all 1.
         row: The data set row.
         columns: By name, [1, L] with the numbers of the tokens or [1] with the number of the row.
@@ -272,16 +270,16 @@ class WholeSequence:
 
 
 class _OwnLoss:
-    """What both kinds have.
+    """The common part of both kinds of loss.
 
     Args:
         function: The loss.
         columns: The columns of the data set that it reads.
-        name: What it is called in messages; the function's own name when None.
-        example: For the check at the start, values of the columns, [length of a row] or []; None: made-up fractions.
+        name: Its name in messages; the function's own name when None.
+        example: Values of the columns for the check at the start, [length of a row] or []; None: made-up fractions.
 
     Attributes:
-        of_model: Whether it is the loss that the model's own forward must return, too.
+        of_model: Whether the model's own forward must return this loss, too.
     """
 
     def __init__(
@@ -307,7 +305,7 @@ class TokenLoss(_OwnLoss):
     """A loss that is a sum over tokens: `function(TokenSlice) -> scalar`, the sum over its tokens, not divided."""
 
     def of(self, log_probs: Tensor, pack: TokenSlice, tokens: slice, scale: float) -> Tensor:
-        """The loss of a slice of the tokens of `tokens_of` a micro-batch, fp64, by `vocab_parallel_log_probabilities`
+        """The fp64 loss of the slice `tokens` of a micro-batch's `tokens_of`, from its `vocab_parallel_log_probabilities`
         [t]; scaled by 1 / (label tokens of the mini-batch)."""
         part = pack[tokens]
         labelled = (part.labels != IGNORE).nonzero()[:, 0]
@@ -319,7 +317,7 @@ class TokenLoss(_OwnLoss):
 
 
 def tokens_of(micro_batch: MicroBatch) -> TokenSlice:
-    """All positions of a pack, those without a label too, and without log-probabilities: [T] each."""
+    """All positions of a pack, also without a label, without log-probabilities: [T] each."""
     labels = micro_batch.labels[0]
     lengths = torch.tensor(micro_batch.lengths)
     keys = torch.tensor(micro_batch.keys or [(-1, 0)] * len(micro_batch.lengths))
@@ -328,7 +326,7 @@ def tokens_of(micro_batch: MicroBatch) -> TokenSlice:
     for name, column in micro_batch.columns.items():
         if column.dim() == 1:
             column = column.repeat_interleave(lengths.to(column.device))
-        else:  # of the label: the next token; the last one of a sequence has none
+        else:  # the label is the next token; a sequence's last token has none
             column = column[0] if micro_batch.cuts else column[0].roll(-1)
         columns[name] = column
     return TokenSlice(labels.new_empty(len(labels), 0), labels, rows, micro_batch.position_ids[0] + starts + 1, columns)
@@ -345,8 +343,8 @@ class SequenceLoss(_OwnLoss):
 
         Args:
             logits: [t, V], of the whole vocabulary.
-            micro_batch: The pack; its sequences are those that the collator named, padding is left out.
-            tokens: Which of its tokens these are, from the beginning of a sequence to the end of one.
+            micro_batch: The pack; padding (sequences that the collator did not name) is left out.
+            tokens: The place of the logits in the pack, from the beginning of a sequence to the end of one.
             scale: 1 / (label tokens of the mini-batch).
         """
         total = torch.zeros((), dtype=torch.float64, device=logits.device)
@@ -368,6 +366,6 @@ class SequenceLoss(_OwnLoss):
                 {n: c[index : index + 1] if c.dim() == 1 else c[:, place] for n, c in micro_batch.columns.items()},
             )
             total = total + self.function(sequence, num_items).double()
-        if not total.requires_grad:  # padding alone
+        if not total.requires_grad:  # nothing but padding
             total = total + logits.sum(dtype=torch.float64) * 0.0
         return total

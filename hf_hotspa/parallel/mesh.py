@@ -1,14 +1,13 @@
-"""Process groups and device meshes: made once, at start, by all ranks in one order.
+"""Process groups and device meshes: made once, at start, by all ranks in one order; and the nodes that ranks run on.
 
-Groups are shared by their tuple of ranks, so that strategies with the same groups do not make them twice, and every
-group is tied to what it is for: tensor parallel, context parallel, expert parallel, pipeline, switching, forwarding inside a
-node, agreement. A strategy's tensor-parallel, context-parallel and pipeline groups are handed to a torch `DeviceMesh`, and taken from it. There are no
-data-parallel groups until a user asks for a mesh with them: the gradient return sums over replicas.
+Strategies with the same groups of ranks share them. A group has one purpose: tensor parallel, context parallel, expert
+parallel, pipeline, switching, forwarding inside a node, agreement. A strategy's tensor-parallel, context-parallel and pipeline
+groups form a torch `DeviceMesh`. There are no data-parallel groups unless a user asks for a mesh with them: the gradient
+return sums over replicas.
 
-Which machine each rank runs on: for plans, for what is measured by machine, and for errors that name one.
-
-Ranks tell each other once, as soon as they can talk. A node is what one launcher started on one host: its host name, and the
-launcher where a host has several. Launchers number ranks node by node; where they did not, each rank counts as a node.
+Nodes serve plans, per-machine measurements, and errors that name a machine. Ranks exchange them once, as soon as they can
+communicate. A node is what one launcher started on one host: its host name, and the launcher if a host has several. Launchers
+number ranks node by node; otherwise each rank counts as a node.
 """
 
 import json
@@ -49,7 +48,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The `size` ranks that hold a layer's experts between them; `shard` is this one's, and its place in the group."""
+    """The `size` ranks that share a layer's experts; `shard` is this rank's shard and position in the group."""
 
     group: dist.ProcessGroup
     size: int
@@ -58,9 +57,9 @@ class ExpertGroup:
 
 @dataclass(frozen=True)
 class StrategyMesh:
-    """Where a rank stands in a strategy, and its groups there (None for an axis of degree 1).
+    """A rank's coordinates in a strategy, and its groups there (None for an axis of degree 1).
 
-    Coordinates and groups are those of a torch `DeviceMesh` over the ranks of the replica.
+    They match a torch `DeviceMesh` over the ranks of the replica.
     """
 
     strategy: Strategy
@@ -76,13 +75,13 @@ class ProcessGroups:
     """Makes and keeps process groups. Every rank must ask for the same groups in the same order.
 
     Args:
-        world_size: All ranks; with 1 no group is ever made.
+        world_size: All ranks; with 1 no group is made.
         timeout: How long an operation may wait for a peer.
-        switch_timeout: The same for the operations of switches; `timeout` when None.
+        switch_timeout: The same for operations of switches; `timeout` when None.
 
     Attributes:
-        switch: All ranks: what crosses nodes in a switch.
-        forward: All ranks, a communicator of its own: what a switch forwards inside a node. On NCCL a communicator that
+        switch: All ranks, for messages between nodes in a switch.
+        forward: All ranks, a separate communicator for forwarding inside a node in a switch. On NCCL a communicator that
             spans nodes uses fewer channels between the devices of a node than they have links.
         agreement: All ranks, for small host tensors.
     """
@@ -112,14 +111,14 @@ class ProcessGroups:
         return self.switch, self.forward, self.agreement
 
     def beside(self) -> dist.ProcessGroup | None:
-        """All ranks, for host tensors, a group of its own each time; None with one rank. Collective."""
+        """Makes a new group of all ranks for host tensors; None with one rank. Collective."""
         if self.world_size == 1:
             return None
         self._beside.append(backends.host_group(range(self.world_size), self.timeout))
         return self._beside[-1]
 
     def of(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
-        """The group of these ranks, None when there is only one. A collective call for all ranks of the world."""
+        """The group of these ranks; None for one rank. A collective call for all ranks of the world."""
         key = tuple(ranks)
         if len(key) == 1:
             return None
@@ -152,15 +151,15 @@ class ProcessGroups:
         return groups[strategy.group_of(self.rank, axis)]
 
     def device_mesh(self, strategy: Strategy) -> DeviceMesh | None:
-        """All ranks as a torch mesh over the axes `pp`, `dp`, `cp`, `tp` of degree above 1; None where all are 1.
+        """All ranks as a torch mesh over the axes `pp`, `dp`, `cp`, `tp` of degree above 1; None if all are 1.
 
-        A collective call for all ranks of the world: the first time for a strategy it makes the groups of replicas, which
-        nothing here needs. The other groups are those that the strategy runs on.
+        A collective call for all ranks of the world: the first call for a strategy makes the groups of replicas, which
+        nothing else needs. The other groups are the strategy's own.
         """
         return self._device_mesh(strategy, ("pp", "dp", "cp", "tp"))
 
     def _device_mesh(self, strategy: Strategy, axes: tuple[str, ...]) -> DeviceMesh | None:
-        """A torch mesh over those of some axes, outermost first, that are above 1: of all ranks, or without dp of a replica's."""
+        """A torch mesh over the given axes (outermost first) of degree above 1: of all ranks, or without dp of a replica."""
         groups = {axis: group for axis in axes if (group := self._own(strategy, axis)) is not None}
         if not groups:
             return None
@@ -178,21 +177,21 @@ class ProcessGroups:
     def warm_up(self) -> None:
         """Connects the ranks of every group made so far. Collective.
 
-        NCCL sets up a communicator in the first operation, and that must be one which all ranks of the group join; on
-        gloo the first mini-batch is spared the connecting.
+        NCCL sets up a communicator in the first operation, which all ranks of the group must join; on gloo the first
+        mini-batch then need not connect.
         """
         for group in self._joined(self.switch, self.forward, *self._by_ranks.values()):
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def abort(self) -> None:
-        """Ends what is under way in the groups whose ranks would wait for a lost peer for ever (`backends.abort`).
+        """Aborts groups whose ranks would wait for a lost peer forever (`backends.abort`), after a failure. Not collective.
 
-        After a failure; nothing can be computed with them afterwards, agreement goes on. Not collective.
+        These groups cannot be used afterwards; agreement still works.
         """
         backends.abort(self._joined(*self._by_ranks.values(), self.switch, self.forward))
 
     def close(self) -> None:
-        """Destroys the groups made here; a collective call. Nothing may be in flight."""
+        """Destroys the groups made here. Collective. Nothing may be in flight."""
         for group in self._joined(*self._by_ranks.values(), *self._of_all(), *self._beside):
             dist.destroy_process_group(group)
         self._by_ranks.clear()
@@ -206,7 +205,7 @@ class ProcessGroups:
 logger = logging.getLogger(__name__)
 
 _PEER = re.compile(r"\[([0-9a-fA-F.:]+)\]:\d+")
-"""The address of a peer as gloo writes it."""
+"""A peer's address as gloo writes it."""
 
 
 class _Talks(Protocol):
@@ -219,7 +218,7 @@ class Nodes:
 
     Args:
         names: The node of each rank.
-        addresses: The network addresses of each rank's node that no other host can have: not those of loopback.
+        addresses: The network addresses of each rank's node that no other host can have (no loopback).
     """
 
     names: tuple[str, ...]
@@ -231,18 +230,18 @@ class Nodes:
 
     @property
     def devices_per_node(self) -> int:
-        """Ranks of a node, as `hf_hotspa.cluster.Cluster` has them: the last node may have fewer."""
+        """Ranks of a node, as in `hf_hotspa.cluster.Cluster`: the last node may have fewer."""
         blocks = [len(list(block)) for _, block in groupby(self.names)]
         if len(blocks) > self.count or len({*blocks[:-1]}) > 1 or blocks[-1] > blocks[0]:
             return 1
         return blocks[0]
 
     def local(self, rank: int) -> int:
-        """How many ranks there are on the node of a rank."""
+        """The number of ranks on a rank's node."""
         return self.names.count(self.names[rank])
 
     def shown(self, ranks: Sequence[int]) -> str:
-        """` (2, 3: all ranks of node node-b)`, for all nodes of these ranks; empty in a run on one node."""
+        """` (2, 3: all ranks of node node-b)`, for all nodes of these ranks; empty if the run has one node."""
         if self.count == 1:
             return ""
         parts = []
@@ -254,7 +253,7 @@ class Nodes:
         return f" ({'; '.join(parts)})"
 
     def behind(self, text: str) -> str:
-        """` (node node-b, ranks 2, 3)` for the peer that an error names by its address; empty where no node is known by it."""
+        """` (node node-b, ranks 2, 3)` for the peer whose address an error contains; empty if no single node has it."""
         peer = _PEER.search(text)
         if peer is None or self.count == 1:
             return ""
@@ -267,12 +266,12 @@ class Nodes:
 
 
 _known: weakref.WeakKeyDictionary[dist.Store, Nodes] = weakref.WeakKeyDictionary()
-"""Of the process, by the store that all ranks share."""
+"""The nodes of this process's runs, by the store that all ranks share."""
 
 
 def own_node() -> str:
-    """What this rank says of its node, as JSON."""
-    # the number of the launcher, from torch's; other launchers tell a rank its number on the node, and so the first one there
+    """This rank's description of its node, as JSON."""
+    # torch's launcher sets its number; others set a rank's number on the node, which gives the launcher's first rank
     launcher = os.environ.get("GROUP_RANK")
     if launcher is None and {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         launcher = f"from {int(os.environ['RANK']) - int(os.environ['LOCAL_RANK'])}"
@@ -283,14 +282,14 @@ def own_node() -> str:
 
 
 def nodes_from(texts: Sequence[str]) -> Nodes:
-    """The nodes, from what each rank has said."""
-    said = [tuple(json.loads(text)) for text in texts]
+    """The nodes, from the description by each rank."""
+    descriptions = [tuple(json.loads(text)) for text in texts]
     launchers: dict[str, list[str]] = {}
-    for host, launcher, _ in said:
+    for host, launcher, _ in descriptions:
         if launcher not in launchers.setdefault(host, []):
             launchers[host].append(launcher)
-    names = [h if len(launchers[h]) == 1 else f"{h}, launcher {launchers[h].index(one)}" for h, one, _ in said]
-    return Nodes(tuple(names), tuple(frozenset(addresses) for *_, addresses in said))
+    names = [h if len(launchers[h]) == 1 else f"{h}, launcher {launchers[h].index(one)}" for h, one, _ in descriptions]
+    return Nodes(tuple(names), tuple(frozenset(addresses) for *_, addresses in descriptions))
 
 
 def nodes_of(agreement: _Talks) -> Nodes:
@@ -302,14 +301,14 @@ def nodes_of(agreement: _Talks) -> Nodes:
         nodes = _known[store] = nodes_from(agreement.texts(own_node()))
         if nodes.devices_per_node == 1 < max(map(nodes.local, range(len(nodes.names)))) and dist.get_rank() == 0:
             logger.warning(
-                "the ranks do not lie in blocks of one size on their nodes (%s): plans take each rank for a node of its own",
+                "the ranks do not lie in blocks of one size on their nodes (%s): plans treat each rank as a separate node",
                 ", ".join(nodes.names),
             )
     return _known[store]
 
 
 def known_nodes() -> Nodes | None:
-    """The nodes of this run, if the ranks have told each other already. Not collective."""
+    """The nodes of this run, if the ranks have exchanged them already. Not collective."""
     store = _store()
     return _known.get(store) if store is not None else None
 
@@ -317,6 +316,6 @@ def known_nodes() -> Nodes | None:
 def _store() -> dist.Store | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    # the store behind the default group: private in torch, and the same object as long as the group is there
+    # the store behind the default group: private in torch, and the same object as long as the group exists
     store: dist.Store = dist.distributed_c10d._get_default_store()
     return store

@@ -1,31 +1,26 @@
-"""Pipeline schedules: one stage interface, our own 1F1B and torch's schedules behind it.
+"""Pipeline schedules: one stage interface for the package's 1F1B and torch's schedules.
 
 `PipelineRunner` runs the micro-batches of one replica through its stages, forward and backward, and returns the loss.
-Which schedule runs, in which order and with which padding, is said by `packing.pipeline_order`.
+`packing.pipeline_order` chooses the schedule, the order and the padding.
 
-* Our own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different
-  shapes, fewer of them than stages, and none: every shape is known from the plan, so nothing is negotiated. It limits
-  the tokens in flight, so that a long micro-batch has few beside it.
+* The package's 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different shapes, fewer
+  than stages, or none: the plan gives every shape, so nothing is negotiated. It limits the tokens in flight, so that few
+  micro-batches are in flight beside a long one.
 * `torch.distributed.pipelining` (GPipe, 1F1B, interleaved 1F1B) serves micro-batches that share one shape, after padding. A
   schedule object is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every
-  micro-batch, so it is made for one run. It costs no more: shapes are given, nothing runs to find them.
+  micro-batch, so it is made for one run. That costs nothing more: the shapes are given, so torch need not infer them.
+* Packs cut into chunks of tokens (`+ck`, `parallel.token_chunks`) run in the package's schedule chunk by chunk (Li et al., 2021,
+  "TeraPipe"; Sun et al., 2024, "Seq1F1B"), so one long sequence fills a pipeline, too.
+* Ranks with several stages each (`+v2`) run them in interleaved 1F1B: `InterleavedRun`, also for chunks of packs, or torch's.
 
-* Packs that are cut into chunks of tokens (`+ck`, `parallel.token_chunks`) go through ours chunk by chunk (Li et al., 2021,
-  "TeraPipe"; Sun et al., 2024, "Seq1F1B"), so that one long sequence fills a pipeline, too.
+Without stages, packs run one after the other, whole or in chunks (`token_chunks.PackRunner`).
 
-* Ranks with several stages each (`+v2`) run them in interleaved 1F1B: ours (`parallel.interleaved`), for chunks of packs, too,
-  or torch's.
+Every rank of a pipeline sees the same micro-batches, and so makes the same choice.
 
-Where there are no stages, packs run one after the other, whole or in chunks (`token_chunks.PackRunner`).
-
-Every rank of a pipeline sees the same micro-batches and therefore makes the same choice.
-
-One run of a pipeline whose ranks have several stages each (`+v2`): interleaved 1F1B for packs of any sizes.
-
-The order of passes, and so of messages, is one for all ranks (`packing.pipeline_order`). A rank goes through it: its own
-passes it runs, and sends on what they made; of others' passes it posts a receive where what they make is for one of its
-stages. So both ends post their messages in the same order, whatever is between two ranks (with two of them, all messages
-are between one pair); a receive is waited for by the pass that needs it, and sends stay pending until the end.
+`InterleavedRun` serves packs of any sizes. All ranks have one order of passes, and so of messages (`packing.pipeline_order`). A
+rank goes through it: it runs its own passes, and sends on their results; for another rank's pass it posts a receive if the
+result is for one of its stages. So both ends post their messages in the same order, whatever two ranks exchange (with two
+ranks, all messages are between one pair). The pass that needs a message waits for it, and sends stay pending until the end.
 
 Gradients reach a weight in the order of its stage's backward passes, which is the same in every run.
 """
@@ -60,12 +55,12 @@ logger = logging.getLogger(__name__)
 
 
 class InterleavedRun:
-    """One run on one rank.
+    """One run of interleaved 1F1B on one rank.
 
     Args:
-        stages: This rank's, in the order of the pipeline.
-        group: The ranks of the pipeline; this one's place there is `index`.
-        chunks: For each of its stages the chunks (or whole packs) of the replica; the same on every rank.
+        stages: This rank's stages, in the order of the pipeline.
+        group: The ranks of the pipeline; `index` is this rank's place there.
+        chunks: The replica's chunks (or whole packs), for each of the rank's stages; the same on every rank.
     """
 
     def __init__(
@@ -86,7 +81,7 @@ class InterleavedRun:
         self._loss = torch.zeros((), dtype=torch.float64, device=stages[0].device)
 
     def run(self, order: Sequence[Turn]) -> Tensor:
-        """Runs all passes of an `interleaved_order`; fp64: the sum of scaled losses where the pipeline ends, else 0."""
+        """Runs an `interleaved_order`; returns the fp64 sum of scaled losses on the rank of the last stage, else 0."""
         for turn in order:
             target = turn.stage + (-1 if turn.is_backward else 1)
             if turn.stage % self._num_ranks == self._index:
@@ -107,15 +102,14 @@ class InterleavedRun:
         return self._chunks[turn.stage // self._num_ranks][turn.unit]
 
     def _room(self, turn: Turn, target: int) -> Tensor:
-        """What another rank's pass makes for a stage of this one is received here."""
-        if turn.is_backward:  # the gradient of what the stage has made
+        if turn.is_backward:  # the gradient of the stage's output
             return torch.empty_like(self._outs[target, turn.unit], memory_format=torch.contiguous_format)
         stage = self._stage(target)
         shape = stage.hidden_shape(self._chunks[0][turn.unit].micro_batch)
         return torch.empty(shape, dtype=stage.compute_dtype, device=stage.device)
 
     def _post(self, kind: Any, tensor: Tensor, turn: Turn, stage: int) -> Any:
-        """Sends to, or receives from, the rank of a stage. Tags keep messages apart on gloo; NCCL goes by their order."""
+        """Sends to, or receives from, the rank of a stage. Tags match messages on gloo; NCCL matches them by order."""
         tag = 2 * (turn.stage * self._num_units + turn.unit) + turn.is_backward
         peer = stage % self._num_ranks
         with CLOCK.waiting:
@@ -158,7 +152,7 @@ class InterleavedRun:
         return hidden.grad.contiguous()
 
 
-# an older torch has no such argument (it hands it on to the stage), and always keeps the outputs
+# an older torch lacks this argument (and would pass it on to the stage), and always keeps the outputs
 _STEPS = Schedule1F1B.step, ScheduleInterleaved1F1B.step
 _NO_OUTPUTS = {"return_outputs": False} if all("return_outputs" in signature(s).parameters for s in _STEPS) else {}
 
@@ -167,10 +161,10 @@ class PipelineRunner(PackRunner):
     """Runs a replica's micro-batches through the stages of a pipeline.
 
     Args:
-        stages: This rank's stage, or several of `+v2` in the order of the pipeline.
+        stages: This rank's stage, or several (`+v2`) in the order of the pipeline.
         schedule: One of `SCHEDULES`.
-        pad_token_id: What padding is made of, where a schedule needs one shape.
-        pair_cost: Cost of a pair of tokens relative to that of one: what chunks of equal time are cut by.
+        pad_token_id: The token of padding, for schedules with one shape.
+        pair_cost: Cost of a pair of tokens relative to a token; makes chunks of equal time.
 
     Raises:
         StrategyError: one of torch's schedules in a pipeline of chunks, or its GPipe with several stages on a rank.
@@ -211,7 +205,7 @@ class PipelineRunner(PackRunner):
                 return self._interleaved(micro_batches, scale).run(turns.order)
             padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, turns.tokens, strict=True)]
             loss = self._torch.run(turns.kind, padded, scale)
-            assert loss is not None  # it has got so many packs
+            assert loss is not None  # it has enough packs
             return loss
         if joint is not None:
             return self._own(chunks, scale, joint)
@@ -223,7 +217,7 @@ class PipelineRunner(PackRunner):
         padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, passes.tokens, strict=True)]
         for first, end in passes.groups:
             of_passes = self._torch.run(passes.kind, padded[first:end], scale)
-            if of_passes is None:  # ours holds as much with fewer packs than stages
+            if of_passes is None:  # the package's schedule holds as much with fewer packs than stages
                 order = choose_passes("own", passes.tokens[first:end], self._num_stages).operations(self._index)
                 of_passes = self._own(_joined(self._packs.chains(padded[first:end])), scale, order)
             loss += of_passes
@@ -252,8 +246,8 @@ class PipelineRunner(PackRunner):
         if passes.replaced and self._speaks:
             self._speaks = False
             logger.warning(
-                "%s: padded packs in flight under the schedule %s would be more than %s tokens on a stage; own (1F1B without"
-                " padding) runs in its place wherever that is so",
+                "%s: padded packs in flight under the schedule %s would be more than %s tokens on a stage; in those cases own"
+                " (1F1B without padding) runs instead",
                 self._name,
                 self._schedule,
                 most_tokens,
@@ -265,21 +259,21 @@ def _joined(chains: Sequence[list[Chunk]]) -> list[Chunk]:
 
 
 _Message = tuple[Tensor, int, int]
-"""Tensor, neighbour, tag; tags keep forward and backward of each chunk apart on gloo."""
+"""Tensor, neighbour, tag; tags distinguish forward and backward of each chunk on gloo."""
 
 
 class OneForwardOneBackward:
-    """One run of our own schedule.
+    """One run of the package's non-interleaved schedule.
 
-    What a stage sends to a neighbour and receives from the same neighbour next is posted as one batch: two blocking
-    operations on a pair's NCCL communicator could wait for each other. Sends stay pending until the end, so that a
-    stage never waits for its receiver. Without gradients nothing is kept for a backward.
+    A stage posts its send to a neighbour and its next receive from the same neighbour as one batch: two blocking operations
+    on a pair's NCCL communicator could wait for each other. Sends stay pending until the end, so that a stage never waits for
+    its receiver. Without gradients nothing is kept for a backward.
     """
 
     def __init__(self, stage: Stage, group: dist.ProcessGroup, index: int) -> None:
         self._stage, self._group, self._index = stage, group, index
         self._pending: list[tuple[Any, Tensor | None]] = []
-        self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # what went into a forward, and what came out
+        self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # input and output of a forward
         self._loss = torch.zeros((), dtype=torch.float64, device=stage.device)
 
     def run(self, chunks: Sequence[Chunk], scale: float, order: Sequence[Operation]) -> Tensor:
@@ -298,8 +292,8 @@ class OneForwardOneBackward:
         return self._loss
 
     def _hand_over(self, message: _Message | None, wanted: _Message | None) -> Tensor | None:
-        """Sends what the last operation made, and receives what the next one needs: together where it is one neighbour.
-        Otherwise the send goes first, by itself."""
+        """Sends the last operation's result, and receives the next one's input: together if it is one neighbour; otherwise
+        the send goes first."""
         if message is None or wanted is None or message[1] == wanted[1]:
             return self._exchange(message, wanted)
         self._exchange(message, None)
@@ -338,7 +332,7 @@ class OneForwardOneBackward:
         return hidden.grad.contiguous(), self._index - 1, 2 * i + 1
 
     def _exchange(self, send: _Message | None, receive: _Message | None) -> Tensor | None:
-        """Posts a send and a receive together; returns what was received."""
+        """Posts a send and a receive together; returns the received tensor."""
         operations = [
             dist.P2POp(kind, tensor, group=self._group, tag=tag, group_peer=peer)
             for kind, message in ((dist.irecv, receive), (dist.isend, send))
@@ -371,7 +365,7 @@ class _StageModule(nn.Module):
 
 
 class _TimedStage(PipelineStage):
-    """A stage that tells its computation from what the schedule does around it, which is waiting for other stages."""
+    """Times a stage's computation, apart from the schedule around it, which waits for other stages."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with CLOCK.computing:
@@ -388,7 +382,7 @@ class _TorchSchedules:
         self._modules = [_StageModule(stage) for stage in stages]
 
     def run(self, kind: str, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor | None:
-        """The loss; None, and nothing has run, where an older torch refuses GPipe with fewer packs than stages."""
+        """The loss; None, without having run, if an older torch does not support GPipe with fewer packs than stages."""
         try:
             schedule = self._make(kind, micro_batches)
         except ValueError:

@@ -1,18 +1,16 @@
-"""Rotary tables that depend on how long a row is, computed for each sequence of a pack by its own length.
+"""Rotary tables that depend on the length of a row, for each sequence of a pack by its own length; and counted positions.
 
-* ``longrope`` (Phi-3.5, Phi-4-mini) has short factors for rows of up to `original_max_position_embeddings` tokens, the border,
-  and long ones for longer rows.
+* ``longrope`` (Phi-3.5, Phi-4-mini) has short factors for rows of up to `original_max_position_embeddings` tokens (the border),
+  and long factors for longer rows.
 * ``dynamic`` stretches its tables for rows beyond `max_position_embeddings`. No bucket takes such rows (`check_buckets`),
-  so its tables are always those it was built with.
+  so its tables never change.
 
-transformers looks at the largest position that it is given. A rank of cp, or a chunk, has a part of a row, and a pack has
-rows of both sides: so the module is asked for one side at a time, with a position behind the others that says which.
+transformers decides by the largest position in its input. A rank of cp, or a chunk, has a part of a row, and a pack has rows
+on both sides of the border. So the module is called for one side at a time, with one more position at the end that selects it.
 
-Positions of families that count them from the ids: RoBERTa and its kin number the tokens that are no padding.
-
-Such an embedding computes its positions itself when it is given none: the first token is at `padding_idx + 1`, and a token
-with the id of padding is at `padding_idx` and not counted (fairseq's `make_positions`). A pack must give every token the
-position that it has where its sequence stands alone.
+RoBERTa and related families count positions from the ids of the tokens that are not padding: the first token is at
+`padding_idx + 1`, and a token with the padding id is at `padding_idx` and not counted (fairseq's `make_positions`). In a pack
+every token must get the position that it has when its sequence stands alone.
 """
 
 from collections.abc import Collection
@@ -31,7 +29,7 @@ LONGROPE, DYNAMIC = "longrope", "dynamic"
 
 
 def length_borders(config: Any) -> tuple[int, ...]:
-    """Lengths, in tokens, up to which rows have other tables than longer ones; none where tables do not depend on it."""
+    """The row lengths, in tokens, above which other tables apply; empty if tables do not depend on the length."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     borders = {
         rope.get("original_max_position_embeddings") if rope.get("rope_type") == LONGROPE else most
@@ -43,10 +41,10 @@ def length_borders(config: Any) -> tuple[int, ...]:
 
 
 def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collection[str]) -> None:
-    """Refuses tables by the length of a row that are not computed once for all layers by a module of transformers.
+    """Raises an error for length-dependent tables unless a module of transformers computes them once for all layers.
 
     Args:
-        layers: What the names of modules in decoder layers of the base model begin with.
+        layers: The name prefixes of modules in decoder layers of the base model.
 
     Raises:
         UnsupportedError: naming the rope type.
@@ -59,14 +57,14 @@ def refuse_hidden_rope(config: PreTrainedConfig, base: nn.Module, layers: Collec
                 f"{config.get_text_config().model_type} config has rope_type={kind!r}",
                 why="it depends on the length of a row, and is computed inside of the layers"
                 if names
-                else "it depends on the length of a row, and no module of the model says that it computes it",
+                else "it depends on the length of a row, and no module of the model declares that it computes it",
                 fix="use a rope type that does not depend on the length (default, linear, yarn, llama3)",
             )
 
 
 class RopeByRow:
-    """Makes the rotary modules of a replica compute each token's table by the length of its own sequence; `is_needed`
-    says whether there is one whose table depends on the length."""
+    """Makes a replica's rotary modules use, for each token, the table for the length of its sequence; `is_needed` if there is
+    a module whose table depends on the length."""
 
     def __init__(self, model: nn.Module) -> None:
         self._lengths: tuple[int, ...] = ()
@@ -124,7 +122,7 @@ _METHOD = "create_position_ids_from_input_ids"
 
 
 def counting_from(base: nn.Module, family: str) -> int | None:
-    """The id of padding from which a base model counts positions; None where it takes them from 0.
+    """The padding id from which a base model counts positions; None if positions start at 0.
 
     Raises:
         UnsupportedError: it computes positions from the ids in an unknown way.
@@ -138,18 +136,18 @@ def counting_from(base: nn.Module, family: str) -> int | None:
         expected = [[padding + 1, padding, padding + 2, padding + 3]]
         try:
             positions = getattr(counting, _METHOD)(ids, padding).tolist()
-        except Exception:  # whatever the family's code raises when it is asked in this way
+        except Exception:  # whatever the family's code raises for this call
             positions = None
         if positions == expected:
             return padding
     raise UnsupportedError(
-        f"{type(counting).__name__} of {family} computes the positions of tokens from their ids in a way of its own",
+        f"{type(counting).__name__} of {family} computes the positions of tokens from their ids in a way that is not supported",
         why="the sequences of a pack would get other positions than alone",
     )
 
 
 def counted_positions(micro_batch: MicroBatch, padding: int) -> Tensor:
-    """[1, T] int64: the positions of the tokens of whole sequences, counted from the id of padding."""
+    """[1, T] int64: the positions of the tokens of whole sequences, counted from the padding id."""
     counts = micro_batch.input_ids[0] != padding
     upto = counts.long().cumsum(0)
     ends = micro_batch.cu_seqlens.long()
@@ -159,5 +157,5 @@ def counted_positions(micro_batch: MicroBatch, padding: int) -> Tensor:
 
 
 def with_counted_positions(micro_batch: MicroBatch, padding: int) -> MicroBatch:
-    """The same pack of whole sequences with the positions of `counted_positions`."""
+    """The same pack of whole sequences with `counted_positions`."""
     return replace(micro_batch, position_ids=counted_positions(micro_batch, padding))

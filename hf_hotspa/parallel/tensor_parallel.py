@@ -1,22 +1,21 @@
 """Tensor parallelism on plain local tensors, following the model's Hugging Face plan.
 
-The styles of the plan become wrappers around the forward of single modules, with collectives that autograd knows.
-Nothing here reduces a gradient of a parameter: what a parameter's gradient means over tp (whole, shard, or part of a
-sum) is known to the gradient layout, and the gradient return adds it up. Why not the stock styles: they are wrong under
-gradient accumulation for q/k norms, refuse tp above the key/value heads, gather full logits, and are 1.1-2.8 times
-slower on CPU.
+The styles of the plan become wrappers around the forward of single modules, with differentiable collectives. No parameter
+gradient is reduced here: the gradient layout knows whether it is whole, a shard, or part of a sum over tp, and the gradient
+return adds it up. The stock styles are not used: they are wrong under gradient accumulation for q/k norms, do not support tp
+above the key/value heads, gather full logits, and are 1.1-2.8 times slower on CPU.
 
 Sequence parallelism: between the parts of a layer that tp divides, each rank holds only its share of the tokens.
 
-The residual stream, the norms and everything else that works token by token runs on T/t of the T tokens of a pack. The
-tokens are gathered where an attention or MLP block begins and before the head (`Replica`), and summed and scattered where a
-row-parallel projection ends (and after the embedding): the all-reduce of plain tensor parallelism in two halves, for
-the same bytes (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models", section
-4.2.2). Nothing here needs to know a family: a block is the module that owns the projections the plan cuts.
+The residual stream, the norms and all other token-wise modules run on T/t of the T tokens of a pack. Tokens are gathered at
+the start of an attention or MLP block and before the head (`Replica`), and summed and scattered at the end of a row-parallel
+projection (and after the embedding). That is the all-reduce of plain tensor parallelism in two halves, for the same bytes
+(Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2). It works for any
+family: a block is the module that owns the projections the plan cuts.
 
-Promise: T is a multiple of t (`Replica.forward` pads a pack with an isolated sequence). Every parameter outside of
-blocks, and every bias of a row-parallel projection, has a gradient that is a part of a sum over the tp group; the
-gradient layout adds it up.
+Promise: T is a multiple of t (`Replica.forward` pads a pack with an isolated sequence). The gradient of every parameter
+outside of blocks, and of every bias of a row-parallel projection, is a part of a sum over the tp group; the gradient layout
+adds it up.
 """
 
 import copy
@@ -40,7 +39,7 @@ EXPERTS, IDENTITY_EXPERT, LATENT = "experts", "identity_expert", "latent"
 
 
 def _copy_to_shards(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensor itself; its gradient is the sum of what the shards send back."""
+    """Returns the tensor itself; its gradient is summed over the shards."""
 
     def summed(grad: Tensor) -> Tensor:
         # a clone: autograd may share this tensor with another branch, and reducing in place would corrupt that one
@@ -53,7 +52,7 @@ def _copy_to_shards(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _SumOfShards(torch.autograd.Function):
-    """Sum over the shards forward, in place; every shard receives the whole gradient."""
+    """Sums over the shards forward, in place; every shard receives the whole gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -68,7 +67,7 @@ class _SumOfShards(torch.autograd.Function):
 
 
 def _all_gather_last(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
-    """Concatenates the last dim over the shards, in shard order; widths may differ, so the wire carries the widest."""
+    """Concatenates the last dim in shard order; widths may differ, so every rank sends the widest."""
     widest = max(widths)
     padded = functional.pad(x, (0, widest - x.shape[-1])).contiguous()
     received = [torch.empty_like(padded) for _ in widths]
@@ -85,8 +84,8 @@ def _slice_of_shard(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGrou
 
 
 def gather_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
-    """The whole last dim of what the ranks of a group have shards of ([..., own width]; `widths` in the order of
-    shards), for something that all of them do alike."""
+    """Gathers the last dim ([..., own width]; `widths` in the order of shards) for a computation that all ranks of the group
+    repeat."""
     place: dict[str, Any] = {"widths": widths, "tensor_group": tensor_group}
     return with_gradient(partial(_all_gather_last, **place), partial(_slice_of_shard, **place), x)
 
@@ -102,10 +101,10 @@ def _has_gradient(x: Tensor) -> bool:
 
 
 class _SharedInput:
-    """Gives column-parallel modules that read the same tensor one copy of it, so that its gradient is reduced once.
+    """Gives column-parallel modules with the same input one copy of it, so that its gradient is reduced once.
 
-    Queries, keys and values (or gate and up) get the very same input object one after the other; autograd sums their
-    gradients at the shared copy and one all-reduce serves them all instead of one each.
+    Queries, keys and values (or gate and up) get the same input object one after the other; autograd sums their gradients at
+    the shared copy, and one all-reduce serves them all.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -121,7 +120,7 @@ class _SharedInput:
         return cast(Tensor, self._copied)
 
     def clear(self) -> None:
-        """Lets go of the last tensor; called when a forward ends, so that no activation outlives its micro-batch."""
+        """Releases the last tensor; called at the end of a forward, so that no activation outlives its micro-batch."""
         self._input = self._copied = None
 
 
@@ -144,7 +143,7 @@ def wrap(
     leave: OnTensor | None = None,
     forward: Callable[..., Any] | None = None,
 ) -> None:
-    """Makes a module do something with every tensor that goes in, and with what comes out of its forward or of another."""
+    """Makes a module apply `enter` to every input tensor, and `leave` to the output of its forward, or of `forward`."""
     module.forward = partial(_wrapped, forward=forward or module.forward, enter=enter, leave=leave)
 
 
@@ -161,11 +160,11 @@ def _whole_product(y: Tensor, *, linear: nn.Linear, sum_of: OnTensor) -> Tensor:
 def wrap_rowwise(module: nn.Module, sum_of: OnTensor, enter: OnTensor | None = None) -> None:
     """Makes a row-parallel projection add up its products over the shards.
 
-    The adapter of a LoRA layer joins the sum of its base, whose forward loses its bias for that.
+    A LoRA layer's adapter joins the sum of its base, whose forward then omits the bias.
 
     Args:
-        sum_of: The sum over the group, for autograd.
-        enter: What becomes of its input.
+        sum_of: The differentiable sum over the group.
+        enter: Applied to its input.
     """
     linear = cast(nn.Linear, base_layer(module))
     product: Callable[..., Any] = partial(_product, linear=linear)
@@ -182,8 +181,8 @@ def _embedding(ids: Tensor, *, forward: OnTensor, first_row: int, num_rows: int,
 
 
 def wrap_embedding(module: Any, widths: tuple[int, ...], shard: int, sum_of: OnTensor) -> None:
-    """Makes an embedding look up the rows of its shard of the vocabulary (`widths`: of each), and add up what the
-    shards find with `sum_of`, for autograd."""
+    """Makes an embedding look up the rows of its shard of the vocabulary (`widths`: of each shard), and add up the shards'
+    results with the differentiable `sum_of`."""
     first_row, num_rows = sum(widths[:shard]), widths[shard]
     padding = module.padding_idx
     # the padding row's gradient is zero; its local index exists on one shard only
@@ -196,8 +195,8 @@ def wrap_embedding(module: Any, widths: tuple[int, ...], shard: int, sum_of: OnT
 def _latent(out: Tensor, *, rotary_size: int, group: dist.ProcessGroup) -> Tensor:
     """The latent of keys and values and, in the last columns, the rotary key of all heads.
 
-    The latent goes through a column-parallel projection, which reduces its gradient; the rotary key is read by the heads
-    of every rank directly, so its gradient is reduced here.
+    The latent enters a column-parallel projection, which reduces its gradient; the heads of every rank read the rotary key
+    directly, so its gradient is reduced here.
     """
     if not _has_gradient(out):
         return out
@@ -206,7 +205,7 @@ def _latent(out: Tensor, *, rotary_size: int, group: dist.ProcessGroup) -> Tenso
 
 
 def _share_bias(experts: nn.Module, size: int) -> None:
-    """Makes experts that add a bias to what is summed over the shards add this rank's share of it."""
+    """Makes experts whose outputs are summed over the shards add this rank's share of their bias."""
     if getattr(experts, "down_proj_bias", None) is not None:
         experts.forward = partial(_with_share_of_bias, experts, experts.forward, size)
 
@@ -233,12 +232,12 @@ def apply_tensor_parallel(
     """Wraps the forward of every module that has a style; its parameters must be (or become) this rank's shards.
 
     Args:
-        styles: A style of this file by module name; a name without a module (another stage's) is passed over.
-        widths: By name of a linear layer or embedding, the size of every shard along the dim that is cut.
+        styles: A style of this file by module name; names without a module (of other stages) are skipped.
+        widths: By name of a linear layer or embedding, the size of every shard along the cut dim.
         tensor_group: The group and this rank's shard.
 
     Returns:
-        A function to call after every forward, which drops cached inputs.
+        A function to call after every forward; it drops cached inputs.
     """
     group = tensor_group.group
     shared = _SharedInput(group)
@@ -250,11 +249,11 @@ def apply_tensor_parallel(
         return _copy_to_shards(x, group) if _has_gradient(x) else x
 
     def sum_of_experts(x: Tensor) -> Tensor:
-        # a copy is summed: the family's own operations may have saved their output for the backward
+        # sums a copy: the family's own operations may have saved their output for the backward
         return sum_of(x.clone(memory_format=torch.contiguous_format))
 
     def once(x: Tensor) -> Tensor:
-        """Of an expert without weights, which gives the same on every rank; the sum over them has to be its output once."""
+        """For an expert without weights, whose output is equal on every rank and must appear once in the sum."""
         return x / tensor_group.size
 
     for name, style in styles.items():
@@ -286,7 +285,7 @@ def apply_tensor_parallel(
 
 
 def set_local_heads(attention: nn.Module, num_heads: int, num_key_value_heads: int) -> None:
-    """Tells an attention module how many heads this rank has.
+    """Sets how many heads of an attention module this rank has.
 
     Families read the numbers from attributes or a config; the module gets its own, so that other layers do not change.
     """
@@ -303,7 +302,7 @@ def set_local_heads(attention: nn.Module, num_heads: int, num_key_value_heads: i
     if config is not None:
         config = copy.copy(config)
         for name in ("num_attention_heads", "num_key_value_heads"):
-            if name in vars(config):  # where layers differ, it is not the global value that a layer reads
+            if name in vars(config):  # where layers differ, a layer does not read the global value
                 setattr(config, name, values[name])
         attention.config = config
 
@@ -311,13 +310,13 @@ def set_local_heads(attention: nn.Module, num_heads: int, num_key_value_heads: i
 SHARDED = frozenset({COLWISE, ROWWISE})
 """The styles of projections that a block may have."""
 _LOCAL = frozenset({EXPERTS, LATENT})
-"""Styles whose parameters have a gradient that is a part of the sum on each rank, whatever gathers its input."""
+"""Styles whose parameter gradients are parts of the sum on each rank, whatever gathers the input."""
 
 
 def _of_row(
     collective: Callable[[Tensor, dist.ProcessGroup], Tensor], group: dist.ProcessGroup
 ) -> Callable[[Tensor], Tensor]:
-    """A collective for the tokens of a row [1, T, ...], or of what a mixture of experts has made of it [T, ...]."""
+    """Applies a collective to a row [1, T, ...], or to the tokens [T, ...] of a mixture of experts."""
     return lambda x: collective(x[0], group)[None] if x.dim() == 3 else collective(x, group)
 
 
@@ -340,8 +339,8 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def same_tokens(x: Tensor, group: dist.ProcessGroup | None, num_tokens: int) -> Tensor:
-    """[T/t, ...] of this rank's tokens as [T, ...] without padding, for something that all t ranks of the
-    tensor-parallel group compute alike; None where this rank has all tokens."""
+    """Gathers this rank's tokens [T/t, ...] to [T, ...] without padding, for a computation that all t ranks of the
+    tensor-parallel group repeat; `group` is None if this rank has all tokens."""
     if group is not None:
         size, index = dist.get_world_size(group), dist.get_rank(group)
         x = with_gradient(partial(gather, group=group), lambda grad: grad.chunk(size)[index], x)
@@ -357,7 +356,7 @@ def _block(*args: Any, forward: Callable[..., Any], enter: Callable[[Tensor], Te
 
 
 def blocks_of(styles: Mapping[str, str]) -> frozenset[str]:
-    """The modules that gather their input: those that own projections which tp cuts."""
+    """The modules that gather their input: owners of projections which tp cuts."""
     return frozenset(name.rpartition(".")[0] for name, style in styles.items() if style in SHARDED)
 
 
@@ -369,7 +368,7 @@ def sequence_parallel_refusal(
     experts: set[str],
 ) -> str | None:
     """Why a model cannot be sequence parallel, or None. `own` are parameters that are cut, or whose gradient is a part
-    of a sum on each shard (q/k norms); names of layers begin with `layers`; `experts` are fused."""
+    of a sum on each shard (q/k norms); `layers` are prefixes of layer names; `experts` are fused."""
     blocks = blocks_of(styles)
     mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts)
     latents = {name.rpartition(".")[0] for name, style in styles.items() if style == LATENT}
@@ -398,7 +397,7 @@ def apply_sequence_parallel(
     widths: Mapping[str, tuple[int, ...]],
     tensor_group: TensorGroup,
 ) -> None:
-    """Wraps the forward of every block, row-parallel projection, module of cut experts, and embedding. Arguments as for
+    """Wraps the forwards of blocks, row-parallel projections, cut experts, and the embedding. Arguments as for
     `apply_tensor_parallel`."""
     enter = partial(gather_tokens, group=tensor_group.group)
     leave = partial(_scatter_sum, group=tensor_group.group)
@@ -411,7 +410,7 @@ def apply_sequence_parallel(
             continue
         if style == ROWWISE:
             wrap_rowwise(module, leave)
-        elif style == EXPERTS:  # each rank runs its columns of every expert on the tokens of all
+        elif style == EXPERTS:  # each rank runs its columns of every expert on all tokens
             _share_bias(module, tensor_group.size)
             wrap(module, enter, leave)
         elif style == VOCABULARY_EMBEDDING:

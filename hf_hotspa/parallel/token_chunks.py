@@ -1,31 +1,27 @@
-"""Training a pack in chunks of tokens (`+ck`), exactly: keys and values go forward, their gradients come back.
+"""Exact training of a pack in chunks of tokens (`+ck`): keys and values go forward, their gradients come back.
 
-A token needs of the tokens before it nothing but the keys and values of each attention, so a sequence can be computed a
-chunk at a time (Li et al., 2021, "TeraPipe"). On one stage the chunks of a chain (`packing.cuts`) run in two rounds:
+From earlier tokens, a token needs only the keys and values of each attention, so a sequence can be computed chunk by chunk
+(Li et al., 2021, "TeraPipe"). On one stage the chunks of a chain (`packing.cuts`) run in two rounds:
 
 1. all but the last run forward without a graph, and leave their keys and values;
-2. from the last to the first, each runs forward with a graph, in which those of the chunks before are leaves, and backward
-   at once: from its loss, and from its own keys and values with the gradients that later chunks have added up.
+2. from the last to the first, each runs forward with a graph, in which the keys and values of earlier chunks are leaves, and
+   at once backward: from its loss, and from its own keys and values with the gradients that later chunks have summed.
 
-So one chunk's activations exist at a time (`+kg2`: those of three, and the last three run forward once), and no logits of
-more than one; what grows with a sequence are keys, values and
-the sums of their gradients, in at least fp32. With `+kh` these are in host memory: an attention fetches what it needs, and
-no graph holds what was fetched. A chain of one chunk runs forward and backward once.
+So the activations of one chunk exist at a time (`+kg2`: three chunks, and the last three run forward once), and the logits of
+one. Only keys, values and their gradient sums, in at least fp32, grow with the sequence. With `+kh` they are in host memory: an
+attention fetches what it needs, and no graph holds the copies. A chain of one chunk runs forward and backward once.
 
-In a pipeline each chunk runs forward once, in the order of its tokens, and keeps its graph until it runs backward, against
-that order (`packing.pipeline_order`); each stage keeps the keys and values of its layers.
+In a pipeline each chunk runs forward once, in the order of its tokens, and keeps its graph until it runs backward, in reverse
+(`packing.pipeline_order`); each stage keeps the keys and values of its layers.
 
-Layers of linear attention leave a state behind each chunk (`isolation`); its gradient comes from the next one alone.
+Layers of linear attention leave a state behind each chunk (`isolation`); its gradient comes from the next chunk alone.
+The balance loss of routers needs whole sequences: each chunk adds its part of the gradient (`experts.ChunkRouters`).
 
-The balance loss of routers is of whole sequences: each chunk adds its part of the gradient (`experts.ChunkRouters`).
+Promises: each chunk has one backward; the losses of a pack's chunks are one entry of the stage's `losses`.
 
-Promises: each chunk has one backward; the losses of a pack's chunks are one entry of `losses` of the stage.
-
-Keys and values that wait in host memory (`+kh`): counted by their owner, and fetched one attention ahead.
-
-The attentions of a stage come one after the other, forward in their order and backward against it. So while one computes,
-the keys and values of the next are copied already, on CUDA on a stream of their own; those of at most two are on the device.
-A wrong guess costs a copy that nobody uses, and nothing else.
+Keys and values in host memory (`+kh`) are counted, and fetched one attention ahead, in the attentions' order forward or in
+reverse: while one computes, the next one's are copied, on CUDA on a separate stream. The device holds at most two pairs. A
+wrong guess costs an unused copy.
 
 Shapes: P tokens of the prefix, K key/value heads, D head dim.
 """
@@ -51,12 +47,12 @@ from hf_hotspa.strategy import Strategy
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [1, K, P, D] each."""
 StateKey = tuple[nn.Module, str]
-"""A layer of linear attention, and which of its states."""
+"""A layer of linear attention, and the name of one of its states."""
 
 
 @dataclass
 class HostBytes:
-    """Bytes of keys, values and sums of their gradients in host memory with `+kh`: now, and at most so far."""
+    """Bytes of keys, values and gradient sums in host memory with `+kh`: now, and at most so far."""
 
     now: int = 0
     most: int = 0
@@ -73,7 +69,7 @@ class HostBytes:
 
 @dataclass
 class _Copies:
-    """What is being copied: of which attention, and the moment on the stream when it is there."""
+    """A copy in progress: its attention, and the event on the stream when it is done."""
 
     index: int
     pair: Pair
@@ -81,8 +77,8 @@ class _Copies:
 
 
 class PrefixFetcher:
-    """Brings the prefixes of the attentions of a stage to its device: `num_fetched` pairs were asked for, of which
-    `num_ahead` were copied, or on their way, by then."""
+    """Copies the prefixes of a stage's attentions to its device. Of `num_fetched` requested pairs, `num_ahead` were
+    copied, or in progress, when requested."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,10 +88,10 @@ class PrefixFetcher:
         self.num_fetched = self.num_ahead = 0
 
     def fetch(self, index: int, count: int, prefix_of: Callable[[int], Pair]) -> Pair:
-        """The prefix of attention `index` of `count` of the stage on the device, in the graph, from `prefix_of` each in
-        host memory; the gradients of these go back to the host."""
+        """The prefix of attention `index` of the stage's `count` on the device, in the graph. `prefix_of` returns each in
+        host memory, where their gradients go."""
         pair, after = prefix_of(index), self._after(index, count)
-        # the last one again, where a layer is computed again; a chunk later the same attention has another prefix
+        # the last one again if a layer is recomputed; in the next chunk an attention has another prefix
         known = (copies for copies in (self._ahead, self._last) if copies is not None and copies.index == index)
         ready = next((copies for copies in known if copies.pair[0].shape == pair[0].shape), None)
         self.num_fetched += 1
@@ -109,7 +105,7 @@ class PrefixFetcher:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(copies.there)
             for copy in copies.pair:
-                copy.record_stream(current)  # was allocated on the other stream
+                copy.record_stream(current)  # it was allocated on the other stream
         keys, values = map(_in_graph, pair, copies.pair)
         return keys, values
 
@@ -132,14 +128,14 @@ class PrefixFetcher:
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
     copy = torch.empty(host.shape, dtype=host.dtype, device=device)
-    # a part of the tokens is contiguous in each head alone, and only what is contiguous is copied beside the computation
+    # a part of the tokens is contiguous only within a head, and only contiguous copies overlap with the computation
     for to, of in zip(copy.unbind(1), host.detach().unbind(1), strict=True):
         to.copy_(of, non_blocking=True)
     return copy
 
 
 def _in_graph(host: Tensor, copy: Tensor) -> Tensor:
-    """A copy whose gradient goes to the tensor in host memory."""
+    """The copy, with its gradient going to the tensor in host memory."""
     device = host.device
     return with_gradient(lambda _, copy: copy.view_as(copy), lambda grad: (grad.to(device), None), host, copy)
 
@@ -156,10 +152,10 @@ class Stage(Protocol):
     begin_pass: Callable[[], None] | None
     """Called before a forward or a backward pass."""
     end_pass: Callable[[], None] | None
-    """Called after it; what follows may wait for another stage."""
+    """Called after it; the next step may wait for another stage."""
 
     def tokens_kept(self, num_tokens: int) -> int:
-        """Of a chunk of one sequence, the tokens whose keys and values are kept here."""
+        """How many tokens of a sequence's chunk have keys and values kept here."""
 
     def forward(
         self,
@@ -169,10 +165,10 @@ class Stage(Protocol):
         prefix: ChunkPrefix | None = None,
         with_loss: bool = True,
     ) -> Tensor:
-        """The next stage's hidden state, or on the last stage the scaled loss (fp64 scalar) if it is asked for."""
+        """The next stage's hidden state, or on the last stage the scaled loss (fp64 scalar) if `with_loss`."""
 
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, ...]:
-        """The shape of what travels between stages."""
+        """The shape of the hidden state between stages."""
 
 
 @dataclass
@@ -181,14 +177,14 @@ class _CutSequence:
 
     Args:
         chunks: Tokens of each chunk but the last.
-        num_tokens: Of them, those that are kept on this rank.
-        host: Counts what is in host memory; None where it is on the device.
-        kept: Keys and values by attention module, of the tokens from the first one on.
-        sums: The gradients that later chunks have added to them, in fp32 or wider.
-        routers: What they leave of its routers.
-        states: What layers of linear attention leave behind each chunk, by layer, name and chunk.
-        of_states: The gradients of these, from the chunk behind.
-        fetcher: Brings what is in host memory to another device.
+        num_tokens: How many of them are kept on this rank.
+        host: Counts host memory; None if the tensors are on the device.
+        kept: Keys and values by attention module, from the first token on.
+        sums: Their gradients, summed over later chunks, in fp32 or wider.
+        routers: The routers' logits.
+        states: The states of linear attention behind each chunk, by layer, name and chunk.
+        of_states: The gradients of the states, from the next chunk.
+        fetcher: Copies from host memory to the device.
     """
 
     chunks: tuple[int, ...]
@@ -208,23 +204,23 @@ class _CutSequence:
             storage[:, :, first : first + x.shape[2]] = x.detach()
 
     def add(self, module: nn.Module, is_value: bool, leaf: Tensor) -> None:
-        """Adds the gradient that a leaf has got, of the tokens from the first on, and takes it from the leaf."""
+        """Moves a leaf's gradient, for the tokens from the first on, into the sums."""
         gradient, leaf.grad = leaf.grad, None
         if gradient is not None:  # else its blocks were added
             self._sums_of(module, gradient.dtype)[is_value][:, :, : gradient.shape[2]] += gradient
 
     def add_block(self, module: nn.Module, tokens: slice, of_keys: Tensor, of_values: Tensor) -> None:
-        """Adds the gradients of some tokens, which no leaf gets."""
+        """Adds the gradients of a block of tokens, which no leaf gets."""
         for total, gradient in zip(self._sums_of(module, of_keys.dtype), (of_keys, of_values), strict=True):
             total[:, :, tokens.start : tokens.start + gradient.shape[2]] += gradient
 
     def take_gradient(self, place: tuple[StateKey, int], leaf: Tensor) -> None:
-        """Takes the gradient of a state that the chunk behind began with from the leaf that it was."""
+        """Moves the gradient of the state that the next chunk began with from its leaf."""
         assert leaf.grad is not None
         self.of_states[place], leaf.grad = leaf.grad, None
 
     def fetched(self, module: nn.Module, before: Pair, device: torch.device) -> Pair:
-        """The keys and values of the tokens before a chunk, on a device; and those of the next attention on their way."""
+        """The keys and values of the tokens before a chunk, on a device; starts to copy the next attention's."""
         if not fetches(before[0], device):
             return before
         self.fetcher = self.fetcher or PrefixFetcher(device)
@@ -249,14 +245,14 @@ class _CutSequence:
         shape = *x.shape[:2], self.num_tokens, x.shape[3]
         if self.host is None:
             return x.new_empty(shape, dtype=dtype)
-        # page-locked memory is copied from and to at full speed
+        # page-locked memory is copied at full speed
         storage = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
         self.host.count(storage)
         return storage
 
 
 def fetches(host: Tensor, device: torch.device) -> bool:
-    """Whether what is kept must be copied to be computed with: not on CPU."""
+    """Whether kept tensors must be copied to compute with them: not on CPU."""
     return host.device != device
 
 
@@ -265,10 +261,10 @@ class _Carry:
 
     Args:
         sequence: The sequence that the chunk's chain cuts.
-        before: Its tokens in chunks before this one that are kept here.
-        own: Those in this one, where it goes on behind it; else 0.
-        chunks: The tokens of each chunk before, wherever they are kept.
-        keeps: Whether this forward keeps its own keys and values for the chunks behind it: their last forward has not.
+        before: Tokens of earlier chunks that are kept here.
+        own: Tokens of this chunk to keep, if the sequence continues behind it; else 0.
+        chunks: The tokens of each earlier chunk, wherever they are kept.
+        keeps: Whether this forward stores its keys and values for later chunks; False if an earlier forward did.
     """
 
     def __init__(
@@ -285,7 +281,7 @@ class _Carry:
         self._is_over = False
 
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._is_over:  # what runs later is a layer that is computed again
+        if not self._is_over:  # after the end, a layer is recomputed
             if module in self._seen:
                 raise ModelError(
                     f"{type(module).__name__} attended twice to the same tokens",
@@ -297,7 +293,7 @@ class _Carry:
         before = self.lengths[0]
         if not before:
             return key[:, :, :0], value[:, :, :0]
-        # `data`: what later chunks write behind these tokens is no change of them, which autograd would refuse
+        # `data`: autograd must not take what later chunks write behind these tokens for a change of the leaves
         leaves = [x.data[:, :, :before] for x in self._sequence.kept[module]]
         for is_value, (leaf, own) in enumerate(zip(leaves, (key, value), strict=True)):
             if own.requires_grad:
@@ -325,7 +321,7 @@ class _Carry:
         return leaf
 
     def leave_state(self, key: StateKey, state: Tensor) -> None:
-        if self._is_over:  # a layer that is computed again
+        if self._is_over:  # a recomputed layer
             return
         self._sequence.states[key, len(self.chunks)] = state.detach()
         if state.requires_grad:
@@ -335,7 +331,7 @@ class _Carry:
         self._is_over = True
 
     def roots(self) -> list[tuple[Tensor, Tensor]]:
-        """Own keys, values and states in the graph, with the gradients that later chunks have added up for them."""
+        """This chunk's keys, values and states in the graph, with their gradients summed over later chunks."""
         place, roots = slice(self.lengths[0], self.lengths[0] + self._own), []
         for module, pair in self._in_graph.items():
             if module in self._sequence.sums:
@@ -351,7 +347,7 @@ class _Carry:
     def _leave(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
         if not self._own:
             return
-        key, value = key[:, :, : self._own], value[:, :, : self._own]  # padding comes after it
+        key, value = key[:, :, : self._own], value[:, :, : self._own]  # without the padding
         if self._keeps:
             self._sequence.keep(module, self.lengths[0], key, value)
         if key.requires_grad or value.requires_grad:
@@ -360,10 +356,10 @@ class _Carry:
 
 @dataclass(eq=False)
 class Chunk:
-    """A chunk of a pack on this rank's stage: its forward, and the backward through what that kept.
+    """A chunk of a pack on this rank's stage: its forward, and the backward through that.
 
     Args:
-        pack: Which pack it is of.
+        pack: The index of its pack.
         sequence: What chunks of its chain leave for each other; None for a chain of one.
         index: Its place in the chain.
         carry: What its last forward left.
@@ -378,12 +374,12 @@ class Chunk:
     def forward(
         self, stage: Stage, hidden: Tensor | None, scale: float, *, keeps: bool = True, with_loss: bool = True
     ) -> Tensor:
-        """What the stage makes of the chunk; with a graph where gradients are enabled.
+        """Runs the stage on the chunk; with a graph if gradients are enabled.
 
         Arguments as for `Stage.forward`, and
 
         Args:
-            keeps: Whether keys and values are kept for the chunks behind: not where an earlier forward did.
+            keeps: Whether to store keys and values for later chunks: not if an earlier forward did.
         """
         if stage.begin_pass is not None:
             stage.begin_pass()
@@ -402,8 +398,8 @@ class Chunk:
         return out
 
     def backward(self, stage: Stage, out: Tensor, gradient: Tensor | None) -> None:
-        """From the result of the last forward, and from the keys and values in it; later chunks went before. `gradient`
-        is of the loss to the result; None where it is the loss."""
+        """Runs backward from the last forward's result, keys and values, after later chunks' backwards. `gradient` is the
+        loss's gradient to the result; None if the result is the loss."""
         roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
         if self.carry is not None:
             roots += [*self.carry.roots(), *self.carry.routers.roots()]
@@ -416,7 +412,6 @@ class Chunk:
             stage.end_pass()
 
     def forget(self) -> None:
-        """Lets go of keys, values and their gradients."""
         self.carry = self.sequence = None
 
 
@@ -424,12 +419,12 @@ class ChunkedPacks:
     """How the packs of one replica are cut into chunks.
 
     Args:
-        strategy: Says into chunks of how many tokens; whole packs without `+ck`.
+        strategy: Gives the chunk size in tokens; packs stay whole without `+ck`.
         pair_cost: See `cut_into_chains`; for pipelines.
 
     Attributes:
-        host: What is in host memory; None where nothing is.
-        is_cut: Whether packs are cut; else each is a chunk of its own.
+        host: Counts host memory; None if it is not used.
+        is_cut: Whether packs are cut; else each pack is one chunk.
     """
 
     def __init__(self, strategy: Strategy, pair_cost: float) -> None:
@@ -438,13 +433,13 @@ class ChunkedPacks:
         self.host = HostBytes() if strategy.kh else None
 
     def num_chunks(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """How many chunks, and backwards, some packs have."""
+        """How many chunks, and so backwards, some packs have."""
         if not self.is_cut:
             return len(micro_batches)
         return sum(len(chain) for m in micro_batches for chain in self._cut(m.lengths))
 
     def chains(self, micro_batches: Sequence[MicroBatch]) -> list[list[Chunk]]:
-        """The chains of chunks of all packs, in their order; without chunks, one for each pack."""
+        """The chains of chunks of all packs, in their order; without `+ck`, one for each pack."""
         chains = list[list[Chunk]]()
         for pack, micro_batch in enumerate(micro_batches):
             for chain in self._cut(micro_batch.lengths) if self.is_cut else ():
@@ -459,7 +454,7 @@ class ChunkedPacks:
 
 
 def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:
-    """Makes of chunks' losses, the stage's last ones in order, one for each pack."""
+    """Sums the stage's last losses, one for each chunk, to one for each pack."""
     if not losses:
         return
     of_chunks = losses[len(losses) - len(chunks) :]
@@ -471,10 +466,10 @@ def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:
 
 
 class PackRunner:
-    """Runs a replica's micro-batches on a stage that has all layers: packs one after the other, whole or in chunks.
+    """Runs a replica's micro-batches on a stage that has all layers, pack by pack, whole or in chunks.
 
     Args:
-        pair_cost: Cost of a pair of tokens relative to that of one: what chunks of equal time are cut by.
+        pair_cost: Cost of a pair of tokens relative to a token; makes chunks of equal time.
     """
 
     def __init__(self, stage: Stage, strategy: Strategy, pair_cost: float = 0.0) -> None:
@@ -482,12 +477,12 @@ class PackRunner:
         self._packs = ChunkedPacks(strategy, pair_cost)
 
     def num_backwards(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """How often `run` goes backward through this stage."""
+        """How many backward passes `run` makes through this stage."""
         return self._packs.num_chunks(micro_batches)
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes of keys, values and sums of their gradients so far that `+kh` held in host memory."""
+        """The most bytes that `+kh` has held in host memory so far."""
         return self._packs.host.most if self._packs.host is not None else 0
 
     def run(
@@ -497,13 +492,13 @@ class PackRunner:
         most_tokens: int | None = None,
         joint: Sequence[Operation] | None = None,
     ) -> Tensor:
-        """Forward and backward of all micro-batches; gradients are added to the parameters' `.grad`.
+        """Forward and backward of all micro-batches; adds gradients to the parameters' `.grad`.
 
         Args:
-            micro_batches: What this replica runs; the same on every stage. May be empty.
+            micro_batches: This replica's micro-batches; the same on every stage. May be empty.
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight on a stage of a pipeline; None for no limit.
-            joint: What this stage runs, in order, where stages of all replicas keep step; None where they do not.
+            joint: This stage's operations in order, if stages of all replicas run in lockstep; else None.
 
         Returns:
             fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
@@ -532,7 +527,7 @@ class PackRunner:
 
     @torch.no_grad()
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Forward only, in our own order whatever the schedule; arguments and result as for `run`."""
+        """Forward only, in the package's own order whatever the schedule; arguments and result as for `run`."""
         total, ran = torch.zeros((), dtype=torch.float64, device=self._stage.device), list[Chunk]()
         for chain in self._packs.chains(micro_batches):
             for chunk in chain:
