@@ -1,23 +1,20 @@
 """Switch plans: which rank sends which elements to whom, as frozen plain data that proves itself.
 
-A plan is a table of transfers for each *kind* of segment and *hop*. Segments that are placed alike on both sides share
-a table, so that a plan of a hundred equal layers is as large as one of a single layer. The hops of a segment follow
-one another: what the first one lands in a relay buffer (or in a target) the second one may forward. A plan knows no
-transport and no dtype. It is one of two kinds:
+A plan is a table of transfers for each *kind* of segment and *hop*. Segments with equal placements on both sides share
+a table: a plan of a hundred equal layers is as large as a plan of one layer. The hops of a segment follow one another:
+the second may forward what the first lands in a relay buffer (or in a target). A plan knows no transport and no dtype.
+It is one of two kinds:
 
 * a *load* copies: every element that a rank of the target layout holds is delivered to it exactly once;
 * a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint
   of a load: hops run backwards, copies become sums.
 
-`prove` proves this against the layouts, and the planner calls it on everything it builds. No torch.
+Tables of transfers are the rows that plans are made of. No torch; numpy int64 throughout.
 
-Tables of transfers: the rows that switch plans are made of. No torch; numpy int64 throughout.
-
-The proof of a switch plan: that its tables deliver what its layouts promise, each element exactly once.
-
-A load is followed hop by hop: what a rank sends must be in the named buffer when the hop begins, what arrives must be
-wanted there, and what has arrived in the target buffers at the end must be all of the target layout, nothing twice. A
-gradient return is proved as the load that it is the adjoint of.
+`prove` proves that the tables deliver what the layouts promise, each element exactly once; the planner calls it on
+every plan that it builds. It follows a load hop by hop: what a rank sends must be in the named buffer when the hop
+begins, what arrives must be wanted there, and at the end the target buffers must hold all of the target layout, nothing
+twice. It proves a gradient return as the load whose adjoint it is.
 """
 
 import hashlib
@@ -37,7 +34,7 @@ from hf_hotspa.plan.ports import PortLoads
 
 TARGET, RELAY, SOURCE, SECOND = range(4)
 """Stores: where the elements of a transfer lie. The buffers of the target layout, the relay buffers of the switch, the
-buffers of the (first) source layout, and those of a second one."""
+buffers of the (first) source layout, and the buffers of a second source layout."""
 
 SRC_STORE, SRC, SRC_OFFSET, DST_STORE, DST, DST_OFFSET, START, LENGTH = range(8)
 """The columns of a table of transfers; `START` counts from the beginning of the segment."""
@@ -74,7 +71,7 @@ class Transfer(NamedTuple):
 
 
 def canonical(table: Numbers) -> Numbers:
-    """A table in canonical order (source rank, destination rank, start), transfers that continue each other joined."""
+    """Returns a table in canonical order (source rank, destination rank, start), with contiguous transfers joined."""
     if len(table) == 0:
         return np.empty((0, COLUMNS), np.int64)
     table = table[np.lexsort((table[:, START], table[:, DST], table[:, SRC]))]
@@ -102,7 +99,7 @@ class SegmentPlan(NamedTuple):
 
 
 def adjoint(table: Numbers) -> Numbers:
-    """The table of the way back, in canonical order: ends and stores swapped."""
+    """Returns the table of the reverse direction, in canonical order: ends and stores swapped."""
     swapped = table[:, [DST_STORE, DST, DST_OFFSET, SRC_STORE, SRC, SRC_OFFSET, START, LENGTH]]
     for column in (SRC_STORE, DST_STORE):
         stores = swapped[:, column]
@@ -118,10 +115,10 @@ def adjoint(table: Numbers) -> Numbers:
 
 
 WINDOW_ALIGNMENT = 16
-"""Windows and segments start on multiples of this many bytes, so that no element lies across two windows."""
+"""Windows and segments start on multiples of this many bytes, so no element spans two windows."""
 
 RELAY_SLOTS = 3
-"""Groups that may have something in relay buffers at one time: one that lands, one that is forwarded, one between."""
+"""Groups that may use relay buffers at one time: one that lands, one that is forwarded, one between."""
 
 
 class Wire(NamedTuple):
@@ -141,7 +138,7 @@ class Slice(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What moves inside a rank."""
+    """A move inside a rank."""
 
     source: Slice
     target: Slice
@@ -152,11 +149,10 @@ class Message:
     """What goes to or comes from one peer in one round, in one dtype.
 
     Args:
-        wire: The dtype on the wire.
         slices: Where it lies in this rank's buffers, in the order on the wire.
         staging_offset: Where it lies in the staging buffer, in bytes; messages to several peers with the same content
-            share a place. -1 for a message that goes from buffer to buffer.
-        channel: Keeps the messages of a pair and round apart; the same at both ends.
+            share a place. -1 for a message from buffer to buffer.
+        channel: Separates the messages of a pair and round; the same at both ends.
     """
 
     peer: int
@@ -200,21 +196,21 @@ class Round:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has nothing to do in it, and nobody to tell."""
+        """Whether this rank has nothing to do in the round, and nobody to notify."""
         return not (self.sends or self.receives or self.local or self.opens or self.closes)
 
 
 @dataclass(frozen=True)
 class Schedule:
     """All rounds of one rank, the segments of each group, and the elements that each `(store, segment)` needs at least.
-    The number of rounds is the same on every rank; a rank may have nothing in a round."""
+    Every rank has the same number of rounds; a rank may have nothing to do in a round."""
 
     rounds: tuple[Round, ...]
     groups: tuple[tuple[int, ...], ...]
     extents: dict[tuple[int, int], int]
 
     def relay_extents(self, group: int) -> dict[int, int]:
-        """Elements of the relay buffer of each segment of a group."""
+        """Returns the elements of the relay buffer of each segment of a group."""
         return {s: self.extents[RELAY, s] for s in self.groups[group] if (RELAY, s) in self.extents}
 
 
@@ -234,7 +230,7 @@ class SwitchPlan:
     Args:
         name: What moves where, for messages and logs; part of the digest.
         bases: Where each segment begins in the parameter vector.
-        kind_of: For each segment the index of its kind; -1 where the plan moves nothing of it.
+        kind_of: For each segment the index of its kind; -1 if the plan moves nothing of it.
         links: For each hop which links it uses: `INTRA`, `INTER` or `ANY`.
         accumulate: False copies (a load), True adds (a gradient return).
     """
@@ -249,7 +245,7 @@ class SwitchPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole plan: equal on two ranks exactly when they would move the same bytes the same way."""
+        """SHA-256 of the complete plan: equal on two ranks exactly if they would move the same bytes the same way."""
         head = [self.world_size, self.accumulate, len(self.bases), *self.bases, *self.kind_of]
         text = f"{self.name}\0{self.links}\0{head}\0{[[len(hop) for hop in kind.hops] for kind in self.kinds]}\0"
         digest = hashlib.sha256(text.encode())
@@ -266,7 +262,7 @@ class SwitchPlan:
         return hash(self.digest)
 
     def inverse(self) -> "SwitchPlan":
-        """The adjoint: sources and destinations change places, hops run backwards, a copy becomes a sum and vice versa.
+        """Returns the adjoint: sources and destinations swap, hops run backwards, a copy becomes a sum and vice versa.
         The inverse of the inverse is the plan."""
         name = self.name.removeprefix(_INVERSE) if self.name.startswith(_INVERSE) else _INVERSE + self.name
         kinds = tuple(
@@ -275,7 +271,7 @@ class SwitchPlan:
         return replace(self, name=name, kinds=kinds, links=self.links[::-1], accumulate=not self.accumulate)
 
     def only(self, segments: Collection[int], what: str) -> "SwitchPlan":
-        """The part of the plan that moves these segments; `what` they are goes into its name. What was proved of the
+        """Returns the part of the plan that moves these segments; `what` describes them in its name. The proof of the
         plan holds for the part: a transfer concerns one segment."""
         kinds = sorted({self.kind_of[s] for s in segments if self.kind_of[s] >= 0})
         kind_of = tuple(
@@ -284,7 +280,7 @@ class SwitchPlan:
         return replace(self, name=f"{self.name}, {what}", kinds=tuple(self.kinds[k] for k in kinds), kind_of=kind_of)
 
     def loads(self, cluster: Cluster, element_sizes: Sequence[int]) -> list[PortLoads]:
-        """The bytes through every port, for each hop; `element_sizes[segment]` is one element's bytes on the wire."""
+        """Returns the bytes through every port, per hop; `element_sizes[segment]` is one element's bytes on the wire."""
         totals = [PortLoads.zero(cluster) for _ in self.links]
         for kind, size in self._weights(element_sizes):
             for loads, table in zip(totals, self.kinds[kind].hops, strict=True):
@@ -292,7 +288,7 @@ class SwitchPlan:
         return totals
 
     def wire_bytes(self, element_sizes: Sequence[int]) -> int:
-        """Bytes that leave a rank; `element_sizes[segment]` is one element's bytes on the wire."""
+        """Returns the bytes that leave a rank; `element_sizes[segment]` is one element's bytes on the wire."""
         return sum(
             size * int(table[table[:, SRC] != table[:, DST], LENGTH].sum())
             for kind, size in self._weights(element_sizes)
@@ -316,7 +312,7 @@ def prove(plan: SwitchPlan, source: Layout | Sequence[Layout], target: Layout) -
     exactly once.
 
     Args:
-        source: The source layout; two of them for a plan with a second source.
+        source: The source layout; two for a plan with a second source.
 
     Raises:
         PlanError: naming the first transfer, rank or interval that is wrong.
@@ -401,12 +397,12 @@ class _Proof:
         for hop, table in enumerate(hops):
             for store in np.unique(table[:, SRC_STORE]).tolist():
                 rows = table[table[:, SRC_STORE] == store]
-                held = stores.get(store) or place([], [0] * self._world_size)
-                self._check_held(held, rows, SRC, SRC_OFFSET, hop, self._sends)
+                placement = stores.get(store) or place([], [0] * self._world_size)
+                self._check_placed(placement, rows, SRC, SRC_OFFSET, hop, self._sends)
             for store, into in arrived.items():
                 rows = table[table[:, DST_STORE] == store]
                 if store == TARGET:
-                    self._check_held(target, rows, DST, DST_OFFSET, hop, self._gets)
+                    self._check_placed(target, rows, DST, DST_OFFSET, hop, self._gets)
                 into.append(rows)
             if not np.isin(table[:, DST_STORE], (RELAY, TARGET)).all():
                 row = table[~np.isin(table[:, DST_STORE], (RELAY, TARGET))][0]
@@ -421,23 +417,25 @@ class _Proof:
                     stores[store].check(f"transfers into relay buffers of {self._name}", self._segment, self._base)
         self._check_complete(stores.get(TARGET) or place([], [0] * self._world_size), target)
 
-    def _check_held(self, held: Placement, rows: Numbers, end: int, at: int, hop: int, verb: str) -> None:
-        """Each row must lie inside one interval of its rank, at the matching offset."""
+    def _check_placed(self, placement: Placement, rows: Numbers, end: int, at: int, hop: int, verb: str) -> None:
+        """Checks that each row lies inside one interval of its rank, at the matching offset."""
         if len(rows) == 0:
             return
-        span = 1 + max(int((rows[:, START] + rows[:, LENGTH]).max()), int(held.stops.max(initial=0)))
-        lowest = min(0, int(rows[:, START].min()), int(held.starts.min(initial=0)))
+        span = 1 + max(int((rows[:, START] + rows[:, LENGTH]).max()), int(placement.stops.max(initial=0)))
+        lowest = min(0, int(rows[:, START].min()), int(placement.starts.min(initial=0)))
         span -= lowest
         index = np.searchsorted(
-            held.ranks * span + held.starts - lowest, rows[:, end] * span + rows[:, START] - lowest, side="right"
+            placement.ranks * span + placement.starts - lowest,
+            rows[:, end] * span + rows[:, START] - lowest,
+            side="right",
         )
         index -= 1
         fits = index >= 0
         index = np.maximum(index, 0)
-        if len(held.ranks):
-            fits &= held.ranks[index] == rows[:, end]
-            fits &= rows[:, START] + rows[:, LENGTH] <= held.stops[index]
-            fits &= rows[:, at] - held.offsets[index] == rows[:, START] - held.starts[index]
+        if len(placement.ranks):
+            fits &= placement.ranks[index] == rows[:, end]
+            fits &= rows[:, START] + rows[:, LENGTH] <= placement.stops[index]
+            fits &= rows[:, at] - placement.offsets[index] == rows[:, START] - placement.starts[index]
         if not fits.all():
             row = rows[~fits][0]
             raise self._error(row, hop, f"{verb} what rank {row[end]} does not hold there")
@@ -452,7 +450,7 @@ class _Proof:
             raise self._error(row, hop, f"{self._receives} element {element} a second time at rank {row[DST]}")
 
     def _check_complete(self, arrivals: Placement, target: Placement) -> None:
-        """All that arrived lies in the target and nothing arrived twice: so the sums tell whether all of it did."""
+        """Compares sums per rank: all arrivals lie in the target and none came twice, so equal sums mean complete."""
         missing = np.zeros(self._world_size, np.int64)
         np.add.at(missing, target.ranks, target.stops - target.starts)
         np.subtract.at(missing, arrivals.ranks, arrivals.stops - arrivals.starts)

@@ -1,12 +1,12 @@
-"""The transfers of a phase that streams its units: all of them in the one order in which every rank takes part.
+"""The transfers of a phase that streams its units, in the one order in which every rank takes part.
 
-From the passes of a phase (`packing.passes`) this makes, for each stage, the *visits*: a unit in a pass. A unit that is
-there already is not loaded again, so that the last two units of a forward pass serve the backward pass that
-follows, and the first two the next pack. A load comes as early as its memory is free, two visits ahead at most; a return
-comes right behind the visit that made the gradient.
+From the passes of a phase (`packing.passes`) this makes the *visits* of each stage: a unit in a pass. A unit that is
+already loaded is not loaded again: the last two units of a forward pass serve the backward pass that follows, and the
+first two the next pack. A load starts as soon as its memory is free, at most two visits ahead; a return follows the
+visit that made the gradient.
 
-The order cannot make ranks wait in a circle: it is that of one run of all visits and transfers in which everything that
-a visit or a transfer waits for comes before it. Plain data, a pure function of the passes; no torch.
+The order cannot deadlock: it comes from one run of all visits and transfers in which everything that a visit or a
+transfer waits for comes before it. Plain data, a pure function of the passes; no torch.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from hf_hotspa.packing.passes import Beat
 from hf_hotspa.strategy import Strategy
 
 _AHEAD = 2
-"""A unit may be loaded when the one two visits before it is through."""
+"""A unit may be loaded when the visit two before it is over."""
 
 
 class UnitTransfer(NamedTuple):
@@ -33,9 +33,9 @@ class Visit(NamedTuple):
     """One unit in one pass of a stage.
 
     Attributes:
-        load: The transfer that brings its weights, or brought them for an earlier visit, which a replica may have had no
-            part in; -1 where they are there for the whole phase.
-        opens: The transfers that may go on when it is over: loads into its memory, and the return of its gradient.
+        load: The transfer that brings its weights, or brought them for an earlier visit, in which a replica may have had
+            no part; -1 if they stay loaded for the whole phase.
+        opens: The transfers that may start when it is over: loads into its memory, and the return of its gradient.
         after: The return that must be over before its gradient buffer is used again; -1 for none.
     """
 
@@ -55,7 +55,7 @@ class StagePass(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What happens in a phase of streamed units: transfers in all ranks' order, and the passes of each stage in its."""
+    """The work of a phase of streamed units: transfers in the order of all ranks, and each stage's passes in order."""
 
     transfers: tuple[UnitTransfer, ...]
     stages: tuple[tuple[StagePass, ...], ...]
@@ -80,7 +80,7 @@ class _Draft:
 
 
 class _Stage:
-    """The visits of one stage, and what of their transfers is in the order already."""
+    """The visits of one stage, and the progress of their transfers in the order."""
 
     def __init__(self, units: Units, strategy: Strategy, stage: int, passes: Sequence[tuple[bool, tuple[int, ...]]]):
         forward = units.of_stage(strategy, stage)
@@ -90,18 +90,18 @@ class _Stage:
         ]
         self.drafts: list[_Draft] = []
         self._units = units
-        held: dict[int, _Draft] = {}  # unit -> the visit that it was loaded for
+        loaded_for: dict[int, _Draft] = {}  # unit -> the visit that it was loaded for
         for is_backward, _, visited in self.passes:
             for unit in visited:
                 draft = _Draft(unit, is_backward, len(self.drafts))
-                if strategy.z == 3 and unit in held:
-                    draft.loaded_for = held[unit]
+                if strategy.z == 3 and unit in loaded_for:
+                    draft.loaded_for = loaded_for[unit]
                 elif strategy.z == 3:
                     draft.loads = True
                     earlier = (other.index for other in reversed(self.drafts) if units.share(unit, other.unit))
                     draft.free = next(earlier, -1)
-                    held = {other: visit for other, visit in held.items() if not units.share(unit, other)}
-                    held[unit] = draft
+                    loaded_for = {other: visit for other, visit in loaded_for.items() if not units.share(unit, other)}
+                    loaded_for[unit] = draft
                 self.drafts.append(draft)
         self._waiting = [draft for draft in self.drafts if draft.loads]
         self._returned: list[tuple[int, int]] = []
@@ -135,7 +135,7 @@ class _Stage:
 
 
 def make_program(units: Units, strategy: Strategy, beats: Sequence[Beat]) -> Program:
-    """The transfers of a phase of a strategy with `+z2` (gradients are returned) or `+z3` (and weights loaded)."""
+    """Returns the transfers of a phase of a strategy with `+z2` (returns gradients) or `+z3` (loads weights, too)."""
     transfers: list[UnitTransfer] = []
     stages = [
         _Stage(
