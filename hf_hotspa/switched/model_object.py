@@ -98,7 +98,7 @@ class Apart:
 def route(model: nn.Module, switched: Any) -> None:
     """Routes calls of the model object to the switched model: trainers also call `self.model`, whose weights are old.
 
-    Exceptions: generation, and calls in code that runs `Apart`.
+    Generation, and calls in code that runs `Apart`, stay on the object.
     """
     target = weakref.ref(switched)
     forward = type(model).forward
