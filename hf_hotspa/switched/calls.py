@@ -1,6 +1,6 @@
-"""One call of the switched model: the caller's request (`Request`), what its autograd got, and the gradients that came back.
+"""One call of the switched model: its request, what the caller's autograd gets, and the gradients that come back.
 
-Shapes: B rows of L columns in the batch of a call, with D documents; V logits of a token.
+Shapes: B rows of L columns in a call's batch, with D documents; V logits of a token.
 """
 
 import zlib
@@ -54,13 +54,11 @@ class Leaf(torch.autograd.Function):
 
 
 ANCHOR = torch.zeros((), requires_grad=True)
-"""The first argument of each `Leaf`, which must require a gradient; never gets one."""
+"""First argument of each `Leaf`; must require a gradient, never gets one."""
 
 
 class LazyLogits(Tensor):
-    """Logits that are computed at first use; most callers never use them.
-
-    The first use is collective: one rank alone must not use them.
+    """Logits that are computed at first use, which is collective; most callers never use them.
 
     Attributes:
         whole: Returns the logits, as a plain tensor.
@@ -90,30 +88,29 @@ class Call:
     Args:
         documents: This rank's, in the order of `mine`.
         facts: Each rank's `facts_of` of its batch.
-        of_step: The documents of its step, or the call's own if it has no gradients.
+        of_step: The documents of its step, or the call's own without gradients.
         version: Of the weights at the call.
-        training: Whether in training mode.
 
     Attributes:
         shape: B and L.
         device: Of the caller's tensors.
-        shift: How many columns fewer than the batch a number of each token has: 1, or 0 for labels that are already shifted.
+        shift: Columns that a number of each token lacks: 1, or 0 for labels that are already shifted.
         ranges: The numbers of each rank's documents.
         everything: The documents of all ranks.
-        denominators: What the sum of the cross entropies of each rank is divided by.
+        denominators: Each rank's divisor of its sum of cross entropies.
         labels: Each rank's number of targets that count.
         places: The row and the columns of each document of this rank.
         mask: bool [B, L], the tokens whose target counts.
-        temperature: What logits were divided by for its numbers.
+        temperature: The divisor of logits in `numbers`.
         numbers: The results for this rank's documents.
-        fields: How many numbers of each token these have: 0 for sums alone, -1 for nothing.
-        with_routers, with_logits: Whether numbers have these; the same on all ranks.
-        assumed: The assumed seeds if it was trained at once: a factor of the loss, or [B, L] of log-probabilities; else None.
-        factor: What the caller's backward multiplied the loss by.
+        fields: Their numbers of each token: 0 for sums alone, -1 for nothing.
+        with_routers, with_logits: Whether `numbers` has these; the same on all ranks.
+        assumed: The seeds if it was trained at once: a factor of the loss, or [B, L] of log-probabilities; else None.
+        factor: The factor of the loss in the caller's backward.
         seeds: [2, B, L], the gradient by log-probability and entropy; None before a backward.
         logit_seeds: [B, L, V], the gradient by the logits.
         of_routers: The gradient by the balance loss.
-        own: This call's part of the token loss of all ranks, if the engine has one.
+        own: This call's part of the engine's token loss of all ranks.
         reads_padding: Whether a gradient by logits has come at padding.
         went_back: Whether any backward has come.
     """
@@ -161,20 +158,19 @@ class Call:
         return out.to(self.device)
 
     def column(self, index: int, dtype: torch.dtype) -> Tensor:
-        """Returns [B, L - shift] of a field of the numbers."""
+        """[B, L - shift] of a field of the numbers."""
         out = self.lay_out([self.numbers.tokens[number][:, index] for number in self.mine], dtype)
         return out[:, : self.shape[1] - self.shift]
 
     def probabilities(self) -> Tensor:
-        """Returns the probability of each label, [B, L] fp64 on the host; not 0."""
+        """The probability of each label, [B, L] fp64 on the host; not 0."""
         log_probs = self.lay_out([self.numbers.tokens[number][:, 0] for number in self.mine], torch.float64)
         return log_probs.to("cpu").exp().clamp(min=torch.finfo(torch.float32).tiny)
 
     def balance(self, routers: RouterLoss) -> tuple[Tensor, Tensor]:
-        """Returns transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by each probability of its
-        tokens [E].
+        """Returns transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by each probability [E].
 
-        It is E * sum over experts of (share of choices) * (mean probability); only the second has a gradient.
+        E * sum over experts of (share of choices) * (mean probability); only the second has a gradient.
         """
         places = max(sum(len(document.ids) for document in self.documents) * routers.num_layers, 1)
         sums = torch.zeros(routers.top_k + 1, routers.num_experts, dtype=torch.float64)
@@ -184,17 +180,15 @@ class Call:
         return (of_each * sums[-1] / places).sum(), of_each / places
 
     def add_factor(self, gradient: Tensor) -> None:
-        """Adds the gradient by the loss, a scalar."""
         self.went_back = True
         self.factor += float(gradient)
 
     def add_router_factor(self, gradient: Tensor) -> None:
-        """Adds the gradient by the balance loss, a scalar."""
         self.went_back = True
         self.of_routers += float(gradient)
 
     def add_seeds(self, of_log_probs: Tensor, of_entropy: Tensor | None = None) -> None:
-        """Adds gradients [B, L - shift]. Sums over complete rows also reach places without a label, whose number is always 0."""
+        """Adds gradients [B, L - shift]. Sums over complete rows also reach places without a label, whose number is 0."""
         self.went_back = True
         if self.seeds is None:
             dtype = torch.promote_types(of_log_probs.dtype, torch.float32)
@@ -205,7 +199,6 @@ class Call:
                 total[:, :width] += gradient.to(total) * mask
 
     def add_logit_seeds(self, gradient: Tensor) -> None:
-        """Adds a gradient [B, L, V]."""
         self.went_back = True
         padding = torch.ones(self.shape, dtype=torch.bool)
         for place in self.places:
@@ -217,12 +210,12 @@ class Call:
             self.logit_seeds += gradient
 
     def of_document(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Splits numbers [B, L, ...] into [length, ...] of each document of this rank."""
+        """Splits [B, L, ...] into [length, ...] of each document of this rank."""
         return zip(self.mine, map(whole.__getitem__, self.places), strict=True)
 
     def ratio(self, rank: int, tolerance: float, own: bool = False) -> float:
-        """Returns the ratio of the log-probabilities' seeds to the assumed ones: infinity if any ratio fits, NaN if they are
-        not a multiple; `own`: the loss is a part of the loss of all ranks."""
+        """Returns real over assumed seeds of log-probabilities: infinity if any ratio fits, NaN if they are not a multiple;
+        `own`: the loss is a part of the loss of all ranks."""
         if not self.labels[rank] and not own:
             return float("inf")
         if isinstance(self.assumed, float):
@@ -239,7 +232,7 @@ class Call:
         return ratio if off <= tolerance * float(real.abs().max()) else float("nan")
 
     def final_seeds(self, rank: int, again: bool) -> Tensor | None:
-        """Returns [2, B, L] still to be trained, or None; `again`: ignores what was trained at once."""
+        """[2, B, L] still to be trained, or None; `again`: ignores what was trained at once."""
         seeds = self.seeds
         if self.assumed is None:
             return seeds
@@ -254,8 +247,8 @@ class Call:
         return torch.stack([torch.zeros_like(seeds[1]), seeds[1]])
 
     def constant(self, rank: int, tolerance: float, by_probability: bool = False) -> float:
-        """Returns the seed of every log-probability, with `by_probability` divided by its token's probability; infinity
-        without labels, NaN if the seeds differ."""
+        """The seed of every log-probability, with `by_probability` divided by its token's probability; infinity without
+        labels, NaN if the seeds differ."""
         if not self.labels[rank]:
             return float("inf")
         if self.seeds is None or self.logit_seeds is not None or bool(self.seeds[1].any()):
@@ -270,12 +263,12 @@ class Call:
 
 @dataclass
 class Assumed:
-    """The assumed gradients of a caller's loss by its log-probabilities, up to a factor that all ranks have in common.
+    """The assumed gradients of a caller's loss by its log-probabilities, up to a factor common to all ranks.
 
     Args:
         by_loss: The factor of the model's own loss; 0 for another loss.
-        by_token: The gradient by every log-probability, or with `by_mean` by its mean over the batch of a rank.
-        by_probability: Whether it is multiplied by the probability of each token, as in dynamic fine-tuning (dft).
+        by_token: The gradient by every log-probability, or with `by_mean` by its mean over a rank's batch.
+        by_probability: Whether each token's probability multiplies it, as in dynamic fine-tuning (dft).
         given: [B, L - shift], by the caller.
     """
 
@@ -286,13 +279,13 @@ class Assumed:
     given: Tensor | None = None
 
     def scaled(self, factor: float) -> "Assumed":
-        """Returns it scaled to the real gradients of the last step."""
+        """Scales it to the real gradients of the last step."""
         return Assumed(0.0, self.by_token * factor, self.by_mean, self.by_probability)
 
     @classmethod
     def learnt(cls, both: Sequence[Tensor], calls: Sequence[Call], tolerance: float) -> "Assumed":
-        """Learns from fp64 [ranks, calls] of `Call.constant`, without and with probabilities, what the losses of one step
-        have in common; if nothing, gradients are not known."""
+        """Learns what the losses of a step have in common (unknown gradients if nothing), from fp64 [ranks, calls] of
+        `Call.constant` without and with probabilities."""
         plain, weighed = (cls._of_constants(constants, calls, tolerance) for constants in both)
         weighed.by_probability = True
         return plain if plain.by_token or not weighed.by_token else weighed
@@ -308,7 +301,7 @@ class Assumed:
 
 
 def common(values: Tensor, tolerance: float) -> float | None:
-    """Returns the common value of fp64 numbers, infinity standing for any; None if they differ, or one is NaN."""
+    """The common value of fp64 numbers, infinity standing for any; None if they differ, or one is NaN."""
     values = values[~values.isinf()]
     if not len(values):
         return 1.0
@@ -320,7 +313,7 @@ def common(values: Tensor, tolerance: float) -> float | None:
 
 
 def of_padding(where: str) -> UnsupportedError:
-    """Returns the error for gradients by logits at padding."""
+    """The error for gradients by logits at padding."""
     return UnsupportedError(
         "gradients by logits at padding",
         where=where,
@@ -330,7 +323,7 @@ def of_padding(where: str) -> UnsupportedError:
 
 
 def logits_are_gone(where: str) -> UnsupportedError:
-    """Returns the error for logits that were read too late."""
+    """The error for logits that were read too late."""
     return UnsupportedError(
         "logits were looked at after the step",
         where=where,
@@ -340,7 +333,7 @@ def logits_are_gone(where: str) -> UnsupportedError:
 
 
 def too_many_logits(call: Call, passes: Passes, most: int) -> UnsupportedError | None:
-    """Returns the error for logits of more than `most` bytes; None for fewer."""
+    """The error for logits of more than `most` bytes; None for fewer."""
     size = call.shape[0] * call.shape[1] * passes.num_logits * passes.wide.itemsize
     if size <= most:
         return None
@@ -355,11 +348,9 @@ def too_many_logits(call: Call, passes: Passes, most: int) -> UnsupportedError |
 
 # -- the gradients of calls -------------------------------------------------------------------------------------------
 
-# The gradients that a caller's backward brought: what is still to be trained, and a prediction for the next step.
-
 
 class CallGradients:
-    """Reads the gradients of the calls of a step.
+    """Reads the gradients that callers' backwards bring in a step, and predicts the next step's.
 
     Args:
         own: Whether the loss is the engine's token loss.
@@ -367,8 +358,8 @@ class CallGradients:
         looks: Whether logits were read in the last step or call, by mode; the model updates it.
 
     Attributes:
-        expected: The factor that the backward of the last step applied to the loss.
-        linear: What the gradients by log-probabilities had in common in the last step.
+        expected: The last backward's factor of the loss.
+        linear: What the last step's gradients by log-probabilities had in common.
     """
 
     def __init__(
@@ -401,7 +392,7 @@ class CallGradients:
         self._looks.update(looks)
 
     def assume(self, calls: Sequence[Call], known: "Assumed") -> Seeds:
-        """Returns the seeds of calls to train at once, and notes them in the calls."""
+        """Returns the seeds of calls to train at once, and stores them in the calls."""
         rank, world = self._engine.rank, self._engine.world_size
         if known.given is not None:
             (call,) = calls
@@ -428,14 +419,14 @@ class CallGradients:
     def compare(
         self, calls: Sequence[Call], documents: Documents, beside: Iterable[float]
     ) -> tuple[float | None, Seeds, Tensor]:
-        """Compares the assumed seeds of all ranks with the real ones, and predicts those in the next step. Collective.
+        """Compares the real seeds of all ranks with the assumed ones, and predicts the next step's. Collective.
 
         Args:
-            beside: Numbers to gather along with these, as many on every rank.
+            beside: Numbers to gather along, as many on every rank.
 
         Returns:
-            The factor for the gradients of what was trained at once; None if it must be trained again. The seeds still to be
-            trained. And every rank's numbers `beside`, fp64 [ranks, numbers].
+            The factor for the gradients of what was trained at once, None if it must be trained again; the seeds still to be
+            trained; and every rank's numbers `beside`, fp64 [ranks, numbers].
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
         ratios, weighed, at_once, have_seeds = list[float](), list[float](), list[bool](), False
@@ -464,10 +455,10 @@ class CallGradients:
         return scale, seeds, numbers
 
     def _scale(self, calls: Sequence[Call], rows: Tensor, weighed: Tensor, at_once: Tensor) -> float | None:
-        """See `compare`. Takes from each rank [ranks, calls] the factor of what was trained at once (`at_once` [calls]), or
-        the seed of all log-probabilities; `weighed` is that seed over its token's probability."""
+        """See `compare`. `rows` [ranks, calls] has the factor of what was trained at once (`at_once` [calls]), or the seed of
+        all log-probabilities; `weighed`, this seed over its token's probability."""
         rank, tolerance, stages = self._engine.rank, self._tolerance, self._engine.updates is not None
-        if self._own:  # a part of a token loss is the same on all ranks: its factor is the mean
+        if self._own:  # each rank has the same part of a token loss: the factor is the mean
             rows[:, at_once] = rows[:, at_once].mean(0)
         if not bool(at_once.any()):
             if not bool(rows.isinf().all()):
@@ -498,7 +489,7 @@ class CallGradients:
         return scale
 
     def _own_seeds(self, calls: Sequence[Call], again: bool) -> Seeds:
-        """Returns the seeds still to be trained of this rank's documents; `again`: also of what was trained at once."""
+        """The seeds of this rank's documents still to be trained; `again`: also of what was trained at once."""
         world, tokens, has_entropy, seeds = self._engine.world_size, dict[int, Tensor](), False, Seeds()
         for call in calls:
             if again or call.seeds is not None:
@@ -530,7 +521,7 @@ class CallGradients:
         return table
 
     def active(self, seeds: Seeds) -> set[int]:
-        """Returns the documents that have a seed; the others are not run. Collective."""
+        """The documents with a seed; the others are not run. Collective."""
         mine = set(seeds.tokens) | set(seeds.logits)
         active = set[int]()
         for part in self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else ():
@@ -542,26 +533,22 @@ class CallGradients:
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 
-# What a caller requests for a batch, and batches that it announces beforehand.
-
 
 @dataclass(eq=False)
 class Request:
     """What a caller requests for a batch.
 
     Args:
-        batch: The tensors that define its rows.
-        num_items: What the sum of cross entropies is divided by; None for this rank's labels.
+        num_items: The divisor of the sum of cross entropies; None for this rank's labels.
         fields: How many of the first `parallel.scores.FIELDS` to compute; 0 for a loss alone, or nothing.
         wants_loss: Whether the caller wants the cross entropy.
-        routers: Whether it wants the balance loss of the routers.
-        kept: The columns of the logits: the number of last ones, or an index; 0: all.
-        expected: [B, L - 1] or [B, L], the gradients by the log-probabilities that will come, or multiples; or None.
+        routers: Whether it wants the balance loss.
+        kept: The number of last logit columns, or an index of columns; 0: all.
+        expected: [B, L - 1] or [B, L], the expected gradients by the log-probabilities, or multiples; or None.
         trains: Whether gradients will come.
-        training: Whether in training mode.
         given_items: `num_items` as given.
-        function: The loss function that was set on the model object; None for the loss of causal language models.
-        changes: What was changed on the model object before, as text.
+        function: The model object's custom loss function; None for the loss of causal language models.
+        changes: Earlier changes of the model object, as text.
     """
 
     batch: Batch
@@ -580,7 +567,7 @@ class Request:
 
     @property
     def targets(self) -> dict[str, Any]:
-        """The labels, and labels that are already shifted, by the names of loss functions."""
+        """The labels, shifted or not, by the names of loss functions."""
         shifted = self.batch.get("shift_labels")
         return {"labels": self.batch.get("labels"), **({} if shifted is None else {"shift_labels": shifted})}
 
@@ -601,19 +588,19 @@ class Request:
 
 
 _UNREAD = frozenset({"use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "past_key_values"})
-"""Arguments of a forward that do not change its results in training."""
+"""Arguments of a forward without effect in training."""
 
 
 def is_unread(name: str, value: Any) -> bool:
-    """Whether an argument of a forward can be ignored, or is read as a part of the batch."""
+    """Whether an argument of a forward can be ignored, or belongs to the batch."""
     return value is None or value is False or name in _UNREAD or name in ("seq_idx", *FLAT_COLUMNS)
 
 
 def unreadable(
     input_ids: Tensor | None, others: Mapping[str, Any], columns: Sequence[str], rank: int
 ) -> UnsupportedError | None:
-    """Returns an error for the arguments of a forward; None if they are valid. `others` are the arguments without a
-    parameter of their name, `columns` the ones among them that a token loss reads."""
+    """Returns an error for arguments of a forward, None if they are valid. `others`: all without a parameter of their name;
+    `columns`: which of these a token loss reads."""
     wrong = [name for name, value in others.items() if not is_unread(name, value) and name not in columns]
     if input_ids is not None and not wrong:
         return None
@@ -630,15 +617,14 @@ class Window:
     """Announced batches of one step, read and exchanged together.
 
     Args:
-        batches: As they were announced.
-        num_items: What their losses are divided by; None for each one's own labels.
+        num_items: Their losses' divisor; None for each one's own labels.
         step: The number of the step.
         documents: This rank's, of each batch.
         facts: Each rank's `facts_of` of each batch.
         of_step: The documents of all ranks, planned as if these batches were the complete step; None after an error.
         error: This rank's error.
         sent_bytes: Bytes of rows that this rank has sent.
-        ready: Done when all of the above is set; has the exception if this failed.
+        ready: Done when the rest is set; has the exception if this failed.
     """
 
     batches: Sequence[Batch]
@@ -672,7 +658,7 @@ class Announcements:
     Args:
         exchange: Over this group.
         read: Reads the documents of a batch.
-        plan: Plans some documents of the step of this number over this group.
+        plan: Plans some documents of a step over this group.
         columns: What a token loss reads beside tokens.
 
     Attributes:
@@ -695,7 +681,7 @@ class Announcements:
         self._is_broken = False
 
     def add(self, batches: Sequence[Mapping[str, Any]], num_items: float | None, step: int) -> None:
-        """Adds the batches of the coming step of this number. Collective.
+        """Adds the batches of a coming step. Collective.
 
         Raises:
             PlanMismatchError: not all ranks have announced an earlier step.
@@ -706,7 +692,7 @@ class Announcements:
                 why="what is announced is exchanged by all ranks together, and one of them may still wait for the others",
                 fix="make another SwitchedModel, or do not announce",
             )
-        if self._thread is None:  # daemon: it must not keep a failing process alive while it waits for another rank
+        if self._thread is None:  # daemon: must not keep a failing process alive that waits for another rank
             self._thread = Thread(target=self._work, name="hotspa-rows", daemon=True)
             self._thread.start()
         of_rows = [{name: batch.get(name) for name in self._columns} for batch in batches]
@@ -715,13 +701,13 @@ class Announcements:
         self.number += 1
 
     def close(self) -> None:
-        """Ends the thread, unless it may be waiting for another rank."""
+        """Ends the thread, unless it may wait for another rank."""
         if self._thread is not None and not self._is_broken:
             self._jobs.put(None)
             self._thread.join()
 
     def give_up(self) -> None:
-        """Drops all announcements, now and later: ranks have announced different numbers of steps."""
+        """Drops all announcements, now and later: ranks have announced different numbers."""
         self.windows.clear()
         self._is_broken, self.number = True, 0
 
@@ -758,21 +744,19 @@ class Announcements:
 
 # -- where all ranks meet ---------------------------------------------------------------------------------------------
 
-# Before a joint action ranks compare what they are about to do: if it differs, all raise, and none waits for another.
-
 
 class Meeting:
-    """Where all ranks meet before a collective call.
+    """Where all ranks meet before a joint action: if theirs differ, all raise, and none waits for another.
 
     Args:
         place: Names the present step, for messages.
         was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
         drop: Drops the calls that were not flushed: on all ranks, before they raise, or if one has cleared its gradients.
-        announcements: Given up if ranks have made different numbers of them.
+        announcements: Given up if the ranks' numbers differ.
 
     Attributes:
         sizes: Each rank's last `size`.
-        of_model: Names the model in messages, appended to the action.
+        of_model: Names the model in messages, after the action.
     """
 
     def __init__(
@@ -792,14 +776,14 @@ class Meeting:
         Args:
             what: What this rank is about to do; ranks compare its text.
             error: This rank's error.
-            flag: Passed on to all ranks.
+            flag: For all ranks.
             size: How many numbers this rank is about to send; for `sizes`.
 
         Returns:
             The flag of each rank.
 
         Raises:
-            HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
+            HotspaError: on every rank: the first rank's error, or that they are about to do different things.
         """
         is_cleared = self._was_cleared()
         if self._agreement.group is None:  # one rank
@@ -813,7 +797,7 @@ class Meeting:
         values = [zlib.crc32(text.encode()), error is not None, is_cleared, self._announcements.number, flag, size]
         codes, failed, cleared, announced, flags, sizes = self._agreement.gather([*map(float, values)]).T.tolist()
         self.sizes = [*map(int, sizes)]
-        if any(failed):  # checked first: if one rank has an error, the others may be about to do more
+        if any(failed):  # checked first: the other ranks may be about to do more
             self._drop()
             self._agreement.check({}, error, self._place())
         if len(set(codes)) > 1:

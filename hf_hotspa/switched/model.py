@@ -9,21 +9,21 @@
         optimizer.step()                          # flushes, too, if nothing has yet
         optimizer.zero_grad()
 
-It is used like `DistributedDataParallel`: every rank calls it with its own batch, and gradients are means over ranks. Inside,
-all ranks exchange their rows, plan them together over the engine's strategies, and get back their rows' results.
-The cost of a call depends on what is asked for:
+Used like `DistributedDataParallel`: every rank calls it with its own batch, and gradients are means over ranks. Inside, all
+ranks exchange their rows, plan them together over the engine's strategies, and get back their rows' results.
+A call costs (in units; a forward is one):
 
-* the loss (`labels`, gradients enabled): forward and backward of all phases at once, with the factor that the last step's
-  backward applied to the loss. `flush` compares the factors of all ranks; it scales the gradients, or runs them again if ranks
-  differ. 3 units of work (a forward is one), like any step.
-* log-probabilities (TRL's `fused_lm_head=True`) or logits (if read): a forward. The caller gets leaves; `flush` runs one
-  training pass over everything since the last step with the objective sum(gradient * number), whose gradient equals the
-  gradient of the caller's loss by the chain rule. 4 units. If the gradients were multiples of known numbers in the last step
-  (a plain sum or mean of log-probabilities) or are given (`expected_seeds`), such calls are trained at once, too.
-* no gradients: a forward, or nothing if no result is read.
+* the loss (`labels`, gradients enabled): 3. Forward and backward of all phases at once, with the factor that the last step's
+  backward applied to the loss. `flush` compares the factors of all ranks; it scales the gradients, or repeats the pass if ranks
+  differ.
+* log-probabilities (TRL's `fused_lm_head=True`) or logits (if read): 4. The caller gets leaves; `flush` trains everything
+  since the last step with the objective sum(gradient * number), whose gradient equals the gradient of the caller's loss (chain
+  rule). If the last step's gradients were multiples of known numbers (a plain sum or mean of log-probabilities) or are given
+  (`expected_seeds`), such calls are trained at once, too.
+* no gradients: 1, or 0 if no result is read.
 
-`forward`, `flush`, the first read of logits, and methods documented as such are collective: all ranks make the same calls, or
-all raise.
+`forward`, `flush`, the first read of logits, and methods that say so are collective: all ranks make the same calls, or all
+raise.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -101,29 +101,28 @@ class SwitchedModel(DistributedDataParallel):
     """See above. A DDP by type only (its constructor is never called), so that accelerate's `unwrap_model` gives the model.
 
     Args:
-        model: The transformers model, or a `PeftModel` around one. It keeps its initial weights until `write_back`;
-            calls of it come here, except generation, which gets the current weights.
-        buckets: Length ranges and their strategies, shortest first, as for `HotSPaEngine`.
+        model: A transformers model, or a `PeftModel` around one. Keeps its initial weights until `write_back`; calls of it
+            come here, except generation, which gets the current weights.
+        buckets: As for `HotSPaEngine`.
         options: As for `HotSPaEngine`, without a loss option other than a `TokenLoss`: the caller computes the loss.
         weights: Folder of the weights, for a model without them.
-        device: Where this rank computes.
-        logit_bytes: The most bytes of host memory for the logits of a batch, or their gradients, on a rank.
-        guards: Whether reading weights of the model object is an error while they are not current.
+        logit_bytes: The most host memory for the logits of a batch, or their gradients, on a rank.
+        guards: Whether reading the model object's weights is an error while they are old.
 
     Attributes:
         longest: Tokens of the longest sequence that any bucket takes.
-        report: Of the last step that was flushed; None before.
+        report: Of the last flushed step; None before.
         passes: The plan and the report of each of its training passes.
-        step: Steps before the present one in the run; a resumed run sets it. Dropout depends on it.
+        step: Steps before this one in the run; a resumed run sets it. Dropout depends on it.
         missed: Announced steps for which other batches came.
-        cut: Rows of this rank's batches in the present step that their reader has cut, for the report.
-        assumptions: What earlier steps predict of the gradients; a resumed run needs its `state_dict` for the same bits.
+        cut: How many rows of this rank's batches in this step their reader has cut, for the report.
+        assumptions: Predicts gradients from earlier steps; a resumed run needs its `state_dict` for the same bits.
         trains: Whether calls with autograd enabled are training; otherwise they are scored, without gradients.
         looks: Whether each scored call applies changes of the model object (`take_changes`).
     """
 
     trains, looks = True, False
-    on_other_parameters: Any = None  # called with an optimizer that is about to step and also has other parameters
+    on_other_parameters: Any = None  # called with an optimizer that is about to step and has other parameters, too
 
     def __init__(
         self,
@@ -160,7 +159,6 @@ class SwitchedModel(DistributedDataParallel):
         self._hook = before_steps(self)
 
     def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
-        """Takes the place of a model object."""
         self.module, self.longest = model, self.engine.longest
         # both are read in each step: avoids a search in submodules
         self.__dict__.update(module=model, _bare=bare_model(model)[0])
@@ -186,7 +184,7 @@ class SwitchedModel(DistributedDataParallel):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields this rank's 1-D fp32 share of every trained parameter, by Hugging Face name: for an optimizer."""
+        """This rank's 1-D fp32 share of every trained parameter, by Hugging Face name: for an optimizer."""
         named = self.engine.named_parameters()
         return ((f"{prefix}.{name}", p) for name, p in named) if prefix else named
 
@@ -213,13 +211,13 @@ class SwitchedModel(DistributedDataParallel):
         return nullcontext()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Returns the model's own, with the current weights. Collective."""
+        """The model's own, with the current weights. Collective."""
         self.refresh()
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads weights into the model, and into the shares of all ranks; an optimizer keeps its state. On all ranks."""
+        """Loads weights into the model and the shares of all ranks; an optimizer keeps its state. On all ranks."""
         release(self.module)
         keys = self.module.load_state_dict(state_dict, strict, assign)
         self.engine.master.fill(whole_parameters(self.module))
@@ -259,7 +257,7 @@ class SwitchedModel(DistributedDataParallel):
             self.write_back()
 
     def show(self) -> None:
-        """Like `refresh`, for callers that may change the weights: the next step uses the changes. Collective."""
+        """Like `refresh`; the next step uses weights that the caller then changes. Collective."""
         self.refresh()
         self._changes.show()
 
@@ -272,7 +270,7 @@ class SwitchedModel(DistributedDataParallel):
         self._written = self._version
 
     def take_changes(self) -> None:
-        """Applies changes of the model object (`ObjectChanges`), as each step does when it begins. Collective.
+        """Applies changes of the model object (`ObjectChanges`), as each step does first. Collective.
 
         Raises:
             HotspaError: on every rank: a change is not supported, or ranks have changed different things.
@@ -280,11 +278,11 @@ class SwitchedModel(DistributedDataParallel):
         words, error = self._changes.inspect_modules()
         self._meet(f"continue{words}", error)
         if words:
-            self._passes.let_go()  # of the loaded weights
+            self._passes.let_go()
             self._changes.apply()
 
     def weights_are(self, current: bool) -> None:
-        """Notes that others have put new weights into the engine; `current`: the model has them, too. On all ranks."""
+        """Notes new weights in the engine; `current`: the model has them, too. On all ranks."""
         self._drop()
         self._version += 1
         self._changes.digest = None
@@ -306,10 +304,7 @@ class SwitchedModel(DistributedDataParallel):
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields the batches of this rank's loader, then batches without rows until the loaders of all ranks have ended.
-
-        Collective.
-        """
+        """Yields this rank's batches, then batches without rows until the loaders of all ranks have ended. Collective."""
         iterator, empty = iter(loader), {name: torch.zeros((0, 1), dtype=torch.int64) for name in ROW_COLUMNS[:2]}
         empty["labels"] = empty["input_ids"]
         while True:
@@ -322,11 +317,11 @@ class SwitchedModel(DistributedDataParallel):
 
     def announce(self, batches: Sequence[Mapping[str, Any]], num_items: float | Tensor | None = None) -> None:
         """Announces all batches of the next optimizer step. They are exchanged and planned beside the running step, and run
-        as one pass when the first of them is called. Collective; may be called for several steps ahead.
+        as one pass when the first of them is called. Collective; may be called several steps ahead.
 
         Args:
             batches: What `forward` will get, in order; as many on all ranks.
-            num_items: The `num_items_in_batch` that it will get with them.
+            num_items: The `num_items_in_batch` to come with them.
         """
         step = self.step + len(self._announcements.windows) + bool(self._calls)
         self._announcements.add(batches, None if num_items is None else float(num_items), step)
@@ -342,8 +337,8 @@ class SwitchedModel(DistributedDataParallel):
         """Sets what decides beside the buckets; None keeps the present value. On all ranks, the same.
 
         Args:
-            choose: Maps the number of a step and the lengths of its sequences to their buckets, out of the engine's, and the
-                speeds by which packs are divided over replicas. Also called in a thread.
+            choose: Maps a step and the lengths of its sequences to their buckets, out of the engine's, and the speeds by
+                which packs are divided over replicas. Also called in a thread.
             facts: Returns what must be equal on all ranks in training, by name.
             evaluated: The buckets in eval mode without gradients.
         """
@@ -352,11 +347,10 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.evaluated = evaluated or self._passes.evaluated
 
     def same_batches(self, number: int, error: HotspaError | None = None, flag: bool = False) -> bool:
-        """Compares how many batches each rank has for the coming step, and raises if one has an error. Collective. Returns
-        whether any rank has set the flag.
+        """Compares the ranks' numbers of batches for the coming step. Collective. Returns whether any rank has set the flag.
 
         Raises:
-            HotspaError: on every rank: the error of one rank, or the ranks have different numbers.
+            HotspaError: on every rank: `error` of one rank, or the numbers differ.
         """
         return any(self._meet(f"train {number} batches", error, flag))
 
@@ -375,7 +369,7 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.let_go()
         if self._calls:
             self.engine.drop_gradients()
-            self.engine.master.bind_gradients(())  # an optimizer leaves parameters without a gradient as they are
+            self.engine.master.bind_gradients(())  # an optimizer skips parameters without a gradient
         self._begin_step()
 
     def _was_cleared(self) -> bool:
@@ -402,7 +396,7 @@ class SwitchedModel(DistributedDataParallel):
         return_dict: bool | None = None,
         **others: Any,
     ) -> Any:
-        """Returns what transformers' forward returns for this rank's batch; with `fused_lm_head`, what TRL's returns. Collective.
+        """Returns what transformers' forward returns, or TRL's with `fused_lm_head`, for this rank's batch. Collective.
 
         Args:
             input_ids: int64 [B, L]; may have no rows.
@@ -410,14 +404,14 @@ class SwitchedModel(DistributedDataParallel):
             position_ids: int64 [B, L], from 0 in each document.
             labels: int64 [B, L], not shifted; -100 for none.
             shift_labels: Instead of labels, already shifted.
-            num_items_in_batch: What the sum of cross entropies is divided by; this batch's labels when None.
+            num_items_in_batch: The divisor of the sum of cross entropies; this batch's labels when None.
             logits_to_keep: The number of last logit columns, or an index of columns; 0: all.
-            expected_seeds: The gradients by the log-probabilities that the caller's backward will bring, or a multiple of them,
-                [B, L - 1] ([B, L] with shift_labels): the batch is trained at once. If others come, it is trained again.
+            expected_seeds: The expected gradients by the log-probabilities, or a multiple of them, [B, L - 1] ([B, L] with
+                shift_labels): the batch is trained at once. If others come, it is trained again.
 
         Raises:
-            HotspaError: on every rank: one cannot read its batch, or ranks call differently. Nothing was computed, and
-                calls that were not flushed are dropped.
+            HotspaError: on every rank: one cannot read its batch, or calls differ. Nothing was computed; calls that were
+                not flushed are dropped.
         """
         error = unreadable(input_ids, others, self._columns, self.engine.rank) if others or input_ids is None else None
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
@@ -456,7 +450,6 @@ class SwitchedModel(DistributedDataParallel):
         return not (layers and layers[0].disable_adapters)
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
-        """Makes the call of a batch, with the documents of all ranks."""
         if error is None and request.trains and not request.adapters:
             error = UnsupportedError(
                 "a forward with gradients while adapters are switched off",
@@ -484,14 +477,14 @@ class SwitchedModel(DistributedDataParallel):
         try:
             flags = self._meet(request, error, comes_next, len(mine))
         finally:
-            if is_new and coming:  # it has come, or other batches instead
+            if is_new and coming:
                 coming.pop(0)
         if request.changes:
-            self._passes.let_go()  # of the loaded weights
+            self._passes.let_go()
             self._changes.apply()
-        if begins:  # the object's weights are old until the step has ended and the object is shown again
+        if begins:  # the weights are old until the step has ended and the object is shown again
             self._changes.digest = None
-            if self._guards and self._written == self._version:  # otherwise it is guarded already
+            if self._guards and self._written == self._version:  # else it is guarded
                 guard(self.module)
         if request.trains and not self._calls:
             self.engine.drop_gradients()
@@ -571,7 +564,7 @@ class SwitchedModel(DistributedDataParallel):
             self._score(call, request, with_logits=needs_logits)
 
     def _run_own(self, call: Call, request: Request) -> None:
-        """Computes the token loss of the engine's options, of all ranks together. Each rank gets an equal part."""
+        """Computes the engine's token loss over all ranks. Each rank gets an equal part."""
         world = self.engine.world_size
         if request.routers and not call.with_routers:
             self._score(call, request)
@@ -617,8 +610,8 @@ class SwitchedModel(DistributedDataParallel):
         )
 
     def _train_at_once(self, calls: Sequence[Call], request: Request, known: Assumed) -> None:
-        """Runs forward and backward of some calls before the caller's backward has brought the gradients. Documents whose given
-        seeds are all 0 have a forward only."""
+        """Trains some calls before the caller's backward has brought the gradients. Documents whose given seeds are all 0 have
+        a forward only."""
         calls = calls if known.given is None else calls[:1]
         everything = list[int]()
         for call in calls:
@@ -641,7 +634,6 @@ class SwitchedModel(DistributedDataParallel):
     def _train(
         self, numbers: Sequence[int], seeds: Seeds, mode: tuple[bool, float], fields: int = 0, sums: bool = False
     ) -> Numbers:
-        """Runs a training pass that adds its gradients to the step's, in a mode (training, temperature)."""
         trained = self._passes.train(
             self._documents, numbers, seeds, step=self.step, add=self._has_gradients,
             training=mode[0], temperature=mode[1], fields=fields, sums=sums,
@@ -689,7 +681,7 @@ class SwitchedModel(DistributedDataParallel):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     def _with_balance(self, loss: Tensor, call: Call, request: Request) -> tuple[Tensor, Tensor]:
-        """Adds transformers' `load_balancing_loss_func` of this rank's batch to the loss; also returns it alone."""
+        """Adds transformers' `load_balancing_loss_func` of this rank's batch; also returns it alone."""
         routers = self._passes.routers
         assert routers is not None
         aux = call.balance(routers)[0].to(call.device, self._passes.wide)
@@ -730,7 +722,7 @@ class SwitchedModel(DistributedDataParallel):
             if self._is_adapted:
                 self._use_adapters(request.adapters)
             numbers = self._score_documents(call, call.everything, request, 0, True)
-        call.with_logits = False  # the caller has them now
+        call.with_logits = False  # now the caller's
         parts = [numbers.logits.pop(number) for number in call.mine]
         logits = call.lay_out(parts, self.engine.description.compute_dtype, (self._passes.num_logits,))
         if request.trains:
@@ -798,7 +790,6 @@ class SwitchedModel(DistributedDataParallel):
         self._begin_step()
 
     def _train_seeds(self, calls: Sequence[Call], seeds: Seeds) -> None:
-        """Runs the training pass of the seeds that the callers' backward brought."""
         active = self.assumptions.active(seeds)
         if self.engine.updates is not None and active:
             raise UnsupportedError(
@@ -806,7 +797,7 @@ class SwitchedModel(DistributedDataParallel):
                 where=self._place(),
                 fix="use the loss of the model, or hotspa_pipeline_mode=synchronous",
             )
-        of_modes = dict[tuple[bool, float], list[int]]()  # in eval mode there is no dropout
+        of_modes = dict[tuple[bool, float], list[int]]()
         for call in calls:
             of_modes.setdefault((call.training, call.temperature), []).extend(active.intersection(call.everything))
         for mode, numbers in of_modes.items():
@@ -821,7 +812,7 @@ class SwitchedModel(DistributedDataParallel):
         Its weights are divided over the ranks like the model's own, and loaded for its forwards.
 
         Raises:
-            ModelError: on every rank: the model is built differently; make a separate `SwitchedModel` for it.
+            ModelError: on every rank: the build differs; make a separate `SwitchedModel` for it.
         """
         return FrozenModel(self, model)
 
@@ -846,14 +837,14 @@ class FrozenModel(SwitchedModel):
         self.eval()
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields nothing: the model is not trained."""
+        """Yields nothing: it is not trained."""
         return iter(())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: there are no gradients."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads other weights into the second model. On all ranks, the same."""
+        """Loads other weights. On all ranks, the same."""
         keys = self.module.load_state_dict(state_dict, strict, assign)
         assert self._store is not None
         self._passes.let_go()

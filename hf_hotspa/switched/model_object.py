@@ -1,6 +1,6 @@
-"""What callers attach to a model object, and calls of the object itself. Replicas are built from its class without these.
+"""What callers attach to a model object, which replicas do not have, and calls of the object itself.
 
-* TRL's `add_fused_lm_head` and PEFT's input hooks are taken off while an engine is built; their settings are read;
+* TRL's `add_fused_lm_head` and PEFT's input hooks are off while an engine is built; their settings are read;
 * a forward of the object goes to the switched model, whose weights are current. Generation runs on the object.
 """
 
@@ -36,8 +36,8 @@ from hf_hotspa.parallel.loss import SequenceLoss
 def only_requires_grad(hook: Any) -> bool:
     """Whether a forward hook only makes the output require a gradient, which changes no number.
 
-    Scripts, transformers, PEFT and TRL attach it to the embedding for gradient checkpointing. It is recognised by its effect:
-    its code uses only `requires_grad_`, and it returns a tensor unchanged.
+    Scripts, transformers, PEFT and TRL attach it to the embedding for gradient checkpointing. Its code uses only
+    `requires_grad_`, and it returns a tensor unchanged.
     """
     code = getattr(hook, "__code__", None)
     if code is None or code.co_freevars or not set(code.co_names) <= {"requires_grad_", "requires_grad"}:
@@ -54,7 +54,7 @@ def only_requires_grad(hook: Any) -> bool:
 
 
 def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Reads the arguments of TRL's `add_fused_lm_head`, which are only in the closure of the forward.
+    """Reads the arguments of TRL's `add_fused_lm_head` from the closure of the forward.
 
     Args:
         dtype: What the engine computes in.
@@ -76,7 +76,7 @@ def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 
 @contextmanager
 def as_built(model: nn.Module) -> Iterator[None]:
-    """Removes, inside, input hooks and a forward or loss function that were set on the object."""
+    """Removes, inside, input hooks and the object's custom forward or loss function."""
     own = {name: vars(model).pop(name) for name in ("forward", "_loss_function") if name in vars(model)}
     for module in model.modules():
         for key, hook in list(module._forward_hooks.items()):
@@ -89,8 +89,8 @@ def as_built(model: nn.Module) -> Iterator[None]:
 
 
 class Apart:
-    """Whether this rank runs code that each rank runs by itself (callbacks), perhaps alone: calls of model objects then stay
-    on the object, with the object's weights, and other ranks need not take part."""
+    """Whether this rank runs its own code (callbacks), perhaps alone: calls of model objects then stay on the object, with
+    its weights, and are not collective."""
 
     depth = 0
 
@@ -98,7 +98,7 @@ class Apart:
 def route(model: nn.Module, switched: Any) -> None:
     """Routes calls of the model object to the switched model: trainers also call `self.model`, whose weights are old.
 
-    Generation, and calls in code that runs `Apart`, stay on the object.
+    Generation and calls in `Apart` code stay on the object.
     """
     target = weakref.ref(switched)
     forward = type(model).forward
@@ -121,12 +121,12 @@ def unroute(model: nn.Module) -> None:
 
 
 def lora_layers(model: nn.Module) -> list[Any]:
-    """Returns the LoRA layers of a model; the same attribute of a model is a method."""
+    """Returns the LoRA layers of a model; models have a method of the same name as the attribute."""
     return [module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
 
 
 def before_steps(switched: Any) -> RemovableHandle:
-    """Calls `step_begins` of the switched model before any optimizer that holds its parameters makes a step."""
+    """Calls `step_begins` of the switched model before steps of any optimizer with its parameters."""
     target = weakref.ref(switched)
     own = {id(parameter) for _, parameter in switched.named_parameters()}
 
@@ -144,7 +144,7 @@ def before_steps(switched: Any) -> RemovableHandle:
 
 
 def refuse_losses(options: EngineOptions) -> None:
-    """Rejects engine options that have no meaning if the caller computes the loss.
+    """Rejects engine options that have no effect if the caller computes the loss.
 
     Raises:
         UnsupportedError: naming the option.
@@ -161,13 +161,12 @@ def refuse_losses(options: EngineOptions) -> None:
 
 # -- changes of the model object --------------------------------------------------------------------------------------
 
-# What a caller changes on the model object between two steps applies from the next step, or raises an error by name.
-#
-# Replicas are built once. `ObjectChanges` inspects the object when a step begins, where all ranks meet anyway:
+# Changes between two steps apply from the next step, or raise an error by name. Replicas are built once; `ObjectChanges`
+# inspects the object when a step begins:
 #
 # * buffers, such as the selection bias of experts, are copied into the replicas;
-# * a parameter that is frozen gets no gradient from then on, as with torch; a parameter that was frozen when the replicas
-#   were built has no place for a gradient, and unfreezing it is an error;
+# * a newly frozen parameter gets no gradient, as with torch; one that was frozen when the replicas were built has no place for
+#   a gradient, and unfreezing it is an error;
 # * weights that were changed while current (`SwitchedModel.show`) are used;
 # * another config value, module, or module attribute is an error: the replicas were built from the old one.
 
@@ -179,11 +178,8 @@ _as_text = functools.partial(json.dumps, sort_keys=True, default=str)
 class ObjectChanges:
     """The differences between a model object and the engine's copy.
 
-    Args:
-        model: The object that the engine was made of.
-
     Attributes:
-        frozen: The trained parameters that the caller has frozen since, by the names of the engine.
+        frozen: The trained parameters that the caller has frozen since, by the engine's names.
         digest: Of the object's weights while they are current; None while they are old.
     """
 
@@ -199,21 +195,21 @@ class ObjectChanges:
         self._changed = dict[str, Tensor](), self.frozen, False
 
     def _by_name(self) -> dict[str, tuple[nn.Parameter, bool]]:
-        """Maps the engine's name of each parameter to the parameter and whether it is trained."""
+        """Maps the engine's names to parameters, and whether they are trained."""
         specs = self._engine.description.vector.specs
         known = {name: spec for spec in specs for name in (spec.name, *spec.tied_names)}
         named = self._model.named_parameters(remove_duplicate=False)
         return {known[name].name: (p, known[name].trainable) for name, p in named if name in known}
 
     def show(self, digest: str | None = None) -> None:
-        """Notes that the object has the current weights, of this digest if known: changes count from now. Not collective."""
-        if self.digest is None and has_weights(self._model):  # otherwise they may have been changed since
+        """Notes that the object has the current weights, of this digest if known. Not collective."""
+        if self.digest is None and has_weights(self._model):  # else they may have been changed since
             self._parameters = self._by_name()
             self.digest = digest or weights_digest(self._model)
 
     def inspect_modules(self) -> tuple[str, HotspaError | None]:
-        """Returns the changes since the last step, as text that is equal on all ranks with equal changes; and an error for
-        changes that are not supported. Not collective."""
+        """Returns the changes since the last step, as text (equal on all ranks with equal changes), and an error for
+        unsupported ones. Not collective."""
         buffers, frozen, thawed = dict[str, Tensor](), set[str](), list[str]()
         for name, buffer in self._bare.named_buffers():
             known = self._buffers.get(name)
@@ -253,7 +249,7 @@ class ObjectChanges:
         return words, None
 
     def apply(self) -> None:
-        """Applies the changes that `inspect_modules` saw. Not collective; on all ranks, the same."""
+        """Applies what `inspect_modules` saw. Not collective; on all ranks, the same."""
         buffers, frozen, weights = self._changed
         if buffers:
             with torch.no_grad():
@@ -274,14 +270,11 @@ def _some(names: list[str]) -> str:
 
 # -- weights that are old ---------------------------------------------------------------------------------------------
 
-# During training the weights in `trainer.model` are old: reading them raises an error.
+# The trained weights are in the master store; the user's model has the weights of the last write-back. The guard promises:
 #
-# The trained weights are in the master store; the user's model has the weights of the last write-back. The guard on its
-# parameters promises:
-#
-# * Between the first mini-batch after the weights were current and the next time they are, everything that would read or
-#   change the values of a trained parameter, or its gradient, raises a `HotspaError` that says what to do. Name, shape,
-#   dtype, device, `requires_grad` and number of elements can always be read.
+# * Between the first mini-batch after the weights were current and the next time they are, reading or changing the values of
+#   a trained parameter, or its gradient, raises a `HotspaError` that says what to do. Name, shape, dtype, device,
+#   `requires_grad` and number of elements can always be read.
 # * Parameters stay the same objects: references to them (optimizers, tied weights, the user's) stay valid.
 
 
@@ -315,7 +308,6 @@ def _guard_error(name: str) -> HotspaError:
 
 @cache
 def _guarded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Makes a class of parameters like `kind`, whose values cannot be read."""
 
     class Guarded(kind):  # type: ignore[valid-type,misc]
         _true_class = kind
@@ -347,7 +339,7 @@ def _guarded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def guard(model: nn.Module) -> None:
-    """Makes the values of the trained parameters unreadable from now on."""
+    """Makes the values of the trained parameters unreadable."""
     for parameter in model.parameters():
         if parameter.requires_grad and not hasattr(type(parameter), "_true_class"):
             kind: Any = type(parameter)
@@ -364,8 +356,7 @@ def release(model: nn.Module) -> None:
 
 @contextmanager
 def structure_only() -> Iterator[None]:
-    """Lets this thread handle guarded parameters inside (`state_dict` for names, shapes and dtypes); it must not use
-    their values."""
+    """Lets this thread handle guarded parameters, but not their values (`state_dict` for names, shapes and dtypes)."""
     _allowed.depth = getattr(_allowed, "depth", 0) + 1
     try:
         yield

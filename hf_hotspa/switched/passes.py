@@ -1,8 +1,7 @@
-"""The documents of all ranks, and passes of the engine over them: forward only (scoring) or training. The owners of the
-documents get the results.
+"""The documents of all ranks, and passes over them: forward only (scoring) or training. The owners get the results.
 
-A scoring pass leaves its last weights loaded, and graphs of some packs if a strategy can keep them: a training pass that
-follows starts from these. `Passes` tracks what is loaded, and drops it when something else runs or the weights change.
+A scoring pass leaves its last weights loaded, and graphs of some packs if a strategy can keep them, for a training pass that
+follows. `Passes` drops these when something else runs or the weights change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,20 +32,18 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 # -- documents --------------------------------------------------------------------------------------------------------
 
-# The rows of all ranks: each rank reads its own batch, all ranks learn every length, and tokens travel to the ranks that train
-# them.
+# Each rank reads its own batch, all ranks learn every length, and tokens travel to the ranks that train them.
 #
-# A *document* is the unit of packing: a row of a batch without its padding, or one document of a row that was packed before.
-# All ranks number the documents of a step identically: call by call, rank by rank, row by row.
+# A *document* is the unit of packing: a row without its padding, or one document of a row that was packed before. All ranks
+# number the documents of a step identically: call by call, rank by rank, row by row.
 #
-# `read_batch` reads a batch of tensors as documents, `Documents` has what every rank knows of all documents, and their plans;
-# `Exchange` moves data, and counts bytes. All data moves from and to host memory, over a separate group.
+# All data moves from and to host memory, over a separate group.
 
 
 ROW_COLUMNS = ("input_ids", "attention_mask", "position_ids", "seq_idx", "labels", "shift_labels")
-"""The tensors [batch, length] of a batch that define its rows."""
+"""The tensors [batch, length] of a batch."""
 FLAT_COLUMNS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens")
-"""The tensors [documents + 1] that define the documents of a batch of one row."""
+"""Tensors [documents + 1] with the documents of a batch of one row."""
 
 _NO_CUTS = np.zeros(0, np.int64)
 
@@ -155,10 +152,10 @@ class Documents:
     """What every rank knows of the documents of a step, and the tokens that this rank has.
 
     Attributes:
-        lengths, labels, owners: The tokens, the targets that count, and the reading rank of each document.
-        rows: The tokens of this rank's documents, and of documents that it has received.
+        lengths, labels, owners: Each document's tokens, targets that count, and reading rank.
+        rows: The tokens of documents that this rank has read or received.
         holders: Which ranks have the tokens of a document.
-        planned: Plans that were made of some documents, for evaluation or not, and this rank's parts.
+        planned: Plans of some documents, for evaluation or not, and this rank's parts.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -172,7 +169,7 @@ class Documents:
         return len(self.lengths)
 
     def add(self, facts: Sequence[NDArray[np.int64]], mine: Sequence[Document], rank: int) -> list[range]:
-        """Numbers the documents of a call by rank, from each rank's `facts_of`; returns the range of each rank."""
+        """Numbers the documents of a call by rank, from each rank's `facts_of`; returns each rank's range."""
         ranges = []
         for owner, of_rank in enumerate(facts):
             begin, pairs = len(self.lengths), of_rank[2:].reshape(-1, 2)
@@ -192,11 +189,10 @@ class Documents:
         collator: PackedBucketCollator,
         exchange: "Exchange",
     ) -> tuple[MiniBatchPlan, MiniBatch]:
-        """Plans some documents, the same on every rank, sends tokens to ranks that lack them, and returns the plan and this
-        rank's part. Collective.
-        """
+        """Plans some documents, the same on every rank, and sends tokens to ranks that lack them; returns the plan and this
+        rank's part. Collective."""
         lengths, labels = np.array(self.lengths, np.int64), np.array(self.labels, np.int64)
-        unmasked = np.full(len(lengths), -1, np.int64)  # nothing is cut, so label positions are not needed
+        unmasked = np.full(len(lengths), -1, np.int64)  # nothing is cut: label positions are not needed
         table = SequenceTable(lengths, labels, unmasked, np.zeros(0, np.uint8))
         plan = plan_mini_batch(documents, table, buckets, quadratic_cost=collator.quadratic_cost, speeds=speeds)
         if exchange.world_size > 1:
@@ -227,7 +223,7 @@ class Documents:
 
 
 def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
-    """Encodes a batch for other ranks: the bits of its loss denominator, its documents, and length and labels of each."""
+    """Encodes a batch: the bits of its loss denominator, its number of documents, and length and labels of each."""
     pairs, total = list[int](), 0
     for document in documents:
         labels = int(np.count_nonzero(document.targets != IGNORED_LABEL))
@@ -238,7 +234,7 @@ def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int
 
 
 def _bits(row: Row, names: Sequence[str]) -> Tensor:
-    """Returns the columns of a row, each preceded by 1 if it has floats, else 0."""
+    """The columns of a row, each after 1 if it has floats, else 0."""
     parts = []
     for name in names:
         column = np.ascontiguousarray(row.columns[name])
@@ -247,7 +243,7 @@ def _bits(row: Row, names: Sequence[str]) -> Tensor:
 
 
 def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
-    """Yields every document with the strategy and the replica that train it."""
+    """Yields every document with its strategy and replica."""
     for phase in plan.phases:
         for replica, packs in enumerate(phase.replicas):
             for pack in packs:
@@ -257,8 +253,8 @@ def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
 
 @lru_cache
 def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> tuple[int, ...]:
-    """Returns the ranks of a replica that compute logits: of all shards and rows of a pack; with `writers` only shard rank 0,
-    which writes what all shards have in common."""
+    """Returns the ranks of a replica that compute logits; with `writers` only shard rank 0, which writes what all
+    shards have in common."""
     ranks = []
     for rank in replica_ranks(strategy, replica):
         coord = strategy.coord(rank)
@@ -268,7 +264,7 @@ def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> tuple
 
 
 class Move(NamedTuple):
-    """A number of values of a document to send from one rank to another; every rank lists the same moves in the same order."""
+    """A move of `size` numbers of a document between ranks; every rank lists the same moves in the same order."""
 
     document: int
     source: int
@@ -280,10 +276,10 @@ class Exchange:
     """Moves rows and numbers between ranks. All methods are collective.
 
     Args:
-        agreement: Over a group of all ranks with no other use at the same time.
+        agreement: Over a group of all ranks without other use at the same time.
 
     Attributes:
-        sent: Bytes that this rank has sent to others in this step, by the names of report fields.
+        sent: Bytes that this rank has sent in this step, by report field.
     """
 
     def __init__(self, agreement: Agreement, world_size: int) -> None:
@@ -300,8 +296,8 @@ class Exchange:
     def deliver(
         self, kind: str, moves: Sequence[Move], tensors: Mapping[int, Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[Move, Tensor]]:
-        """Carries out moves; yields the moves that end here, with the data. `tensors` has the documents that this rank
-        sends, 1-D in host memory and of one dtype; `kind` says which bytes to count: `rows`, `numbers` or `seeds`."""
+        """Carries out moves; yields the moves that end here, with the data. `tensors`: the documents that this rank sends,
+        1-D in host memory and of one dtype; `kind` of the bytes to count: `rows`, `numbers` or `seeds`."""
         if self.world_size == 1:
             for move in moves:
                 yield move, tensors[move.document]
@@ -335,14 +331,14 @@ class Seeds:
     """The seeds of a training pass; each is None if unused.
 
     Args:
-        weights: fp64 [D], the seed of every log-probability of a document; known on every rank.
-        by_probability: Whether the weights are multiplied by the probability of each token.
+        weights: fp64 [D], the seed of every log-probability of a document; the same on every rank.
+        by_probability: Whether `weights` are multiplied by the probability of each token.
         tokens: Of this rank's documents [length, 1 or 2], by log-probability, and by entropy.
         columns: How many columns of `tokens` have numbers, on this rank or on all; 0 for none.
         logits: Of this rank's documents [length, V]; removed when sent.
-        of_logits: The documents of all ranks that have seeds by logits.
-        routers: fp64 [D, E], by each probability of a document's tokens; known on every rank.
-        own: The divisor of the engine's token loss, and the factor of its gradient; None for another loss.
+        of_logits: The documents of all ranks with seeds by logits.
+        routers: fp64 [D, E], by each probability of a document's tokens; the same on every rank.
+        own: The divisor of the engine's token loss, and its gradient's factor; None for another loss.
     """
 
     weights: Tensor | None = None
@@ -361,7 +357,7 @@ class Numbers:
 
     Attributes:
         tokens: [length, fields] of each, fp32 or wider.
-        sums: The sum of the log-probabilities of each, if only sums were requested.
+        sums: Each one's sum of log-probabilities, if only sums were requested.
         logits: [length, V] of each, if requested.
         routers: fp64 [K * E + E] of each, see `Tape.router_values`.
         own: The token loss of all documents on all ranks, if computed.
@@ -381,19 +377,18 @@ class Passes:
     """Runs documents through the strategies of an engine.
 
     Args:
-        engine: A tape is attached to it.
-        columns: What its token loss reads beside tokens.
-        drop: Called if a pass fails, on all ranks.
+        columns: What the engine's token loss reads beside tokens.
+        drop: Called on all ranks if a pass fails.
 
     Attributes:
         counts: Passes so far: `scoring` and `training`.
         trained: The plan and the report of each training pass of the step.
-        report: Of all training passes of the step; None before any.
-        routers: The routers of a replica; None for a model without a balance loss.
+        report: Of all these passes; None before any.
+        routers: Of a replica; None without a balance loss.
         choose: Maps a step and the lengths of its documents to their buckets and the speeds by which packs are divided over
             replicas; the same on all ranks. Also called in a thread. None: the engine's buckets and equal speeds.
         facts: Returns what must be equal on all ranks in training, by name.
-        evaluated: The buckets for documents in eval mode without gradients.
+        evaluated: The buckets in eval mode without gradients.
     """
 
     def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...], drop: Callable[[], None]) -> None:
@@ -442,7 +437,6 @@ class Passes:
         Args:
             step: Mini-batches before this one in the run.
             exchange: Over another group, for a coming step beside the running one.
-            evaluates: Whether the documents are evaluated.
         """
         some = tuple(numbers)
         if (some, evaluates) not in documents.planned:
@@ -474,11 +468,10 @@ class Passes:
 
         Args:
             step: Mini-batches before this one in the run.
-            training: Whether the model is in training mode.
-            temperature: What logits are divided by first.
+            temperature: The divisor of logits.
             fields: How many of the first `parallel.scores.FIELDS` to compute.
             store: Weights to use instead of the engine's.
-            of_step: Whether the documents belong to the step and will be trained: then graphs are kept.
+            of_step: Whether the documents will be trained in this step: then graphs are kept.
             own: Whether to compute the engine's token loss.
         """
         evaluates, keeps = (
@@ -518,13 +511,13 @@ class Passes:
         fields: int = 0,
         sums: bool = False,
     ) -> Numbers:
-        """Runs forward and backward of some documents with the objective of the seeds; otherwise as `score`. Collective.
+        """Trains some documents with the objective of the seeds; otherwise as `score`. Collective.
 
         Args:
             step: Mini-batches before this one in the run.
             add: Whether to add to the existing gradients.
             fields: How many numbers of each token to compute.
-            sums: Whether to return the sum of the log-probabilities of each document instead.
+            sums: Whether to return each document's sum of log-probabilities instead.
         """
         device, sends = self.engine.device, list[Any]()
         try:
@@ -550,7 +543,7 @@ class Passes:
                 report = self.engine.forward_backward(
                     mini_batch, step, facts, add=add, needs_labels=False, training=training, scored=scored
                 )
-            for number in list(self._coming):  # documents so short that this rank of cp has none of their tokens
+            for number in list(self._coming):  # documents too short to have tokens on this rank of cp
                 self._receive_logit_seeds(documents, seeds, number)
             if sends:
                 self.engine.agreement.wait(sends)
@@ -623,7 +616,7 @@ class Passes:
         return table.to(self.engine.device)
 
     def _send_logit_seeds(self, plan: MiniBatchPlan, seeds: Seeds) -> list[Any]:
-        """Starts to send each document's seeds to the ranks that have its logits; these receive them when its pack begins."""
+        """Starts to send each document's seeds to the ranks with its logits, which receive them when its pack begins."""
         sends, self._here, own = [], dict[int, Tensor](), self.engine.rank
         for number, strategy, replica in places(plan):
             if number not in seeds.of_logits:
@@ -644,7 +637,6 @@ class Passes:
         return sends
 
     def _receive_logit_seeds(self, documents: Documents, seeds: Seeds, number: int) -> Tensor | None:
-        """Receives [length, v] of a document; None if it has no seeds."""
         if number not in seeds.of_logits:
             return None
         if documents.owners[number] == self.engine.rank:
@@ -657,7 +649,7 @@ class Passes:
     # -- numbers out --------------------------------------------------------------------------------------------------
 
     def _collect(self, documents: Documents, plan: MiniBatchPlan, fields: int, sums: bool = False) -> Numbers:
-        """Sends the tape's values to the owners of the documents."""
+        """Sends the tape's values to the documents' owners."""
         numbers, tape = Numbers(), self.tape
         if tape.values is not None:
             table, moves, written = tape.values.to("cpu"), list[Move](), dict[int, Tensor]()
@@ -720,7 +712,7 @@ class Passes:
 
 
 def merged(one: StepReport, other: StepReport) -> StepReport:
-    """Merges the reports of two successive training passes of one optimizer step."""
+    """Merges the reports of two successive passes of one optimizer step."""
     total = max(one.num_labels + other.num_labels, 1)
     ranks = None
     if one.ranks is not None and other.ranks is not None:
