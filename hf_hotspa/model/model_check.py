@@ -1,7 +1,7 @@
 """Checks the user's model: what replicas would silently lose raises an error by name.
 
-Replicas are built from the model's class and config. Everything else that may have been changed on the object after it
-was made (hooks, resized embeddings, replaced layers) must be found here.
+Replicas are built from the model's class and config; any other change of the object (hooks, resized embeddings, replaced
+layers) must be found here.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ from hf_hotspa.parallel.dropout import attention_dropouts
 from hf_hotspa.parallel.four_bit import stored_tensors
 
 _OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
-"""Fields that each call of a forward may override, or that say where a config is from."""
+"""Fields that a call of a forward may override, or that say where a config is from."""
 
 _OF_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
-"""Fields that trainers copy from the tokenizer, on objects that are already built."""
+"""Fields that trainers copy from the tokenizer, on built objects."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -63,9 +63,7 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
             f"the buffers {meta[:3]} are on the meta device", fix="compute them: open_model builds the model so"
         )
     fresh = build_skeleton(description)
-    packed = {
-        spec.name for spec in description.vector.specs if spec.packed
-    }  # the sizes of these layers are compared below
+    packed = {spec.name for spec in description.vector.specs if spec.packed}  # compared below
     expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
     expected = {name: shape for name, shape in expected.items() if name not in packed}
     named = model.named_parameters(remove_duplicate=False)
@@ -94,14 +92,12 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
 
 
 Facts = dict[tuple[str, str], Any]
-"""What the modules of a model compute, beside weights, buffers and config: values by module and attribute."""
+"""What decides a model's computation beside weights, buffers and config: values by module and attribute."""
 
 
 def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | None = None) -> Facts:
     """Returns the class of each module, and its attributes that are numbers, strings, functions, plain tensors, or tuples of
-    these.
-
-    Omits other attributes, and attributes that forwards do not read.
+    these, except any that forwards do not read.
 
     Args:
         is_of_text: Selects the modules by name; all when None.
@@ -137,8 +133,8 @@ def _is_passed_over(key: str) -> bool:
 
 
 def changed_facts(facts: Facts, expected: Facts, like: PreTrainedModel) -> list[str]:
-    """Returns differences from the expected facts (the facts of `like`), as texts that name module, attribute and both values.
-    Ignores attributes that are neither in the expected facts nor in the modules' classes: no forward reads them."""
+    """Returns the differences from the expected facts (of `like`), as texts with module, attribute and both values. Ignores
+    attributes that neither the expected facts nor the modules' classes have: no forward reads them."""
     names, is_of_text = {name for name, _ in facts}, of_text(like)
     modules = {name: module for name, module in like.named_modules() if is_of_text(name)}
     texts = [
@@ -171,13 +167,13 @@ _OF_NO_FORWARD = (
     "training", "gradient_checkpointing", "max_seq_len_cached", "output_router_logits", "merged_adapters", "name_or_path",
     "vocab_size", "num_embeddings", "loss_type", "config",
 )  # fmt: skip
-"""Attributes that change while a model is used, that a call may override, or that follow from the weights."""
+"""Attributes that change in use, that a call may override, or that follow from the weights."""
 _MOST_NUMBERS = 4096
 _SIMPLE = frozenset((bool, int, str, type(None)))
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value to compare and to show; `_OTHER` for objects of any other kind."""
+    """A value to compare and to show; `_OTHER` for other kinds of objects."""
     if type(value) in _SIMPLE:
         return value
     if isinstance(value, Tensor):
@@ -202,7 +198,7 @@ _SHOWN = 60
 
 
 def check_same_build(model: nn.Module, description: ModelDescription, buffers: Mapping[str, Tensor]) -> None:
-    """Checks that replicas of a described model compute, with this model's weights, what this model computes.
+    """Checks that a described model's replicas compute, with this model's weights, what this model computes.
 
     Args:
         buffers: The described model's, by name in its own class.
@@ -238,7 +234,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def deciding_values(config: Any) -> dict[str, Any]:
-    """Returns the fields of a config that decide what a model computes, JSON-ready except for values that JSON lacks."""
+    """Returns the fields of a config that decide what a model computes, JSON-ready if their values are."""
     values = {}
     for name, value in vars(config).items():
         if name not in (*_OF_A_COPY, *_OF_A_CALL, *_OF_GENERATION):
@@ -276,7 +272,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def _check_outputs(config: Any) -> None:
-    """Rejects a config that asks for outputs of layers, which the stock Trainer gives to `compute_metrics` and `predict`."""
+    """Rejects a config that asks for outputs of layers, which the stock Trainer passes to `compute_metrics` and `predict`."""
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(config.get_text_config(), name, False) or getattr(config, name, False):
             raise UnsupportedError(
@@ -287,7 +283,7 @@ def _check_outputs(config: Any) -> None:
 
 
 def refuse_router_logits(model: nn.Module) -> None:
-    """Rejects a config that asks for router logits, which the stock Trainer would give to `compute_metrics`."""
+    """Rejects a config that asks for router logits, which the stock Trainer passes to `compute_metrics`."""
     if getattr(bare_model(model)[0].config.get_text_config(), "output_router_logits", False):
         raise UnsupportedError(
             "compute_metrics with output_router_logits=True in the model's config",
@@ -297,7 +293,7 @@ def refuse_router_logits(model: nn.Module) -> None:
 
 
 def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
-    """Rejects a LoRA layer whose factor was changed after it was made (`set_scale`, `scale_layer`)."""
+    """Rejects a LoRA layer whose factor was changed later (`set_scale`, `scale_layer`)."""
     adapters = description.adapters
     for name, scaling in adapters.scalings.items() if adapters is not None else ():
         assert adapters is not None
@@ -311,18 +307,18 @@ def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
 
 
 def _records_outputs(hook: Any) -> bool:
-    """Whether transformers left the hook on a model that was asked for outputs such as hidden states."""
+    """Whether transformers left the hook on a model that was asked for hidden states or similar outputs."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__module__", None) == "transformers.utils.output_capturing"
 
 
 _OF_A_COPY = ("_name_or_path", "architectures", "dtype", "torch_dtype")
-"""Fields of a config that decide nothing: each rank may have a separate copy, and saving, on the main process alone, fills in
-the others. The dtypes of the weights are compared with the parameters."""
+"""Fields of a config that decide nothing: ranks may have separate copies, and saving, on the main process alone, fills in the
+others. Weight dtypes are compared with the parameters."""
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """Returns what decides training beside parameters and layouts, and must be equal on all ranks: config values, buffers."""
+    """Returns what must be equal on all ranks beside parameters and layouts: config values, buffers."""
     model = bare_model(model)[0]
     config = model.config.to_dict()
     facts = {
@@ -338,14 +334,14 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Digests the bits and places of all parameters, to find ranks that built their model from different seeds, and weights
-    that were changed since. Zeros on meta."""
+    """Digests all parameters' bits and places, to find ranks that built their model from different seeds, and changed weights.
+    Zeros on meta."""
     sums = [(name, _placed_bits(tensor)) for name, tensor in stored_tensors(model)]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 def _placed_bits(tensor: Tensor) -> tuple[int, ...]:
-    """Sums the bits of rows and of columns, each times its number: swapped values change the sums, too."""
+    """Sums the bits of rows and of columns, each times its number: swapped values change the sums."""
     if tensor.is_meta or not tensor.numel():
         return (0,)
     integers = (

@@ -1,11 +1,10 @@
-"""Which models are causal language models that can be trained here, and which half of them text trains.
+"""Which models are causal language models that can be trained here, and which half of a multimodal model text trains.
 
-Checked before anything is built from a model, so that the error names the model's kind.
+Checked before anything is built, so that the error names the model's kind.
 
-Replicas of a multimodal model are its class without the other half: the encoders of images and sound, and the projections of
-their output, are removed, and the class's inner forward, which would insert that output between the embeddings, goes straight to
-the language model. Names stay as in the complete model, which keeps the weights of the other half unchanged, in host memory; they
-are saved with the rest.
+Replicas of a multimodal model lack the other half: the encoders of images and sound, and their projections, are removed, and the
+class's inner forward, which would insert their output between the embeddings, goes straight to the language model. Names stay
+as in the complete model, which keeps the other half's weights unchanged in host memory; they are saved with the rest.
 """
 
 from collections.abc import Callable
@@ -65,7 +64,7 @@ def _modules_of_text(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _other_kind(model: PreTrainedModel) -> str | None:
-    """Returns why a model is not a causal language model; None if it seems to be one."""
+    """Returns why a model is not a causal language model; None if it seems to be."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
     names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -102,11 +101,11 @@ def refuse_own_attention(model: PreTrainedModel) -> None:
 
 
 _POSITIONS_BY_MASK = ("bloom", "mpt", "opt")
-"""Families that count positions from the attention mask, or by distance without saying so in their config."""
+"""Families that count positions from the attention mask, or by distance without a config field."""
 
 
 def has_absolute_positions(config: Any) -> bool:
-    """Whether tokens further to the right, after padding that is masked, give other results."""
+    """Whether tokens after masked padding give other results."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "model_type", None) in _POSITIONS_BY_MASK or getattr(text, "alibi", False):
         return False
@@ -122,7 +121,7 @@ _OTHER_KINDS = ("pixel", "image", "video", "audio")
 
 
 def text_base(model: PreTrainedModel) -> str | None:
-    """Returns the dotted name of the language model inside a multimodal model; None for a model of text alone."""
+    """The dotted name of the language model inside a multimodal model; None for a text model."""
     if model.config.get_text_config() is model.config:
         return None
     embedding = model.get_input_embeddings()
@@ -135,7 +134,7 @@ def text_base(model: PreTrainedModel) -> str | None:
 
 
 def of_text(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Returns whether a name of a parameter, buffer or module is in the language half of a model; always, for text alone."""
+    """Returns whether a parameter's, buffer's or module's name is in the language half; always true for a text model."""
     if (base := text_base(model)) is None:
         return lambda name: True
     outer = f"{base.partition('.')[0]}."
@@ -143,7 +142,7 @@ def of_text(model: PreTrainedModel) -> Callable[[str], bool]:
 
 
 def other_half(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Returns the parameters that text does not train, by name."""
+    """The parameters that text does not train, by name."""
     is_of_text = of_text(model)
     return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not is_of_text(name)}
 
@@ -168,7 +167,7 @@ def refuse_idle_adapters(model: Any) -> None:
 
 
 def keep_text(model: PreTrainedModel) -> None:
-    """Removes the other half of a multimodal model, and makes its forward skip it; other models stay as they are."""
+    """Removes the other half of a multimodal model, and makes its forward skip it; other models are unchanged."""
     if (base := text_base(model)) is None:
         return
     outer, _, inner = base.rpartition(".")
@@ -180,7 +179,7 @@ def keep_text(model: PreTrainedModel) -> None:
 
 
 class TextForward:
-    """The forward, for text, of the module around the language model and the encoders."""
+    """The forward, for text, of the module around language model and encoders."""
 
     def __init__(self, around: nn.Module, inner: str) -> None:
         self._around, self._inner = around, inner

@@ -1,4 +1,4 @@
-"""The options of an engine: checked when made, passed on unchanged, and with their defaults resolved."""
+"""The options of an engine: checked, passed on unchanged, and with their defaults resolved."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.plan.planner import PLANNERS
 
 LONGEST_TIMEOUT_S = 1e8
-"""Three years: a longer one must be a mistake, and overflows in process groups."""
+"""Three years: a longer one is a mistake, and overflows in process groups."""
 _SECOND_SOURCE_SHARE = 8
 
 
 def default_device() -> torch.device:
-    """Returns this process's CUDA device if there is one, else the CPU."""
+    """This process's CUDA device, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -52,37 +52,36 @@ class EngineOptions:
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
         pipedream: How stages update by themselves after every pack, instead of all together after the mini-batch
             (`packing.weight_versions`); None for the synchronous update. Disables overlapped switches.
-        record_routers: Whether replicas record router choices even if the config does not ask for it; for a tape.
-        expert_capacity: The most tokens of a pack that one expert computes, times the mean (`parallel.expert_capacity`);
-            None for all, which is exact.
-        context_parallel: How the ranks of cp attend to each other's tokens: `auto`, `ulysses`, `allgather` or `ring`
-            (`costs.divided`).
+        record_routers: Whether replicas always record router choices; for a tape.
+        expert_capacity: The most tokens of a pack for one expert, times the mean (`parallel.expert_capacity`); None for all,
+            which is exact.
+        context_parallel: The cp method: `auto`, `ulysses`, `allgather` or `ring` (`costs.divided`).
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
         devices_per_node: Ranks on one node; None: the ranks detect it.
-        overlap_load: Whether a phase computes as soon as its first modules have weights. None: on accelerators.
-        overlap_return: Whether gradients leave while earlier layers still run backward. None: on accelerators.
-        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` applies instead:
-            waiting for a peer's gradients is then waiting for its computation.
+        overlap_load: See `Overlap.load`. None: on accelerators.
+        overlap_return: See `Overlap.return_gradients`. None: on accelerators.
+        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` applies instead, as it then
+            waits for a peer's computation.
         planner: How switches are planned: `relay`, `algorithm1`, `round_robin`, `first_owner`.
-        second_source: Whether a phase also loads from the weights of the previous phase. None: if a second copy is small.
-        memory_limit: Bytes that weights, gradients, master store and switch buffers may take on this rank. None: the
-            free memory of an accelerator; no limit on CPU.
+        second_source: Whether a phase also loads from the previous phase's weights. None: if a second copy is small.
+        memory_limit: The most bytes of weights, gradients, master store and switch buffers on this rank. None: the free
+            memory of an accelerator; no limit on CPU.
         label_smoothing: As `label_smoothing_factor` of transformers.
         neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`parallel/dropout.py`); None for none.
-        seed: Seed of this noise, and of dropout (`parallel/dropout.py`).
+        seed: Of this noise, and of dropout (`parallel/dropout.py`).
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None: as many as fit in 256 MiB.
         gradients: The dtypes in which gradients accumulate and travel.
-        offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
+        offload_master: Whether the master store (weights, gradients, optimizer state) is in host memory.
         flexible: Whether the linears that tp cuts can offload columns (`parallel/flexible_linear.py`).
         loss: A custom loss instead of the cross entropy; the mini-batches must have its columns.
-        pair_costs: By tp, the measured cost of a pair of tokens relative to one token: pipelines cut chunks of equal time
-            by it. For a missing tp it comes from the model's arithmetic.
-        attention_dropout: Whether attention probabilities are dropped as the model's config says; otherwise none are.
+        pair_costs: By tp, the measured cost of a pair of tokens relative to one token, for chunks of equal time in pipelines.
+            A missing one comes from the model's arithmetic.
+        attention_dropout: Whether attention probabilities are dropped as the model's config says, or not at all.
         stage_costs: Measured seconds of the model, by which stages are cut; None: cut by parameters.
 
     Raises:
-        HotspaConfigError: an option has an invalid value; names the option.
+        HotspaConfigError: naming the option with an invalid value.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -144,24 +143,24 @@ class EngineOptions:
             )
 
     def master_device(self, device: torch.device) -> torch.device:
-        """Returns where the master store of a rank that computes on this device is."""
+        """Where the master store is, for a rank that computes on this device."""
         return torch.device("cpu") if self.offload_master else device
 
     def of_run(self, device_type: str) -> RunOptions:
-        """Returns the options that decide which strategies can run on such devices."""
+        """The options that decide which strategies can run on such devices."""
         way, capacity = self.context_parallel, self.expert_capacity
         return RunOptions(self.pipeline_schedule, way, device_type, self.flexible, capacity)
 
     def overlap(self, device: torch.device) -> Overlap:
-        """Returns which switches run beside the computation."""
+        """Which switches run beside the computation."""
         if self.pipedream is not None:
             return Overlap()
-        beside = device.type != "cpu"  # on CPU the copies of a switch take the cores from the computation
+        beside = device.type != "cpu"  # on CPU the copies of a switch would take cores from the computation
         load, gradients = self.overlap_load, self.overlap_return
         return Overlap(beside if load is None else load, beside if gradients is None else gradients)
 
     def timeouts(self, device: torch.device, streams: bool = False) -> tuple[timedelta, timedelta]:
-        """Returns the timeouts of all operations, and of switches: with overlapped returns these wait for computations, too.
+        """The timeouts of all operations, and of switches: with overlapped returns these wait for computations, too.
 
         Args:
             streams: Whether a strategy loads or returns its units one at a time, which also waits for computations.

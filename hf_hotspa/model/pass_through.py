@@ -1,14 +1,14 @@
 """Runs a family's own forward on pass-throughs to learn whether it can be a later stage, and the order of its units.
 
-A later pipeline stage gets the hidden state of the previous stage as `inputs_embeds`. What the base model of a family does to
-embeddings (a multiplier) must not happen to it again: `take_hidden_state` turns off the known operations.
-`stage_unsupported_reason` runs the base model on pass-throughs only, and checks that the output equals the input: a family with
-an unknown operation raises an error instead of training wrong.
+A later pipeline stage gets the previous stage's hidden state as `inputs_embeds`. What a base model does to embeddings (a
+multiplier) must not happen to it again: `take_hidden_state` turns off the known operations, and `stage_unsupported_reason`
+runs the base model on pass-throughs to check that the output equals the input: a family with an unknown operation raises an
+error instead of training wrong.
 
-Units (`+z2`, `+z3`) have their borders where a forward pass reaches the embedding, the layers and the head: this module finds
-the modules there, and checks that a family reaches its units one after the other (`order_unsupported_reason`).
+Units (`+z2`, `+z3`) begin where a forward pass reaches the embedding, the layers and the head; `order_unsupported_reason`
+checks that a family reaches them one after the other.
 
-Weights are not read: a model on the meta device gets the same answers as a model with data.
+Weights are not read: a model on the meta device gets the same answers.
 """
 
 import copy
@@ -35,7 +35,7 @@ _SHARED_STATE = ("num_kv_shared_layers",)
 
 
 class PassThrough(nn.Module):
-    """Replaces a layer or norm of another stage: returns the hidden state it is given."""
+    """Replaces a layer or norm of another stage: returns its hidden state."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
@@ -52,8 +52,8 @@ class _Counting(PassThrough):
 
 
 def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
-    """Changes a base model to take `inputs_embeds` as the hidden state between layers; `embeddings` are the names of its
-    modules before the layers."""
+    """Makes a base model take `inputs_embeds` as the hidden state between layers; `embeddings` are the names of its modules
+    before the layers."""
     dropouts = [name for name, child in base.named_children() if isinstance(child, nn.Dropout)]  # of the embeddings
     for name in dropouts:
         setattr(base, name, PassThrough())
@@ -62,7 +62,7 @@ def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
     for name in _MULTIPLIERS:
         if isinstance(getattr(base, name, None), int | float):
             setattr(base, name, 1.0)
-    config = copy.deepcopy(base.config)  # other modules read the same object, or parts of it
+    config = copy.deepcopy(base.config)  # shared with other modules
     for name in _SWITCHES:
         if hasattr(config, name):
             setattr(config, name, False)
@@ -72,7 +72,7 @@ def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
 def stage_unsupported_reason(
     base: Any, layers: tuple[str, ...], embeddings: tuple[str, ...], norms: tuple[str, ...]
 ) -> str | None:
-    """Returns why a stage cannot be the model's own class with the other stages' layers passed through, or None.
+    """Returns why a stage cannot be the model's own class with other stages' layers passed through, or None.
 
     Args:
         base: The base model; not changed, and its weights are not read.
@@ -98,7 +98,7 @@ def stage_unsupported_reason(
     counters = [_Counting() for _ in norms]
     try:
         hidden, out = _run_as_later_stage(base, layers[0], embeddings, dict(zip(norms, counters, strict=True)))
-    except Exception as error:  # any error of the family's code means that it cannot run as a later stage
+    except Exception as error:  # any error of the family's code
         return f"{family} cannot run as a later pipeline stage: {type(error).__name__}: {error}"
     if out is not hidden and not (out.shape == hidden.shape and torch.equal(out, hidden)):
         return f"{family} changes the input of every pipeline stage as if it were an embedding"
@@ -110,7 +110,7 @@ def stage_unsupported_reason(
 def _run_as_later_stage(
     base: Any, layers: str, embeddings: tuple[str, ...], norms: dict[str, _Counting]
 ) -> tuple[Tensor, Tensor]:
-    """Returns the input and the output of a base model with pass-throughs only."""
+    """Returns the input and the output of a base model of pass-throughs."""
     probe = copy.copy(base)
     probe._modules = dict(base._modules)
     take_hidden_state(probe, embeddings)
@@ -134,7 +134,7 @@ def _run_as_later_stage(
 
 
 def _fill_buffers(probe: Any) -> None:
-    """Fills meta buffers of a nearly empty base model with data on the CPU, as its class initializes it."""
+    """Fills the meta buffers of a nearly empty base model on the CPU, as its class initializes them."""
     with torch.no_grad(), torch.device("cpu"):  # the caller may be on meta
         for name, buffer in probe._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -155,8 +155,8 @@ def _fill_buffers(probe: Any) -> None:
 def modules_of_units(
     model: nn.Module, layers: Sequence[nn.Module], unit_of: Callable[[nn.Parameter], int | None]
 ) -> Iterator[tuple[int, nn.Module]]:
-    """Yields the modules outside the decoder layers whose call needs the weights of a unit, each with this unit; `unit_of`
-    maps a parameter to its unit, None if it stays loaded."""
+    """Yields the modules outside the decoder layers whose call needs the weights of a unit, with the unit; `unit_of` maps a
+    parameter to its unit, None if it stays loaded."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:
@@ -167,14 +167,14 @@ def modules_of_units(
 def order_unsupported_reason(
     model: Any, base: str, layers: tuple[str, ...], vector: ParameterVector, prefix: str = ""
 ) -> str | None:
-    """Returns why the units of a model cannot come and go one after the other, or None: also if its forward does not run on
-    pass-throughs, so that only the first forward with data can tell.
+    """Returns why a model's units cannot come and go one after the other, or None: also if its forward does not run on
+    pass-throughs, when only the first forward with data can tell.
 
     Args:
         model: The causal language model, without an adapter's wrapper; not changed, on any device.
         base: The name of its base model.
         layers: Names, inside the base model, of its lists of layers.
-        prefix: The prefix of names in the vector before the names in the model.
+        prefix: Of names in the vector, before the names in the model.
     """
     family = model.config.get_text_config().model_type
     if len(layers) > 1:
@@ -200,7 +200,7 @@ def _streamed(units: Units) -> Iterator[tuple[int, Any]]:
 
 
 class _InPlaceOfALayer(PassThrough):
-    """A pass-through with the attributes of the layer: families read some."""
+    """Has the attributes of the layer: families read some."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class _InPlaceOfALayer(PassThrough):
 
 
 def _units_met(model: Any, base: str, layers: str, unit_of: Mapping[str, int]) -> list[int] | None:
-    """Returns the units that a forward reaches, in order; None if it does not run."""
+    """The units that a forward reaches, in order; None if it does not run."""
     met: list[int] = []
 
     def meet(unit: int, *_: Any) -> None:
@@ -244,7 +244,7 @@ def _units_met(model: Any, base: str, layers: str, unit_of: Mapping[str, int]) -
 
 
 def _without_data(model: Any) -> Any:
-    """Copies a model to the meta device, without hooks, and with separate configs."""
+    """Copies a model to the meta device, without hooks, with separate configs."""
     made: dict[int, Any] = {}
 
     def empty(tensor: Tensor | None) -> Any:

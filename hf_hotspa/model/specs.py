@@ -1,7 +1,7 @@
 """From a Hugging Face model to plain data: the one place that reads plans, configs and module names.
 
-`describe_model` turns a causal language model into a `ModelDescription`: the parameter vector, the model's shape, and the
-style of each module under tensor parallelism. What cannot be exact raises an error by name, before anything is built.
+`describe_model` makes a `ModelDescription`: the parameter vector, the model's shape, and the style of each module under tensor
+parallelism. What cannot be exact raises an error by name, before anything is built.
 """
 
 import copy
@@ -36,7 +36,9 @@ from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
 
 _RANDOM_ROUTERS = {"phimoe"}
-_ADAPTED_EXPERTS = "experts are adapted (target_parameters): each row of lora_B has values of all experts, so ep must be 1"
+_ADAPTED_EXPERTS = (
+    "experts are adapted (target_parameters): each row of lora_B has values of all experts, so ep must be 1"
+)
 _MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
 
 
@@ -45,7 +47,7 @@ class ModelDescription:
     """A model as the engine sees it.
 
     Args:
-        model_class: Its own class; replicas are instances of it.
+        model_class: Its own class, also of replicas.
         config: Its config, with the packed attention set.
         base: Name of the base model inside it (``model``).
         layers: Names of the lists of decoder layers inside the base model; one, except for stacks that run in cycles.
@@ -53,17 +55,17 @@ class ModelDescription:
         norms: Names, inside the base model, of the modules after them.
         head: Name of the output embedding.
         styles: Tensor-parallel style by module name.
-        attention_heads: Query heads and key/value heads of the attention modules whose heads are cut, by name.
+        attention_heads: Query heads and key/value heads of attention modules with cut heads, by name.
         layer_kinds: How each decoder layer treats the sequences of a pack.
-        router_layers: Routers whose balance loss is part of the loss; 0 for none.
+        router_layers: Number of routers with a balance loss; 0 for none.
         whole: Why blocks in the tensor-parallel plan are still held whole, by name.
-        experts: The modules of fused experts, which ep divides, by name, and how many each has.
-        paddings: The `padding_idx` of modules that have one; the config may have got its padding token later.
+        experts: The fused experts, which ep divides, by module name, and their number.
+        paddings: The modules' `padding_idx`; the config may have got its padding token later.
         compute_dtype: The dtype of activations.
-        counts_from: The padding id from which its embedding counts positions; None if they begin with 0.
-        prefix: The prefix of parameter names in the user's model, before the names in `model_class`.
+        counts_from: The padding id from which its embedding counts positions; None if from 0.
+        prefix: Of parameter names in the user's model, before the names in `model_class`.
         adapters: Its LoRA adapter; None without one.
-        four_bit: Its linear layers whose frozen weights are in 4 bits, by name without the adapter.
+        four_bit: Its linear layers with frozen 4-bit weights, by name without the adapter.
     """
 
     model_class: type[PreTrainedModel]
@@ -94,16 +96,16 @@ class ModelDescription:
         return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters} {self.paddings} {self.four_bit}"
 
     def local_name(self, name: str) -> str:
-        """Returns a parameter's name in `model_class`."""
+        """A parameter's name in `model_class`."""
         return name.removeprefix(self.prefix)
 
     def weight_of(self, module: str) -> str:
-        """Returns the name of the weight of a module of `styles` in the parameter vector; of a LoRA layer, its base's weight."""
+        """Returns the vector's name of the weight of a module of `styles`; of a LoRA layer, its base's."""
         inside = ".base_layer" if self.adapters is not None and module in self.adapters.scalings else ""
         return f"{self.prefix}{module}{inside}.weight"
 
     def local_heads(self, tp: int, shard: int) -> dict[str, tuple[int, int, int]]:
-        """Returns, for attention modules with cut heads, a shard's first query head, and its query and key/value heads."""
+        """Returns a shard's first query head, query heads and key/value heads, by attention module with cut heads."""
         ranges = {}
         for name, (heads, kv_heads) in self.attention_heads.items():
             low, high = Part(heads, kv_heads, heads).cut(tp, shard)
@@ -113,7 +115,7 @@ class ModelDescription:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns ``float32`` for ``torch.float32``."""
+    """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -138,7 +140,7 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """Returns the name of the base model (embeddings, layers, norm) inside a causal language model.
+    """Returns the name of the base model (embeddings, layers, norm) in a causal language model.
 
     Raises:
         ModelError: there is none.
@@ -157,7 +159,7 @@ def base_name(model: PreTrainedModel) -> str:
 
 
 def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
-    """Returns the names, inside the base model, of its lists of decoder layers: one, or several stacks that run in cycles."""
+    """The names, inside the base model, of its lists of decoder layers: one, or several stacks that run in cycles."""
     base, count = model.get_submodule(base_name(model)), model.config.get_text_config().num_hidden_layers
     lists = {name: child for name, child in base.named_modules() if isinstance(child, nn.ModuleList)}
     whole = [name for name, child in lists.items() if "." not in name and len(child) == count]
@@ -218,7 +220,7 @@ class _Structure:
 def _structure(model: PreTrainedModel, prefix: str, adapters: Adapters | None) -> _Structure:
     lists = _layer_lists(model)
     base = base_name(model)
-    # a norm may have no parameters (OLMo) and is still part of one stage; dropout belongs to the embeddings
+    # a norm may have no parameters (OLMo) and still belongs to one stage; dropout belongs to the embeddings
     staged = model.config.get_text_config().base_model_pp_plan or {}
     children = [
         name
@@ -253,9 +255,9 @@ def describe_model(
     """Reads everything the engine needs from a model. Does not change the model or copy tensors.
 
     Args:
-        model: A causal language model, on any device; or a `PeftModel` with a LoRA adapter around one.
+        model: A causal language model, perhaps a `PeftModel` with a LoRA adapter around it; on any device.
         compute_dtype: The dtype of the strategies' weights and activations; the model's own when None.
-        attention_dropout: Whether attention probabilities are dropped as its config says; otherwise none are.
+        attention_dropout: Whether attention probabilities are dropped as its config says, or not at all.
 
     Raises:
         ModelError: its structure cannot be laid out.
@@ -328,7 +330,7 @@ def _config_of_replicas(config: PreTrainedConfig, attention_dropout: bool, route
 def _shape(
     structure: _Structure, plan: TensorPlan, fused: Mapping[str, int], counted: int | None, vector: ParameterVector
 ) -> ModelShape:
-    """Returns the counts and sizes, without the unsupported reasons."""
+    """The counts and sizes, without unsupported reasons."""
     model, text = structure.model, structure.model.config.get_text_config()
     num_layers = len(vector.layer_costs)
     heads, kv_heads = head_counts(model.config)
@@ -365,7 +367,7 @@ def _with_unsupported_reasons(
     drops: bool,
     vector: ParameterVector,
 ) -> ModelShape:
-    """Adds the reasons why strategies are not exact for it; `drops`: attention probabilities are dropped."""
+    """Adds why strategies are not exact; `drops`: attention probabilities are dropped."""
     model, base, layers, family = structure.model, structure.base_model, structure.layers, shape.family
     decoder_layers = list(structure.decoder_layers.values())
     return replace(
@@ -412,12 +414,12 @@ def _parameter_vector(
         else:
             specs.append(replace(spec, experts=fused.get(module, 0) if role is None else 0))
         if unit >= 0 and role is None:
-            costs[unit] += numel  # the cost of an adapter is negligible
+            costs[unit] += numel  # an adapter's cost is negligible
     return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
 
 
 def _with_all_names(model: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
-    """Maps the parameters of a model that are trained here, each once, to all of its names."""
+    """Maps the parameters that are trained here, each once, to all of their names."""
     names: dict[nn.Parameter, list[str]] = {}
     is_of_text = of_text(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -427,7 +429,7 @@ def _with_all_names(model: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
 
 
 def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
-    """Rejects a parameter with several names, except the weight of both embeddings and a bias of the head."""
+    """Rejects tied parameters, except the embeddings' weight and a bias of the head."""
     ends = {f"{structure.input_embedding}.weight", f"{structure.head}.weight"}
     if tied and {name, *tied} != ends and not _is_head_bias(name, tied, structure.head):
         raise ModelError(
@@ -436,7 +438,7 @@ def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
 
 
 def _of_head_first(names: list[str], head: str) -> list[str]:
-    """Puts the head's own name of a bias first, whose shards it follows; other names keep their order."""
+    """Puts the head's own name of a bias first: the bias follows the head's shards."""
     own = f"{head}.bias"
     return [own, *(name for name in names if name != own)] if own in names else names
 
@@ -447,7 +449,7 @@ def _is_head_bias(name: str, tied: Sequence[str], head: str) -> bool:
 
 
 def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
-    """Returns the shares of the elements of attention and MLP matrices that tensor parallelism does not cut."""
+    """The shares of attention and MLP matrices, by elements, that tensor parallelism does not cut."""
     counted = [0, 0], [0, 0]
     for name, parameter in plain_parameters(model):
         prefix = next((prefix for prefix in plan.layer_prefixes if name.startswith(prefix)), None)
@@ -485,7 +487,7 @@ def _spec(
     name_in_plan, role = structure.adapted(name)
     cut, is_partial = plan.cuts.get(name_in_plan), name_in_plan in plan.partial
     if role is not None and cut is not None:
-        # of A and B, the one with the cut dim of the base is cut like it; every shard adds its part to the other
+        # of A and B, the one with the base's cut dim is cut like it; every shard adds its part to the other
         of_inputs = cut.dim == plan.input_dim(name_in_plan)
         is_partial = role == (LORA_B if of_inputs else LORA_A)
         cut = None if is_partial else replace(cut, dim=int(of_inputs))
@@ -512,7 +514,7 @@ CHUNKS, RANKS = "computed in chunks (+ck)", "divided over ranks (cp)"
 def sp_unsupported_reason(
     plan: TensorPlan, kinds: tuple[LayerKind, ...], embedding: str, before: list[str], fused: set[str]
 ) -> str | None:
-    """Returns why tensor parallelism of the model cannot be sequence parallel, or None."""
+    """Returns why the model cannot be sequence parallel, or None."""
     if any(kind.alone for kind in kinds):
         return "some of its layers look at whole sequences of a pack, so it cannot be sequence parallel"
     for name, module in plan.modules.items():
@@ -525,7 +527,7 @@ def sp_unsupported_reason(
 def cut_unsupported_reason(
     family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str
 ) -> str | None:
-    """Returns why sequences of the model cannot be cut along their tokens, or None; `how` is a part of the message."""
+    """Returns why sequences cannot be cut along their tokens, or None; `how` is a part of the message."""
     alone = [index for index, kind in enumerate(kinds) if kind.alone]
     if alone:
         layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]
@@ -539,7 +541,7 @@ def cut_unsupported_reason(
 
 
 def chunks_unsupported_reason(family: str, layers: Sequence[nn.Module], counted: int | None) -> str | None:
-    """Returns why the model cannot compute a sequence in chunks, one after the other, or None."""
+    """Returns why a sequence cannot be computed in successive chunks, or None."""
     if counted is not None:
         return f"the embedding of {family} counts the tokens before a token, so sequences cannot be {CHUNKS}"
     twice = next((m for layer in layers for m in layer.modules() if calls_attention(m) and num_attends(m) > 1), None)
@@ -549,7 +551,7 @@ def chunks_unsupported_reason(family: str, layers: Sequence[nn.Module], counted:
 
 
 def ring_unsupported_reason(family: str, layers: Sequence[nn.Module], drops: bool) -> str | None:
-    """Returns why attention of the layers cannot be computed block by block on a ring, or None."""
+    """Returns why attention cannot be computed block by block on a ring, or None."""
     for module in (module for layer in layers for module in layer.modules() if calls_attention(module)):
         names = names_in_forward(module)
         cap = getattr(module, "attn_logit_softcapping", None)

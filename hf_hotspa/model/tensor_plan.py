@@ -3,8 +3,7 @@
 A *block* is a module that directly owns planned modules or parameters: an attention, an MLP, the experts of a mixture.
 A block is cut only if the plan covers every parameter in it; each is then sharded, replicated with the same gradient
 everywhere, or replicated with a partial gradient (norms of queries and keys see only their rank's heads). All
-tensor-parallel ranks hold and compute any other block whole: this saves nothing, but is exact. The reason is kept, for
-users who want to see what tp does not divide.
+tensor-parallel ranks hold and compute any other block whole, which is exact but saves nothing; the reason is kept for users.
 """
 
 import re
@@ -32,7 +31,7 @@ from hf_hotspa.parallel.tensor_parallel import (
 )
 
 _OLDER_NAMES = {"colwise_rep": COLWISE_GATHER, "rowwise_rep": ROWWISE_SPLIT}
-"""Older names of styles in plans; the others are as in `parallel.tensor_parallel`."""
+"""Older names of styles in `parallel.tensor_parallel`."""
 PARTIAL_GRADIENT, LATENT_STYLE = "replicated_with_grad_allreduce", "mla_kv_a_proj"
 EXPERTS_STYLE, IDENTITY_STYLE, LOCAL_STYLE = "moe_tp_experts", "moe_identity_expert", "local_params"
 PACKED_COLWISE, PACKED_ROWWISE = "packed_colwise", "packed_rowwise"
@@ -47,7 +46,7 @@ _OF_LAYERS = {
         **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), "colwise"),
         "self_attn.o_proj": "rowwise",
         "mlp.experts": "moe_tp_experts",
-        # experts are kept transposed, each gate beside its up
+        # experts are transposed, each gate beside its up
         **dict.fromkeys(("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"), "rowwise"),
         "mlp.experts.down_proj": "colwise",
         "mlp.experts.down_proj_bias": "replicated_with_grad_allreduce",
@@ -71,7 +70,7 @@ _HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
 
 @dataclass(frozen=True)
 class Cut:
-    """How tensor parallelism cuts one parameter: the tensor dim, and its parts."""
+    """How tensor parallelism cuts a parameter: the tensor dim, and its parts."""
 
     dim: int
     parts: tuple[Part, ...]
@@ -83,7 +82,7 @@ class _WholeError(Exception):
 
 @dataclass
 class _Block:
-    """The planned members of a module, by leaf name, and its own style."""
+    """A module's planned members, by leaf name, and its own style."""
 
     modules: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
@@ -99,7 +98,7 @@ class _BlockCut:
 
 
 def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
-    """Returns query heads and key/value heads. Latent attention expands keys and values to as many heads as queries."""
+    """Query heads and key/value heads. Latent attention expands keys and values to as many heads as queries."""
     text = config.get_text_config()
     heads: int = config_value(text, "num_attention_heads")
     if config_value(text, "kv_lora_rank"):
@@ -108,10 +107,10 @@ def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
-    """Returns a setting of a config; the smallest if its layers differ (Gemma 4), None if it is missing."""
+    """A setting of a config; the smallest if its layers differ (Gemma 4), None if missing."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # from transformers: the setting has no single value
+    except RuntimeError:  # of transformers: there is no single value
         return min(getattr(layer, name) for layer in config.per_layer_config)
 
 
@@ -129,20 +128,20 @@ class TensorPlan:
     """A model's plan.
 
     Args:
-        layer_prefixes: The beginnings of the names of its layers' modules.
+        layer_prefixes: Of the names of its layers' modules.
         embedding: Name of the input embedding.
         head: Name of the output embedding.
 
     Attributes:
         styles: The style (of `parallel.tensor_parallel`) of every module whose forward is wrapped.
-        cuts: How each cut parameter is cut, by name; all others are held whole.
-        partial: Names of replicated parameters whose gradient is a part of the sum on each rank.
+        cuts: How each parameter is cut, by name; others are held whole.
+        partial: Names of replicated parameters whose gradient on a rank is a part of the sum.
         heads: Query heads and key/value heads of every cut attention module; for linear attention, key heads twice.
         whole: Why a planned block is held whole, by its name with `*` for layer numbers.
     """
 
     def __init__(self, model: PreTrainedModel, layer_prefixes: tuple[str, ...], embedding: str, head: str) -> None:
-        # a LoRA layer is treated like its base; the adapter follows it (`model.specs`)
+        # a LoRA layer is treated like its base; the adapter follows (`model.specs`)
         self.modules = without_adapters(model)
         self.layer_prefixes = layer_prefixes
         text = model.config.get_text_config()
@@ -180,7 +179,7 @@ class TensorPlan:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def input_dim(self, name: str) -> int:
-        """Returns the input dim of a matrix, or of the matrices of fused experts."""
+        """The input dim of a matrix, or of the matrices of fused experts."""
         module, _, leaf = name.rpartition(".")
         experts = self.modules[module]
         return 1 if getattr(experts, leaf).dim() == 2 or experts.is_transposed else 2
@@ -218,7 +217,7 @@ class TensorPlan:
             if style in _GATHERED and self._stays_local(name, leaf):
                 style = COLWISE if style == COLWISE_GATHER else ROWWISE
             if style in _GATHERED:
-                # its inputs and outputs are whole on every rank, so any cut is valid
+                # inputs and outputs are whole on every rank: any cut is valid
                 self._cut_linear(cut, f"{name}.{leaf}", style, None)
             else:
                 local[leaf] = style
@@ -247,7 +246,7 @@ class TensorPlan:
                 cut.cuts[f"{name}.bias"] = Cut(0, parts)
 
     def _unplanned(self, name: str, block: _Block) -> list[tuple[str, nn.Parameter]]:
-        """Returns the parameters of a block, by their name in it, that neither its plan nor an inner block's plan names."""
+        """The parameters of a block, by name in it, that neither its plan nor an inner block's plan names."""
         inner = [f"{other}." for other in self._blocks if other.startswith(f"{name}.")]
         unplanned = []
         for leaf, parameter in plain_parameters(self.modules[name]):
@@ -261,8 +260,8 @@ class TensorPlan:
     def _stays_local(self, name: str, leaf: str) -> bool:
         """Whether a projection that the plan gathers (or splits) can work on its shard alone.
 
-        transformers gathers fused projections (phi3, glm) because the family slices or halves their output. Cutting each
-        part of the weight keeps attention and MLP activations sharded, and the slices still fit.
+        transformers gathers fused projections (phi3, glm), which the family slices or halves. Cutting each part of the weight
+        keeps activations of attention and MLP sharded, and the slices still fit.
         """
         if leaf in ("qkv_proj", "o_proj"):
             return self._fused_attention(name)
@@ -336,7 +335,7 @@ class TensorPlan:
                 raise _WholeError(f"its buffer {leaf} may belong to heads")
 
     def _check_heads(self, name: str, attention: nn.Module) -> None:
-        """Rejects layers whose heads differ from the config: they would be cut through a head."""
+        """Rejects layers whose heads differ from the config: the cut would go through a head."""
         key = self.modules.get(f"{name}.k_proj")
         head_dim, kv_heads = getattr(attention, "head_dim", None), self._num_kv_heads
         if not isinstance(key, nn.Linear) or not isinstance(head_dim, int):
@@ -345,7 +344,7 @@ class TensorPlan:
             raise _WholeError(f"it has {key.out_features / head_dim:g} key/value heads where the config has {kv_heads}")
 
     def _cut_norm(self, cut: _BlockCut, name: str, path: str, parameter: nn.Parameter) -> None:
-        """Cuts a norm of queries, keys or values between the cut projections: per head, or with weights for each head."""
+        """Cuts a norm of queries, keys or values between the cut projections: per head, or with weights for each."""
         attention, leaf = self.modules[name], path.partition(".")[0]
         heads, kv_heads = cut.heads[name]
         count = heads if leaf.startswith("q") else kv_heads
@@ -418,12 +417,12 @@ class TensorPlan:
         width = experts.down_proj.shape[-1 if down == "rowwise" else -2]
         for leaf, style in block.parameters.items():
             parameter = experts.get_parameter(leaf)
-            if style == PARTIAL_GRADIENT:  # a bias of a sum: each rank adds its share
+            if style == PARTIAL_GRADIENT:  # a sum's bias: each rank adds its share
                 cut.partial.add(f"{name}.{leaf}")
                 continue
             dim = parameter.ndim - (1 if style in ("rowwise", PACKED_ROWWISE) else 2)
             rows, is_bias = parameter.shape[dim], leaf.endswith("_bias")
-            # some plans call it column-wise; transformers stores all gates before all ups, unless it says otherwise
+            # some plans call it column-wise; transformers stores all gates before all ups by default
             packed = style in (PACKED_COLWISE, PACKED_ROWWISE) or (leaf == "gate_up_proj" and rows == 2 * width)
             packed = packed and getattr(experts, "is_concatenated", True)
             if parameter.ndim != 3 - is_bias or rows % width or (packed and rows != 2 * width):
