@@ -1,7 +1,7 @@
 """Bounds of switches in the fluid port model: who holds and needs which bytes, and how fast any plan can be.
 
-The benchmarks and tests compare the product's plans with these; no switch uses them: classes of pieces, the resulting
-crossings and pulls, a closed-form lower bound, and shares of senders by destination.
+The benchmarks and tests compare the product's plans with these: classes of pieces, the resulting crossings and pulls, a
+closed-form lower bound, and shares of senders by destination.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +22,13 @@ from hf_hotspa.plan.relay.routing import Demand, Pull, sender_shares
 _MOST_SETS = 512
 """Owner-node sets for which the egress bound is evaluated (all pairs of sets are compared)."""
 _MOST_JOINED_SETS = 24
-"""The most owner-node sets for which pairwise unions are evaluated, too."""
+"""The most owner-node sets with pairwise unions, too."""
 
 
 class PieceClass(NamedTuple):
     """Bytes that the same ranks hold and the same ranks need.
 
     Attributes:
-        num_bytes: Their number.
         owners: The ranks that hold them; at least one.
         needers: The ranks that must hold them afterwards; some may be owners.
     """
@@ -42,7 +41,7 @@ class PieceClass(NamedTuple):
 def classes_of(
     sources: Layout | Sequence[Layout], target: Layout, element_sizes: Sequence[int], sums: bool = False
 ) -> list[PieceClass]:
-    """Returns who holds and who needs which bytes of a load, over all segments: the input of bounds and explanations.
+    """Returns who holds and who needs which bytes of a load, over all segments: the input of bounds.
 
     For a gradient return pass its master layout as the source and its contributions as the target, with `sums`.
 
@@ -72,7 +71,7 @@ def classes_of(
 
 
 def demands_of(classes: Iterable[PieceClass], cluster: Cluster) -> list[Demand]:
-    """Returns what crosses between nodes: for each class one demand per node with some needer and no owner."""
+    """What crosses between nodes: for each class one demand per node with some needer and no owner."""
     demands = []
     for num_bytes, owners, needers in classes:
         owner_nodes = {cluster.node(rank) for rank in owners}
@@ -85,7 +84,7 @@ def demands_of(classes: Iterable[PieceClass], cluster: Cluster) -> list[Demand]:
 
 
 def pulls_of(classes: Iterable[PieceClass], cluster: Cluster) -> list[Pull]:
-    """Returns what moves inside nodes only: for each class and needer that does not own it, the owners in its node."""
+    """What moves inside nodes only: for each class and needer that does not own it, the owners in its node."""
     bytes_of: dict[tuple[tuple[int, ...], int], float] = {}
     for num_bytes, owners, needers in classes:
         by_node: dict[int, list[int]] = {}
@@ -102,15 +101,13 @@ def pulls_of(classes: Iterable[PieceClass], cluster: Cluster) -> list[Pull]:
 def sending_shares(
     demands: Iterable[Demand], cluster: Cluster, background: PortLoads | None = None, *, neighbours: bool = True
 ) -> dict[tuple[tuple[int, ...], int], Shares]:
-    """Returns which ranks send the bytes of each (owners, destination node): `sender_shares` by destination.
+    """Which ranks send the bytes of each (owners, destination node): `sender_shares` by destination.
 
-    The owners of a class send to different nodes if possible, rather than each a part to every node: the loads are
-    the same, the messages fewer.
+    The owners of a class send to different nodes if possible, rather than each a part to every node: equal loads, fewer
+    messages.
 
     Args:
-        demands: What nodes lack.
-        background: What moves inside nodes anyway (pulls, and forwards after landing). Nothing is relayed to finish
-            earlier.
+        background: What moves inside nodes anyway (pulls, and forwards after landing). Relaying need not finish earlier.
         neighbours: Whether ranks other than owners may send, too.
 
     Returns:
@@ -129,7 +126,7 @@ def sending_shares(
 def _by_destination(
     keys: Mapping[tuple[tuple[int, ...], int], float], shares: Mapping[tuple[int, ...], Shares]
 ) -> dict[tuple[tuple[int, ...], int], Shares]:
-    """Lays the destinations of each owner set, and its senders, along one line, and pairs what lies side by side.
+    """Lays each owner set's destinations, and its senders, along one line, and pairs what lies side by side.
 
     There are then at most as many (sender, destination) pairs as senders and destinations together.
     """
@@ -164,13 +161,13 @@ def _by_destination(
 
 
 def sequential_seconds(hops: Iterable[PortLoads], cluster: Cluster) -> float:
-    """Returns the seconds of several hops, each of which starts when the previous one has ended."""
+    """The time of several hops in sequence."""
     return sum(hop.seconds(cluster) for hop in hops)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds below which no plan of the described kind can end, see `lower_bound`.
+    """Seconds below which no such plan can end, see `lower_bound`.
 
     Args:
         seconds: The largest of the others.
@@ -190,18 +187,17 @@ class Bound:
 def lower_bound(classes: Sequence[PieceClass], cluster: Cluster) -> Bound:
     """Returns a closed-form lower bound on the time of a switch in the port model, for any splitting and forwarding.
 
-    The terms, each for full-duplex ports, and why each holds:
+    The terms, for full-duplex ports, and why they hold:
 
-    * receive: a device receives every byte that it needs and lacks, through its port inside the node or through NICs
-      (its own; all of the node if they are shared; none if there is one node). The same holds for the sum over the
-      devices of a node and the sum of their ports. Whether an owner is in the node does not matter: a plan may fetch
-      over a NIC what a neighbour holds, so "bytes with an owner in the node / intra-node bandwidth" is not a bound.
+    * receive: a device receives every byte that it needs and lacks, through its port inside the node or through NICs (its own; the
+      node's if shared; none with one node). The same holds for the sums over a node's devices and their ports. Owners in the node
+      do not matter: a plan may fetch over a NIC what a neighbour holds, so "bytes with an owner in the node / intra-node
+      bandwidth" is not a bound.
     * node miss: what no device of a node holds and some device needs enters it at least once.
-    * egress: what a node lacks leaves an owner node once for every node that lacks it. For each set A of nodes, bytes
-      with all owners in A leave through the NICs of A. The sets A are the occurring sets of owner nodes, their pairwise
-      unions while they are few, and all owner nodes. This term alone assumes that no third node forwards what it
-      received from an owner (a chain of nodes), as no planner here does; the others hold for chains, too.
-      Also: what one device alone holds and others need leaves that device at least once.
+    * egress: what a node lacks leaves an owner node once for every node that lacks it. For each set A of nodes, bytes with all
+      owners in A leave through the NICs of A. The sets A are the occurring sets of owner nodes, their pairwise unions while they
+      are few, and all owner nodes. Only this term assumes that no third node forwards what it received from an owner (a chain of
+      nodes), as no planner here does. Also, what one device alone holds and others need leaves that device at least once.
 
     Args:
         classes: What is held and needed; classes may repeat.
@@ -249,7 +245,7 @@ def lower_bound(classes: Sequence[PieceClass], cluster: Cluster) -> Bound:
 
 
 def _pairs(ranks_of: Sequence[tuple[int, ...]], world: int) -> npt.NDArray[np.int64]:
-    """Returns (class, rank) pairs as sorted unique numbers `class * world + rank`."""
+    """(class, rank) pairs as sorted unique numbers `class * world + rank`."""
     lengths = np.fromiter(map(len, ranks_of), np.int64, len(ranks_of))
     ranks = np.fromiter(chain.from_iterable(ranks_of), np.int64, int(lengths.sum()))
     return np.unique(np.repeat(np.arange(len(ranks_of)), lengths) * world + ranks)
@@ -266,7 +262,7 @@ def _node_egress(
     missing: npt.NDArray[np.int64],
     bandwidth: Bytes,
 ) -> tuple[float, str]:
-    """Computes the egress bound over sets of owner nodes; pairs are numbers `class * nodes + node`."""
+    """The egress bound over sets of owner nodes; pairs are numbers `class * nodes + node`."""
     nodes = len(bandwidth)
     out = np.bincount(missing // nodes, sizes[missing // nodes], len(sizes))
     masks = [0] * len(sizes)

@@ -1,15 +1,15 @@
-"""Direct plans: every needer of a piece gets it straight from one rank that holds it, in one hop.
+"""Direct plans: every needer of a piece gets it from one rank that holds it, in one hop.
 
-Three rules choose the sender, for a needer that does not hold the piece itself:
+Rules for the sender, if the needer does not hold the piece itself:
 
-* `algorithm1`: Algorithm 1 of HotSPa (SOSP'24): of the holders on the needer's node if any, else of all holders, the
-  one with the fewest bytes to send so far (inside the node, or between nodes). Loads persist over all pieces and
-  segments. On regular layouts no direct plan is faster (the fractional bound is met).
+* `algorithm1`: Algorithm 1 of HotSPa (SOSP'24): of the holders on the needer's node if any, else of all, the one with the
+  fewest bytes to send so far (inside the node, or between nodes). Loads persist over all pieces and segments. On regular
+  layouts no direct plan is faster (the fractional bound is met).
 * `round_robin`: holder number (needer mod holders), blind to nodes, as in Megatron-Core's resharding.
 * `first_owner`: the lowest rank that holds it.
 
-Every planner starts from atomic pieces: a segment cut at every boundary of all layouts, so no rank holds or needs a
-part of a piece. No torch; numpy int64 throughout; positions count from the beginning of the segment.
+Every planner starts from atomic pieces: a segment cut at every boundary of all layouts, so no rank holds or needs a part of a
+piece. No torch; numpy int64 throughout; positions count from the beginning of the segment.
 """
 
 from collections.abc import Collection, Sequence
@@ -28,9 +28,9 @@ class Holders:
     """Who has which piece: rows by piece, then rank.
 
     Args:
-        rank: A rank that has it.
-        offset: Where it lies in the rank's buffer.
-        store: In which of the rank's buffers.
+        rank: A holder.
+        offset: The piece's place in its buffer.
+        store: Which of its buffers.
         first: The rows of piece p are `first[p]` to `first[p + 1]`.
     """
 
@@ -46,7 +46,7 @@ class Holders:
         return self.piece * self.world_size + self.rank
 
     def find(self, piece: Numbers, rank: Numbers) -> Numbers:
-        """Returns the row of each (piece, rank); -1 if the rank does not have the piece."""
+        """The row of each (piece, rank); -1 if the rank does not have the piece."""
         if len(self._key) == 0:
             return np.full(len(piece), -1, np.int64)
         wanted = piece * self.world_size + rank
@@ -54,7 +54,7 @@ class Holders:
         return np.where(self._key[row] == wanted, row, -1)
 
     def between(self, piece: Numbers, low: Numbers, high: Numbers) -> tuple[Numbers, Numbers]:
-        """Returns the first row, and the row after the last, of each piece's holders in ranks `low` to `high` - 1."""
+        """The first row, and the row after the last, of each piece's holders in ranks `low` to `high` - 1."""
         base = piece * self.world_size
         return (
             np.searchsorted(self._key, base + low),
@@ -67,12 +67,12 @@ class Holders:
         return np.diff(self.first)
 
     def of(self, piece: int) -> list[int]:
-        """Returns the ranks that have a piece, ascending."""
+        """The ranks that have a piece, ascending."""
         return self.rank[self.first[piece] : self.first[piece + 1]].tolist()
 
     @cached_property
     def groups(self) -> tuple[Numbers, list[tuple[int, ...]]]:
-        """Groups pieces by their holders: the index of each piece's set of ranks, and the sets."""
+        """The index of each piece's set of holders, and the sets."""
         known: dict[bytes, int] = {}
         sets: list[tuple[int, ...]] = []
         index = np.empty(len(self.first) - 1, np.int64)
@@ -89,8 +89,8 @@ class Holders:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of one kind of segment that any rank needs: their first elements, and who has them in a source layout
-    (of two copies on a rank, the copy of the second source)."""
+    """The needed pieces of one kind of segment: their first elements, and their holders in a source layout (of two copies on a
+    rank, the second source's)."""
 
     starts: Numbers
     lengths: Numbers
@@ -99,7 +99,7 @@ class Pieces:
 
 
 def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement, int], world_size: int) -> Pieces:
-    """Cuts one segment: one or two source placements and a target, each with a shift to add to its positions."""
+    """Cuts a segment: one or two source placements and a target, each with a shift of its positions."""
     sides = [*sources, target]
     bounds = [column + shift for placement, shift in sides for column in (placement.starts, placement.stops)]
     cuts = np.unique(np.concatenate(bounds)) if bounds else np.empty(0, np.int64)
@@ -121,7 +121,7 @@ def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement
 
 
 def _rows(placement: Placement, shift: int, cuts: Numbers, store: int) -> Numbers:
-    """Returns `(piece, rank, offset, store)` of all pieces of all intervals."""
+    """`(piece, rank, offset, store)` of all pieces of all intervals."""
     first = np.searchsorted(cuts, placement.starts + shift)
     count = np.searchsorted(cuts, placement.stops + shift) - first
     interval = np.repeat(np.arange(len(first)), count)
@@ -131,7 +131,7 @@ def _rows(placement: Placement, shift: int, cuts: Numbers, store: int) -> Number
 
 
 def _holders(rows: Numbers, number: Numbers, count: int, world_size: int) -> Holders:
-    """Sorts rows by piece and rank; of a rank's two copies, keeps the later store."""
+    """Sorts rows by piece and rank; of a rank's two copies, keeps the later store's."""
     rows = rows[np.lexsort((-rows[:, 3], rows[:, 1], rows[:, 0]))]
     if len(rows) > 1:
         double = (rows[1:, :2] == rows[:-1, :2]).all(1)
@@ -144,7 +144,7 @@ def _holders(rows: Numbers, number: Numbers, count: int, world_size: int) -> Hol
 
 @dataclass
 class SendLoads:
-    """Bytes that each rank must send so far, inside its node and to other nodes."""
+    """Each rank's bytes to send so far, inside its node and to other nodes."""
 
     intra_node: list[int]
     inter_node: list[int]
@@ -154,14 +154,14 @@ class SendLoads:
         return cls([0] * world_size, [0] * world_size)
 
     def add(self, src: int, dst: int, size: int, cluster: Cluster) -> None:
-        """Counts one transfer; a transfer inside a rank is free."""
+        """Counts a transfer; inside a rank it is free."""
         if src != dst:
             (self.intra_node if cluster.node(src) == cluster.node(dst) else self.inter_node)[src] += size
 
 
 def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster: Cluster) -> int:
-    """Returns the holder that sends a piece to `dst`: itself, else the least loaded on its node, else the least loaded
-    of all. Ties go to the lowest rank. `loads` is read, not changed."""
+    """Returns the sender of a piece to `dst`: itself, else the least loaded holder on its node, else of all. Ties go to the
+    lowest rank. `loads` is read, not changed."""
     if dst in holders:
         return dst
     node = cluster.node(dst)
@@ -173,8 +173,8 @@ def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster:
 def plan_direct(
     kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, planner: str
 ) -> tuple[list[SegmentPlan], list[int]]:
-    """Makes direct plans of all segments by `algorithm1`, `round_robin` or `first_owner`, and each segment's plan index.
-    `kind_of` is -1 for no kind; `element_sizes` are an element's bytes on the wire."""
+    """Plans all segments by `algorithm1`, `round_robin` or `first_owner`; also returns each segment's plan index. `kind_of` is -1
+    for no kind; `element_sizes` are an element's bytes on the wire."""
     if planner != "algorithm1":
         return [_table(pieces, _stateless(pieces, planner), cluster.world_size) for pieces in kinds], list(kind_of)
     loads = SendLoads.zero(cluster.world_size)
@@ -182,7 +182,7 @@ def plan_direct(
     known: dict[tuple[int, bytes], int] = {}
     plan_of = []
     forced = [_forced(pieces) for pieces in kinds]
-    free = all(rows is not None for rows in forced)  # nobody has a choice: loads decide nothing
+    free = all(rows is not None for rows in forced)  # no choice: loads decide nothing
     for kind, size in zip(kind_of, element_sizes, strict=True):
         if kind < 0:
             plan_of.append(-1)
@@ -224,7 +224,7 @@ def _stateless(pieces: Pieces, planner: str) -> Numbers:
 
 
 def _forced(pieces: Pieces) -> Numbers | None:
-    """Returns the only choice of Algorithm 1 for every need; None if some need has several."""
+    """Algorithm 1's only choice for every need; None if some need has several."""
     needed, holders = pieces.needed, pieces.holders
     own = holders.find(needed.piece, needed.rank)
     if ((holders.counts[needed.piece] > 1) & (own < 0)).any():

@@ -1,20 +1,18 @@
 """Switch plans: which rank sends which elements to whom, as frozen plain data that proves itself.
 
-A plan is a table of transfers for each *kind* of segment and *hop*. Segments with equal placements on both sides share
-a table: a plan of a hundred equal layers is as large as a plan of one layer. The hops of a segment follow one another:
-the second may forward what the first lands in a relay buffer (or in a target). A plan knows no transport and no dtype.
-It is one of two kinds:
+A plan is a table of transfers for each *kind* of segment and *hop*. Segments with equal placements on both sides share a
+table: a plan of a hundred equal layers is as large as a plan of one. The hops of a segment follow one another: the second may
+forward what the first lands in a relay buffer (or in a target). A plan knows no transport and no dtype. It is one of two kinds:
 
-* a *load* copies: every element that a rank of the target layout holds is delivered to it exactly once;
-* a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint
-  of a load: hops run backwards, copies become sums.
+* a *load* copies: every element of the target layout is delivered to its rank exactly once;
+* a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint of a load:
+  hops run backwards, copies become sums.
 
-Tables of transfers are the rows that plans are made of. No torch; numpy int64 throughout.
+No torch; numpy int64 throughout.
 
-`prove` proves that the tables deliver what the layouts promise, each element exactly once; the planner calls it on
-every plan that it builds. It follows a load hop by hop: what a rank sends must be in the named buffer when the hop
-begins, what arrives must be wanted there, and at the end the target buffers must hold all of the target layout, nothing
-twice. It proves a gradient return as the load whose adjoint it is.
+The planner calls `prove` on every plan. It follows a load hop by hop: what a rank sends must be in the named buffer when the hop
+begins, what arrives must be wanted there, and the target buffers must finally hold all of the target layout, nothing twice. A
+gradient return is proved as the load whose adjoint it is.
 """
 
 import hashlib
@@ -33,25 +31,24 @@ from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.ports import PortLoads
 
 TARGET, RELAY, SOURCE, SECOND = range(4)
-"""Stores: where the elements of a transfer lie. The buffers of the target layout, the relay buffers of the switch, the
-buffers of the (first) source layout, and the buffers of a second source layout."""
+"""Stores, where elements of a transfer lie: buffers of the target layout, relay buffers of the switch, buffers of the (first)
+source layout, and of a second one."""
 
 SRC_STORE, SRC, SRC_OFFSET, DST_STORE, DST, DST_OFFSET, START, LENGTH = range(8)
-"""The columns of a table of transfers; `START` counts from the beginning of the segment."""
+"""The columns of a table; `START` counts from the beginning of the segment."""
 
 COLUMNS = 8
 
 
 class Transfer(NamedTuple):
-    """A stretch of one segment that moves from one rank's buffer to another's, or inside a rank (`src == dst`).
+    """A stretch of one segment that moves between two ranks' buffers, or inside a rank (`src == dst`).
 
     Attributes:
         src_offset: First element in the sender's buffer of the segment.
         dst_offset: First element in the receiver's buffer of the segment.
-        start: Position of the first element in the parameter vector.
-        hop: In which hop it moves.
-        src_store: Which of the sender's buffers: `SOURCE`, `SECOND`, `RELAY` or `TARGET`.
-        dst_store: Which of the receiver's buffers.
+        start: First element in the parameter vector.
+        src_store: Of the sender's buffers: `SOURCE`, `SECOND`, `RELAY` or `TARGET`.
+        dst_store: Of the receiver's.
     """
 
     segment: int
@@ -71,7 +68,7 @@ class Transfer(NamedTuple):
 
 
 def canonical(table: Numbers) -> Numbers:
-    """Returns a table in canonical order (source rank, destination rank, start), with contiguous transfers joined."""
+    """Sorts a table canonically (source rank, destination rank, start), and joins contiguous transfers."""
     if len(table) == 0:
         return np.empty((0, COLUMNS), np.int64)
     table = table[np.lexsort((table[:, START], table[:, DST], table[:, SRC]))]
@@ -90,8 +87,8 @@ class SegmentPlan(NamedTuple):
     """The transfers of one kind of segment.
 
     Attributes:
-        hops: A table of transfers for each hop, [transfers, 8] int64, in canonical order.
-        relay_sizes: Elements that each rank's relay buffer needs for one such segment, [world size].
+        hops: A table for each hop, [transfers, 8] int64, in canonical order.
+        relay_sizes: Elements in each rank's relay buffer for one such segment, [world size].
     """
 
     hops: tuple[Numbers, ...]
@@ -99,7 +96,7 @@ class SegmentPlan(NamedTuple):
 
 
 def adjoint(table: Numbers) -> Numbers:
-    """Returns the table of the reverse direction, in canonical order: ends and stores swapped."""
+    """Reverses a table, in canonical order: ends and stores swapped."""
     swapped = table[:, [DST_STORE, DST, DST_OFFSET, SRC_STORE, SRC, SRC_OFFSET, START, LENGTH]]
     for column in (SRC_STORE, DST_STORE):
         stores = swapped[:, column]
@@ -109,20 +106,20 @@ def adjoint(table: Numbers) -> Numbers:
 
 # -- the schedule -----------------------------------------------------------------------------------------------------
 
-# Schedules: what one rank does round by round, as frozen plain data. Cut from plans by `rounds`, run by the executor.
+# Schedules: one rank's work round by round, as frozen plain data. Made by `rounds`, run by the executor.
 #
-# No torch; offsets into buffers are in elements, offsets into staging in bytes.
+# Offsets into buffers are in elements, offsets into staging in bytes.
 
 
 WINDOW_ALIGNMENT = 16
-"""Windows and segments start on multiples of this many bytes, so no element spans two windows."""
+"""Windows and segments start on multiples of this many bytes: no element spans two windows."""
 
 RELAY_SLOTS = 3
-"""Groups that may use relay buffers at one time: one that lands, one that is forwarded, one between."""
+"""Groups that may use relay buffers at one time: one landing, one forwarded, one between."""
 
 
 class Wire(NamedTuple):
-    """How the elements of a segment travel: the name of their dtype and its bytes."""
+    """The dtype of a segment's elements on the wire, and its bytes."""
 
     dtype: str
     itemsize: int
@@ -146,12 +143,12 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What goes to or comes from one peer in one round, in one dtype.
+    """Data to or from one peer in one round, in one dtype.
 
     Args:
-        slices: Where it lies in this rank's buffers, in the order on the wire.
-        staging_offset: Where it lies in the staging buffer, in bytes; messages to several peers with the same content
-            share a place. -1 for a message from buffer to buffer.
+        slices: Its places in this rank's buffers, in the order on the wire.
+        staging_offset: Its place in the staging buffer, in bytes; messages to several peers with the same content share it. -1
+            for a message from buffer to buffer.
         channel: Separates the messages of a pair and round; the same at both ends.
     """
 
@@ -169,18 +166,18 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one rank does in one round.
+    """One rank's work in one round.
 
     Args:
-        group: Index of the group of segments that it belongs to.
+        group: Index of the group of segments.
         sends: In posting order: to rank + 1, rank + 2, ...; no two ranks start with the same peer.
         receives: In posting order: from rank - 1, rank - 2, ...
         local: Transfers inside the rank. A load has all of a group and hop in its first round.
-        send_bytes: Staging that the sends need, if none can be sent in place.
-        receive_bytes: Staging that the receives need, if none can be received in place.
+        send_bytes: Staging for the sends, if none can be sent in place.
+        receive_bytes: Staging for the receives, if none can be received in place.
         needs: The round that must be complete before this one may read or overwrite buffers; -1 for none.
-        opens: Nothing of the group was moved before.
-        closes: The group is complete after this round.
+        opens: It is the first round of the group.
+        closes: It completes the group.
     """
 
     group: int
@@ -196,21 +193,21 @@ class Round:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has nothing to do in the round, and nobody to notify."""
+        """Whether this rank has no work in the round, and nobody to notify."""
         return not (self.sends or self.receives or self.local or self.opens or self.closes)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All rounds of one rank, the segments of each group, and the elements that each `(store, segment)` needs at least.
-    Every rank has the same number of rounds; a rank may have nothing to do in a round."""
+    """All rounds of one rank, the segments of each group, and the least elements of each `(store, segment)`. Every rank has the
+    same number of rounds; some may be empty."""
 
     rounds: tuple[Round, ...]
     groups: tuple[tuple[int, ...], ...]
     extents: dict[tuple[int, int], int]
 
     def relay_extents(self, group: int) -> dict[int, int]:
-        """Returns the elements of the relay buffer of each segment of a group."""
+        """The elements of each segment's relay buffer."""
         return {s: self.extents[RELAY, s] for s in self.groups[group] if (RELAY, s) in self.extents}
 
 
@@ -218,20 +215,20 @@ class Schedule:
 
 
 INTRA, INTER, ANY = "intra", "inter", "any"
-"""Links of a hop: inside nodes only, between nodes only, or both."""
+"""Links of a hop: inside nodes, between nodes, or both."""
 
 _INVERSE = "inverse of "
 
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
-    """All transfers between two layouts, of all ranks. Made by the planner, which proves it.
+    """All ranks' transfers between two layouts. Made and proved by the planner.
 
     Args:
-        name: What moves where, for messages and logs; part of the digest.
+        name: For messages and logs; part of the digest.
         bases: Where each segment begins in the parameter vector.
-        kind_of: For each segment the index of its kind; -1 if the plan moves nothing of it.
-        links: For each hop which links it uses: `INTRA`, `INTER` or `ANY`.
+        kind_of: Each segment's kind; -1 if nothing moves.
+        links: Each hop's links: `INTRA`, `INTER` or `ANY`.
         accumulate: False copies (a load), True adds (a gradient return).
     """
 
@@ -245,7 +242,7 @@ class SwitchPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the complete plan: equal on two ranks exactly if they would move the same bytes the same way."""
+        """SHA-256 of the plan: equal on two ranks exactly if they would move the same bytes the same way."""
         head = [self.world_size, self.accumulate, len(self.bases), *self.bases, *self.kind_of]
         text = f"{self.name}\0{self.links}\0{head}\0{[[len(hop) for hop in kind.hops] for kind in self.kinds]}\0"
         digest = hashlib.sha256(text.encode())
@@ -262,8 +259,8 @@ class SwitchPlan:
         return hash(self.digest)
 
     def inverse(self) -> "SwitchPlan":
-        """Returns the adjoint: sources and destinations swap, hops run backwards, a copy becomes a sum and vice versa.
-        The inverse of the inverse is the plan."""
+        """Returns the adjoint: sources and destinations swap, hops run backwards, copies become sums and vice versa. The
+        inverse of the inverse is the plan."""
         name = self.name.removeprefix(_INVERSE) if self.name.startswith(_INVERSE) else _INVERSE + self.name
         kinds = tuple(
             SegmentPlan(tuple(adjoint(table) for table in kind.hops[::-1]), kind.relay_sizes) for kind in self.kinds
@@ -271,8 +268,8 @@ class SwitchPlan:
         return replace(self, name=name, kinds=kinds, links=self.links[::-1], accumulate=not self.accumulate)
 
     def only(self, segments: Collection[int], what: str) -> "SwitchPlan":
-        """Returns the part of the plan that moves these segments; `what` describes them in its name. The proof of the
-        plan holds for the part: a transfer concerns one segment."""
+        """Returns the part that moves these segments; `what` describes them in its name. The proof still holds: a transfer
+        concerns one segment."""
         kinds = sorted({self.kind_of[s] for s in segments if self.kind_of[s] >= 0})
         kind_of = tuple(
             kinds.index(kind) if segment in segments and kind >= 0 else -1 for segment, kind in enumerate(self.kind_of)
@@ -280,7 +277,7 @@ class SwitchPlan:
         return replace(self, name=f"{self.name}, {what}", kinds=tuple(self.kinds[k] for k in kinds), kind_of=kind_of)
 
     def loads(self, cluster: Cluster, element_sizes: Sequence[int]) -> list[PortLoads]:
-        """Returns the bytes through every port, per hop; `element_sizes[segment]` is one element's bytes on the wire."""
+        """The bytes through every port, per hop; `element_sizes[segment]`: one element's bytes on the wire."""
         totals = [PortLoads.zero(cluster) for _ in self.links]
         for kind, size in self._weights(element_sizes):
             for loads, table in zip(totals, self.kinds[kind].hops, strict=True):
@@ -288,7 +285,7 @@ class SwitchPlan:
         return totals
 
     def wire_bytes(self, element_sizes: Sequence[int]) -> int:
-        """Returns the bytes that leave a rank; `element_sizes[segment]` is one element's bytes on the wire."""
+        """The bytes that leave a rank; `element_sizes[segment]`: one element's bytes on the wire."""
         return sum(
             size * int(table[table[:, SRC] != table[:, DST], LENGTH].sum())
             for kind, size in self._weights(element_sizes)
@@ -296,7 +293,7 @@ class SwitchPlan:
         )
 
     def _weights(self, element_sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
-        """`(kind, bytes of one element summed over the segments of the kind)`."""
+        """`(kind, bytes of one element, summed over its segments)`."""
         weights = [0] * len(self.kinds)
         for segment, kind in enumerate(self.kind_of):
             if kind >= 0:
@@ -307,12 +304,11 @@ class SwitchPlan:
 def prove(plan: SwitchPlan, source: Layout | Sequence[Layout], target: Layout) -> None:
     """Proves a plan against its layouts.
 
-    Every rank holds what it sends at the offset it sends from, when its hop begins; every destination holds it at
-    the offset it receives at; and each needed element (load) or each contribution (gradient return) is delivered
-    exactly once.
+    Every rank has what it sends at that offset when the hop begins; every destination has it at the offset of its receive; and
+    each needed element (load) or contribution (gradient return) is delivered exactly once.
 
     Args:
-        source: The source layout; two for a plan with a second source.
+        source: One layout, or two for a plan with a second source.
 
     Raises:
         PlanError: naming the first transfer, rank or interval that is wrong.
@@ -418,7 +414,7 @@ class _Proof:
         self._check_complete(stores.get(TARGET) or place([], [0] * self._world_size), target)
 
     def _check_placed(self, placement: Placement, rows: Numbers, end: int, at: int, hop: int, verb: str) -> None:
-        """Checks that each row lies inside one interval of its rank, at the matching offset."""
+        """Checks that each row lies in one interval of its rank, at the matching offset."""
         if len(rows) == 0:
             return
         span = 1 + max(int((rows[:, START] + rows[:, LENGTH]).max()), int(placement.stops.max(initial=0)))

@@ -1,12 +1,12 @@
 """The planner: from layouts to a validated switch plan.
 
-One function plans a load by any of `relay` (the default), `algorithm1`, `round_robin`, `first_owner`; see `relay` and
-`direct`. On a single node nothing can be relayed: the relay plan is then Algorithm 1's. A gradient return is planned as
-the adjoint of the load of its contributions from the master store.
+Loads are planned by `relay` (the default), `algorithm1`, `round_robin` or `first_owner`; see `relay` and `direct`. On a single
+node the relay plan is Algorithm 1's. A gradient return is planned as the adjoint of the load of its contributions from the
+master store.
 
-A planner sees layouts, never degrees. It plans one segment of each kind, which stands for all segments with equal
-placements: time grows with the ranks, not with the layers. Everything here is a deterministic pure function of plain
-data: every rank computes the same plan.
+A planner sees layouts, never degrees. It plans one segment of each kind, for all segments with equal placements: time grows
+with the ranks, not with the layers. Everything is a deterministic pure function of plain data: every rank computes the same
+plan.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ def plan_load(
     element_sizes: Sequence[int],
     planner: str = "relay",
 ) -> SwitchPlan:
-    """Plans a load: everything that the target layout holds, from ranks that hold it in a source layout.
+    """Plans a load of everything that the target layout holds, from ranks that hold it in a source layout.
 
     Args:
-        source: Where the parameters are; two layouts for two places: master store, and weights of the last strategy.
-        target: Where they are needed. It may leave out elements.
+        source: One layout, or two: master store, and weights of the last strategy.
+        target: Where the parameters are needed. It may leave out elements.
         element_sizes: Bytes of one element of each segment on the wire, for balancing the links.
         planner: One of `PLANNERS`.
 
@@ -62,7 +62,7 @@ def plan_return(
     """Plans a gradient return: every contribution of every rank, to the one owner of its element.
 
     Args:
-        contributions: What each rank has to add to which element.
+        contributions: Which elements each rank adds to.
         master: Where each element is owned, exactly once.
         cluster: As for `plan_load`; one node when None.
         element_sizes: As for `plan_load`; equal when None.
@@ -105,7 +105,7 @@ def _plan(
 
 
 def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False) -> tuple[list[Pieces], list[int]]:
-    """Returns the pieces of each kind of segment, and the kind of each segment; -1 if the target holds nothing of it.
+    """Returns the pieces of each kind of segment, and each segment's kind; -1 if the target holds nothing of it.
 
     Args:
         sums: The target's holders contribute to what exactly one source rank owns.
@@ -152,7 +152,7 @@ def _check_owners(pieces: Pieces, base: int, sources: Sequence[Layout], target: 
     if not len(bad):
         return
     piece = int(bad[0])
-    # names the complete stretch with the same error, not only its first piece
+    # name the complete stretch with the same error, not only its first piece
     last = piece
     while last + 1 < len(counts) and counts[last + 1] == counts[piece]:
         last += 1

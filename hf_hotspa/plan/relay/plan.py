@@ -1,18 +1,17 @@
 """Relay plans: what a node lacks crosses its NICs once and is forwarded inside the node.
 
-HotSPa's Algorithm 1 sends a piece to every needer from wherever it is: when k devices of a node need the same bytes,
-the node's NICs carry them k times. Here every byte that a node lacks enters it once, spread over the NICs of its
-devices, and the devices forward it over the fast links inside the node. There are two hops, sometimes three:
+HotSPa's Algorithm 1 sends a piece to every needer from wherever it is: if k devices of a node need the same bytes, the node's
+NICs carry them k times. Here every byte that a node lacks enters it once, spread over its devices' NICs, and the devices
+forward it over the fast links inside the node. There are two hops, sometimes three:
 
-* *feed*, inside nodes: where the NICs of the owners alone would be the bottleneck, owners send a share to neighbours
-  with idle NICs, into relay buffers;
-* *cross*, between nodes: to the device where a share lands, in the target buffer of a needer, or in a relay buffer;
+* *feed*, inside nodes: if the owners' NICs alone would be the bottleneck, owners send a share to neighbours with idle NICs, into
+  relay buffers;
+* *cross*, between nodes: to the device where a share lands, in a needer's target buffer, or in a relay buffer;
 * *forward*, inside nodes: from there to the other needers, and everything that the node already had.
 
-`routing` decides which devices send and land which shares, for sets of ranks; this file applies the shares to the
-pieces of each kind of segment. A gradient return is the adjoint: contributions are summed inside the node before the
-sum crosses. For a return a set of several needers always lands in a relay buffer, so that sums have one fixed order and
-gradients are not overwritten.
+`routing` decides shares for sets of ranks; this file applies them to the pieces of each kind of segment. A gradient return is the
+adjoint: contributions are summed inside the node before the sum crosses. For a return, a set of several needers always lands in
+a relay buffer: sums have one fixed order, and gradients are not overwritten.
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ SHARE_ALIGNMENT = 64
 """Shares of a stream of pieces begin on multiples of this many elements."""
 
 _Landings = dict[tuple[int, tuple[int, ...]], int]
-"""The number of each `(node, its needers)`, in order of first appearance."""
+"""The number of each `(node, its needers)`, by first appearance."""
 
 
 def split_streams(
@@ -43,7 +42,7 @@ def split_streams(
     Args:
         lengths: Elements of each row.
         streams: The stream of each row, ascending.
-        shares: The shares of each stream.
+        shares: Of each stream.
 
     Returns:
         `(row, offset in the row, length, rank)` of each part, by row and offset.
@@ -62,7 +61,7 @@ def split_streams(
                 ranks.append(rank)
                 done += fraction
     cut_at = np.array(cuts, np.int64)
-    # rounding may move a cut of a short stream into the next stream
+    # rounding may move a cut of a short stream into the next
     limit = np.array([base + total for base, total in zip(bases, totals, strict=True)], np.int64)
     counts = [sum(fraction > 0 for _, fraction in shares[stream]) for stream in present.tolist()]
     cut_at = np.minimum(cut_at, np.repeat(limit, counts))
@@ -74,16 +73,16 @@ def split_streams(
 
 
 def _last_of_stream(cut_at: Numbers, points: Numbers, limits: Numbers, counts: Sequence[int]) -> Numbers:
-    """Returns the share of each point: the last share that begins at or before it, in its own stream."""
+    """The share of each point: the last one that begins at or before it, in its own stream."""
     stream_of_cut = np.repeat(np.arange(len(limits)), counts)
     stream_of_point = np.searchsorted(limits, points, side="right")
-    # a cut at the end of a stream is an empty share: sorted after all points of its stream, before the next stream
+    # a cut at the end of a stream is an empty share: after all points of its stream, before the next
     keys = cut_at * (len(limits) + 1) + stream_of_cut
     return np.searchsorted(keys, points * (len(limits) + 1) + stream_of_point, side="right") - 1
 
 
 class _Arrivals:
-    """The (piece, node) pairs of one kind in which some device of the node needs the piece and none holds it."""
+    """The (piece, node) pairs of one kind where the node needs a piece that none of its devices holds."""
 
     def __init__(self, pieces: Pieces, cluster: Cluster, landings: _Landings) -> None:
         size = cluster.devices_per_node
@@ -113,7 +112,7 @@ class _Arrivals:
         self._size = size
 
     def count_pulls(self, pulls: dict[tuple[tuple[int, ...], int], float], weight: int) -> None:
-        """Adds the bytes that needers get from owners in their own node, by the set of these owners."""
+        """Adds the bytes that needers get from owners in their node, by these owners."""
         holders, needed = self.pieces.holders, self.pieces.needed
         near = self.has_owner[needed.piece, needed.rank // self._size] & (holders.find(needed.piece, needed.rank) < 0)
         group_of, sets = holders.groups
@@ -129,8 +128,8 @@ class _Arrivals:
 
 
 class _Decided(NamedTuple):
-    """The decisions for sets of ranks, over all kinds of segments: the needers of each landing key and where it lands;
-    who sends, by owners (empty: each rank sends what it alone holds, uncut); who serves its own node, by owners there."""
+    """The decisions for sets of ranks, over all kinds: each landing key's needers and landing shares; who sends, by owners (empty:
+    each rank sends what it alone holds, uncut); who serves its own node, by owners there."""
 
     needers: list[tuple[int, ...]]
     landing: list[Shares]
@@ -141,8 +140,8 @@ class _Decided(NamedTuple):
 def plan_relay(
     kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, sums: bool = False
 ) -> list[SegmentPlan]:
-    """Makes relay plans of all kinds of segments (-1: none), balanced by bytes of an element on the wire, with two hops
-    (cross, forward) or three (feed, cross, forward); with `sums` for the adjoint, a gradient return."""
+    """Plans all kinds of segments (-1: none), balanced by bytes of an element on the wire, with two hops (cross, forward) or three
+    (feed, cross, forward); with `sums` for the adjoint, a gradient return."""
     weights = [0] * len(kinds)
     for kind, size in zip(kind_of, element_sizes, strict=True):
         if kind >= 0:
@@ -201,7 +200,7 @@ def _sending_shares(
         for group in np.flatnonzero(totals).tolist():
             amounts[sets[group]] = amounts.get(sets[group], 0.0) + float(totals[group])
     sending = sender_shares(amounts, entering.tolist(), cluster, inside)
-    # a master store, if no owner's NIC is loaded above the unavoidable level
+    # a master store where no owner's NIC exceeds the unavoidable load
     sole = all(share == ((owners[0], 1.0),) and len(owners) == 1 for owners, share in sending.items())
     return {} if sole else sending
 
@@ -232,7 +231,7 @@ class _Materialised:
         sent_from = np.where(fed, RELAY, holders.store[source])
         self.cross = canonical(_table(sent_from, sender, sent_offset, store, land, landed_at, start, length))
         self.feed = canonical(feed)
-        # forwarding: each landed part to every needer of its node on which it did not land
+        # forwarding: each landed part to the node's needers on which it did not land
         counts = set_sizes[landing_of]
         part = np.repeat(np.arange(len(row)), counts)
         flat = np.array([rank for ranks in shares.needers for rank in ranks], np.int64)
@@ -249,10 +248,10 @@ class _Materialised:
     def _assign_senders(
         self, row: Numbers, offset: Numbers, length: Numbers, land: Numbers
     ) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """Assigns a sender to each part, and cuts parts further if several ranks send.
+        """Assigns a sender to each part; cuts parts further if several ranks send.
 
-        What goes to each node from the same owners lies along one line, and the senders take consecutive stretches of
-        it: they send to different nodes if possible, which keeps messages few.
+        What goes to each node from the same owners lies along one line, and the senders take consecutive stretches: to
+        different nodes if possible, which keeps messages few.
         """
         holders, sending = self._arrivals.pieces.holders, self._shares.sending
         piece, node = self._arrivals.piece[row], self._arrivals.node[row]
@@ -269,8 +268,8 @@ class _Materialised:
     def _fed(
         self, piece: Numbers, offset: Numbers, length: Numbers, sender: Numbers, filled: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
-        """Plans the feed: what senders that own nothing of a piece receive beforehand, once, in equal shares from the
-        owners in their node. Returns each part's place in its sender's relay buffer, the buffer sizes, and the table."""
+        """Plans what senders without a piece receive beforehand, once, in equal shares from the owners in their node. Returns
+        each part's place in its sender's relay buffer, the buffer sizes, and the table."""
         holders, size = self._arrivals.pieces.holders, self._cluster.devices_per_node
         span = int(self._arrivals.pieces.lengths.max(initial=0)) + 1
         at = (sender * len(self._arrivals.pieces.lengths) + piece) * span + offset
@@ -294,7 +293,7 @@ class _Materialised:
         return places[stretch] + at - begin[stretch], sizes, table
 
     def _inside(self) -> Numbers:
-        """Returns the table of what needers already have, or can get from their own node."""
+        """The table of what needers have, or can get from their own node."""
         pieces, size = self._arrivals.pieces, self._cluster.devices_per_node
         holders, needed = pieces.holders, pieces.needed
         near = self._arrivals.has_owner[needed.piece, needed.rank // size]
@@ -326,10 +325,8 @@ class _Materialised:
     def _share_out(
         self, low: Numbers, high: Numbers, to: Numbers, length: Numbers, shares_of: dict[tuple[int, ...], Shares] | None
     ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Divides each row between the holders in rows `low` to `high`; equally without `shares_of`.
-
-        Each receiver begins with another holder, which keeps all holders busy.
-        """
+        """Divides each row between the holders in rows `low` to `high`; equally without `shares_of`. Each receiver begins with
+        another holder, which keeps all holders busy."""
         ranks_of_rows = self._arrivals.pieces.holders.rank.tolist()
         rows = zip(low.tolist(), high.tolist(), to.tolist(), strict=True)
         keys = [(tuple(ranks_of_rows[a:b]), rank) for a, b, rank in rows]
@@ -350,8 +347,7 @@ def _table(*columns: Numbers) -> Numbers:
 
 
 def _relay_offsets(holder: Numbers, relayed: Numbers, filled: Numbers) -> tuple[Numbers, Numbers]:
-    """Returns where each part lies in the relay buffer of its holder, whose first `filled` elements are used, and the
-    elements used afterwards."""
+    """Returns each part's place in its holder's relay buffer, after the `filled` elements, and the elements filled then."""
     sizes = np.zeros(len(filled), np.int64)
     np.add.at(sizes, holder, relayed)
     order = np.argsort(holder, kind="stable")
