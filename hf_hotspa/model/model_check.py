@@ -55,13 +55,11 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
     if weights is not None and not meta:
         raise UnsupportedError(
             f"the model has weights, and others are to be read from {str(weights)!r}",
-            fix="pass the one or the other: open_model gives a model without weights",
+            fix="pass only one of them: open_model returns a model without weights",
         )
     meta = [name for name, b in model.named_buffers() if b.is_meta]
     if meta:
-        raise UnsupportedError(
-            f"the buffers {meta[:3]} are on the meta device", fix="compute them: open_model builds the model so"
-        )
+        raise UnsupportedError(f"the buffers {meta[:3]} are on the meta device", fix="compute them, as open_model does")
     fresh = build_skeleton(description)
     packed = {spec.name for spec in description.vector.specs if spec.packed}  # compared below
     expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
@@ -223,7 +221,7 @@ def check_same_build(model: nn.Module, description: ModelDescription, buffers: M
     differ += ["class"] if type(bare) is not description.model_class else []
     if differ or prefix != description.prefix:
         raise ModelError(
-            f"the second model is not built as the first: {sorted(differ)[:3] or 'its adapters'} differ",
+            f"the second model is not built like the first: {sorted(differ)[:3] or 'its adapters'} differ",
             why="it runs on the first model's replicas, with separate weights",
             fix="make a separate SwitchedModel for it: SwitchedModel(reference, buckets)",
         )

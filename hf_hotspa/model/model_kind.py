@@ -46,7 +46,7 @@ def refuse_other_models(model: nn.Module) -> None:
     if other is not None:
         raise UnsupportedError(
             f"{other} of {type(bare).__name__} is attention that is not causal",
-            why="it sees the tokens after a token, or attends to something else than tokens (layers), which packs would mix",
+            why="it sees later tokens, or attends to layers instead of tokens, which packs would mix",
             fix=_FIX + "; of an encoder, set is_decoder=True in its config",
         )
     half = next((name for name, p in model.named_parameters() if str(p.dtype) == "torch.float16"), None)

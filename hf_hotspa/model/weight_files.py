@@ -137,7 +137,7 @@ class WeightFiles:
         return DamagedCheckpointError(
             f"{file!r} cannot be loaded from: {what}",
             where=str(self.folder),
-            fix="copy or download the folder again, or take another one",
+            fix="copy or download the folder again, or use another one",
         )
 
 

@@ -165,7 +165,7 @@ class _Cutter:
         if window == 0:
             raise HotspaConfigError(
                 f"switch {self._plan.name!r}: a round of {self._round_bytes} bytes is too small for {peers} peers",
-                fix=f"use staging buffers of at least {2 * peers * WINDOW_ALIGNMENT} bytes; some MiB are fast",
+                fix=f"use staging buffers of at least {2 * peers * WINDOW_ALIGNMENT} bytes; a few MiB are fast",
             )
         if self._plan.accumulate:
             ends = self._bases(group, hop)[1]

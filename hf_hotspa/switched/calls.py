@@ -325,9 +325,9 @@ def of_padding(where: str) -> UnsupportedError:
 def logits_are_gone(where: str) -> UnsupportedError:
     """The error for logits that were read too late."""
     return UnsupportedError(
-        "logits were looked at after the step",
+        "logits were read after the step",
         where=where,
-        why="the weights that they belong to are gone",
+        why="their weights have been replaced",
         fix="use the logits before flush and optimizer.step()",
     )
 
@@ -689,7 +689,7 @@ class Announcements:
         if self._is_broken:
             raise PlanMismatchError(
                 "a step is announced after one that not all ranks had announced",
-                why="what is announced is exchanged by all ranks together, and one of them may still wait for the others",
+                why="all ranks exchange announced batches together, and one of them may still wait for the others",
                 fix="make another SwitchedModel, or do not announce",
             )
         if self._thread is None:  # daemon: must not keep a failing process alive that waits for another rank
@@ -809,7 +809,7 @@ class Meeting:
             raise PlanMismatchError(
                 f"ranks have announced {', '.join(str(int(n)) for n in announced)} steps",
                 where=self._place(),
-                why="what is announced is exchanged by all ranks together",
+                why="all ranks exchange announced batches together",
                 fix="call announce on all ranks, or on none",
             )
         if any(cleared):
@@ -823,7 +823,7 @@ class Meeting:
             "ranks are about to do different things: "
             + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
             where=self._place(),
-            why="each call of a switched model is a part of what all ranks do together",
+            why="each call of a switched model is collective",
             fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives batches without rows to ranks "
             "whose loaders have ended",
         )

@@ -715,7 +715,7 @@ class SwitchedModel(DistributedDataParallel):
             if is_gone
             else too_many_logits(call, self._passes, self._logit_bytes)
         )
-        self._meet("look at logits", error)
+        self._meet("read logits", error)
         self._used_logits[self.training, request.trains] = True
         numbers = call.numbers
         if not call.with_logits:

@@ -68,7 +68,7 @@ def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     if head.get("cast_lm_head_to_fp32") and dtype.itemsize < 4:
         raise UnsupportedError(
             "cast_lm_head_to_fp32 in 16-bit training",
-            why="the head computes in the dtype of the weights, and its logits are widened then",
+            why="the head computes in the dtype of the weights, and its logits are widened afterwards",
             fix="leave it out",
         )
     return head
@@ -236,14 +236,14 @@ class ObjectChanges:
             names = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
             return words, UnsupportedError(
                 f"the config values {_some(names)} were changed after the training had started",
-                why="the replicas that run were built by the config as it was",
+                why="the replicas were built from the earlier config",
                 fix="set them before train()",
             )
         facts = module_facts(self._bare, self._is_of_text)
         if facts != self._facts and (changes := changed_facts(facts, self._facts, self._bare)):
             return words, UnsupportedError(
                 f"{changes[0]} when the training had started ({len(changes)} differ)",
-                why="the replicas that run were built by the model as it was",
+                why="the replicas were built from the earlier model",
                 fix="put it into the config before train()",
             )
         return words, None
@@ -296,13 +296,13 @@ def _guard_error(name: str) -> HotspaError:
         return HotspaError(
             f"a parameter of trainer.model has no gradient here ({name})",
             why="gradients are spread over the ranks, in the master store, and parameters of the model never get any",
-            fix="call trainer.engine.full_gradients() on every rank, or look at grad_norm in the log",
+            fix="call trainer.engine.full_gradients() on every rank, or read grad_norm in the log",
         )
     return HotspaError(
         f"the weights in trainer.model are not the weights of this training step ({name})",
-        why="the weights that are trained are spread over the ranks; the model is brought up to date for on_log, on_evaluate, "
+        why="the trained weights are spread over the ranks; the model is updated for on_log, on_evaluate, "
         "on_save, on_epoch_end, on_train_end and compute_metrics, and after training",
-        fix="look at them there, or call trainer.materialize() on every rank first",
+        fix="read them there, or call trainer.materialize() on every rank first",
     )
 
 
