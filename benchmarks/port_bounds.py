@@ -107,7 +107,7 @@ def sending_shares(
     messages.
 
     Args:
-        background: What moves inside nodes anyway (pulls, and forwards after landing). Relaying need not finish earlier.
+        background: What moves inside nodes anyway (pulls, forwards after landing). Relaying need not finish earlier.
         neighbours: Whether ranks other than owners may send, too.
 
     Returns:
@@ -189,15 +189,16 @@ def lower_bound(classes: Sequence[PieceClass], cluster: Cluster) -> Bound:
 
     The terms, for full-duplex ports, and why they hold:
 
-    * receive: a device receives every byte that it needs and lacks, through its port inside the node or through NICs (its own; the
-      node's if shared; none with one node). The same holds for the sums over a node's devices and their ports. Owners in the node
-      do not matter: a plan may fetch over a NIC what a neighbour holds, so "bytes with an owner in the node / intra-node
-      bandwidth" is not a bound.
+    * receive: a device receives every byte that it needs and lacks, through its port inside the node or through NICs
+      (its own; the node's if shared; none with one node). The same holds for the sums over a node's devices and their
+      ports. Owners in the node do not matter: a plan may fetch over a NIC what a neighbour holds, so "bytes with an
+      owner in the node / intra-node bandwidth" is not a bound.
     * node miss: what no device of a node holds and some device needs enters it at least once.
-    * egress: what a node lacks leaves an owner node once for every node that lacks it. For each set A of nodes, bytes with all
-      owners in A leave through the NICs of A. The sets A are the occurring sets of owner nodes, their pairwise unions while they
-      are few, and all owner nodes. Only this term assumes that no third node forwards what it received from an owner (a chain of
-      nodes), as no planner here does. Also, what one device alone holds and others need leaves that device at least once.
+    * egress: what a node lacks leaves an owner node once for every node that lacks it. For each set A of nodes, bytes
+      with all owners in A leave through the NICs of A. The sets A are the occurring sets of owner nodes, their pairwise
+      unions while they are few, and all owner nodes. Only this term assumes that no third node forwards what it
+      received from an owner (a chain of nodes), as no planner here does. Also, what one device alone holds and others
+      need leaves it at least once.
 
     Args:
         classes: What is held and needed; classes may repeat.

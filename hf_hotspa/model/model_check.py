@@ -1,7 +1,7 @@
 """Checks the user's model: what replicas would silently lose raises an error by name.
 
-Replicas are built from the model's class and config; any other change of the object (hooks, resized embeddings, replaced
-layers) must be found here.
+Replicas are built from the model's class and config; any other change of the object (hooks, resized embeddings,
+replaced layers) must be found here.
 """
 
 import hashlib
@@ -94,8 +94,8 @@ Facts = dict[tuple[str, str], Any]
 
 
 def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | None = None) -> Facts:
-    """Returns the class of each module, and its attributes that are numbers, strings, functions, plain tensors, or tuples of
-    these, except any that forwards do not read.
+    """Returns the class of each module, and its attributes that are numbers, strings, functions, plain tensors, or
+    tuples of these, except any that forwards do not read.
 
     Args:
         is_of_text: Selects the modules by name; all when None.
@@ -131,8 +131,8 @@ def _is_passed_over(key: str) -> bool:
 
 
 def changed_facts(facts: Facts, expected: Facts, like: PreTrainedModel) -> list[str]:
-    """Returns the differences from the expected facts (of `like`), as texts with module, attribute and both values. Ignores
-    attributes that neither the expected facts nor the modules' classes have: no forward reads them."""
+    """Returns the differences from the expected facts (of `like`), as texts with module, attribute and both values.
+    Ignores attributes that neither the expected facts nor the modules' classes have: no forward reads them."""
     names, is_of_text = {name for name, _ in facts}, of_text(like)
     modules = {name: module for name, module in like.named_modules() if is_of_text(name)}
     texts = [
@@ -270,7 +270,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def _check_outputs(config: Any) -> None:
-    """Rejects a config that asks for outputs of layers, which the stock Trainer passes to `compute_metrics` and `predict`."""
+    """Rejects a config that asks for layer outputs, which the stock Trainer passes to `compute_metrics`, `predict`."""
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(config.get_text_config(), name, False) or getattr(config, name, False):
             raise UnsupportedError(
@@ -311,8 +311,8 @@ def _records_outputs(hook: Any) -> bool:
 
 
 _OF_A_COPY = ("_name_or_path", "architectures", "dtype", "torch_dtype")
-"""Fields of a config that decide nothing: ranks may have separate copies, and saving, on the main process alone, fills in the
-others. Weight dtypes are compared with the parameters."""
+"""Fields of a config that decide nothing: ranks may have separate copies, and saving, on the main process alone, fills
+in the others. Weight dtypes are compared with the parameters."""
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
@@ -332,8 +332,8 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Digests all parameters' bits and places, to find ranks that built their model from different seeds, and changed weights.
-    Zeros on meta."""
+    """Digests all parameters' bits and places, to find ranks that built their model from different seeds, and changed
+    weights. Zeros on meta."""
     sums = [(name, _placed_bits(tensor)) for name, tensor in stored_tensors(model)]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 

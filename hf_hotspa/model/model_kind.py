@@ -2,9 +2,10 @@
 
 Checked before anything is built, so that the error names the model's kind.
 
-Replicas of a multimodal model lack the other half: the encoders of images and sound, and their projections, are removed, and the
-class's inner forward, which would insert their output between the embeddings, goes straight to the language model. Names stay
-as in the complete model, which keeps the other half's weights unchanged in host memory; they are saved with the rest.
+Replicas of a multimodal model lack the other half: the encoders of images and sound, and their projections, are
+removed, and the class's inner forward, which would insert their output between the embeddings, goes straight to the
+language model. Names stay as in the complete model, which keeps the other half's weights unchanged in host memory; they
+are saved with the rest.
 """
 
 from collections.abc import Callable
@@ -134,7 +135,7 @@ def text_base(model: PreTrainedModel) -> str | None:
 
 
 def of_text(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Returns whether a parameter's, buffer's or module's name is in the language half; always true for a text model."""
+    """Returns whether a parameter, buffer or module, by name, is in the language half; true for text models."""
     if (base := text_base(model)) is None:
         return lambda name: True
     outer = f"{base.partition('.')[0]}."

@@ -50,35 +50,35 @@ class EngineOptions:
     Args:
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
-        pipedream: How stages update by themselves after every pack, instead of all together after the mini-batch
-            (`packing.weight_versions`); None for the synchronous update. Disables overlapped switches.
+        pipedream: How stages update after every pack, instead of after the mini-batch (`packing.weight_versions`); None
+            for the synchronous update. Disables overlapped switches.
         record_routers: Whether replicas always record router choices; for a tape.
-        expert_capacity: The most tokens of a pack for one expert, times the mean (`parallel.expert_capacity`); None for all,
-            which is exact.
+        expert_capacity: The most tokens of a pack for one expert, times the mean (`parallel.expert_capacity`); None for
+            all, which is exact.
         context_parallel: The cp method: `auto`, `ulysses`, `allgather` or `ring` (`costs.divided`).
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
-        devices_per_node: Ranks on one node; None: the ranks detect it.
+        devices_per_node: None: the ranks detect it.
         overlap_load: See `Overlap.load`. None: on accelerators.
         overlap_return: See `Overlap.return_gradients`. None: on accelerators.
-        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` applies instead, as it then
-            waits for a peer's computation.
-        planner: How switches are planned: `relay`, `algorithm1`, `round_robin`, `first_owner`.
+        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return` it waits for a peer's
+            computation, and `timeout_s` applies.
+        planner: One of `PLANNERS`.
         second_source: Whether a phase also loads from the previous phase's weights. None: if a second copy is small.
         memory_limit: The most bytes of weights, gradients, master store and switch buffers on this rank. None: the free
             memory of an accelerator; no limit on CPU.
         label_smoothing: As `label_smoothing_factor` of transformers.
-        neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`parallel/dropout.py`); None for none.
-        seed: Of this noise, and of dropout (`parallel/dropout.py`).
+        neftune_alpha: Magnitude of NEFTune's noise on embeddings in training (`parallel/dropout.py`); None for none.
+        seed: Of this noise, and of dropout.
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None: as many as fit in 256 MiB.
         gradients: The dtypes in which gradients accumulate and travel.
         offload_master: Whether the master store (weights, gradients, optimizer state) is in host memory.
-        flexible: Whether the linears that tp cuts can offload columns (`parallel/flexible_linear.py`).
+        flexible: Whether linears that tp cuts can offload columns (`parallel/flexible_linear.py`).
         loss: A custom loss instead of the cross entropy; the mini-batches must have its columns.
-        pair_costs: By tp, the measured cost of a pair of tokens relative to one token, for chunks of equal time in pipelines.
-            A missing one comes from the model's arithmetic.
+        pair_costs: By tp, the measured cost of a pair of tokens relative to one token, for chunks of equal time in
+            pipelines; by default from the model's arithmetic.
         attention_dropout: Whether attention probabilities are dropped as the model's config says, or not at all.
-        stage_costs: Measured seconds of the model, by which stages are cut; None: cut by parameters.
+        stage_costs: Measured seconds by which stages are cut; None: cut by parameters.
 
     Raises:
         HotspaConfigError: naming the option with an invalid value.

@@ -1,12 +1,12 @@
 """Runs a family's own forward on pass-throughs to learn whether it can be a later stage, and the order of its units.
 
-A later pipeline stage gets the previous stage's hidden state as `inputs_embeds`. What a base model does to embeddings (a
-multiplier) must not happen to it again: `take_hidden_state` turns off the known operations, and `stage_unsupported_reason`
-runs the base model on pass-throughs to check that the output equals the input: a family with an unknown operation raises an
-error instead of training wrong.
+A later stage gets the previous stage's hidden state as `inputs_embeds`, to which the base model must not apply
+operations on embeddings (a multiplier): `take_hidden_state` turns off the known ones, and `stage_unsupported_reason`
+checks that pass-throughs return their input: a family with an unknown operation raises an error instead of training
+wrong.
 
-Units (`+z2`, `+z3`) begin where a forward pass reaches the embedding, the layers and the head; `order_unsupported_reason`
-checks that a family reaches them one after the other.
+Units (`+z2`, `+z3`) begin where a forward pass reaches the embedding, the layers and the head;
+`order_unsupported_reason` checks that a family reaches them one after the other.
 
 Weights are not read: a model on the meta device gets the same answers.
 """
@@ -52,8 +52,8 @@ class _Counting(PassThrough):
 
 
 def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
-    """Makes a base model take `inputs_embeds` as the hidden state between layers; `embeddings` are the names of its modules
-    before the layers."""
+    """Makes a base model take `inputs_embeds` as the hidden state between layers; `embeddings` are the names of its
+    modules before the layers."""
     dropouts = [name for name, child in base.named_children() if isinstance(child, nn.Dropout)]  # of the embeddings
     for name in dropouts:
         setattr(base, name, PassThrough())
@@ -155,8 +155,8 @@ def _fill_buffers(probe: Any) -> None:
 def modules_of_units(
     model: nn.Module, layers: Sequence[nn.Module], unit_of: Callable[[nn.Parameter], int | None]
 ) -> Iterator[tuple[int, nn.Module]]:
-    """Yields the modules outside the decoder layers whose call needs the weights of a unit, with the unit; `unit_of` maps a
-    parameter to its unit, None if it stays loaded."""
+    """Yields the modules outside the decoder layers whose call needs the weights of a unit, with the unit; `unit_of`
+    maps a parameter to its unit, None if it stays loaded."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:

@@ -1,9 +1,9 @@
 """The model of one strategy on this rank: the family's own class, reduced to this rank's layers and shards.
 
-Built once, on the meta device. `bind` makes every parameter a view into the flat buffers of the strategy's layout, `release`
-drops them; using a released replica raises an error. Layers of other stages become pass-throughs at the same index (families
-look up `config.layer_types` by index), and later stages get the hidden state as `inputs_embeds`: no family needs a custom
-forward.
+Built once, on the meta device. `bind` makes parameters views into the flat buffers of the strategy's layout, `release`
+drops them; using a released replica raises an error. Layers of other stages become pass-throughs at the same index
+(families look up `config.layer_types` by index); later stages get the hidden state as `inputs_embeds`: no family needs
+a custom forward.
 """
 
 import copy
@@ -135,14 +135,13 @@ def from_storage(flat: Tensor | None, shape: Sequence[int], shard_dim: int | Non
 
 
 class Attachment:
-    """An addition to a replica that is not a part of the model; see `HotSPaEngine.attach`.
-
-    It has any of these methods, called in this order:
+    """An addition to a replica outside the model, see `HotSPaEngine.attach`. It has any of these methods, called in
+    this order:
 
     * `begin_step(step)`: a mini-batch begins, after `step` others in the run;
     * `bind()`: a phase begins, with its weights;
-    * `begin(pack, micro_batch, whole)`: a forward begins. `whole` is the pack, or its chunk; `micro_batch` this rank's tokens,
-      its row under cp, with padding under sequence parallelism; `pack` is the input of attention;
+    * `begin(pack, micro_batch, whole)`: a forward begins. `whole` is the pack, or its chunk; `micro_batch` this rank's
+      tokens, its row under cp, with padding under sequence parallelism; `pack` is the input of attention;
     * `end()`: the forward is over; its backward may come later;
     * `measures()`: the phase is over; returns fields of `PhaseMeasure` with counts since `bind`.
     """
@@ -152,9 +151,9 @@ class Attachment:
 
 # Gradients that accumulate in a wider dtype than their parameter has: bf16 weights, fp32 sums.
 #
-# A torch with `Tensor.grad_dtype` supports such a `.grad`. In an older torch a hook moves the gradient of each backward into the
-# buffer. The sums are the same bit for bit, except for a weight that one backward uses several times (tied embeddings): its
-# uses are first summed in its own dtype. The hook needs memory for one more gradient of one parameter.
+# A torch with `Tensor.grad_dtype` supports such a `.grad`. In an older torch a hook moves the gradient of each backward
+# into the buffer. The sums are the same bit for bit, except for a weight that one backward uses several times (tied
+# embeddings): its uses are first summed in its own dtype. The hook needs memory for one more gradient of one parameter.
 
 
 KNOWS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -162,8 +161,8 @@ _BUFFER = "_hotspa_gradient"
 
 
 def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Lets a parameter's gradients accumulate in the dtype of the buffers for `bind_gradient`. Call it before other hooks of the
-    parameter are registered."""
+    """Lets a parameter's gradients accumulate in the dtype of the buffers for `bind_gradient`. Call it before other
+    hooks of the parameter are registered."""
     if KNOWS_GRAD_DTYPE:
         parameter.grad_dtype = dtype
     elif dtype != parameter.dtype:
@@ -220,22 +219,19 @@ class Replica:
     Attributes:
         losses: On the last stage, the scaled loss of each micro-batch since the last `bind`.
         logits: If a list, the last stage adds the logits of each micro-batch, [T, local vocabulary rows].
-        noise: The noise on embeddings, on the first stage.
         dropout: The shared state of dropout modules; None without any.
         vocabulary_widths: Rows of the vocabulary in each tensor-parallel shard.
-        layers: The decoder layers, including other stages' pass-throughs.
-        parameters: The parameters on this rank, and their places.
+        layers: Decoder layers, including other stages' pass-throughs.
         flexible: How the tensor-parallel group offloads columns; None if it cannot.
         context: How the ranks of cp divide packs; None if cp is 1.
         experts: How tokens travel to the ranks of ep; None if ep is 1.
         capacity: The most tokens that an expert computes; None for all.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
-        objective: Computes the loss from logits on a last stage.
-        routers: The routers here, whose balance loss `balance_of` computes; None if not used.
+        routers: Routers whose balance loss `balance_of` computes, or None.
         calls: The methods of attachments, by name.
-        reached: The parameters that got a gradient in this mini-batch.
-        keeps_graphs: Whether forwards on a stage with all layers keep their graphs, in `kept`: the next forward of the same
-            pack with a loss then starts behind the layers.
+        reached: The parameters with a gradient in this mini-batch.
+        keeps_graphs: Whether forwards on a stage with all layers keep their graphs, in `kept`: the next forward of the
+            same pack with a loss starts behind the layers.
         begin_pass, end_pass: Called around each forward and each backward; `end_pass` before waiting for another stage.
     """
 
@@ -655,35 +651,34 @@ class Replica:
 
 # Takes numbers of each token out of a pass, and their gradients into it, for a loss computed outside the engine.
 #
-# All replicas of a rank share the `Tape` of a pass. While it is in `Taping`, it replaces the loss: a forward writes
+# A rank's replicas share the `Tape` of a pass. While it is in `Taping`, it replaces the loss: a forward writes
 # `parallel.scores` of its tokens (and their logits, and sums over router choices), and trains the linear objective
 #
 #     sum over tokens of  seed_1 * log_prob + seed_2 * entropy + seeds * logits,  and of routers  seeds * probabilities,
 #
 # whose gradient equals the gradient of any loss with these derivatives (chain rule).
 #
-# Tokens are named by document and position; `offsets` says where a document begins in this rank's tables, which have only the
-# documents that it trains. Shapes: n of their tokens, D documents of the step, E experts of which K are chosen, V logits of a
-# token, v logits in this rank's shard.
+# Tokens are named by document and position; `offsets` says where a document begins in this rank's tables of the
+# documents that it trains. Shapes: n of their tokens, D documents of the step, E experts of which K are chosen, V
+# logits of a token, v logits in this rank's shard.
 
 
 @dataclass
 class Tape:
-    """The outputs and the seeds of a pass on this rank.
+    """The outputs and the seeds of a pass on this rank; None if not used.
 
     Attributes:
-        temperature: The divisor of logits.
         offsets: int64 [D], where a document begins in the tables; not read for other ranks' documents.
         fields: How many of the first `scores.FIELDS` are written.
-        values: [n, fields], fp32 or wider, or None. Written where tp is 0; 0 for tokens of other ranks of cp.
-        weights: fp64 [D], the seed of every log-probability of a document, or None.
+        values: [n, fields], fp32 or wider. Written where tp is 0; 0 for tokens of other ranks of cp.
+        weights: fp64 [D], the seed of every log-probability of a document.
         by_probability: Whether each token's probability multiplies these.
-        seeds: [n, 1 or 2], additional seeds by log-probability, and by entropy, or None.
-        logits: By document [length, v] in host memory, 0 for tokens of other ranks of cp, or None.
-        logit_seeds: Returns the seeds [length, v] of a document's logits in this rank's shard, or None; called once for each.
+        seeds: [n, 1 or 2], additional seeds by log-probability, and by entropy.
+        logits: By document [length, v] in host memory, 0 for tokens of other ranks of cp.
+        logit_seeds: Returns the seeds [length, v] of a document's logits in this rank's shard, or None; called once.
         router_values: fp64 [D, K * E + E]: how often each expert was the first, second, ... choice of a document's tokens,
-            and the sums of its probabilities, over the routers here; or None.
-        router_seeds: fp64 [D, E], the seed of each probability of a document's tokens, or None.
+            and the sums of its probabilities, over the routers here.
+        router_seeds: fp64 [D, E], the seed of each probability of a document's tokens.
         own: For a custom token loss, the factors of its value and of its gradient.
         at_hand: The `logit_seeds` of the running pack's documents.
     """
@@ -714,8 +709,8 @@ class Taping:
 class TapedReplica(Attachment, Objective):
     """The tape on one replica: replaces its loss on a last stage, and its routers' balance loss.
 
-    The value of the loss is still the scaled cross entropy, for reports and the search for non-finite values; its gradient
-    comes from the seeds.
+    The value of the loss is still the scaled cross entropy, for reports and the search for non-finite values; its
+    gradient comes from the seeds.
     """
 
     def __init__(self, replica: Replica, taping: Taping) -> None:

@@ -1,7 +1,7 @@
 """From a Hugging Face model to plain data: the one place that reads plans, configs and module names.
 
-`describe_model` makes a `ModelDescription`: the parameter vector, the model's shape, and the style of each module under tensor
-parallelism. What cannot be exact raises an error by name, before anything is built.
+`describe_model` makes a `ModelDescription`: the parameter vector, the model's shape, and the style of each module under
+tensor parallelism. What cannot be exact raises an error by name, before anything is built.
 """
 
 import copy
@@ -50,21 +50,21 @@ class ModelDescription:
         model_class: Its own class, also of replicas.
         config: Its config, with the packed attention set.
         base: Name of the base model inside it (``model``).
-        layers: Names of the lists of decoder layers inside the base model; one, except for stacks that run in cycles.
+        layers: Names, inside the base model, of the lists of decoder layers; one, except for stacks that run in cycles.
         embeddings: Names, inside the base model, of the modules before the layers.
-        norms: Names, inside the base model, of the modules after them.
+        norms: Names, inside the base model, of the modules after the layers.
         head: Name of the output embedding.
         styles: Tensor-parallel style by module name.
         attention_heads: Query heads and key/value heads of attention modules with cut heads, by name.
         layer_kinds: How each decoder layer treats the sequences of a pack.
-        router_layers: Number of routers with a balance loss; 0 for none.
-        whole: Why blocks in the tensor-parallel plan are still held whole, by name.
-        experts: The fused experts, which ep divides, by module name, and their number.
+        router_layers: Number of routers with a balance loss.
+        whole: Why planned blocks are still held whole, by name.
+        experts: Number of fused experts, which ep divides, by module name.
         paddings: The modules' `padding_idx`; the config may have got its padding token later.
         compute_dtype: The dtype of activations.
         counts_from: The padding id from which its embedding counts positions; None if from 0.
         prefix: Of parameter names in the user's model, before the names in `model_class`.
-        adapters: Its LoRA adapter; None without one.
+        adapters: Its LoRA adapter.
         four_bit: Its linear layers with frozen 4-bit weights, by name without the adapter.
     """
 

@@ -3,7 +3,7 @@
 A *block* is a module that directly owns planned modules or parameters: an attention, an MLP, the experts of a mixture.
 A block is cut only if the plan covers every parameter in it; each is then sharded, replicated with the same gradient
 everywhere, or replicated with a partial gradient (norms of queries and keys see only their rank's heads). All
-tensor-parallel ranks hold and compute any other block whole, which is exact but saves nothing; the reason is kept for users.
+tensor-parallel ranks hold and compute any other block whole, which is exact but saves nothing; the reason is kept.
 """
 
 import re
@@ -127,17 +127,12 @@ def _plans_layers(config: Any) -> bool:
 class TensorPlan:
     """A model's plan.
 
-    Args:
-        layer_prefixes: Of the names of its layers' modules.
-        embedding: Name of the input embedding.
-        head: Name of the output embedding.
-
     Attributes:
-        styles: The style (of `parallel.tensor_parallel`) of every module whose forward is wrapped.
+        styles: The style (of `parallel.tensor_parallel`) of every module with a wrapped forward.
         cuts: How each parameter is cut, by name; others are held whole.
         partial: Names of replicated parameters whose gradient on a rank is a part of the sum.
         heads: Query heads and key/value heads of every cut attention module; for linear attention, key heads twice.
-        whole: Why a planned block is held whole, by its name with `*` for layer numbers.
+        whole: Why a planned block is held whole, by name with `*` for layer numbers.
     """
 
     def __init__(self, model: PreTrainedModel, layer_prefixes: tuple[str, ...], embedding: str, head: str) -> None:
@@ -260,8 +255,8 @@ class TensorPlan:
     def _stays_local(self, name: str, leaf: str) -> bool:
         """Whether a projection that the plan gathers (or splits) can work on its shard alone.
 
-        transformers gathers fused projections (phi3, glm), which the family slices or halves. Cutting each part of the weight
-        keeps activations of attention and MLP sharded, and the slices still fit.
+        transformers gathers fused projections (phi3, glm), which the family slices or halves. Cutting each part of the
+        weight keeps activations of attention and MLP sharded, and the slices still fit.
         """
         if leaf in ("qkv_proj", "o_proj"):
             return self._fused_attention(name)
@@ -362,7 +357,7 @@ class TensorPlan:
         cut.partial.add(f"{name}.{path}")
 
     def _cut_delta_net(self, cut: _BlockCut, name: str) -> None:
-        """Cuts a gated delta net by its key heads: each has its values, channels of the convolution, gates and decays."""
+        """Cuts a gated delta net by key heads: each has its values, convolution channels, gates and decays."""
         net: Any = self.modules[name]
         heads = net.num_k_heads
         cut.heads[name] = heads, heads

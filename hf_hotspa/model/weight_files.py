@@ -1,7 +1,7 @@
 """The safetensors files of a Hugging Face folder, and reading ranges of their tensors.
 
-Finds the files that hold a folder's weights (as `from_pretrained` chooses them), and reads a part of a tensor without the rest.
-Never opens pickles. `loading.py` knows what the tensors mean for a model.
+Finds the files that hold a folder's weights (as `from_pretrained` chooses them), and reads a part of a tensor without
+the rest. Never opens pickles. `loading.py` knows what the tensors mean for a model.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ class WeightFiles:
         return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
 
     def read(self, name: str, shard_dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
-        """Returns elements `[start, stop)` of a tensor in storage order; reads no other rows (columns, for `shard_dim` 1).
+        """Returns elements `[start, stop)` of a tensor in storage order; reads only their rows (columns, for dim 1).
 
         Args:
             shard_dim: The outermost dim in storage; None for the natural order.

@@ -2,13 +2,13 @@
 
 Rules for the sender, if the needer does not hold the piece itself:
 
-* `algorithm1`: Algorithm 1 of HotSPa (SOSP'24): of the holders on the needer's node if any, else of all, the one with the
-  fewest bytes to send so far (inside the node, or between nodes). Loads persist over all pieces and segments. On regular
-  layouts no direct plan is faster (the fractional bound is met).
+* `algorithm1`: Algorithm 1 of HotSPa (SOSP'24): of the holders on the needer's node if any, else of all, the one with
+  the fewest bytes to send so far (inside the node, or between nodes). Loads persist over all pieces and segments. On
+  regular layouts no direct plan is faster (the fractional bound is met).
 * `round_robin`: holder number (needer mod holders), blind to nodes, as in Megatron-Core's resharding.
 * `first_owner`: the lowest rank that holds it.
 
-Every planner starts from atomic pieces: a segment cut at every boundary of all layouts, so no rank holds or needs a part of a
+Planners start from atomic pieces: a segment cut at every boundary of all layouts, so no rank holds or needs a part of a
 piece. No torch; numpy int64 throughout; positions count from the beginning of the segment.
 """
 
@@ -89,8 +89,8 @@ class Holders:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The needed pieces of one kind of segment: their first elements, and their holders in a source layout (of two copies on a
-    rank, the second source's)."""
+    """The needed pieces of one kind of segment: their first elements, and their holders in a source layout (of two
+    copies on a rank, the second source's)."""
 
     starts: Numbers
     lengths: Numbers
@@ -160,8 +160,8 @@ class SendLoads:
 
 
 def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster: Cluster) -> int:
-    """Returns the sender of a piece to `dst`: itself, else the least loaded holder on its node, else of all. Ties go to the
-    lowest rank. `loads` is read, not changed."""
+    """Returns the sender of a piece to `dst`: itself, else the least loaded holder on its node, else of all. Ties go to
+    the lowest rank. `loads` is read, not changed."""
     if dst in holders:
         return dst
     node = cluster.node(dst)
@@ -173,8 +173,8 @@ def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster:
 def plan_direct(
     kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, planner: str
 ) -> tuple[list[SegmentPlan], list[int]]:
-    """Plans all segments by `algorithm1`, `round_robin` or `first_owner`; also returns each segment's plan index. `kind_of` is -1
-    for no kind; `element_sizes` are an element's bytes on the wire."""
+    """Plans all segments by `algorithm1`, `round_robin` or `first_owner`; also returns each segment's plan index.
+    `kind_of` is -1 for no kind; `element_sizes` are an element's bytes on the wire."""
     if planner != "algorithm1":
         return [_table(pieces, _stateless(pieces, planner), cluster.world_size) for pieces in kinds], list(kind_of)
     loads = SendLoads.zero(cluster.world_size)

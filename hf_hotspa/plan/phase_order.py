@@ -19,9 +19,9 @@ _TOLERANCE = 1e-9
 def order_phases(first_cost: Sequence[float], switch_cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Returns the order that minimises `first_cost[order[0]]` plus the switch costs between neighbours.
 
-    Up to `EXACT_PHASES` phases by Held-Karp dynamic programming; the lexicographically smallest order among equals. Beyond
-    that, the best of several starts (the given order, and the nearest neighbour from each phase), each improved by moving one
-    phase or reversing a stretch until nothing helps; never worse than the given order.
+    Up to `EXACT_PHASES` phases by Held-Karp dynamic programming; the lexicographically smallest order among equals.
+    Beyond that, the best of several starts (the given order, and the nearest neighbour from each phase), each improved
+    by moving one phase or reversing a stretch until nothing helps; never worse than the given order.
 
     Args:
         first_cost: Cost of starting with each phase.

@@ -1,18 +1,18 @@
 """Switch plans: which rank sends which elements to whom, as frozen plain data that proves itself.
 
-A plan is a table of transfers for each *kind* of segment and *hop*. Segments with equal placements on both sides share a
-table: a plan of a hundred equal layers is as large as a plan of one. The hops of a segment follow one another: the second may
-forward what the first lands in a relay buffer (or in a target). A plan knows no transport and no dtype. It is one of two kinds:
+A plan has a table of transfers for each *kind* of segment and *hop*. Segments with equal placements on both sides share
+a table: a plan of a hundred equal layers is as large as a plan of one. The second hop of a segment may forward what the
+first lands in a relay buffer (or in a target). A plan knows no transport and no dtype. It is one of two kinds:
 
 * a *load* copies: every element of the target layout is delivered to its rank exactly once;
-* a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint of a load:
-  hops run backwards, copies become sums.
+* a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint
+  of a load: hops run backwards, copies become sums.
 
 No torch; numpy int64 throughout.
 
-The planner calls `prove` on every plan. It follows a load hop by hop: what a rank sends must be in the named buffer when the hop
-begins, what arrives must be wanted there, and the target buffers must finally hold all of the target layout, nothing twice. A
-gradient return is proved as the load whose adjoint it is.
+The planner calls `prove` on every plan. It follows a load hop by hop: what a rank sends must be in the named buffer
+before the hop, what arrives must be wanted there, and the target buffers must finally hold all of the target layout,
+nothing twice. A gradient return is proved as the load whose adjoint it is.
 """
 
 import hashlib
@@ -31,8 +31,8 @@ from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.ports import PortLoads
 
 TARGET, RELAY, SOURCE, SECOND = range(4)
-"""Stores, where elements of a transfer lie: buffers of the target layout, relay buffers of the switch, buffers of the (first)
-source layout, and of a second one."""
+"""Stores, where elements of a transfer lie: buffers of the target layout, relay buffers of the switch, buffers of the
+(first) source layout, and of a second one."""
 
 SRC_STORE, SRC, SRC_OFFSET, DST_STORE, DST, DST_OFFSET, START, LENGTH = range(8)
 """The columns of a table; `START` counts from the beginning of the segment."""
@@ -147,8 +147,8 @@ class Message:
 
     Args:
         slices: Its places in this rank's buffers, in the order on the wire.
-        staging_offset: Its place in the staging buffer, in bytes; messages to several peers with the same content share it. -1
-            for a message from buffer to buffer.
+        staging_offset: Its place in the staging buffer, in bytes; messages to several peers with the same content share
+            it. -1 for a message from buffer to buffer.
         channel: Separates the messages of a pair and round; the same at both ends.
     """
 
@@ -175,7 +175,7 @@ class Round:
         local: Transfers inside the rank. A load has all of a group and hop in its first round.
         send_bytes: Staging for the sends, if none can be sent in place.
         receive_bytes: Staging for the receives, if none can be received in place.
-        needs: The round that must be complete before this one may read or overwrite buffers; -1 for none.
+        needs: The round to complete before this one reads or overwrites buffers; -1 for none.
         opens: It is the first round of the group.
         closes: It completes the group.
     """
@@ -199,8 +199,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All rounds of one rank, the segments of each group, and the least elements of each `(store, segment)`. Every rank has the
-    same number of rounds; some may be empty."""
+    """All rounds of one rank, the segments of each group, and the least elements of each `(store, segment)`. Every rank
+    has the same number of rounds; some may be empty."""
 
     rounds: tuple[Round, ...]
     groups: tuple[tuple[int, ...], ...]
@@ -259,8 +259,8 @@ class SwitchPlan:
         return hash(self.digest)
 
     def inverse(self) -> "SwitchPlan":
-        """Returns the adjoint: sources and destinations swap, hops run backwards, copies become sums and vice versa. The
-        inverse of the inverse is the plan."""
+        """Returns the adjoint: sources and destinations swap, hops run backwards, copies become sums and vice versa.
+        The inverse of the inverse is the plan."""
         name = self.name.removeprefix(_INVERSE) if self.name.startswith(_INVERSE) else _INVERSE + self.name
         kinds = tuple(
             SegmentPlan(tuple(adjoint(table) for table in kind.hops[::-1]), kind.relay_sizes) for kind in self.kinds
@@ -268,8 +268,8 @@ class SwitchPlan:
         return replace(self, name=name, kinds=kinds, links=self.links[::-1], accumulate=not self.accumulate)
 
     def only(self, segments: Collection[int], what: str) -> "SwitchPlan":
-        """Returns the part that moves these segments; `what` describes them in its name. The proof still holds: a transfer
-        concerns one segment."""
+        """Returns the part that moves these segments; `what` describes them in its name. The proof still holds: a
+        transfer concerns one segment."""
         kinds = sorted({self.kind_of[s] for s in segments if self.kind_of[s] >= 0})
         kind_of = tuple(
             kinds.index(kind) if segment in segments and kind >= 0 else -1 for segment, kind in enumerate(self.kind_of)
@@ -304,8 +304,8 @@ class SwitchPlan:
 def prove(plan: SwitchPlan, source: Layout | Sequence[Layout], target: Layout) -> None:
     """Proves a plan against its layouts.
 
-    Every rank has what it sends at that offset when the hop begins; every destination has it at the offset of its receive; and
-    each needed element (load) or contribution (gradient return) is delivered exactly once.
+    Every rank has what it sends at that offset when the hop begins; every destination has it at the offset of its
+    receive; and each needed element (load) or contribution (gradient return) is delivered exactly once.
 
     Args:
         source: One layout, or two for a plan with a second source.

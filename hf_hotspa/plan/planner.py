@@ -1,11 +1,11 @@
 """The planner: from layouts to a validated switch plan.
 
-Loads are planned by `relay` (the default), `algorithm1`, `round_robin` or `first_owner`; see `relay` and `direct`. On a single
-node the relay plan is Algorithm 1's. A gradient return is planned as the adjoint of the load of its contributions from the
-master store.
+Loads are planned by `relay` (the default), `algorithm1`, `round_robin` or `first_owner`; see `relay` and `direct`. On a
+single node the relay plan is Algorithm 1's. A gradient return is planned as the adjoint of the load of its
+contributions from the master store.
 
-A planner sees layouts, never degrees. It plans one segment of each kind, for all segments with equal placements: time grows
-with the ranks, not with the layers. Everything is a deterministic pure function of plain data: every rank computes the same
+A planner sees layouts, never degrees. It plans one segment of each kind, for all with equal placements: time grows with
+the ranks, not with the layers. Everything is a deterministic pure function of plain data: every rank computes the same
 plan.
 """
 

@@ -1,9 +1,9 @@
 """The fluid port model: how long a set of transfers keeps the ports of a cluster busy.
 
-Every device has a full-duplex port to the devices of its node; traffic between nodes passes the device's share of its node's
-network interfaces (NICs), or, if there are fewer NICs than devices, the node's shared interfaces. A set of transfers takes the
-time of its busiest port: no latency, no protocol, perfect overlap. This compares plans; it does not predict measured times.
-Pure functions of plain data (numpy, no torch).
+Every device has a full-duplex port to the devices of its node; traffic between nodes passes the device's share of its
+node's network interfaces (NICs), or, if there are fewer NICs than devices, the node's shared interfaces. A set of
+transfers takes the time of its busiest port: no latency, no protocol, perfect overlap. This compares plans; it does not
+predict measured times. Pure functions of plain data (numpy, no torch).
 """
 
 from collections.abc import Iterable

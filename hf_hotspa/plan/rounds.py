@@ -1,17 +1,17 @@
 """Rounds: one rank's part of a plan, cut so that every round fits in bounded staging buffers.
 
-Segments move in *groups*, in the order in which a computation needs them (a load) or has them ready (a gradient return):
-neighbours are fused until a group is worth a message. In one round a rank exchanges at most one *window* of bytes each way
-with each of at most `PEERS_PER_ROUND` peers, in one message per wire dtype. Every rank has the same rounds in the same order
-(some empty), so both ends of every message agree without communication:
+Segments move in *groups*, in the order in which a computation needs them (a load) or has them ready (a gradient
+return); neighbours are fused until a group is worth a message. In one round a rank exchanges at most one *window* of
+bytes each way with each of at most `PEERS_PER_ROUND` peers, in one message per wire dtype. Every rank has the same
+rounds in the same order (some empty): both ends of every message agree without communication.
 
-* A load sends a long stretch that needs no conversion as a separate message, from buffer to buffer. Others join the stream of
-  their route (source, destination), which is cut every `window` bytes.
-* A gradient return cuts the destination rank's buffers (its segments end to end) every `window` bytes: all contributions to an
-  element meet in one window, and are summed in one order, whatever the window.
-* A group's hops follow one another; the first hop of the next group comes between them, which keeps both kinds of links busy.
+* A load sends long stretches that need no conversion as separate messages, from buffer to buffer. Others join the
+  stream of their route (source, destination), which is cut every `window` bytes.
+* A gradient return cuts the destination rank's buffers (its segments end to end) every `window` bytes: all
+  contributions to an element meet in one window, and are summed in one order, whatever the window.
+* The first hop of the next group comes between a group's hops, which keeps both kinds of links busy.
 
-Plain data, a pure function of the plan; no torch. Offsets into buffers are in elements, offsets into staging in bytes.
+Plain data, a pure function of the plan; no torch. Offsets into buffers are in elements, into staging in bytes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -67,8 +67,8 @@ def cut_rounds(
 
     Args:
         wires: How each segment travels; None only for segments that the plan does not move.
-        round_bytes: The most bytes that a rank packs to send, and unpacks, in one round. Divided by the most peers of any rank:
-            the window.
+        round_bytes: The most bytes that a rank packs, or unpacks, in one round. The window is this divided by the most
+            peers of any rank.
         group_bytes: Segments are fused until the busiest rank sends or receives more in a group; None: one group.
         native: The source stores of a load with the wire's dtype on every rank, as in the target.
 
@@ -203,8 +203,8 @@ class _Cutter:
         return max((int(counts.max()) for counts in most if len(counts)), default=0)
 
     def _bases(self, group: tuple[int, ...], hop: int) -> tuple[dict[tuple[int, int], Numbers], Numbers]:
-        """Of a return: where each (store, segment) begins when a destination's buffers lie end to end, in bytes, and where the
-        last one ends, for every destination rank."""
+        """Of a return: where each (store, segment) begins when a destination's buffers lie end to end, in bytes, and
+        where the last one ends, for every destination rank."""
         bases: dict[tuple[int, int], Numbers] = {}
         end = np.zeros(self._plan.world_size, np.int64)
         for segment in group:

@@ -1,11 +1,11 @@
 """The transfers of a phase that streams its units, in the one order in which every rank takes part.
 
-This turns the passes of a phase (`packing.passes`) into each stage's *visits*: a unit in a pass. A loaded unit is not loaded
-again: the last two units of a forward pass serve the backward pass that follows, and the first two the next pack. A load
-starts as soon as its memory is free, at most two visits ahead; a return follows the visit that made the gradient.
+Turns the passes of a phase (`packing.passes`) into each stage's *visits*: a unit in a pass. A loaded unit is not loaded
+again: the last two units of a forward pass serve the following backward pass, and the first two the next pack. A load
+starts when its memory is free, at most two visits ahead; a return follows the visit that made the gradient.
 
-The order cannot deadlock: it comes from one run in which all that a visit or a transfer waits for comes before it. Plain data,
-a pure function of the passes; no torch.
+The order cannot deadlock: it comes from one run in which all that a visit or transfer waits for precedes it. Plain
+data, a pure function of the passes; no torch.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ class Visit(NamedTuple):
     """One unit in one pass of a stage.
 
     Attributes:
-        load: The transfer that brings its weights, perhaps for an earlier visit of other replicas; -1 if they stay loaded.
+        load: The transfer that brings its weights, perhaps for an earlier visit of other replicas; -1 if they stay.
         opens: The transfers that may start after it: loads into its memory, and the return of its gradient.
         after: The return that must precede the next use of its gradient buffer; -1 for none.
     """

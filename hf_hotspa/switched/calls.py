@@ -99,20 +99,20 @@ class Call:
         everything: The documents of all ranks.
         denominators: Each rank's divisor of its sum of cross entropies.
         labels: Each rank's number of targets that count.
-        places: The row and the columns of each document of this rank.
+        places: The row and the columns of this rank's documents.
         mask: bool [B, L], the tokens whose target counts.
         temperature: The divisor of logits in `numbers`.
         numbers: The results for this rank's documents.
         fields: Their numbers of each token: 0 for sums alone, -1 for nothing.
         with_routers, with_logits: Whether `numbers` has these; the same on all ranks.
-        assumed: The seeds if it was trained at once: a factor of the loss, or [B, L] of log-probabilities; else None.
-        factor: The factor of the loss in the caller's backward.
-        seeds: [2, B, L], the gradient by log-probability and entropy; None before a backward.
+        assumed: The seeds if trained at once: a factor of the loss, or [B, L] of log-probabilities; else None.
+        factor: The loss's factor in the caller's backward.
+        seeds: [2, B, L], the gradient by log-probability and entropy.
         logit_seeds: [B, L, V], the gradient by the logits.
         of_routers: The gradient by the balance loss.
         own: This call's part of the engine's token loss of all ranks.
-        reads_padding: Whether a gradient by logits has come at padding.
-        went_back: Whether any backward has come.
+        reads_padding: Whether a gradient by logits came at padding.
+        went_back: Whether any backward came.
     """
 
     temperature, fields = 1.0, -1
@@ -168,7 +168,7 @@ class Call:
         return log_probs.to("cpu").exp().clamp(min=torch.finfo(torch.float32).tiny)
 
     def balance(self, routers: RouterLoss) -> tuple[Tensor, Tensor]:
-        """Returns transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by each probability [E].
+        """Returns transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by probability [E].
 
         E * sum over experts of (share of choices) * (mean probability); only the second has a gradient.
         """
@@ -188,7 +188,7 @@ class Call:
         self.of_routers += float(gradient)
 
     def add_seeds(self, of_log_probs: Tensor, of_entropy: Tensor | None = None) -> None:
-        """Adds gradients [B, L - shift]. Sums over complete rows also reach places without a label, whose number is 0."""
+        """Adds gradients [B, L - shift]. Sums over rows also reach places without a label, whose number is 0."""
         self.went_back = True
         if self.seeds is None:
             dtype = torch.promote_types(of_log_probs.dtype, torch.float32)
@@ -214,8 +214,8 @@ class Call:
         return zip(self.mine, map(whole.__getitem__, self.places), strict=True)
 
     def ratio(self, rank: int, tolerance: float, own: bool = False) -> float:
-        """Returns real over assumed seeds of log-probabilities: infinity if any ratio fits, NaN if they are not a multiple;
-        `own`: the loss is a part of the loss of all ranks."""
+        """Returns real over assumed seeds of log-probabilities: infinity if any ratio fits, NaN if they are not a
+        multiple; `own`: the loss is a part of the loss of all ranks."""
         if not self.labels[rank] and not own:
             return float("inf")
         if isinstance(self.assumed, float):
@@ -425,8 +425,8 @@ class CallGradients:
             beside: Numbers to gather along, as many on every rank.
 
         Returns:
-            The factor for the gradients of what was trained at once, None if it must be trained again; the seeds still to be
-            trained; and every rank's numbers `beside`, fp64 [ranks, numbers].
+            The factor for the gradients of what was trained at once, None if it must be trained again; the seeds still
+            to be trained; and every rank's numbers `beside`, fp64 [ranks, numbers].
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
         ratios, weighed, at_once, have_seeds = list[float](), list[float](), list[bool](), False
@@ -455,8 +455,8 @@ class CallGradients:
         return scale, seeds, numbers
 
     def _scale(self, calls: Sequence[Call], rows: Tensor, weighed: Tensor, at_once: Tensor) -> float | None:
-        """See `compare`. `rows` [ranks, calls] has the factor of what was trained at once (`at_once` [calls]), or the seed of
-        all log-probabilities; `weighed`, this seed over its token's probability."""
+        """See `compare`. `rows` [ranks, calls] has the factor of what was trained at once (`at_once` [calls]), or the
+        seed of all log-probabilities; `weighed`, this seed over its token's probability."""
         rank, tolerance, stages = self._engine.rank, self._tolerance, self._engine.updates is not None
         if self._own:  # each rank has the same part of a token loss: the factor is the mean
             rows[:, at_once] = rows[:, at_once].mean(0)
@@ -541,10 +541,10 @@ class Request:
     Args:
         num_items: The divisor of the sum of cross entropies; None for this rank's labels.
         fields: How many of the first `parallel.scores.FIELDS` to compute; 0 for a loss alone, or nothing.
-        wants_loss: Whether the caller wants the cross entropy.
-        routers: Whether it wants the balance loss.
+        wants_loss: Whether to compute the cross entropy.
+        routers: Whether to compute the balance loss.
         kept: The number of last logit columns, or an index of columns; 0: all.
-        expected: [B, L - 1] or [B, L], the expected gradients by the log-probabilities, or multiples; or None.
+        expected: [B, L - 1] or [B, L], the expected gradients by the log-probabilities, or multiples.
         trains: Whether gradients will come.
         given_items: `num_items` as given.
         function: The model object's custom loss function; None for the loss of causal language models.
@@ -599,8 +599,8 @@ def is_unread(name: str, value: Any) -> bool:
 def unreadable(
     input_ids: Tensor | None, others: Mapping[str, Any], columns: Sequence[str], rank: int
 ) -> UnsupportedError | None:
-    """Returns an error for arguments of a forward, None if they are valid. `others`: all without a parameter of their name;
-    `columns`: which of these a token loss reads."""
+    """Returns an error for arguments of a forward, None if they are valid. `others`: all without a parameter of their
+    name; `columns`: which of these a token loss reads."""
     wrong = [name for name, value in others.items() if not is_unread(name, value) and name not in columns]
     if input_ids is not None and not wrong:
         return None
@@ -751,7 +751,8 @@ class Meeting:
     Args:
         place: Names the present step, for messages.
         was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
-        drop: Drops the calls that were not flushed: on all ranks, before they raise, or if one has cleared its gradients.
+        drop: Drops the calls that were not flushed: on all ranks, before they raise, or if one has cleared its
+            gradients.
         announcements: Given up if the ranks' numbers differ.
 
     Attributes:

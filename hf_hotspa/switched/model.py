@@ -9,21 +9,21 @@
         optimizer.step()                          # flushes, too, if nothing has yet
         optimizer.zero_grad()
 
-Used like `DistributedDataParallel`: every rank calls it with its own batch, and gradients are means over ranks. Inside, all
-ranks exchange their rows, plan them together over the engine's strategies, and get back their rows' results.
-A call costs (in units; a forward is one):
+Used like `DistributedDataParallel`: every rank calls it with its own batch, and gradients are means over ranks. Inside,
+all ranks exchange their rows, plan them together over the engine's strategies, and get back their rows' results. The
+cost of a call, in forwards:
 
-* the loss (`labels`, gradients enabled): 3. Forward and backward of all phases at once, with the factor that the last step's
-  backward applied to the loss. `flush` compares the factors of all ranks; it scales the gradients, or repeats the pass if ranks
+* the loss (`labels`, gradients enabled): 3. Forward and backward of all phases at once, with the factor of the loss in
+  the last step's backward. `flush` compares all ranks' factors; it scales the gradients, or repeats the pass if they
   differ.
-* log-probabilities (TRL's `fused_lm_head=True`) or logits (if read): 4. The caller gets leaves; `flush` trains everything
-  since the last step with the objective sum(gradient * number), whose gradient equals the gradient of the caller's loss (chain
-  rule). If the last step's gradients were multiples of known numbers (a plain sum or mean of log-probabilities) or are given
-  (`expected_seeds`), such calls are trained at once, too.
+* log-probabilities (TRL's `fused_lm_head=True`) or logits (if read): 4. The caller gets leaves; `flush` trains
+  everything since the last step with the objective sum(gradient * number), whose gradient equals the caller's (chain
+  rule). If the last step's gradients were multiples of known numbers (a plain sum or mean of log-probabilities) or are
+  given (`expected_seeds`), such calls are trained at once, too.
 * no gradients: 1, or 0 if no result is read.
 
-`forward`, `flush`, the first read of logits, and methods that say so are collective: all ranks make the same calls, or all
-raise.
+`forward`, `flush`, the first read of logits, and methods that say so are collective: all ranks make the same calls, or
+all raise.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -98,16 +98,16 @@ LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_e
 
 
 class SwitchedModel(DistributedDataParallel):
-    """See above. A DDP by type only (its constructor is never called), so that accelerate's `unwrap_model` gives the model.
+    """See above. A DDP by type only (its constructor is never called): accelerate's `unwrap_model` returns the model.
 
     Args:
-        model: A transformers model, or a `PeftModel` around one. Keeps its initial weights until `write_back`; calls of it
-            come here, except generation, which gets the current weights.
+        model: A transformers model, or a `PeftModel` around one. Keeps its initial weights until `write_back`; calls of
+            it come here, except generation, which gets the current weights.
         buckets: As for `HotSPaEngine`.
-        options: As for `HotSPaEngine`, without a loss option other than a `TokenLoss`: the caller computes the loss.
+        options: As for `HotSPaEngine`; no loss other than a `TokenLoss`: the caller computes the loss.
         weights: Folder of the weights, for a model without them.
-        logit_bytes: The most host memory for the logits of a batch, or their gradients, on a rank.
-        guards: Whether reading the model object's weights is an error while they are old.
+        logit_bytes: The most host memory for a batch's logits, or their gradients, on a rank.
+        guards: Whether reading the model object's old weights is an error.
 
     Attributes:
         longest: Tokens of the longest sequence that any bucket takes.
@@ -115,10 +115,10 @@ class SwitchedModel(DistributedDataParallel):
         passes: The plan and the report of each of its training passes.
         step: Steps before this one in the run; a resumed run sets it. Dropout depends on it.
         missed: Announced steps for which other batches came.
-        cut: How many rows of this rank's batches in this step their reader has cut, for the report.
+        cut: How many of this rank's rows in this step their reader has cut, for the report.
         assumptions: Predicts gradients from earlier steps; a resumed run needs its `state_dict` for the same bits.
-        trains: Whether calls with autograd enabled are training; otherwise they are scored, without gradients.
-        looks: Whether each scored call applies changes of the model object (`take_changes`).
+        trains: Whether calls with autograd enabled are training; else they are scored, without gradients.
+        looks: Whether scored calls apply changes of the model object (`take_changes`).
     """
 
     trains, looks = True, False
@@ -304,7 +304,7 @@ class SwitchedModel(DistributedDataParallel):
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Yields this rank's batches, then batches without rows until the loaders of all ranks have ended. Collective."""
+        """Yields this rank's batches, then batches without rows until all ranks' loaders have ended. Collective."""
         iterator, empty = iter(loader), {name: torch.zeros((0, 1), dtype=torch.int64) for name in ROW_COLUMNS[:2]}
         empty["labels"] = empty["input_ids"]
         while True:
@@ -316,8 +316,8 @@ class SwitchedModel(DistributedDataParallel):
             yield dict(batch if batch is not None else empty)
 
     def announce(self, batches: Sequence[Mapping[str, Any]], num_items: float | Tensor | None = None) -> None:
-        """Announces all batches of the next optimizer step. They are exchanged and planned beside the running step, and run
-        as one pass when the first of them is called. Collective; may be called several steps ahead.
+        """Announces all batches of the next optimizer step. They are exchanged and planned beside the running step, and
+        run as one pass when the first of them is called. Collective; may be called several steps ahead.
 
         Args:
             batches: What `forward` will get, in order; as many on all ranks.
@@ -337,8 +337,8 @@ class SwitchedModel(DistributedDataParallel):
         """Sets what decides beside the buckets; None keeps the present value. On all ranks, the same.
 
         Args:
-            choose: Maps a step and the lengths of its sequences to their buckets, out of the engine's, and the speeds by
-                which packs are divided over replicas. Also called in a thread.
+            choose: Maps a step and the lengths of its sequences to their buckets, out of the engine's, and the speeds
+                by which packs are divided over replicas. Also called in a thread.
             facts: Returns what must be equal on all ranks in training, by name.
             evaluated: The buckets in eval mode without gradients.
         """
@@ -347,7 +347,7 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.evaluated = evaluated or self._passes.evaluated
 
     def same_batches(self, number: int, error: HotspaError | None = None, flag: bool = False) -> bool:
-        """Compares the ranks' numbers of batches for the coming step. Collective. Returns whether any rank has set the flag.
+        """Compares all ranks' numbers of batches for the coming step; returns whether any has set the flag. Collective.
 
         Raises:
             HotspaError: on every rank: `error` of one rank, or the numbers differ.
@@ -406,12 +406,12 @@ class SwitchedModel(DistributedDataParallel):
             shift_labels: Instead of labels, already shifted.
             num_items_in_batch: The divisor of the sum of cross entropies; this batch's labels when None.
             logits_to_keep: The number of last logit columns, or an index of columns; 0: all.
-            expected_seeds: The expected gradients by the log-probabilities, or a multiple of them, [B, L - 1] ([B, L] with
-                shift_labels): the batch is trained at once. If others come, it is trained again.
+            expected_seeds: The expected gradients by the log-probabilities, or a multiple of them, [B, L - 1] ([B, L]
+                with shift_labels): the batch is trained at once. If others come, it is trained again.
 
         Raises:
-            HotspaError: on every rank: one cannot read its batch, or calls differ. Nothing was computed; calls that were
-                not flushed are dropped.
+            HotspaError: on every rank: one cannot read its batch, or calls differ. Nothing was computed; calls that
+                were not flushed are dropped.
         """
         error = unreadable(input_ids, others, self._columns, self.engine.rank) if others or input_ids is None else None
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
@@ -610,8 +610,8 @@ class SwitchedModel(DistributedDataParallel):
         )
 
     def _train_at_once(self, calls: Sequence[Call], request: Request, known: Assumed) -> None:
-        """Trains some calls before the caller's backward has brought the gradients. Documents whose given seeds are all 0 have
-        a forward only."""
+        """Trains some calls before the caller's backward has brought the gradients. Documents whose given seeds are all
+        0 have a forward only."""
         calls = calls if known.given is None else calls[:1]
         everything = list[int]()
         for call in calls:

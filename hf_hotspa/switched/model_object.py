@@ -89,8 +89,8 @@ def as_built(model: nn.Module) -> Iterator[None]:
 
 
 class Apart:
-    """Whether this rank runs its own code (callbacks), perhaps alone: calls of model objects then stay on the object, with
-    its weights, and are not collective."""
+    """Whether this rank runs its own code (callbacks), perhaps alone: calls of model objects then stay on the object,
+    with its weights, and are not collective."""
 
     depth = 0
 
@@ -161,12 +161,12 @@ def refuse_losses(options: EngineOptions) -> None:
 
 # -- changes of the model object --------------------------------------------------------------------------------------
 
-# Changes between two steps apply from the next step, or raise an error by name. Replicas are built once; `ObjectChanges`
-# inspects the object when a step begins:
+# Changes between two steps apply from the next step, or raise an error by name. Replicas are built once;
+# `ObjectChanges` inspects the object when a step begins:
 #
 # * buffers, such as the selection bias of experts, are copied into the replicas;
-# * a newly frozen parameter gets no gradient, as with torch; one that was frozen when the replicas were built has no place for
-#   a gradient, and unfreezing it is an error;
+# * a newly frozen parameter gets no gradient, as with torch; one that was frozen when the replicas were built has no
+#   place for a gradient, and unfreezing it is an error;
 # * weights that were changed while current (`SwitchedModel.show`) are used;
 # * another config value, module, or module attribute is an error: the replicas were built from the old one.
 
@@ -270,11 +270,12 @@ def _some(names: list[str]) -> str:
 
 # -- weights that are old ---------------------------------------------------------------------------------------------
 
-# The trained weights are in the master store; the user's model has the weights of the last write-back. The guard promises:
+# The trained weights are in the master store; the user's model has the weights of the last write-back. The guard
+# promises:
 #
-# * Between the first mini-batch after the weights were current and the next time they are, reading or changing the values of
-#   a trained parameter, or its gradient, raises a `HotspaError` that says what to do. Name, shape, dtype, device,
-#   `requires_grad` and number of elements can always be read.
+# * Between the first mini-batch after the weights were current and the next time they are, reading or changing the
+#   values of a trained parameter, or its gradient, raises a `HotspaError` that says what to do. Name, shape, dtype,
+#   device, `requires_grad` and number of elements can always be read.
 # * Parameters stay the same objects: references to them (optimizers, tied weights, the user's) stay valid.
 
 

@@ -1,7 +1,7 @@
 """The documents of all ranks, and passes over them: forward only (scoring) or training. The owners get the results.
 
-A scoring pass leaves its last weights loaded, and graphs of some packs if a strategy can keep them, for a training pass that
-follows. `Passes` drops these when something else runs or the weights change.
+A scoring pass leaves its last weights loaded, and graphs of some packs if a strategy can keep them, for a training pass
+that follows. `Passes` drops these when something else runs or the weights change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +34,8 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 # Each rank reads its own batch, all ranks learn every length, and tokens travel to the ranks that train them.
 #
-# A *document* is the unit of packing: a row without its padding, or one document of a row that was packed before. All ranks
-# number the documents of a step identically: call by call, rank by rank, row by row.
+# A *document* is the unit of packing: a row without its padding, or one document of a row that was packed before. All
+# ranks number the documents of a step identically: call by call, rank by rank, row by row.
 #
 # All data moves from and to host memory, over a separate group.
 
@@ -189,8 +189,8 @@ class Documents:
         collator: PackedBucketCollator,
         exchange: "Exchange",
     ) -> tuple[MiniBatchPlan, MiniBatch]:
-        """Plans some documents, the same on every rank, and sends tokens to ranks that lack them; returns the plan and this
-        rank's part. Collective."""
+        """Plans some documents, the same on every rank, and sends tokens to ranks that lack them; returns the plan and
+        this rank's part. Collective."""
         lengths, labels = np.array(self.lengths, np.int64), np.array(self.labels, np.int64)
         unmasked = np.full(len(lengths), -1, np.int64)  # nothing is cut: label positions are not needed
         table = SequenceTable(lengths, labels, unmasked, np.zeros(0, np.uint8))
@@ -296,8 +296,8 @@ class Exchange:
     def deliver(
         self, kind: str, moves: Sequence[Move], tensors: Mapping[int, Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[Move, Tensor]]:
-        """Carries out moves; yields the moves that end here, with the data. `tensors`: the documents that this rank sends,
-        1-D in host memory and of one dtype; `kind` of the bytes to count: `rows`, `numbers` or `seeds`."""
+        """Carries out moves; yields the moves that end here, with the data. `tensors`: the documents that this rank
+        sends, 1-D in host memory and of one dtype; `kind` of bytes for `sent`: `rows`, `numbers` or `seeds`."""
         if self.world_size == 1:
             for move in moves:
                 yield move, tensors[move.document]
@@ -385,8 +385,8 @@ class Passes:
         trained: The plan and the report of each training pass of the step.
         report: Of all these passes; None before any.
         routers: Of a replica; None without a balance loss.
-        choose: Maps a step and the lengths of its documents to their buckets and the speeds by which packs are divided over
-            replicas; the same on all ranks. Also called in a thread. None: the engine's buckets and equal speeds.
+        choose: Maps a step and the lengths of its documents to their buckets and the speeds by which packs are divided
+            over replicas; the same on all ranks. Also called in a thread. None: the engine's buckets and equal speeds.
         facts: Returns what must be equal on all ranks in training, by name.
         evaluated: The buckets in eval mode without gradients.
     """
@@ -616,7 +616,7 @@ class Passes:
         return table.to(self.engine.device)
 
     def _send_logit_seeds(self, plan: MiniBatchPlan, seeds: Seeds) -> list[Any]:
-        """Starts to send each document's seeds to the ranks with its logits, which receive them when its pack begins."""
+        """Starts to send each document's seeds to the ranks with its logits; they receive them with its pack."""
         sends, self._here, own = [], dict[int, Tensor](), self.engine.rank
         for number, strategy, replica in places(plan):
             if number not in seeds.of_logits:

@@ -1,7 +1,7 @@
 """Balances amounts over places: the water-filling behind the decisions of `routing`.
 
-A split is a dictionary from places (ranks or nodes) to bytes. All functions are deterministic: amounts are visited in a fixed
-order (places, size), never in hash order.
+A split is a dictionary from places (ranks or nodes) to bytes. All functions are deterministic: amounts are visited in a
+fixed order (places, size), never in hash order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,9 +89,9 @@ def spill(
 ) -> None:
     """Moves what exceeds `level` on a device to devices with capacity below it, in place.
 
-    `level` is at least the even share: there is capacity for everything. The devices with capacity take the same fractions of
-    everything that moves, which balances what they forward like what they take. `free`: bytes that each device should take at
-    most; ignored if they do not suffice.
+    `level` is at least the even share: there is capacity for everything. The devices with capacity take the same
+    fractions of everything that moves, which balances what they forward like what they take. `free`: bytes that each
+    device should take at most; ignored if they do not suffice.
     """
     excess = {d: loads[d] - level for d in devices if loads.get(d, 0.0) > level * (1 + TOLERANCE)}
     if not excess:
@@ -124,8 +124,8 @@ def relieve(
 ) -> None:
     """Improves one node's landing, in place, where forwarding keeps a device's intra-node port above `level_s`.
 
-    Water-filling of the busier of a device's two ports (NIC in, intra-node out), over all devices; kept while the load of the
-    node's busiest port falls. Between the rounds the pulls move to the owners that forward least.
+    Water-filling of the busier of a device's two ports (NIC in, intra-node out), over all devices, while the load of
+    the node's busiest port falls. Between the rounds the pulls move to the owners that forward least.
 
     Args:
         parts: Bytes that land, by needers and device.
@@ -179,8 +179,8 @@ def _fill_two_ports(
     nic: float,
     level_s: float,
 ) -> dict[int, float]:
-    """Splits an amount over devices by bisection, raising the lowest `max(received, sent)` first. Ports are free below `level_s`,
-    where needers come first."""
+    """Splits an amount over devices by bisection, raising the lowest `max(received, sent)` first. Ports are free below
+    `level_s`, where needers come first."""
 
     def capacity(device: int, level: float) -> float:
         space = (level - received_s[device]) * nic

@@ -1,17 +1,17 @@
 """Relay plans: what a node lacks crosses its NICs once and is forwarded inside the node.
 
-HotSPa's Algorithm 1 sends a piece to every needer from wherever it is: if k devices of a node need the same bytes, the node's
-NICs carry them k times. Here every byte that a node lacks enters it once, spread over its devices' NICs, and the devices
-forward it over the fast links inside the node. There are two hops, sometimes three:
+HotSPa's Algorithm 1 sends a piece to every needer from wherever it is: if k devices of a node need the same bytes, the
+node's NICs carry them k times. Here each byte enters a node once, spread over its devices' NICs, and is forwarded over
+the fast links inside the node. There are two hops, sometimes three:
 
-* *feed*, inside nodes: if the owners' NICs alone would be the bottleneck, owners send a share to neighbours with idle NICs, into
-  relay buffers;
-* *cross*, between nodes: to the device where a share lands, in a needer's target buffer, or in a relay buffer;
+* *feed*, inside nodes: if the owners' NICs would be the bottleneck, they send a share to neighbours with idle NICs,
+  into relay buffers;
+* *cross*, between nodes: to the device where a share lands, in a needer's target buffer or in a relay buffer;
 * *forward*, inside nodes: from there to the other needers, and everything that the node already had.
 
-`routing` decides shares for sets of ranks; this file applies them to the pieces of each kind of segment. A gradient return is the
-adjoint: contributions are summed inside the node before the sum crosses. For a return, a set of several needers always lands in
-a relay buffer: sums have one fixed order, and gradients are not overwritten.
+`routing` decides shares for sets of ranks; this file applies them to the pieces of each kind of segment. A gradient
+return is the adjoint: contributions are summed inside the node before the sum crosses. A set of several needers then
+always lands in a relay buffer: sums have one fixed order, and gradients are not overwritten.
 """
 
 from collections.abc import Sequence
@@ -128,8 +128,8 @@ class _Arrivals:
 
 
 class _Decided(NamedTuple):
-    """The decisions for sets of ranks, over all kinds: each landing key's needers and landing shares; who sends, by owners (empty:
-    each rank sends what it alone holds, uncut); who serves its own node, by owners there."""
+    """The decisions for sets of ranks, over all kinds: each landing key's needers and landing shares; who sends, by
+    owners (empty: each rank sends what it alone holds, uncut); who serves its own node, by owners there."""
 
     needers: list[tuple[int, ...]]
     landing: list[Shares]
@@ -140,8 +140,8 @@ class _Decided(NamedTuple):
 def plan_relay(
     kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, sums: bool = False
 ) -> list[SegmentPlan]:
-    """Plans all kinds of segments (-1: none), balanced by bytes of an element on the wire, with two hops (cross, forward) or three
-    (feed, cross, forward); with `sums` for the adjoint, a gradient return."""
+    """Plans all kinds of segments (-1: none), balanced by bytes of an element on the wire, with two hops (cross,
+    forward) or three (feed, cross, forward); with `sums` for the adjoint, a gradient return."""
     weights = [0] * len(kinds)
     for kind, size in zip(kind_of, element_sizes, strict=True):
         if kind >= 0:
@@ -268,8 +268,8 @@ class _Materialised:
     def _fed(
         self, piece: Numbers, offset: Numbers, length: Numbers, sender: Numbers, filled: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
-        """Plans what senders without a piece receive beforehand, once, in equal shares from the owners in their node. Returns
-        each part's place in its sender's relay buffer, the buffer sizes, and the table."""
+        """Plans what senders without a piece receive beforehand, once, in equal shares from the owners in their node.
+        Returns each part's place in its sender's relay buffer, the buffer sizes, and the table."""
         holders, size = self._arrivals.pieces.holders, self._cluster.devices_per_node
         span = int(self._arrivals.pieces.lengths.max(initial=0)) + 1
         at = (sender * len(self._arrivals.pieces.lengths) + piece) * span + offset
@@ -325,8 +325,8 @@ class _Materialised:
     def _share_out(
         self, low: Numbers, high: Numbers, to: Numbers, length: Numbers, shares_of: dict[tuple[int, ...], Shares] | None
     ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Divides each row between the holders in rows `low` to `high`; equally without `shares_of`. Each receiver begins with
-        another holder, which keeps all holders busy."""
+        """Divides each row between the holders in rows `low` to `high`; equally without `shares_of`. Each receiver
+        begins with another holder, which keeps all holders busy."""
         ranks_of_rows = self._arrivals.pieces.holders.rank.tolist()
         rows = zip(low.tolist(), high.tolist(), to.tolist(), strict=True)
         keys = [(tuple(ranks_of_rows[a:b]), rank) for a, b, rank in rows]
@@ -347,7 +347,7 @@ def _table(*columns: Numbers) -> Numbers:
 
 
 def _relay_offsets(holder: Numbers, relayed: Numbers, filled: Numbers) -> tuple[Numbers, Numbers]:
-    """Returns each part's place in its holder's relay buffer, after the `filled` elements, and the elements filled then."""
+    """Returns each part's place in its holder's relay buffer, behind the `filled` elements, and the new `filled`."""
     sizes = np.zeros(len(filled), np.int64)
     np.add.at(sizes, holder, relayed)
     order = np.argsort(holder, kind="stable")

@@ -1,12 +1,12 @@
 """How bytes cross between nodes: which devices send them, and on which devices of a node that lacks them they land.
 
-The relay planner moves what a node lacks into it once, through all of its network interfaces (NICs), and forwards it inside. This
-file decides the fractions for whole classes of pieces: `landing_shares` for the receiving side, `sender_shares` for the sending
-side, independently: bytes that leave by any device may land on any. The caller determines who needs what inside a node, and
-cuts pieces by these fractions.
+The relay planner moves what a node lacks into it once, through all of its network interfaces (NICs), and forwards it
+inside. This file decides the fractions for classes of pieces, independently for receivers (`landing_shares`) and
+senders (`sender_shares`): bytes that leave by any device may land on any. The caller determines who needs what inside a
+node, and cuts pieces by these fractions.
 
-Relaying pays if a device's port inside its node is faster than its share of the NICs (`relay_pays`); otherwise the caller uses
-the direct plan. Pure functions: the result depends on the totals of each key, and on no hash order.
+Relaying pays if a device's port inside its node is faster than its share of the NICs (`relay_pays`); otherwise the
+caller uses the direct plan. Pure functions of the totals of each key, independent of hash order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,8 +37,8 @@ class Pull(NamedTuple):
 def relay_pays(cluster: Cluster) -> bool:
     """Whether landing on a neighbour and forwarding is faster than fetching every copy through the device's own NIC.
 
-    Each of k devices that need the same bytes receives all of them once either way; relaying moves all but 1/k from the NICs to
-    the ports inside the node. This is faster, even with sequential hops, exactly if those ports are.
+    Each of k devices that need the same bytes receives all of them once either way; relaying moves all but 1/k from the
+    NICs to the ports inside the node. This is faster, even with sequential hops, exactly if those ports are.
     """
     return cluster.num_nodes > 1 and cluster.devices_per_node > 1 and cluster.intra_bandwidth > nic_bandwidth(cluster)
 
@@ -66,10 +66,10 @@ def landing_shares(
 ) -> dict[tuple[int, tuple[int, ...]], Shares]:
     """On which devices of its node the bytes of each (node, needers) land.
 
-    A landing device forwards its bytes to every (other) needer. Needers land first, with the least load of the busiest NIC. Only
-    what would load a NIC over the node's even share (by more than 1 %) lands on neighbours with capacity left: nothing is
-    forwarded if every device already receives its own part. If the node shares its NICs, a neighbour's NIC gains nothing: only
-    needers land, balanced by what they forward. If forwarding would still make an intra-node port the bottleneck, the split is
+    A landing device forwards its bytes to every (other) needer. Needers land first, with the least load of the busiest
+    NIC. Only what would load a NIC over the node's even share (by more than 1 %) lands on neighbours with capacity
+    left: nothing is forwarded if every device receives its own part. If the node shares its NICs, only needers land,
+    balanced by what they forward. If forwarding would still make an intra-node port the bottleneck, the split is
     improved over both ports of all devices.
 
     Args:
@@ -128,12 +128,12 @@ def sender_shares(
 ) -> dict[tuple[int, ...], Shares]:
     """Which ranks send the bytes of each owner set, over all destinations.
 
-    Starts with the split among owners with the least load of the busiest NIC. If a NIC is then busier (by more than 1 %) than the
-    busiest node on either side makes unavoidable, the bytes are first split over the owner nodes. What exceeds the NICs of a
-    node's owners is sent by neighbours with capacity left, which receive it beforehand, in equal parts from the owners of their
-    node: a third hop. If nodes share their NICs this gains nothing, and only owners send.
+    Starts with the split among owners with the least load of the busiest NIC. If a NIC is then busier (by more than
+    1 %) than the busiest node on either side makes unavoidable, the bytes are first split over the owner nodes. What
+    exceeds the NICs of a node's owners is sent by neighbours with capacity left, which receive it beforehand, in equal
+    parts from the owners of their node: a third hop. If nodes share their NICs, only owners send.
 
-    The destination does not change the load of a sender's NIC: all destinations are balanced together.
+    Destinations do not change the load of a sender's NIC: all are balanced together.
 
     Args:
         amounts: What nodes lack, by the ranks that hold it; what several nodes lack counts for each.
@@ -196,8 +196,8 @@ def _with_neighbours(
             in_node = amounts.setdefault(cluster.node(inside[0]), {})
             in_node[inside] = in_node.get(inside, 0.0) + num_bytes
     balanced = {node: balance(totals) for node, totals in amounts.items()}
-    # An owner's bytes leave by its NIC or, to a neighbour, by its intra-node port, which also carries the background: both ports
-    # together limit how far the NIC is relieved.
+    # An owner's bytes leave by its NIC or, to a neighbour, by its intra-node port, which also carries the background:
+    # both ports together limit how far the NIC is relieved.
     for _, loads in balanced.values():
         for rank, num_bytes in loads.items():
             level = max(level, (num_bytes + background.sent_intra[rank]) / (intra + nic) * nic)
