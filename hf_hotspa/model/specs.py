@@ -330,7 +330,6 @@ def _config_of_replicas(config: PreTrainedConfig, attention_dropout: bool, route
 def _shape(
     structure: _Structure, plan: TensorPlan, fused: Mapping[str, int], counted: int | None, vector: ParameterVector
 ) -> ModelShape:
-    """The counts and sizes, without unsupported reasons."""
     model, text = structure.model, structure.model.config.get_text_config()
     num_layers = len(vector.layer_costs)
     heads, kv_heads = head_counts(model.config)
@@ -419,7 +418,6 @@ def _parameter_vector(
 
 
 def _with_all_names(model: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
-    """Maps the parameters that are trained here, each once, to all of their names."""
     names: dict[nn.Parameter, list[str]] = {}
     is_of_text = of_text(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -429,7 +427,6 @@ def _with_all_names(model: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
 
 
 def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
-    """Rejects tied parameters, except the embeddings' weight and a bias of the head."""
     ends = {f"{structure.input_embedding}.weight", f"{structure.head}.weight"}
     if tied and {name, *tied} != ends and not _is_head_bias(name, tied, structure.head):
         raise ModelError(

@@ -373,7 +373,6 @@ class SwitchedModel(DistributedDataParallel):
         self._begin_step()
 
     def _was_cleared(self) -> bool:
-        """Whether the gradients were cleared since the first call of the step (`optimizer.zero_grad()`)."""
         if not self._calls or self.engine.updates is not None:
             return False
         return self.engine.master.are_cleared(self._gradient_version)

@@ -195,7 +195,6 @@ class ObjectChanges:
         self._changed = dict[str, Tensor](), self.frozen, False
 
     def _by_name(self) -> dict[str, tuple[nn.Parameter, bool]]:
-        """Maps the engine's names to parameters, and whether they are trained."""
         specs = self._engine.description.vector.specs
         known = {name: spec for spec in specs for name in (spec.name, *spec.tied_names)}
         named = self._model.named_parameters(remove_duplicate=False)

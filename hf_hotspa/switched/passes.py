@@ -649,7 +649,6 @@ class Passes:
     # -- numbers out --------------------------------------------------------------------------------------------------
 
     def _collect(self, documents: Documents, plan: MiniBatchPlan, fields: int, sums: bool = False) -> Numbers:
-        """Sends the tape's values to the documents' owners."""
         numbers, tape = Numbers(), self.tape
         if tape.values is not None:
             table, moves, written = tape.values.to("cpu"), list[Move](), dict[int, Tensor]()

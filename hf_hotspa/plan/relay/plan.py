@@ -293,7 +293,6 @@ class _Materialised:
         return places[stretch] + at - begin[stretch], sizes, table
 
     def _inside(self) -> Numbers:
-        """The table of what needers have, or can get from their own node."""
         pieces, size = self._arrivals.pieces, self._cluster.devices_per_node
         holders, needed = pieces.holders, pieces.needed
         near = self._arrivals.has_owner[needed.piece, needed.rank // size]
