@@ -1,7 +1,7 @@
-"""Bounds of switches in the fluid port model: which bytes are held and needed by whom, and how fast any plan can be.
+"""Bounds of switches in the fluid port model: who holds and needs which bytes, and how fast any plan can be.
 
-What is compared with the plans of the product here and in the tests, and used by no switch: classes of pieces, the
-crossings and pulls that follow from them, a closed-form lower bound, and shares of senders by destination.
+The benchmarks and tests compare the product's plans with these: classes of pieces, the resulting crossings and pulls, a
+closed-form lower bound, and shares of senders by destination.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,14 +22,13 @@ from hf_hotspa.plan.relay.routing import Demand, Pull, sender_shares
 _MOST_SETS = 512
 """Owner-node sets for which the egress bound is evaluated (all pairs of sets are compared)."""
 _MOST_JOINED_SETS = 24
-"""Owner-node sets up to which their pairwise unions are evaluated, too."""
+"""The most owner-node sets with pairwise unions, too."""
 
 
 class PieceClass(NamedTuple):
     """Bytes that the same ranks hold and the same ranks need.
 
     Attributes:
-        num_bytes: Their number.
         owners: The ranks that hold them; at least one.
         needers: The ranks that must hold them afterwards; some may be owners.
     """
@@ -42,13 +41,12 @@ class PieceClass(NamedTuple):
 def classes_of(
     sources: Layout | Sequence[Layout], target: Layout, element_sizes: Sequence[int], sums: bool = False
 ) -> list[PieceClass]:
-    """Who holds and who needs which bytes of a load, over all segments: what bounds and explanations start from.
+    """Returns who holds and who needs which bytes of a load, over all segments: the input of bounds.
 
-    For a gradient return give its master layout as the source and its contributions as the target, with `sums`.
+    For a gradient return pass its master layout as the source and its contributions as the target, with `sums`.
 
     Args:
         sources: One source layout, or two.
-        target: The target layout.
         element_sizes: Bytes of one element of each segment on the wire.
         sums: As for `segment_kinds`.
 
@@ -62,8 +60,8 @@ def classes_of(
             weights[kind] += element_sizes[segment]
     total: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for pieces, weight in zip(kinds, weights, strict=True):
-        (held, owners), (needed, needers) = pieces.held.groups, pieces.needed.groups
-        keys, inverse = np.unique(held * len(needers) + needed, return_inverse=True)
+        (holding, owners), (needed, needers) = pieces.holders.groups, pieces.needed.groups
+        keys, inverse = np.unique(holding * len(needers) + needed, return_inverse=True)
         lengths = np.zeros(len(keys), np.int64)
         np.add.at(lengths, inverse, pieces.lengths)
         for key, length in zip(keys.tolist(), lengths.tolist(), strict=True):
@@ -73,21 +71,21 @@ def classes_of(
 
 
 def demands_of(classes: Iterable[PieceClass], cluster: Cluster) -> list[Demand]:
-    """What crosses between nodes: for each class one demand per node that holds no owner and some needer."""
-    found = []
+    """What crosses between nodes: for each class one demand per node with some needer and no owner."""
+    demands = []
     for num_bytes, owners, needers in classes:
         owner_nodes = {cluster.node(rank) for rank in owners}
         lacking: dict[int, list[int]] = {}
         for rank in needers:
             if (node := cluster.node(rank)) not in owner_nodes:
                 lacking.setdefault(node, []).append(rank)
-        found += [Demand(owners, node, tuple(ranks), num_bytes) for node, ranks in lacking.items()]
-    return found
+        demands += [Demand(owners, node, tuple(ranks), num_bytes) for node, ranks in lacking.items()]
+    return demands
 
 
 def pulls_of(classes: Iterable[PieceClass], cluster: Cluster) -> list[Pull]:
-    """What moves inside nodes only: for each class and needer that does not own it, the owners in its node, if any."""
-    found: dict[tuple[tuple[int, ...], int], float] = {}
+    """What moves inside nodes only: for each class and needer that does not own it, the owners in its node."""
+    bytes_of: dict[tuple[tuple[int, ...], int], float] = {}
     for num_bytes, owners, needers in classes:
         by_node: dict[int, list[int]] = {}
         for rank in owners:
@@ -96,8 +94,8 @@ def pulls_of(classes: Iterable[PieceClass], cluster: Cluster) -> list[Pull]:
         for rank in needers:
             inside = near.get(cluster.node(rank), ())
             if inside and rank not in inside:
-                found[inside, rank] = found.get((inside, rank), 0.0) + num_bytes
-    return [Pull(*key, num_bytes) for key, num_bytes in found.items()]
+                bytes_of[inside, rank] = bytes_of.get((inside, rank), 0.0) + num_bytes
+    return [Pull(*key, num_bytes) for key, num_bytes in bytes_of.items()]
 
 
 def sending_shares(
@@ -105,15 +103,12 @@ def sending_shares(
 ) -> dict[tuple[tuple[int, ...], int], Shares]:
     """Which ranks send the bytes of each (owners, destination node): `sender_shares` by destination.
 
-    The owners of a class send to different nodes where they can, rather than each a part to every node: the loads are
-    the same, the messages fewer.
+    The owners of a class send to different nodes if possible, rather than each a part to every node: equal loads, fewer
+    messages.
 
     Args:
-        demands: What nodes lack.
-        cluster: The machines.
-        background: What moves inside nodes anyway (pulls, and forwards after landing). Nothing is relayed to finish
-            before it does.
-        neighbours: Whether ranks that are no owners may send, too.
+        background: What moves inside nodes anyway (pulls, forwards after landing). Relaying need not finish earlier.
+        neighbours: Whether ranks other than owners may send, too.
 
     Returns:
         For each (owners, destination node) the sending ranks with their fractions.
@@ -131,9 +126,9 @@ def sending_shares(
 def _by_destination(
     keys: Mapping[tuple[tuple[int, ...], int], float], shares: Mapping[tuple[int, ...], Shares]
 ) -> dict[tuple[tuple[int, ...], int], Shares]:
-    """Lays the destinations of each owner set, and its senders, along one line; what lies side by side belongs together.
+    """Lays each owner set's destinations, and its senders, along one line, and pairs what lies side by side.
 
-    The number of (sender, destination) pairs is then at most the number of senders plus that of destinations.
+    There are then at most as many (sender, destination) pairs as senders and destinations together.
     """
     result = {}
     several: dict[tuple[int, ...], list[int]] = {}
@@ -166,13 +161,13 @@ def _by_destination(
 
 
 def sequential_seconds(hops: Iterable[PortLoads], cluster: Cluster) -> float:
-    """Seconds of several hops when each starts after the one before has ended."""
+    """The time of several hops in sequence."""
     return sum(hop.seconds(cluster) for hop in hops)
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds below which no plan of the described kind can end, see `lower_bound`.
+    """Seconds below which no such plan can end, see `lower_bound`.
 
     Args:
         seconds: The largest of the others.
@@ -190,24 +185,23 @@ class Bound:
 
 
 def lower_bound(classes: Sequence[PieceClass], cluster: Cluster) -> Bound:
-    """A closed-form lower bound on the time of a switch in the port model, whatever splits and forwards pieces.
+    """Returns a closed-form lower bound on the time of a switch in the port model, for any splitting and forwarding.
 
-    The terms, each for full-duplex ports, and why each holds:
+    The terms, for full-duplex ports, and why they hold:
 
-    * receive: a device takes in every byte that it needs and lacks, through its port inside the node or through NICs
-      (its own; all of the node where they are shared; none when there is one node). The same holds for the sum over
-      the devices of a node and the sum of their ports. Whether an owner is in the node does not matter: a plan may
-      fetch over a NIC what a neighbour holds, so "bytes with an owner in the node / intra-node bandwidth" is no bound.
+    * receive: a device receives every byte that it needs and lacks, through its port inside the node or through NICs
+      (its own; the node's if shared; none with one node). The same holds for the sums over a node's devices and their
+      ports. Owners in the node do not matter: a plan may fetch over a NIC what a neighbour holds, so "bytes with an
+      owner in the node / intra-node bandwidth" is not a bound.
     * node miss: what no device of a node holds and some device needs enters it at least once.
     * egress: what a node lacks leaves an owner node once for every node that lacks it. For each set A of nodes, bytes
-      with all owners in A leave through the NICs of A. A are the sets of owner nodes that occur, their pairwise unions
-      while they are few, and all owner nodes. This term alone assumes that no third node hands on what it received
-      from an owner (a chain of nodes), as no planner here does; the others hold for chains, too.
-      On top: what one device alone holds and others need leaves that device at least once.
+      with all owners in A leave through the NICs of A. The sets A are the occurring sets of owner nodes, their pairwise
+      unions while they are few, and all owner nodes. Only this term assumes that no third node forwards what it
+      received from an owner (a chain of nodes), as no planner here does. Also, what one device alone holds and others
+      need leaves it at least once.
 
     Args:
         classes: What is held and needed; classes may repeat.
-        cluster: The machines.
     """
     world, per_node, nodes = cluster.world_size, cluster.devices_per_node, cluster.num_nodes
     if not classes:
@@ -259,8 +253,8 @@ def _pairs(ranks_of: Sequence[tuple[int, ...]], world: int) -> npt.NDArray[np.in
 
 
 def _largest(*terms: tuple[str, Bytes]) -> tuple[float, str]:
-    found = [(float(seconds.max()), f"{name} {int(seconds.argmax())}") for name, seconds in terms]
-    return max(found, key=lambda term: term[0])
+    terms_s = [(float(seconds.max()), f"{name} {int(seconds.argmax())}") for name, seconds in terms]
+    return max(terms_s, key=lambda term: term[0])
 
 
 def _node_egress(

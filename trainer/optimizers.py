@@ -446,7 +446,7 @@ class MasterOptimizer:
         take_over(optimizer, self._trainer.engine, self._trainer.model, saved)
         self.watched = weakref.ref(bare_optimizer(optimizer))
         # groups that are added in the course of training come with parameters of the model
-        self._trainer.switched.takes_over = self._take_over_added
+        self._trainer.switched.on_other_parameters = self._take_over_added
 
     def _take_over_added(self, optimizer: Optimizer) -> None:
         if self.watched is not None and self.watched() is bare_optimizer(optimizer):

@@ -1,7 +1,7 @@
-"""Checks of the model that a user hands over: what replicas would silently leave behind is refused by name.
+"""Checks the user's model: what replicas would silently lose raises an error by name.
 
-Replicas are built from the model's class and config, so everything else that someone may have changed on the object
-after it was made (hooks, resized embeddings, replaced layers) has to be found here.
+Replicas are built from the model's class and config; any other change of the object (hooks, resized embeddings,
+replaced layers) must be found here.
 """
 
 import hashlib
@@ -25,10 +25,10 @@ from hf_hotspa.parallel.dropout import attention_dropouts
 from hf_hotspa.parallel.four_bit import stored_tensors
 
 _OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
-"""Fields that each call of a forward may say otherwise, or that say where a config is from."""
+"""Fields that a call of a forward may override, or that say where a config is from."""
 
 _OF_GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id")
-"""Fields that trainers take over from the tokenizer, on objects that are built already."""
+"""Fields that trainers copy from the tokenizer, on built objects."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -37,10 +37,10 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
     """Compares the model with what its class builds from its config.
 
     Args:
-        weights: The folder that its weights will be read from; None where it holds them.
+        weights: The folder to read its weights from; None if the model has them.
 
     Raises:
-        UnsupportedError: it carries hooks, returns more than logits, has no weights, or has weights although
+        UnsupportedError: it has hooks, returns more than logits, has no weights, or has weights although
             they are to be read from a folder.
         ModelError: it was changed after it was built.
     """
@@ -55,17 +55,13 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
     if weights is not None and not meta:
         raise UnsupportedError(
             f"the model has weights, and others are to be read from {str(weights)!r}",
-            fix="pass the one or the other: open_model gives a model without weights",
+            fix="pass only one of them: open_model returns a model without weights",
         )
     meta = [name for name, b in model.named_buffers() if b.is_meta]
     if meta:
-        raise UnsupportedError(
-            f"the buffers {meta[:3]} are on the meta device", fix="compute them: open_model builds the model so"
-        )
+        raise UnsupportedError(f"the buffers {meta[:3]} are on the meta device", fix="compute them, as open_model does")
     fresh = build_skeleton(description)
-    packed = {
-        spec.name for spec in description.vector.specs if spec.packed
-    }  # the sizes of those layers are compared below
+    packed = {spec.name for spec in description.vector.specs if spec.packed}  # compared below
     expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
     expected = {name: shape for name, shape in expected.items() if name not in packed}
     named = model.named_parameters(remove_duplicate=False)
@@ -94,16 +90,15 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
 
 
 Facts = dict[tuple[str, str], Any]
-"""What of a model's modules decides what they compute beside weights, buffers and config, by module and attribute."""
+"""What decides a model's computation beside weights, buffers and config: values by module and attribute."""
 
 
 def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | None = None) -> Facts:
-    """The class of each module, and its attributes that are numbers, strings, functions, plain tensors, or tuples of such.
-
-    What is no such thing is left out, and so is what anything but a forward changes and reads.
+    """Returns the class of each module, and its attributes that are numbers, strings, functions, plain tensors, or
+    tuples of these, except any that forwards do not read.
 
     Args:
-        is_of_text: Which modules are looked at, by name; all when None.
+        is_of_text: Selects the modules by name; all when None.
     """
     facts: Facts = {}
     for name, module in model.named_modules():
@@ -115,7 +110,7 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
             replaced = bool(name) and _is_method(cls, key)
             if not replaced and _is_passed_over(key):
                 continue
-            if isinstance(value, TextForward):  # of a replica, in the place of the class's own
+            if isinstance(value, TextForward):  # of a replica, instead of the class's own
                 continue
             if replaced:
                 facts[name, key] = value
@@ -124,7 +119,7 @@ def module_facts(model: PreTrainedModel, is_of_text: Callable[[str], bool] | Non
     return facts
 
 
-# asked for every attribute in every step
+# called for every attribute in every step
 @cache
 def _is_method(cls: Any, key: str) -> bool:
     return inspect.isfunction(getattr(cls, key, None))
@@ -136,8 +131,8 @@ def _is_passed_over(key: str) -> bool:
 
 
 def changed_facts(facts: Facts, expected: Facts, like: PreTrainedModel) -> list[str]:
-    """Where facts are not the expected ones (those of `like`), as texts that name module, attribute and both values.
-    Attributes that neither the expected facts nor the modules' classes have no forward knows: passed over."""
+    """Returns the differences from the expected facts (of `like`), as texts with module, attribute and both values.
+    Ignores attributes that neither the expected facts nor the modules' classes have: no forward reads them."""
     names, is_of_text = {name for name, _ in facts}, of_text(like)
     modules = {name: module for name, module in like.named_modules() if is_of_text(name)}
     texts = [
@@ -170,13 +165,13 @@ _OF_NO_FORWARD = (
     "training", "gradient_checkpointing", "max_seq_len_cached", "output_router_logits", "merged_adapters", "name_or_path",
     "vocab_size", "num_embeddings", "loss_type", "config",
 )  # fmt: skip
-"""Attributes that change while a model is used, that say what each call may say otherwise, or what the weights say."""
+"""Attributes that change in use, that a call may override, or that follow from the weights."""
 _MOST_NUMBERS = 4096
 _SIMPLE = frozenset((bool, int, str, type(None)))
 
 
 def _plain(value: Any) -> Any:
-    """A value to compare and to show; `_OTHER` for objects of any other kind."""
+    """A value to compare and to show; `_OTHER` for other kinds of objects."""
     if type(value) in _SIMPLE:
         return value
     if isinstance(value, Tensor):
@@ -201,7 +196,7 @@ _SHOWN = 60
 
 
 def check_same_build(model: nn.Module, description: ModelDescription, buffers: Mapping[str, Tensor]) -> None:
-    """Whether replicas of a described model compute, with this model's weights, what this model computes.
+    """Checks that a described model's replicas compute, with this model's weights, what this model computes.
 
     Args:
         buffers: The described model's, by name in its own class.
@@ -226,9 +221,9 @@ def check_same_build(model: nn.Module, description: ModelDescription, buffers: M
     differ += ["class"] if type(bare) is not description.model_class else []
     if differ or prefix != description.prefix:
         raise ModelError(
-            f"the second model is not built as the first: {sorted(differ)[:3] or 'its adapters'} differ",
-            why="it runs on the first model's replicas, with weights of its own",
-            fix="make a SwitchedModel of its own for it: SwitchedModel(reference, buckets)",
+            f"the second model is not built like the first: {sorted(differ)[:3] or 'its adapters'} differ",
+            why="it runs on the first model's replicas, with separate weights",
+            fix="make a separate SwitchedModel for it: SwitchedModel(reference, buckets)",
         )
 
 
@@ -237,7 +232,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def deciding_values(config: Any) -> dict[str, Any]:
-    """The fields of a config that decide what a model computes, JSON-ready but for what no JSON has."""
+    """Returns the fields of a config that decide what a model computes, JSON-ready if their values are."""
     values = {}
     for name, value in vars(config).items():
         if name not in (*_OF_A_COPY, *_OF_A_CALL, *_OF_GENERATION):
@@ -246,7 +241,7 @@ def deciding_values(config: Any) -> dict[str, Any]:
 
 
 def check_hooks(model: nn.Module) -> None:
-    """Looks for what was hung on modules and parameters, which replicas do not have.
+    """Rejects hooks on modules and parameters, which replicas do not have.
 
     Raises:
         UnsupportedError: naming the module or parameter.
@@ -275,7 +270,7 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def _check_outputs(config: Any) -> None:
-    """Refuses a config that asks for outputs of layers, which the stock Trainer gives to `compute_metrics` and `predict`."""
+    """Rejects a config that asks for layer outputs, which the stock Trainer passes to `compute_metrics`, `predict`."""
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(config.get_text_config(), name, False) or getattr(config, name, False):
             raise UnsupportedError(
@@ -286,7 +281,7 @@ def _check_outputs(config: Any) -> None:
 
 
 def refuse_router_logits(model: nn.Module) -> None:
-    """Refuses a config that asks for the logits of routers, where the stock Trainer would give them to `compute_metrics`."""
+    """Rejects a config that asks for router logits, which the stock Trainer passes to `compute_metrics`."""
     if getattr(bare_model(model)[0].config.get_text_config(), "output_router_logits", False):
         raise UnsupportedError(
             "compute_metrics with output_router_logits=True in the model's config",
@@ -296,7 +291,7 @@ def refuse_router_logits(model: nn.Module) -> None:
 
 
 def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
-    """Refuses a LoRA layer whose factor was changed after it was made (`set_scale`, `scale_layer`)."""
+    """Rejects a LoRA layer whose factor was changed later (`set_scale`, `scale_layer`)."""
     adapters = description.adapters
     for name, scaling in adapters.scalings.items() if adapters is not None else ():
         assert adapters is not None
@@ -310,18 +305,18 @@ def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
 
 
 def _records_outputs(hook: Any) -> bool:
-    """Whether a hook is one that transformers leaves on a model when it was once asked for hidden states and the like."""
+    """Whether transformers left the hook on a model that was asked for hidden states or similar outputs."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__module__", None) == "transformers.utils.output_capturing"
 
 
 _OF_A_COPY = ("_name_or_path", "architectures", "dtype", "torch_dtype")
-"""Fields of a config that decide nothing: each rank may have a copy of its own, and saving, which the main process does
-alone, fills in the others. The dtypes of the weights are compared with the parameters."""
+"""Fields of a config that decide nothing: ranks may have separate copies, and saving, on the main process alone, fills
+in the others. Weight dtypes are compared with the parameters."""
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """What decides training beside parameters and layouts, and must be the same on all ranks: config values, buffers."""
+    """Returns what must be equal on all ranks beside parameters and layouts: config values, buffers."""
     model = bare_model(model)[0]
     config = model.config.to_dict()
     facts = {
@@ -337,14 +332,14 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A digest of all parameters' bits and places, to find ranks that built their model from different seeds, and
-    weights that were changed since. Zeros on meta."""
+    """Digests all parameters' bits and places, to find ranks that built their model from different seeds, and changed
+    weights. Zeros on meta."""
     sums = [(name, _placed_bits(tensor)) for name, tensor in stored_tensors(model)]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 def _placed_bits(tensor: Tensor) -> tuple[int, ...]:
-    """Sums of the bits of rows and of columns, each times its number: two values that changed places show, too."""
+    """Sums the bits of rows and of columns, each times its number: swapped values change the sums."""
     if tensor.is_meta or not tensor.numel():
         return (0,)
     integers = (

@@ -1,11 +1,11 @@
-"""Which models are causal language models that can be trained here at all, and which half of them rows of text train.
+"""Which models are causal language models that can be trained here, and which half of a multimodal model text trains.
 
-Asked before anything is built from a model, so that another kind is refused by its name and not by what fails first.
+Checked before anything is built, so that the error names the model's kind.
 
-Replicas of a multimodal model are its class without the other half: the encoders of images and sound and what projects their
-output are taken out, and the class's inner forward, which would put that output among the embeddings, goes straight to the
-language model. Names stay those of the whole model, which keeps the weights of the other half as they are, in host memory;
-they are saved with the rest.
+Replicas of a multimodal model lack the other half: the encoders of images and sound, and their projections, are
+removed, and the class's inner forward, which would insert their output between the embeddings, goes straight to the
+language model. Names stay as in the complete model, which keeps the other half's weights unchanged in host memory; they
+are saved with the rest.
 """
 
 from collections.abc import Callable
@@ -27,10 +27,10 @@ _FIX = "pass what AutoModelForCausalLM.from_config or from_pretrained returns, o
 
 
 def refuse_other_models(model: nn.Module) -> None:
-    """Refuses what is no causal language model, and weights in float16.
+    """Rejects models other than causal language models, and weights in float16.
 
     Args:
-        model: What the user gave, perhaps in PEFT's wrapper; on any device.
+        model: The user's model, perhaps in PEFT's wrapper; on any device.
 
     Raises:
         ModelError: it is another kind of model; the message says which.
@@ -47,7 +47,7 @@ def refuse_other_models(model: nn.Module) -> None:
     if other is not None:
         raise UnsupportedError(
             f"{other} of {type(bare).__name__} is attention that is not causal",
-            why="it sees the tokens after a token, or attends to something else than tokens (layers), which packs would mix",
+            why="it sees later tokens, or attends to layers instead of tokens, which packs would mix",
             fix=_FIX + "; of an encoder, set is_decoder=True in its config",
         )
     half = next((name for name, p in model.named_parameters() if str(p.dtype) == "torch.float16"), None)
@@ -65,7 +65,7 @@ def _modules_of_text(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _other_kind(model: PreTrainedModel) -> str | None:
-    """Why a model is not a causal language model; None where it looks like one."""
+    """Returns why a model is not a causal language model; None if it seems to be."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "it has an encoder and a decoder"
     names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -84,7 +84,7 @@ def _other_kind(model: PreTrainedModel) -> str | None:
 
 
 def refuse_own_attention(model: PreTrainedModel) -> None:
-    """Refuses a family none of whose attention goes through the attention interface of transformers (Falcon, BLOOM, GPT-J).
+    """Rejects a family that never uses the attention interface of transformers (Falcon, BLOOM, GPT-J).
 
     Raises:
         UnsupportedError: naming the module.
@@ -102,11 +102,11 @@ def refuse_own_attention(model: PreTrainedModel) -> None:
 
 
 _POSITIONS_BY_MASK = ("bloom", "mpt", "opt")
-"""Families that count positions from the attention mask, or by distance without saying so in their config."""
+"""Families that count positions from the attention mask, or by distance without a config field."""
 
 
 def has_absolute_positions(config: Any) -> bool:
-    """Whether tokens that stand further to the right, after padding that nobody sees, give other results."""
+    """Whether tokens after masked padding give other results."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "model_type", None) in _POSITIONS_BY_MASK or getattr(text, "alibi", False):
         return False
@@ -118,11 +118,11 @@ def has_absolute_positions(config: Any) -> bool:
 
 
 _OTHER_KINDS = ("pixel", "image", "video", "audio")
-"""In the names of inputs that are not text."""
+"""Parts of the names of inputs other than text."""
 
 
 def text_base(model: PreTrainedModel) -> str | None:
-    """The dotted name of the language model inside of a multimodal model; None for a model of text alone."""
+    """The dotted name of the language model inside a multimodal model; None for a text model."""
     if model.config.get_text_config() is model.config:
         return None
     embedding = model.get_input_embeddings()
@@ -135,7 +135,7 @@ def text_base(model: PreTrainedModel) -> str | None:
 
 
 def of_text(model: PreTrainedModel) -> Callable[[str], bool]:
-    """Whether a parameter, buffer or module belongs to the language half of a model, by its name; all of a model of text alone do."""
+    """Returns whether a parameter, buffer or module, by name, is in the language half; true for text models."""
     if (base := text_base(model)) is None:
         return lambda name: True
     outer = f"{base.partition('.')[0]}."
@@ -143,13 +143,13 @@ def of_text(model: PreTrainedModel) -> Callable[[str], bool]:
 
 
 def other_half(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters that rows of text do not train, by name."""
+    """The parameters that text does not train, by name."""
     is_of_text = of_text(model)
     return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not is_of_text(name)}
 
 
 def refuse_idle_adapters(model: Any) -> None:
-    """Refuses adapters in the other half of a multimodal model.
+    """Rejects adapters in the other half of a multimodal model.
 
     Raises:
         UnsupportedError: naming the first.
@@ -163,12 +163,12 @@ def refuse_idle_adapters(model: Any) -> None:
         raise UnsupportedError(
             f"{len(idle)} layers with adapters are not in the language model, the first {idle[0]!r}",
             why="rows of text do not train them",
-            fix=f"name those of the language model alone: target_modules=r'{language}.*[.](q_proj|v_proj)'",
+            fix=f"name modules of the language model only: target_modules=r'{language}.*[.](q_proj|v_proj)'",
         )
 
 
 def keep_text(model: PreTrainedModel) -> None:
-    """Takes the other half out of a multimodal model, and leads its forward past it; other models stay as they are."""
+    """Removes the other half of a multimodal model, and makes its forward skip it; other models are unchanged."""
     if (base := text_base(model)) is None:
         return
     outer, _, inner = base.rpartition(".")
@@ -180,7 +180,7 @@ def keep_text(model: PreTrainedModel) -> None:
 
 
 class TextForward:
-    """The forward of what holds the language model beside encoders, for rows of text."""
+    """The forward, for text, of the module around language model and encoders."""
 
     def __init__(self, around: nn.Module, inner: str) -> None:
         self._around, self._inner = around, inner

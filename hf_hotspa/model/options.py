@@ -1,4 +1,4 @@
-"""The options of an engine: checked when they are made, handed through unchanged, and with their defaults resolved."""
+"""The options of an engine: checked, passed on unchanged, and with their defaults resolved."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.plan.planner import PLANNERS
 
 LONGEST_TIMEOUT_S = 1e8
-"""Three years: beyond, it must be a mistake, and process groups cannot count so far."""
+"""Three years: a longer one is a mistake, and overflows in process groups."""
 _SECOND_SOURCE_SHARE = 8
 
 
 def default_device() -> torch.device:
-    """This process's CUDA device when there is one, else the CPU."""
+    """This process's CUDA device, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -45,44 +45,43 @@ class Overlap:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine trains. The same on all ranks. What a strategy does of its own (`+sp`, `+rc`) is in its name.
+    """How an engine trains. The same on all ranks. Options of one strategy (`+sp`, `+rc`) are in its name.
 
     Args:
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
-        pipedream: How stages update by themselves after every pack, instead of all together after the mini-batch
-            (`packing.weight_versions`); None for the synchronous update. Nothing runs beside the computation then.
-        record_routers: Whether replicas record what routers chose although the config does not ask for it; for a tape.
-        expert_capacity: How many tokens of a pack one expert computes at most, times the mean (`parallel.expert_capacity`);
-            None for all, which is exact.
-        context_parallel: How the ranks of cp attend to each other's tokens: `auto`, `ulysses`, `allgather` or `ring`
-            (`costs.divided`).
+        pipedream: How stages update after every pack, instead of after the mini-batch (`packing.weight_versions`); None
+            for the synchronous update. Disables overlapped switches.
+        record_routers: Whether replicas always record router choices; for a tape.
+        expert_capacity: The most tokens of a pack for one expert, times the mean (`parallel.expert_capacity`); None for
+            all, which is exact.
+        context_parallel: The cp method: `auto`, `ulysses`, `allgather` or `ring` (`costs.divided`).
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
-        devices_per_node: Ranks on one node; as the ranks find them when None.
-        overlap_load: Whether a phase computes as soon as its first modules have weights. None: on accelerators.
-        overlap_return: Whether gradients leave while earlier layers still run backward. None: on accelerators.
-        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` holds instead:
-            waiting for a peer's gradients is then waiting for its computation.
-        planner: How switches are planned: `relay`, `algorithm1`, `round_robin`, `first_owner`.
-        second_source: Whether a phase also loads from those of the phase before. None: where a second copy is small.
-        memory_limit: Bytes that weights, gradients, master store and switch buffers may take on this rank. None: what
-            is free on an accelerator; no limit on CPU.
+        devices_per_node: None: the ranks detect it.
+        overlap_load: See `Overlap.load`. None: on accelerators.
+        overlap_return: See `Overlap.return_gradients`. None: on accelerators.
+        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return` it waits for a peer's
+            computation, and `timeout_s` applies.
+        planner: One of `PLANNERS`.
+        second_source: Whether a phase also loads from the previous phase's weights. None: if a second copy is small.
+        memory_limit: The most bytes of weights, gradients, master store and switch buffers on this rank. None: the free
+            memory of an accelerator; no limit on CPU.
         label_smoothing: As `label_smoothing_factor` of transformers.
-        neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`parallel/dropout.py`); None for none.
-        seed: Seed of that noise, and of dropout (`parallel/dropout.py`).
-        loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
+        neftune_alpha: Magnitude of NEFTune's noise on embeddings in training (`parallel/dropout.py`); None for none.
+        seed: Of this noise, and of dropout.
+        loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None: as many as fit in 256 MiB.
         gradients: The dtypes in which gradients accumulate and travel.
-        offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
-        flexible: Whether the linears that tp cuts can give columns away (`parallel/flexible_linear.py`).
-        loss: A loss of your own instead of the cross entropy; the mini-batches must have its columns.
-        pair_costs: By tp, what a pair of tokens costs relative to one token, as measured: pipelines cut chunks of equal time
-            by it. Where a tp is missing, the model's arithmetic says it.
-        attention_dropout: Whether attention probabilities are dropped as the model's config says; else none are.
-        stage_costs: What stages are cut by, where seconds of the model were measured; None for its parameters.
+        offload_master: Whether the master store (weights, gradients, optimizer state) is in host memory.
+        flexible: Whether linears that tp cuts can offload columns (`parallel/flexible_linear.py`).
+        loss: A custom loss instead of the cross entropy; the mini-batches must have its columns.
+        pair_costs: By tp, the measured cost of a pair of tokens relative to one token, for chunks of equal time in
+            pipelines; by default from the model's arithmetic.
+        attention_dropout: Whether attention probabilities are dropped as the model's config says, or not at all.
+        stage_costs: Measured seconds by which stages are cut; None: cut by parameters.
 
     Raises:
-        HotspaConfigError: a value cannot be meant; names the option.
+        HotspaConfigError: naming the option with an invalid value.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -114,7 +113,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_choice("the pipeline schedule", self.pipeline_schedule, SCHEDULES)
-        check_choice("the way of context parallelism", self.context_parallel, WAYS)
+        check_choice("the cp method", self.context_parallel, WAYS)
         check_capacity(self.expert_capacity)
         check_choice("the planner", self.planner, PLANNERS)
         for what, seconds in (("the timeout of switches", self.switch_timeout_s), ("the timeout", self.timeout_s)):
@@ -129,7 +128,7 @@ class EngineOptions:
         if self.loss is not None and self.label_smoothing:
             raise HotspaConfigError(
                 f"the label smoothing is {self.label_smoothing}, and the loss is {self.loss.name}",
-                why="a loss of your own replaces the smoothed cross entropy",
+                why="a custom loss replaces the smoothed cross entropy",
                 fix="leave label smoothing at 0",
             )
         if self.pipedream is not None and (self.overlap_load or self.overlap_return or self.offload_master):
@@ -148,7 +147,7 @@ class EngineOptions:
         return torch.device("cpu") if self.offload_master else device
 
     def of_run(self, device_type: str) -> RunOptions:
-        """What decides which strategies can run on such devices."""
+        """The options that decide which strategies can run on such devices."""
         way, capacity = self.context_parallel, self.expert_capacity
         return RunOptions(self.pipeline_schedule, way, device_type, self.flexible, capacity)
 
@@ -156,15 +155,15 @@ class EngineOptions:
         """Which switches run beside the computation."""
         if self.pipedream is not None:
             return Overlap()
-        beside = device.type != "cpu"  # on CPU the copies of a switch take the cores from the computation
+        beside = device.type != "cpu"  # on CPU the copies of a switch would take cores from the computation
         load, gradients = self.overlap_load, self.overlap_return
         return Overlap(beside if load is None else load, beside if gradients is None else gradients)
 
     def timeouts(self, device: torch.device, streams: bool = False) -> tuple[timedelta, timedelta]:
-        """Of everything, and of switches: with overlapped returns these wait for computations, too.
+        """The timeouts of all operations, and of switches: with overlapped returns these wait for computations, too.
 
         Args:
-            streams: Whether a strategy loads or returns its units one at a time, which waits for computations as well.
+            streams: Whether a strategy loads or returns its units one at a time, which also waits for computations.
         """
         switch = self.timeout_s if self.overlap(device).return_gradients or streams else self.switch_timeout_s
         return timedelta(seconds=self.timeout_s), timedelta(seconds=switch)
@@ -173,8 +172,7 @@ class EngineOptions:
         """Whether the weights of two strategies are kept at a time.
 
         Args:
-            device: Where they are kept.
-            num_strategies: Strategies of the pool that differ in where weights lie.
+            num_strategies: Strategies of the pool with different places of weights.
             copy_bytes: Bytes of the largest strategy's weights on the fullest rank.
         """
         if num_strategies < 2 or self.second_source is False:

@@ -1,14 +1,14 @@
-"""What is seen of a family when its own forward runs on pass-throughs: whether it can be a later stage, and the order of units.
+"""Runs a family's own forward on pass-throughs to learn whether it can be a later stage, and the order of its units.
 
-A later pipeline stage gets the hidden state of the stage before as `inputs_embeds`. What a family does to embeddings in its
-base model (a multiplier) must not happen to it again: `take_hidden_state` turns off what is known, and
-`stage_unsupported_reason` runs the base model with nothing but pass-throughs to see that what goes in comes out, so that a
-family that does something unknown there is refused instead of trained wrong.
+A later stage gets the previous stage's hidden state as `inputs_embeds`, to which the base model must not apply
+operations on embeddings (a multiplier): `take_hidden_state` turns off the known ones, and `stage_unsupported_reason`
+checks that pass-throughs return their input: a family with an unknown operation raises an error instead of training
+wrong.
 
-Units (`+z2`, `+z3`) have their borders where a forward pass comes to the embedding, the layers and the head: which modules lie
-there, and the check that a family comes to its units one after the other (`order_unsupported_reason`).
+Units (`+z2`, `+z3`) begin where a forward pass reaches the embedding, the layers and the head;
+`order_unsupported_reason` checks that a family reaches them one after the other.
 
-No weight is touched: a model on the meta device gets the same answers as the same model with data.
+Weights are not read: a model on the meta device gets the same answers.
 """
 
 import copy
@@ -35,7 +35,7 @@ _SHARED_STATE = ("num_kv_shared_layers",)
 
 
 class PassThrough(nn.Module):
-    """Stands where a layer or norm of another stage was: returns the hidden state it is given."""
+    """Replaces a layer or norm of another stage: returns its hidden state."""
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden
@@ -52,8 +52,8 @@ class _Counting(PassThrough):
 
 
 def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
-    """Changes a base model so that it takes `inputs_embeds` as the hidden state between layers; `embeddings` are the
-    names of its modules before the layers."""
+    """Makes a base model take `inputs_embeds` as the hidden state between layers; `embeddings` are the names of its
+    modules before the layers."""
     dropouts = [name for name, child in base.named_children() if isinstance(child, nn.Dropout)]  # of the embeddings
     for name in dropouts:
         setattr(base, name, PassThrough())
@@ -62,7 +62,7 @@ def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
     for name in _MULTIPLIERS:
         if isinstance(getattr(base, name, None), int | float):
             setattr(base, name, 1.0)
-    config = copy.deepcopy(base.config)  # others read the same object, or parts of it
+    config = copy.deepcopy(base.config)  # shared with other modules
     for name in _SWITCHES:
         if hasattr(config, name):
             setattr(config, name, False)
@@ -72,10 +72,10 @@ def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
 def stage_unsupported_reason(
     base: Any, layers: tuple[str, ...], embeddings: tuple[str, ...], norms: tuple[str, ...]
 ) -> str | None:
-    """Why a stage cannot be the model's own class with the other stages' layers passed through, or None.
+    """Returns why a stage cannot be the model's own class with other stages' layers passed through, or None.
 
     Args:
-        base: The base model; not changed, and its weights are not touched.
+        base: The base model; not changed, and its weights are not read.
         layers: Names of its lists of layers.
         embeddings: Names of its modules before the layers.
         norms: Names of its modules after them.
@@ -84,21 +84,21 @@ def stage_unsupported_reason(
     family = text.model_type
     planned = list(text.base_model_pp_plan or ())
     if not planned:
-        return None  # said elsewhere: the family has no plan
+        return None  # reported elsewhere: the family has no plan
     if len(layers) > 1:
         return f"the layers of {family} are {len(layers)} stacks that run in cycles, which stages cannot share"
     if unknown := [name for name in (*embeddings, *norms) if name not in planned]:
         return f"the modules {unknown} of {family} are in no stage of the family's pipeline plan"
     behind = planned[planned.index(layers[0]) :] if layers[0] in planned else []
     if late := [name for name in behind if isinstance(getattr(base, name, None), nn.Dropout)]:
-        return f"the dropout {late[0]} of {family} comes after its layers, and is taken for that of the embeddings"
+        return f"the dropout {late[0]} of {family} comes after its layers, and would be treated as dropout of the embeddings"
     for name in _SHARED_STATE:
         if getattr(text, name, 0):
             return f"{family} has {name}={getattr(text, name)}: layers would share states across stages"
     counters = [_Counting() for _ in norms]
     try:
         hidden, out = _run_as_later_stage(base, layers[0], embeddings, dict(zip(norms, counters, strict=True)))
-    except Exception as error:  # whatever the family's code raises, it cannot run as a later stage
+    except Exception as error:  # any error of the family's code
         return f"{family} cannot run as a later pipeline stage: {type(error).__name__}: {error}"
     if out is not hidden and not (out.shape == hidden.shape and torch.equal(out, hidden)):
         return f"{family} changes the input of every pipeline stage as if it were an embedding"
@@ -110,7 +110,7 @@ def stage_unsupported_reason(
 def _run_as_later_stage(
     base: Any, layers: str, embeddings: tuple[str, ...], norms: dict[str, _Counting]
 ) -> tuple[Tensor, Tensor]:
-    """What goes into a base model of nothing but pass-throughs, and what comes out."""
+    """Returns the input and the output of a base model of pass-throughs."""
     probe = copy.copy(base)
     probe._modules = dict(base._modules)
     take_hidden_state(probe, embeddings)
@@ -134,8 +134,8 @@ def _run_as_later_stage(
 
 
 def _fill_buffers(probe: Any) -> None:
-    """Gives a base model that is all but empty data on the CPU where it has none, as its class initializes it."""
-    with torch.no_grad(), torch.device("cpu"):  # the caller may be on meta, too
+    """Fills the meta buffers of a nearly empty base model on the CPU, as its class initializes them."""
+    with torch.no_grad(), torch.device("cpu"):  # the caller may be on meta
         for name, buffer in probe._buffers.items():
             if buffer is not None and buffer.is_meta:
                 probe._buffers = {**probe._buffers, name: torch.zeros_like(buffer, device="cpu")}
@@ -155,8 +155,8 @@ def _fill_buffers(probe: Any) -> None:
 def modules_of_units(
     model: nn.Module, layers: Sequence[nn.Module], unit_of: Callable[[nn.Parameter], int | None]
 ) -> Iterator[tuple[int, nn.Module]]:
-    """The modules outside of the decoder layers whose call needs the weights of a unit, each with that unit; `unit_of`
-    gives that of a parameter, None for one that stays."""
+    """Yields the modules outside the decoder layers whose call needs the weights of a unit, with the unit; `unit_of`
+    maps a parameter to its unit, None if it stays loaded."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:
@@ -167,14 +167,14 @@ def modules_of_units(
 def order_unsupported_reason(
     model: Any, base: str, layers: tuple[str, ...], vector: ParameterVector, prefix: str = ""
 ) -> str | None:
-    """Why the units of a model cannot come and go one after the other, or None: also where its forward does not run on
-    pass-throughs, and only the first forward with data can tell.
+    """Returns why a model's units cannot come and go one after the other, or None: also if its forward does not run on
+    pass-throughs, when only the first forward with data can tell.
 
     Args:
         model: The causal language model, without an adapter's wrapper; not changed, on any device.
         base: The name of its base model.
         layers: Names, inside the base model, of its lists of layers.
-        prefix: What names in the vector have before those in the model.
+        prefix: Of names in the vector, before the names in the model.
     """
     family = model.config.get_text_config().model_type
     if len(layers) > 1:
@@ -200,7 +200,7 @@ def _streamed(units: Units) -> Iterator[tuple[int, Any]]:
 
 
 class _InPlaceOfALayer(PassThrough):
-    """Passes through, and has the attributes of the layer: families look some up."""
+    """Has the attributes of the layer: families read some."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class _InPlaceOfALayer(PassThrough):
 
 
 def _units_met(model: Any, base: str, layers: str, unit_of: Mapping[str, int]) -> list[int] | None:
-    """The units that a forward comes to, in its order; None where it does not run."""
+    """The units that a forward reaches, in order; None if it does not run."""
     met: list[int] = []
 
     def meet(unit: int, *_: Any) -> None:
@@ -234,17 +234,17 @@ def _units_met(model: Any, base: str, layers: str, unit_of: Mapping[str, int]) -
             probe(
                 input_ids=torch.zeros(1, 2, dtype=torch.int64),
                 position_ids=torch.arange(2)[None],
-                attention_mask=torch.zeros(1, 1, 2, 2),  # one that is made already: making it looks at data
+                attention_mask=torch.zeros(1, 1, 2, 2),  # a ready mask: making one reads data
                 use_cache=False,
                 hotspa_pack=pack,
             )
-    except Exception:  # whatever the family's code raises without data, or for the pass-throughs
+    except Exception:  # any error of the family's code without data, or on pass-throughs
         return None
     return met
 
 
 def _without_data(model: Any) -> Any:
-    """A copy of a model on the meta device, without hooks, and with configs of its own."""
+    """Copies a model to the meta device, without hooks, with separate configs."""
     made: dict[int, Any] = {}
 
     def empty(tensor: Tensor | None) -> Any:
@@ -257,7 +257,7 @@ def _without_data(model: Any) -> Any:
         if id(config) not in made:
             made[id(config)] = copied = copy.deepcopy(config)
             copied._attn_implementation = ATTENTION
-            copied.get_text_config().output_router_logits = False  # its loss looks at what layers return
+            copied.get_text_config().output_router_logits = False  # its loss reads what layers return
         return made[id(config)]
 
     def of(module: Any) -> Any:

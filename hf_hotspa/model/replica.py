@@ -1,9 +1,9 @@
 """The model of one strategy on this rank: the family's own class, reduced to this rank's layers and shards.
 
-Built once, on the meta device; its storage comes and goes. `bind` makes every parameter a view into the flat buffers of
-the strategy's layout, `release` lets go of them, and a released replica raises when it is touched.
-Layers of other stages become pass-throughs at the same index (families look up `config.layer_types` by index),
-and later stages get the hidden state as `inputs_embeds`: no family needs a forward of ours.
+Built once, on the meta device. `bind` makes parameters views into the flat buffers of the strategy's layout, `release`
+drops them; using a released replica raises an error. Layers of other stages become pass-throughs at the same index
+(families look up `config.layer_types` by index); later stages get the hidden state as `inputs_embeds`: no family needs
+a custom forward.
 """
 
 import copy
@@ -82,13 +82,13 @@ logger = logging.getLogger(__name__)
 
 
 def build_skeleton(description: ModelDescription) -> Any:
-    """The whole model with parameters on the meta device and buffers as the class computes them.
+    """Builds the complete model with meta parameters and real buffers.
 
     Returns:
-        An instance of `description.model_class` that attends with the packed attention, without a PEFT wrapper.
+        An instance of `description.model_class` with the packed attention, without a PEFT wrapper.
     """
     with init_empty_weights(include_buffers=False):
-        with no_init_weights():  # drawing numbers for parameters without data takes most of the time
+        with no_init_weights():  # drawing numbers without data would take most of the time
             model = description.model_class._from_config(
                 copy.deepcopy(description.config), attn_implementation=ATTENTION, dtype=description.compute_dtype
             )
@@ -105,22 +105,22 @@ def build_skeleton(description: ModelDescription) -> Any:
 
 # -- storage ----------------------------------------------------------------------------------------------------------
 
-# How a parameter lies in the parameter vector: 1-D, its sharded dim outermost. The only functions that know it.
+# The order of a parameter in the parameter vector: 1-D, its sharded dim outermost. Only these functions know it.
 
 
 def to_storage(tensor: Tensor, shard_dim: int | None) -> Tensor:
-    """A parameter as the vector stores it; a view where that is possible."""
+    """Returns a parameter in vector order; a view if possible."""
     return (tensor if shard_dim is None else tensor.movedim(shard_dim, 0)).reshape(-1)
 
 
 def from_storage(flat: Tensor | None, shape: Sequence[int], shard_dim: int | None, offset: int | None = None) -> Tensor:
-    """A view of stored elements with the Hugging Face shape: the inverse of `to_storage`.
+    """Returns a view of stored elements with the Hugging Face shape: the inverse of `to_storage`.
 
     Args:
         flat: 1-D, contiguous.
-        shape: The shape, of the whole parameter or of a shard.
-        shard_dim: The dim that is outermost in storage; None for the natural order.
-        offset: Where the elements begin; None where they are all of `flat`.
+        shape: Of the complete parameter or of a shard.
+        shard_dim: The outermost dim in storage; None for the natural order.
+        offset: Where the elements begin; None: `flat` is all of them.
     """
     assert flat is not None
     if offset is not None:
@@ -131,20 +131,19 @@ def from_storage(flat: Tensor | None, shape: Sequence[int], shard_dim: int | Non
     return flat.view(stored).movedim(0, shard_dim)
 
 
-# -- what is attached -------------------------------------------------------------------------------------------------
+# -- attachments ------------------------------------------------------------------------------------------------------
 
 
 class Attachment:
-    """What rides on a replica without being a part of the model; `HotSPaEngine.attach` hangs it on.
+    """An addition to a replica outside the model, see `HotSPaEngine.attach`. It has any of these methods, called in
+    this order:
 
-    It has those of these methods that it needs, which are called in this order:
-
-    * `begin_step(step)`: a mini-batch begins, of which `step` came before in the run;
-    * `bind()`: a phase begins, whose weights are there;
-    * `begin(pack, micro_batch, whole)`: a forward begins. `whole` is the pack, or the chunk of it; `micro_batch` the tokens of
-      this rank, its row under cp, with padding under sequence parallelism; `pack` is what attention sees;
-    * `end()`: the forward is over; its backward may be still to come;
-    * `measures()`: the phase is over; gives fields of `PhaseMeasure`, which count what it has seen since `bind`.
+    * `begin_step(step)`: a mini-batch begins, after `step` others in the run;
+    * `bind()`: a phase begins, with its weights;
+    * `begin(pack, micro_batch, whole)`: a forward begins. `whole` is the pack, or its chunk; `micro_batch` this rank's
+      tokens, its row under cp, with padding under sequence parallelism; `pack` is the input of attention;
+    * `end()`: the forward is over; its backward may come later;
+    * `measures()`: the phase is over; returns fields of `PhaseMeasure` with counts since `bind`.
     """
 
 
@@ -152,10 +151,9 @@ class Attachment:
 
 # Gradients that accumulate in a wider dtype than their parameter has: bf16 weights, fp32 sums.
 #
-# A torch that has `Tensor.grad_dtype` adds to such a `.grad` itself. For an older one, which refuses it, a hook adds
-# what each backward has left to the buffer, and takes it from the parameter: the same sums, bit for bit, but for a
-# weight that one backward uses several times (tied embeddings), whose uses are summed in its own dtype first; and a
-# gradient of one parameter more in memory while it is added.
+# A torch with `Tensor.grad_dtype` supports such a `.grad`. In an older torch a hook moves the gradient of each backward
+# into the buffer. The sums are the same bit for bit, except for a weight that one backward uses several times (tied
+# embeddings): its uses are first summed in its own dtype. The hook needs memory for one more gradient of one parameter.
 
 
 KNOWS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
@@ -163,8 +161,8 @@ _BUFFER = "_hotspa_gradient"
 
 
 def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
-    """Lets the gradients of a parameter accumulate in a dtype, that of the buffers that `bind_gradient` will get.
-    Before other hooks of the parameter are registered."""
+    """Lets a parameter's gradients accumulate in the dtype of the buffers for `bind_gradient`. Call it before other
+    hooks of the parameter are registered."""
     if KNOWS_GRAD_DTYPE:
         parameter.grad_dtype = dtype
     elif dtype != parameter.dtype:
@@ -173,7 +171,7 @@ def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def bind_gradient(parameter: nn.Parameter, buffer: Tensor | None) -> None:
-    """Makes a buffer, of the parameter's shape, what backward passes add to; None: nothing does any more."""
+    """Lets backward passes add to a buffer of the parameter's shape; None: to nothing."""
     if hasattr(parameter, _BUFFER):
         parameter.grad = None
         setattr(parameter, _BUFFER, buffer)
@@ -182,7 +180,7 @@ def bind_gradient(parameter: nn.Parameter, buffer: Tensor | None) -> None:
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor | None:
-    """The buffer that is bound."""
+    """Returns the bound buffer."""
     return getattr(parameter, _BUFFER) if hasattr(parameter, _BUFFER) else parameter.grad
 
 
@@ -197,11 +195,11 @@ def _move(parameter: Tensor) -> None:
 
 
 class KeptForward(NamedTuple):
-    """The layers of a last stage have run for a pack, with a graph.
+    """The output of a last stage's layers for a pack, with its graph.
 
     Attributes:
-        hidden: [1, T, hidden size], what goes into the head: of all tokens under sequence parallelism.
-        inputs: What the model was called with.
+        hidden: [1, T, hidden size], the input of the head: of all tokens under sequence parallelism.
+        inputs: The model's arguments.
         micro_batch: This rank's tokens of the pack.
     """
 
@@ -214,32 +212,27 @@ class Replica:
     """This rank's part of the model under one strategy.
 
     Args:
-        mesh: The strategy, this rank's place in it, and its groups.
-        buffers: The model's buffers by name in its own class (rotary tables and the like), copied to the device.
-        options: The engine's options: label smoothing, recomputation, noise and dropout are applied here.
-        part: Which of this rank's stages it is (`+v2`), from 0; each is a replica of its own.
+        buffers: The model's buffers by name in its own class (such as rotary tables), copied to the device.
+        options: For label smoothing, recomputation, noise and dropout.
+        part: Which of this rank's stages it is (`+v2`), from 0; each is a separate replica.
 
     Attributes:
-        losses: On the last stage, the scaled loss of each micro-batch since the last `bind`, in their order.
-        logits: When a list, the last stage adds the logits of each micro-batch, [T, local vocabulary rows].
-        noise: The noise on embeddings, on the first stage.
-        dropout: What its dropout modules have in common; None without any.
+        losses: On the last stage, the scaled loss of each micro-batch since the last `bind`.
+        logits: If a list, the last stage adds the logits of each micro-batch, [T, local vocabulary rows].
+        dropout: The shared state of dropout modules; None without any.
         vocabulary_widths: Rows of the vocabulary in each tensor-parallel shard.
-        layers: The decoder layers, pass-throughs of other stages among them.
-        parameters: The parameters on this rank, and where they lie.
-        flexible: What the ranks of its tensor-parallel group give away; None where they cannot.
-        context: How the ranks of cp divide packs; None where cp is 1.
-        experts: How tokens travel to the ranks of ep; None where ep is 1.
-        capacity: How many tokens an expert computes at most; None for all.
-        check_weights: Called at the end of every forward that has a loss or leaves the stage; None for nothing.
-        objective: What a last stage makes of logits.
-        routers: The routers of the layers here, whose balance loss `balance_of` computes; None where none is wanted.
-        calls: The methods of what is attached, by name.
-        reached: The parameters that a backward of the present mini-batch has given a gradient.
-        keeps_graphs: Whether forwards on a stage that has all layers keep their graphs, in `kept`: the next forward with the
-            loss of the same pack begins behind the layers.
-        begin_pass, end_pass: Called around each forward and each backward, if set; `end_pass` before another stage is waited
-            for.
+        layers: Decoder layers, including other stages' pass-throughs.
+        flexible: How the tensor-parallel group offloads columns; None if it cannot.
+        context: How the ranks of cp divide packs; None if cp is 1.
+        experts: How tokens travel to the ranks of ep; None if ep is 1.
+        capacity: The most tokens that an expert computes; None for all.
+        check_weights: Called at the end of every forward that has a loss or leaves the stage.
+        routers: Routers whose balance loss `balance_of` computes, or None.
+        calls: The methods of attachments, by name.
+        reached: The parameters with a gradient in this mini-batch.
+        keeps_graphs: Whether forwards on a stage with all layers keep their graphs, in `kept`: the next forward of the
+            same pack with a loss starts behind the layers.
+        begin_pass, end_pass: Called around each forward and each backward; `end_pass` before waiting for another stage.
     """
 
     def __init__(
@@ -259,7 +252,7 @@ class Replica:
         self._vocab_size, self._own_loss = vocabulary_of_logits(description), options.loss
         self._gradients, self._counts_from = options.gradients, description.counts_from
         strategy, coord = mesh.strategy, mesh.coord
-        # who shares the tokens between blocks, with sequence parallelism
+        # the group that divides the tokens between blocks, with sequence parallelism
         self._sharers = mesh.tensor.group if mesh.tensor is not None and strategy.sp else None
         self._num_shares = strategy.tp if strategy.sp else 1
         stage = part * strategy.pp + coord.pp
@@ -298,7 +291,7 @@ class Replica:
         self.release()
 
     def attach(self, attachment: object) -> None:
-        """Hangs something on it, which has some of the methods of an `Attachment`; None for nothing."""
+        """Adds an `Attachment`; None for nothing."""
         for name, calls in self.calls.items():
             if hasattr(attachment, name):
                 calls.append(getattr(attachment, name))
@@ -306,13 +299,13 @@ class Replica:
     # -- construction -------------------------------------------------------------------------------------------------
 
     def _drop(self, description: ModelDescription, options: EngineOptions) -> None:
-        """Keyed dropout in the place of the model's own, recomputation that draws it again, and noise on embeddings."""
+        """Sets up keyed dropout, recomputation that draws it again, and noise on embeddings."""
         mesh, strategy = self.mesh, self.mesh.strategy
         masks = DropoutMasks(options.seed, mesh.tensor, strategy.sp)
         specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
         heads = description.local_heads(strategy.tp, mesh.tensor.shard) if mesh.tensor is not None else {}
-        held = partial(shard_rows, description.vector, strategy, rank=mesh.rank)
-        dropped = use_keyed_dropout(self.model, masks, specs, held, self.hidden_size, mesh.tensor)
+        rows_of_shard = partial(shard_rows, description.vector, strategy, rank=mesh.rank)
+        dropped = use_keyed_dropout(self.model, masks, specs, rows_of_shard, self.hidden_size, mesh.tensor)
         dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
         self.dropout = masks if dropped else None
         if dropped and self.context is not None:
@@ -332,7 +325,7 @@ class Replica:
             self.model.get_input_embeddings().register_forward_hook(self.noise)
 
     def _divide(self, description: ModelDescription, options: EngineOptions) -> None:
-        """What other ranks of a replica do: shards of its layers, experts, columns that can be given away."""
+        """Sets up what ranks divide: shards of layers, experts, columns that can be offloaded."""
         mesh = self.mesh
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._is_flexible = options.flexible
@@ -346,7 +339,7 @@ class Replica:
             self._shard(description)
         self._tail = Tail(self.model, description.base, description.head) if self.is_last else None
         if self.capacity is not None and self.experts is None:
-            modules = dict(self.model.named_modules())  # without those of other stages
+            modules = dict(self.model.named_modules())  # without the modules of other stages
             self.capacity.limit(base_layer(modules[name]) for name in description.experts if name in modules)
 
     def _take_loss(self, description: ModelDescription, options: EngineOptions) -> None:
@@ -392,7 +385,7 @@ class Replica:
         return model
 
     def _own_parameters(self, description: ModelDescription) -> list[tuple[nn.Parameter, Slot]]:
-        """Puts a fresh parameter in place of each meta one; tied names on this stage share it."""
+        """Replaces each meta parameter by a real, empty one; tied names on this stage share it."""
         modules = dict(self.model.named_modules())
         owned = []
         for slot in self.slots:
@@ -440,7 +433,7 @@ class Replica:
             self.model.config = copy.copy(self.model.config)
             left = self._vocab_size - sum(self.vocabulary_widths[: tensor.shard])
             self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
-        # pass-throughs of other stages must not be wrapped
+        # other stages' pass-throughs must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
         self.flexible = make_flexible(present, styles, widths, tensor) if self._is_flexible else None
         if strategy.sp:
@@ -449,7 +442,7 @@ class Replica:
             self.calls["end"].append(apply_tensor_parallel(present, styles, widths, tensor))
 
     def _use_four_bit(self, description: ModelDescription) -> None:
-        """Products with this rank's shards of weights in 4 bits."""
+        """Replaces products by ones with this rank's shards of 4-bit weights."""
         specs, whole = {slot.spec.name: slot.spec for slot in self.slots}, list[str]()
         for name, product in products(without_adapters(self.model), description.four_bit).items():
             spec = specs[description.weight_of(name)]
@@ -467,13 +460,12 @@ class Replica:
     # -- storage ------------------------------------------------------------------------------------------------------
 
     def bind(self, weights: Sequence[Tensor | None] | None, gradients: Sequence[Tensor | None] | None) -> None:
-        """A phase begins: makes the parameters views into flat buffers.
+        """Begins a phase: makes the parameters views into flat buffers.
 
         Args:
-            weights: By segment, 1-D, of the segment's dtype; None where this rank holds nothing. None altogether where they are
-                bound already.
-            gradients: By segment, 1-D, of the dtype in which they accumulate (`GradientDtypes`); None where nothing is
-                trained. None altogether where only forwards will run.
+            weights: By segment, 1-D, of the segment's dtype, or None if not on this rank. None: they are already bound.
+            gradients: By segment, 1-D, of the accumulation dtype (`GradientDtypes`), or None if not trained. None: only
+                forwards will run.
         """
         for parameter, slot in self.parameters:
             place = slot.shape, slot.dim, slot.offset
@@ -488,16 +480,16 @@ class Replica:
             bind()
 
     def use_weights(self, weights: Sequence[Tensor | None]) -> None:
-        """Puts other values of the trained weights in place until the next call, as `bind` does; nothing else changes.
+        """Replaces the values of the trained weights until the next call; nothing else changes.
 
-        What runs backward must have the very weights that it ran forward with: autograd looks at them again.
+        A backward must have the same weights as its forward: autograd reads them again.
         """
         for parameter, slot in self.parameters:
             if slot.spec.trainable:
                 parameter.data = from_storage(weights[slot.segment], slot.shape, slot.dim, slot.offset)
 
     def release(self) -> None:
-        """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
+        """Drops all buffers. A forward before the next `bind` fails on empty parameters."""
         self.kept.clear()
         for parameter, _ in self.parameters:
             parameter.data = parameter.data.new_empty(0)
@@ -516,16 +508,16 @@ class Replica:
         """Runs this rank's stage on one micro-batch.
 
         Args:
-            micro_batch: One pack, T tokens. With cp, this rank computes its row of them, and T below is the row's.
-            hidden: [1, T, hidden size] from the stage before; None on the first stage.
+            micro_batch: One pack, T tokens. With cp, this rank computes its row, and T below is the row's.
+            hidden: [1, T, hidden size] from the previous stage; None on the first stage.
             scale: 1 / (label tokens of the mini-batch).
-            prefix: What comes before the first sequence, where that is a part of one.
-            with_loss: Whether a last stage goes on to the loss.
+            prefix: What precedes the first sequence, if that is a part of a sequence.
+            with_loss: Whether a last stage computes the loss.
 
         Returns:
             [1, T, hidden size] of the last layer here, or the scaled sum of cross entropies (fp64 scalar).
         """
-        # without gradients it may be another call of the same rows, with other labels, say, or without adapters
+        # without gradients it may be another call of the same rows, e.g. with other labels
         may_resume = with_loss and self.kept and torch.is_grad_enabled()
         if may_resume and (resumed := self._resumed(micro_batch, scale)) is not None:
             return resumed
@@ -567,7 +559,7 @@ class Replica:
         return out
 
     def _positions(self, whole: MicroBatch, counts_from: int) -> Tensor:
-        """[1, T] int64, the positions of this rank's tokens as a family counts them that does not count from 0."""
+        """[1, T] int64, this rank's positions for a family that does not count from 0."""
         counted = with_counted_positions(whole, counts_from)
         return (self._divisible(counted) if self.context is None else self.context.row_of(counted)).position_ids
 
@@ -575,7 +567,7 @@ class Replica:
         return num_tokens if self.context is None else self.context.tokens_kept(num_tokens)
 
     def begin_step(self, step: int) -> None:
-        """A mini-batch begins, of which `step` came before in the run; no gradient has come yet."""
+        """Begins a mini-batch, after `step` others in the run, before any gradient."""
         self.reached.clear()
         for begin_step in self.calls["begin_step"]:
             begin_step(step)
@@ -583,11 +575,11 @@ class Replica:
     def _loss(
         self, inputs: dict[str, Any], micro_batch: MicroBatch, whole: MicroBatch, scale: float, num_tokens: int
     ) -> Tensor:
-        """The scaled loss on the last stage; logits of the first `num_tokens` tokens are kept if they are wanted."""
+        """Computes the scaled loss; keeps the logits of the first `num_tokens` tokens if requested."""
         loss_of = self.objective.of(micro_batch, whole, scale)
         in_chunks = self.logits is None and num_tokens > self._chunk_tokens
         if not (in_chunks or self.keeps_graphs or self._sharers is not None):
-            # squeezed, not indexed: the gradient of an index is a second buffer of zeros as large as the logits
+            # squeezed, not indexed: the gradient of an index is another buffer as large as the logits
             logits = self.model(**inputs).logits.squeeze(0)
             if self.logits is not None:
                 self.logits.append(logits[:num_tokens])
@@ -618,7 +610,7 @@ class Replica:
         return chunked_loss(lambda part, tokens: loss_of(tail(part, inputs), tokens), hidden, tail.parameters, chunks)
 
     def _resumed(self, whole: MicroBatch, scale: float) -> Tensor | None:
-        """The loss of a pack whose layers have run already, in a forward that kept its graph (`keeps_graphs`)."""
+        """Computes the loss of a pack from an earlier forward's graph (`keeps_graphs`)."""
         kept = self.kept.pop((whole.keys, whole.lengths), None)
         if kept is None:
             return None
@@ -630,7 +622,7 @@ class Replica:
         return out
 
     def _divisible(self, micro_batch: MicroBatch) -> MicroBatch:
-        """With sequence parallelism, the pack with as many tokens of padding as make every rank's share equal."""
+        """Pads the pack to equal shares of the ranks, under sequence parallelism."""
         shares = self._num_shares
         return micro_batch.padded_to(-(-micro_batch.num_tokens // shares) * shares, 0)
 
@@ -640,57 +632,55 @@ class Replica:
         if division is None:
             return loss_of(partial(same_tokens, group=self._sharers, num_tokens=whole.num_tokens))
         row = partial(same_tokens, group=self._sharers, num_tokens=division.shares.rows[division.context.index])
-        # each rank computes the loss of the pack, which counts once
+        # each rank computes the loss of the complete pack, which counts once
         return loss_of(lambda logits: all_tokens(row(logits), division), is_counted=self.mesh.coord.cp == 0)
 
     @property
     def balance_loss(self) -> Tensor:
-        """fp64 scalar: the balance loss of this rank's routers since the last `bind`."""
+        """The balance loss of this rank's routers since the last `bind`, an fp64 scalar."""
         return torch.zeros((), dtype=torch.float64) if self.routers is None else self.routers.value
 
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
-        """The shape of what travels between stages."""
+        """The shape of the hidden state between stages."""
         context, num_tokens = self.context, micro_batch.num_tokens
         row = num_tokens if context is None else context.row_tokens(micro_batch.lengths)
         return (1, -(-row // self._num_shares), self.hidden_size)
 
 
-# -- a tape in the place of the loss ----------------------------------------------------------------------------------
+# -- a tape instead of the loss ---------------------------------------------------------------------------------------
 
-# Numbers of each token out of a pass, gradients of those numbers into it: how a loss is computed outside of the engine.
+# Takes numbers of each token out of a pass, and their gradients into it, for a loss computed outside the engine.
 #
-# A `Tape` is of one pass, and shared by all replicas of a rank. While it is in `Taping`, it takes the place of the loss: a forward
-# writes `parallel.scores` of its tokens (and their logits, and sums over what routers chose), and what it trains is the linear
-# objective
+# A rank's replicas share the `Tape` of a pass. While it is in `Taping`, it replaces the loss: a forward writes
+# `parallel.scores` of its tokens (and their logits, and sums over router choices), and trains the linear objective
 #
 #     sum over tokens of  seed_1 * log_prob + seed_2 * entropy + seeds * logits,  and of routers  seeds * probabilities,
 #
-# whose gradient is that of any loss with these derivatives (the chain rule). Without a tape the replicas have their own loss.
+# whose gradient equals the gradient of any loss with these derivatives (chain rule).
 #
-# Tokens are named by document and position. `offsets` says where a document begins in the tables of this rank, which hold the
-# documents that it trains alone. Shapes: n of their tokens, D documents of the step, E experts of which K are chosen, V logits of
-# a token, v those of this rank's shard.
+# Tokens are named by document and position; `offsets` says where a document begins in this rank's tables of the
+# documents that it trains. Shapes: n of their tokens, D documents of the step, E experts of which K are chosen, V
+# logits of a token, v logits in this rank's shard.
 
 
 @dataclass
 class Tape:
-    """What a pass of this rank writes, and what drives it.
+    """The outputs and the seeds of a pass on this rank; None if not used.
 
     Attributes:
-        temperature: Logits are divided by it.
-        offsets: int64 [D], where a document begins in the tables; those of other ranks' documents are not read.
-        fields: How many of `scores.FIELDS` are written, from the first one on.
-        values: [n, fields], fp32 or wider; None where none are wanted. Written where tp is 0; 0 for tokens of other ranks of cp.
-        weights: fp64 [D], the seed of every log-probability of a document; None where none has one.
-        by_probability: Whether these are multiplied by the probability of each token.
-        seeds: [n, 1 or 2], the seeds by log-probability, and by entropy, beside `weights`; None for none.
-        logits: By document, where they are wanted: [length, v] in host memory, 0 for tokens of other ranks of cp.
-        logit_seeds: Gives the seeds [length, v] of a document's logits in this rank's shard, or None; called once for each.
+        offsets: int64 [D], where a document begins in the tables; not read for other ranks' documents.
+        fields: How many of the first `scores.FIELDS` are written.
+        values: [n, fields], fp32 or wider. Written where tp is 0; 0 for tokens of other ranks of cp.
+        weights: fp64 [D], the seed of every log-probability of a document.
+        by_probability: Whether each token's probability multiplies these.
+        seeds: [n, 1 or 2], additional seeds by log-probability, and by entropy.
+        logits: By document [length, v] in host memory, 0 for tokens of other ranks of cp.
+        logit_seeds: Returns the seeds [length, v] of a document's logits in this rank's shard, or None; called once.
         router_values: fp64 [D, K * E + E]: how often each expert was the first, second, ... choice of a document's tokens,
-            and the sums of its probabilities, over the routers here; None where they are not wanted.
-        router_seeds: fp64 [D, E], the seed of each probability of a document's tokens; None for none.
-        own: Where the loss is a token loss of the user's own: what its value is multiplied by, and its gradient beside.
-        at_hand: What `logit_seeds` gave for the documents of the pack that runs.
+            and the sums of its probabilities, over the routers here.
+        router_seeds: fp64 [D, E], the seed of each probability of a document's tokens.
+        own: For a custom token loss, the factors of its value and of its gradient.
+        at_hand: The `logit_seeds` of the running pack's documents.
     """
 
     temperature: float = 1.0
@@ -711,16 +701,16 @@ class Tape:
 
 @dataclass
 class Taping:
-    """The tape of the pass that runs; None where the replicas have their own loss."""
+    """The running pass's tape; None if the replicas have their own loss."""
 
     tape: Tape | None = None
 
 
 class TapedReplica(Attachment, Objective):
-    """The tape on one replica: in the place of its loss on a last stage, and of its routers' balance loss.
+    """The tape on one replica: replaces its loss on a last stage, and its routers' balance loss.
 
-    The value of the loss is still the scaled cross entropy, for reports and for the search of what is not finite; its gradient
-    is that of the seeds.
+    The value of the loss is still the scaled cross entropy, for reports and the search for non-finite values; its
+    gradient comes from the seeds.
     """
 
     def __init__(self, replica: Replica, taping: Taping) -> None:
@@ -801,10 +791,10 @@ class TapedReplica(Attachment, Objective):
     def _logit_seeds(
         self, tape: Tape, seeds_of: Callable[[int], Tensor | None], micro_batch: MicroBatch
     ) -> Tensor | None:
-        """[t, v], the seeds of the logits of a pack; those of a document come when its first pack begins."""
+        """[t, v], the seeds of a pack's logits; receives a document's when its first pack begins."""
         sequences = list(_sequences(micro_batch))
         here = {document for document, _, _ in sequences}
-        # a document goes on in the next chunk, if it does, and then it is in this one, too
+        # a document that continues in the next chunk is also in this one
         tape.at_hand = {d: tape.at_hand[d] if d in tape.at_hand else seeds_of(d) for d in here}
         if all(seeds is None for seeds in tape.at_hand.values()):
             return None
@@ -824,7 +814,7 @@ class TapedReplica(Attachment, Objective):
         is_counted: bool = True,
         chunk: Any = None,
     ) -> Tensor | None:
-        """In the place of `RouterLoss.of`: writes what routers chose, and has the gradient of their seeds; its value is 0."""
+        """Replaces `RouterLoss.of`: writes router choices, and has their seeds' gradient; its value is 0."""
         tape, routers = self._taping.tape, self.replica.routers
         if tape is None:
             return self._of_routers(pack, scale, tokens, is_counted, chunk)
@@ -849,14 +839,14 @@ class TapedReplica(Attachment, Objective):
 
 
 def _rows_of(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """int64 [t] each: the document of each token, -1 for padding, and where its sequence begins in the document."""
+    """int64 [t] each: the document of each token, -1 for padding, and where its sequence begins there."""
     keys = torch.tensor(micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths), dtype=torch.int64)
     of_tokens = keys.repeat_interleave(torch.tensor(micro_batch.lengths), 0).to(micro_batch.labels.device)
     return of_tokens[:, 0], of_tokens[:, 1]
 
 
 def _write_logits(tables: dict[int, Tensor], micro_batch: MicroBatch, logits: Tensor, tokens: slice) -> None:
-    """Puts the logits [t, v] of some tokens of a pack into the tables of their documents."""
+    """Copies logits [t, v] of a pack into the tables of their documents."""
     for document, positions, place in _sequences(micro_batch):
         first, stop = max(place.start, tokens.start), min(place.stop, tokens.stop)
         if document in tables and first < stop:
@@ -866,7 +856,7 @@ def _write_logits(tables: dict[int, Tensor], micro_batch: MicroBatch, logits: Te
 
 
 def _sequences(micro_batch: MicroBatch) -> Iterator[tuple[int, slice, slice]]:
-    """Of each sequence that is not padding its document, its positions there, and its tokens in the pack."""
+    """Yields each sequence's document, positions there, and tokens in the pack, without padding."""
     ends, keys = list(accumulate(micro_batch.lengths)), micro_batch.keys or [(-1, 0)] * len(micro_batch.lengths)
     for index, ((document, start), length) in enumerate(zip(keys, micro_batch.lengths, strict=True)):
         if document >= 0:

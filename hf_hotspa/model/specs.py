@@ -1,7 +1,7 @@
 """From a Hugging Face model to plain data: the one place that reads plans, configs and module names.
 
-`describe_model` turns a causal language model into a `ModelDescription`: the parameter vector, the model's shape, and the
-style of each module under tensor parallelism. What cannot be exact is refused here, by name, before anything is built.
+`describe_model` makes a `ModelDescription`: the parameter vector, the model's shape, and the style of each module under
+tensor parallelism. What cannot be exact raises an error by name, before anything is built.
 """
 
 import copy
@@ -36,7 +36,9 @@ from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
 
 _RANDOM_ROUTERS = {"phimoe"}
-_ADAPTED_EXPERTS = "experts are adapted (target_parameters), and lora_B holds those of all in each row, so ep must be 1"
+_ADAPTED_EXPERTS = (
+    "experts are adapted (target_parameters): each row of lora_B has values of all experts, so ep must be 1"
+)
 _MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
 
 
@@ -45,27 +47,25 @@ class ModelDescription:
     """A model as the engine sees it.
 
     Args:
-        model_class: Its own class; replicas are instances of it.
+        model_class: Its own class, also of replicas.
         config: Its config, with the packed attention set.
-        vector: Its parameter vector.
-        shape: Counts and sizes.
         base: Name of the base model inside it (``model``).
-        layers: Names of the lists of decoder layers inside the base model; one, but for stacks that run in cycles.
+        layers: Names, inside the base model, of the lists of decoder layers; one, except for stacks that run in cycles.
         embeddings: Names, inside the base model, of the modules before the layers.
-        norms: Names, inside the base model, of the modules after them.
+        norms: Names, inside the base model, of the modules after the layers.
         head: Name of the output embedding.
         styles: Tensor-parallel style by module name.
-        attention_heads: Query heads and key/value heads of the attention modules whose heads are cut, by name.
+        attention_heads: Query heads and key/value heads of attention modules with cut heads, by name.
         layer_kinds: How each decoder layer treats the sequences of a pack.
-        router_layers: Routers whose balance loss is part of the loss; 0 for none.
-        whole: Why blocks that the tensor-parallel plan names are held whole all the same, by name.
-        experts: The modules of fused experts, which ep divides, by name, and how many each has.
-        paddings: The `padding_idx` of modules that have one; the config may have got its padding token later than these.
+        router_layers: Number of routers with a balance loss.
+        whole: Why planned blocks are still held whole, by name.
+        experts: Number of fused experts, which ep divides, by module name.
+        paddings: The modules' `padding_idx`; the config may have got its padding token later.
         compute_dtype: The dtype of activations.
-        counts_from: The id of padding from which its embedding counts positions; None where these begin with 0.
-        prefix: What the names of parameters begin with in the model that was given, before those in `model_class`.
-        adapters: Its LoRA adapter; None without one.
-        four_bit: Its linear layers whose frozen weights are in 4 bits, by name as if it had no adapter.
+        counts_from: The padding id from which its embedding counts positions; None if from 0.
+        prefix: Of parameter names in the user's model, before the names in `model_class`.
+        adapters: Its LoRA adapter.
+        four_bit: Its linear layers with frozen 4-bit weights, by name without the adapter.
     """
 
     model_class: type[PreTrainedModel]
@@ -100,12 +100,12 @@ class ModelDescription:
         return name.removeprefix(self.prefix)
 
     def weight_of(self, module: str) -> str:
-        """The name in the parameter vector of the weight of a module of `styles`; of a LoRA layer, that of its base."""
+        """Returns the vector's name of the weight of a module of `styles`; of a LoRA layer, its base's."""
         inside = ".base_layer" if self.adapters is not None and module in self.adapters.scalings else ""
         return f"{self.prefix}{module}{inside}.weight"
 
     def local_heads(self, tp: int, shard: int) -> dict[str, tuple[int, int, int]]:
-        """For attention modules whose heads are cut: a shard's first query head, and its query and key/value heads."""
+        """Returns a shard's first query head, query heads and key/value heads, by attention module with cut heads."""
         ranges = {}
         for name, (heads, kv_heads) in self.attention_heads.items():
             low, high = Part(heads, kv_heads, heads).cut(tp, shard)
@@ -120,13 +120,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def vocabulary_of_logits(description: ModelDescription) -> int:
-    """Logits of a token; some heads are wider than the vocabulary, and the family drops the rest."""
+    """Returns the logits per token; some heads are wider than the vocabulary, and the family drops the rest."""
     text = description.config.get_text_config()
     return getattr(text, "unpadded_vocab_size", None) or description.shape.vocab_size
 
 
 def refuse_inexact(config: PreTrainedConfig) -> None:
-    """Refuses what cannot train exactly in packs or across layouts.
+    """Rejects models that cannot train exactly in packs or across layouts.
 
     Raises:
         UnsupportedError: naming the setting of the config.
@@ -140,7 +140,7 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
 
 
 def base_name(model: PreTrainedModel) -> str:
-    """The name of the base model (embeddings, layers, norm) inside a causal language model.
+    """Returns the name of the base model (embeddings, layers, norm) in a causal language model.
 
     Raises:
         ModelError: there is none.
@@ -159,7 +159,7 @@ def base_name(model: PreTrainedModel) -> str:
 
 
 def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names, inside the base model, of its lists of decoder layers: one, or those of stacks that run in cycles."""
+    """The names, inside the base model, of its lists of decoder layers: one, or several stacks that run in cycles."""
     base, count = model.get_submodule(base_name(model)), model.config.get_text_config().num_hidden_layers
     lists = {name: child for name, child in base.named_modules() if isinstance(child, nn.ModuleList)}
     whole = [name for name, child in lists.items() if "." not in name and len(child) == count]
@@ -181,7 +181,7 @@ def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Structure:
-    """A causal language model, without the wrapper of an adapter, and the names of its parts (`ModelDescription`)."""
+    """A causal language model, without an adapter's wrapper, and the names of its parts (`ModelDescription`)."""
 
     model: PreTrainedModel
     prefix: str
@@ -220,7 +220,7 @@ class _Structure:
 def _structure(model: PreTrainedModel, prefix: str, adapters: Adapters | None) -> _Structure:
     lists = _layer_lists(model)
     base = base_name(model)
-    # a norm may have no parameters (OLMo) and is part of one stage all the same; dropout is that of the embeddings
+    # a norm may have no parameters (OLMo) and still belongs to one stage; dropout belongs to the embeddings
     staged = model.config.get_text_config().base_model_pp_plan or {}
     children = [
         name
@@ -252,12 +252,12 @@ def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) ->
 def describe_model(
     model: nn.Module, compute_dtype: torch.dtype | None = None, attention_dropout: bool = True
 ) -> ModelDescription:
-    """Reads everything the engine needs from a model. The model is not changed and no tensor is copied.
+    """Reads everything the engine needs from a model. Does not change the model or copy tensors.
 
     Args:
-        model: A causal language model, on any device; or a `PeftModel` with a LoRA adapter around one.
+        model: A causal language model, perhaps a `PeftModel` with a LoRA adapter around it; on any device.
         compute_dtype: The dtype of the strategies' weights and activations; the model's own when None.
-        attention_dropout: Whether attention probabilities are dropped as its config says; else none are.
+        attention_dropout: Whether attention probabilities are dropped as its config says, or not at all.
 
     Raises:
         ModelError: its structure cannot be laid out.
@@ -330,7 +330,6 @@ def _config_of_replicas(config: PreTrainedConfig, attention_dropout: bool, route
 def _shape(
     structure: _Structure, plan: TensorPlan, fused: Mapping[str, int], counted: int | None, vector: ParameterVector
 ) -> ModelShape:
-    """The counts and sizes; what the model does not support is not in it yet."""
     model, text = structure.model, structure.model.config.get_text_config()
     num_layers = len(vector.layer_costs)
     heads, kv_heads = head_counts(model.config)
@@ -367,7 +366,7 @@ def _with_unsupported_reasons(
     drops: bool,
     vector: ParameterVector,
 ) -> ModelShape:
-    """The shape with reasons why strategies are not exact for it; `drops`: attention probabilities are dropped."""
+    """Adds why strategies are not exact; `drops`: attention probabilities are dropped."""
     model, base, layers, family = structure.model, structure.base_model, structure.layers, shape.family
     decoder_layers = list(structure.decoder_layers.values())
     return replace(
@@ -414,12 +413,11 @@ def _parameter_vector(
         else:
             specs.append(replace(spec, experts=fused.get(module, 0) if role is None else 0))
         if unit >= 0 and role is None:
-            costs[unit] += numel  # an adapter costs next to nothing
+            costs[unit] += numel  # an adapter's cost is negligible
     return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
 
 
 def _with_all_names(model: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
-    """The parameters of a model that are trained here, each once, and what each is called."""
     names: dict[nn.Parameter, list[str]] = {}
     is_of_text = of_text(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -429,7 +427,6 @@ def _with_all_names(model: PreTrainedModel) -> dict[nn.Parameter, list[str]]:
 
 
 def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
-    """Refuses a parameter of several names, but for the weight of both embeddings and a bias of the head."""
     ends = {f"{structure.input_embedding}.weight", f"{structure.head}.weight"}
     if tied and {name, *tied} != ends and not _is_head_bias(name, tied, structure.head):
         raise ModelError(
@@ -438,18 +435,18 @@ def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
 
 
 def _of_head_first(names: list[str], head: str) -> list[str]:
-    """The names of a bias with the head's own first, whose shards they follow; others as they are."""
+    """Puts the head's own name of a bias first: the bias follows the head's shards."""
     own = f"{head}.bias"
     return [own, *(name for name in names if name != own)] if own in names else names
 
 
 def _is_head_bias(name: str, tied: Sequence[str], head: str) -> bool:
-    """Whether a parameter is the head's bias, and its other names are those of the modules around the head (BERT)."""
+    """Whether a parameter is the head's bias, with other names only in modules around the head (BERT)."""
     return name == f"{head}.bias" and all(f"{head}.".startswith(f"{other.removesuffix('.bias')}.") for other in tied)
 
 
 def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
-    """Of the matrices of attention and of MLPs, the shares of elements that tensor parallelism does not cut."""
+    """The shares of attention and MLP matrices, by elements, that tensor parallelism does not cut."""
     counted = [0, 0], [0, 0]
     for name, parameter in plain_parameters(model):
         prefix = next((prefix for prefix in plan.layer_prefixes if name.startswith(prefix)), None)
@@ -487,7 +484,7 @@ def _spec(
     name_in_plan, role = structure.adapted(name)
     cut, is_partial = plan.cuts.get(name_in_plan), name_in_plan in plan.partial
     if role is not None and cut is not None:
-        # of A and B, the one that meets the cut dim of the base is cut alike; every shard adds its part to the other
+        # of A and B, the one with the base's cut dim is cut like it; every shard adds its part to the other
         of_inputs = cut.dim == plan.input_dim(name_in_plan)
         is_partial = role == (LORA_B if of_inputs else LORA_A)
         cut = None if is_partial else replace(cut, dim=int(of_inputs))
@@ -514,7 +511,7 @@ CHUNKS, RANKS = "computed in chunks (+ck)", "divided over ranks (cp)"
 def sp_unsupported_reason(
     plan: TensorPlan, kinds: tuple[LayerKind, ...], embedding: str, before: list[str], fused: set[str]
 ) -> str | None:
-    """Why tensor parallelism of the model cannot be sequence parallel, or None."""
+    """Returns why the model cannot be sequence parallel, or None."""
     if any(kind.alone for kind in kinds):
         return "some of its layers look at whole sequences of a pack, so it cannot be sequence parallel"
     for name, module in plan.modules.items():
@@ -527,13 +524,13 @@ def sp_unsupported_reason(
 def cut_unsupported_reason(
     family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str
 ) -> str | None:
-    """Why sequences of the model cannot be cut along their tokens, or None; `how` words it in the message."""
+    """Returns why sequences cannot be cut along their tokens, or None; `how` is a part of the message."""
     alone = [index for index, kind in enumerate(kinds) if kind.alone]
     if alone:
         layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]
         return (
             f"{type(layer).__name__} {alone[0]} of {family} is given whole sequences (for a convolution, a state, linear "
-            f"attention or a mask of its own), so they cannot be {how}"
+            f"attention or its own mask), so they cannot be {how}"
         )
     if len(layers) > 1:
         return f"the layers of {family} run in cycles, so sequences cannot be {how}"
@@ -541,7 +538,7 @@ def cut_unsupported_reason(
 
 
 def chunks_unsupported_reason(family: str, layers: Sequence[nn.Module], counted: int | None) -> str | None:
-    """Why a sequence of the model cannot go through it in chunks, one after the other, or None."""
+    """Returns why a sequence cannot be computed in successive chunks, or None."""
     if counted is not None:
         return f"the embedding of {family} counts the tokens before a token, so sequences cannot be {CHUNKS}"
     twice = next((m for layer in layers for m in layer.modules() if calls_attention(m) and num_attends(m) > 1), None)
@@ -551,7 +548,7 @@ def chunks_unsupported_reason(family: str, layers: Sequence[nn.Module], counted:
 
 
 def ring_unsupported_reason(family: str, layers: Sequence[nn.Module], drops: bool) -> str | None:
-    """Why attention of the layers cannot be computed block by block on a ring, or None."""
+    """Returns why attention cannot be computed block by block on a ring, or None."""
     for module in (module for layer in layers for module in layer.modules() if calls_attention(module)):
         names = names_in_forward(module)
         cap = getattr(module, "attn_logit_softcapping", None)

@@ -1,10 +1,9 @@
 """The family's tensor-parallel plan, read block by block: which parameters are cut, and which every rank holds whole.
 
 A *block* is a module that directly owns planned modules or parameters: an attention, an MLP, the experts of a mixture.
-A block is cut only when every parameter in it is understood; then each is sharded, replicated with the same gradient
-everywhere, or replicated with a partial gradient (norms of queries and keys see only their rank's heads). Any other
-block is held whole by all tensor-parallel ranks, which all compute it: nothing is saved there, and it is exact. The
-reason is kept, so that a user can see what tp does not divide.
+A block is cut only if the plan covers every parameter in it; each is then sharded, replicated with the same gradient
+everywhere, or replicated with a partial gradient (norms of queries and keys see only their rank's heads). All
+tensor-parallel ranks hold and compute any other block whole, which is exact but saves nothing; the reason is kept.
 """
 
 import re
@@ -32,7 +31,7 @@ from hf_hotspa.parallel.tensor_parallel import (
 )
 
 _OLDER_NAMES = {"colwise_rep": COLWISE_GATHER, "rowwise_rep": ROWWISE_SPLIT}
-"""Of styles in plans; others are as in `parallel.tensor_parallel`."""
+"""Older names of styles in `parallel.tensor_parallel`."""
 PARTIAL_GRADIENT, LATENT_STYLE = "replicated_with_grad_allreduce", "mla_kv_a_proj"
 EXPERTS_STYLE, IDENTITY_STYLE, LOCAL_STYLE = "moe_tp_experts", "moe_identity_expert", "local_params"
 PACKED_COLWISE, PACKED_ROWWISE = "packed_colwise", "packed_rowwise"
@@ -47,13 +46,13 @@ _OF_LAYERS = {
         **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.sinks"), "colwise"),
         "self_attn.o_proj": "rowwise",
         "mlp.experts": "moe_tp_experts",
-        # experts are kept transposed, each gate beside its up
+        # experts are transposed, each gate beside its up
         **dict.fromkeys(("mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj_bias"), "rowwise"),
         "mlp.experts.down_proj": "colwise",
         "mlp.experts.down_proj_bias": "replicated_with_grad_allreduce",
     },
 }
-"""Plans of layers of families for which transformers has none."""
+"""Layer plans of families without one in transformers."""
 
 _GATHERED = (COLWISE_GATHER, ROWWISE_SPLIT)
 _KEY_VALUE = ("k_proj", "v_proj")
@@ -71,7 +70,7 @@ _HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
 
 @dataclass(frozen=True)
 class Cut:
-    """How tensor parallelism cuts one parameter: the tensor dim, and its parts."""
+    """How tensor parallelism cuts a parameter: the tensor dim, and its parts."""
 
     dim: int
     parts: tuple[Part, ...]
@@ -83,7 +82,7 @@ class _WholeError(Exception):
 
 @dataclass
 class _Block:
-    """The planned members of one module, by leaf name, and the style of the module itself."""
+    """A module's planned members, by leaf name, and its own style."""
 
     modules: dict[str, str] = field(default_factory=dict)
     parameters: dict[str, str] = field(default_factory=dict)
@@ -91,7 +90,7 @@ class _Block:
 
 
 @dataclass
-class _Found:
+class _BlockCut:
     styles: dict[str, str] = field(default_factory=dict)
     cuts: dict[str, Cut] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
@@ -108,41 +107,36 @@ def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
 
 
 def config_value(config: PreTrainedConfig, name: str) -> Any:
-    """A setting of a config; the smallest of the layers where they differ in it (Gemma 4), None where it is missing."""
+    """A setting of a config; the smallest if its layers differ (Gemma 4), None if missing."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # of transformers: the setting has no single value
+    except RuntimeError:  # of transformers: there is no single value
         return min(getattr(layer, name) for layer in config.per_layer_config)
 
 
 def has_tensor_plan(config: Any) -> bool:
-    """Whether there is a plan for a family, by its text config or the class of one."""
+    """Whether a family has a plan, by its text config or the config's class."""
     return _plans_layers(config) or config.model_type in _OF_LAYERS
 
 
 def _plans_layers(config: Any) -> bool:
-    """Whether transformers' plan names modules of layers; of some families, from 5.24 on, it divides the embedding alone."""
+    """Whether transformers' plan names modules of layers; since 5.24 some plans divide only the embedding."""
     return any(name != "embed_tokens" for name in config.base_model_tp_plan or {})
 
 
 class TensorPlan:
     """A model's plan.
 
-    Args:
-        layer_prefixes: What the names of its layers' modules begin with.
-        embedding: Name of the input embedding.
-        head: Name of the output embedding.
-
     Attributes:
-        styles: The style (of `parallel.tensor_parallel`) of every module whose forward is wrapped.
-        cuts: How each cut parameter is cut, by name; what is not here is held whole.
-        partial: Names of replicated parameters whose gradient is a part of the sum on each rank.
-        heads: Query heads and key/value heads of every attention module that is cut; of linear attention both are those of keys.
-        whole: Why a planned block is held whole, by its name with `*` for layer numbers.
+        styles: The style (of `parallel.tensor_parallel`) of every module with a wrapped forward.
+        cuts: How each parameter is cut, by name; others are held whole.
+        partial: Names of replicated parameters whose gradient on a rank is a part of the sum.
+        heads: Query heads and key/value heads of every cut attention module; for linear attention, key heads twice.
+        whole: Why a planned block is held whole, by name with `*` for layer numbers.
     """
 
     def __init__(self, model: PreTrainedModel, layer_prefixes: tuple[str, ...], embedding: str, head: str) -> None:
-        # a LoRA layer is what its base is; the adapter follows it (`model.specs`)
+        # a LoRA layer is treated like its base; the adapter follows (`model.specs`)
         self.modules = without_adapters(model)
         self.layer_prefixes = layer_prefixes
         text = model.config.get_text_config()
@@ -180,7 +174,7 @@ class TensorPlan:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def input_dim(self, name: str) -> int:
-        """The dim of a matrix, or of those of fused experts, that its inputs run along."""
+        """The input dim of a matrix, or of the matrices of fused experts."""
         module, _, leaf = name.rpartition(".")
         experts = self.modules[module]
         return 1 if getattr(experts, leaf).dim() == 2 or experts.is_transposed else 2
@@ -206,10 +200,10 @@ class TensorPlan:
                     blocks.setdefault(name, _Block()).parameters[leaf] = style
         return blocks
 
-    def _cut(self, name: str, block: _Block) -> _Found:
+    def _cut(self, name: str, block: _Block) -> _BlockCut:
         if block.own == EXPERTS_STYLE or set(block.parameters.values()) & {PACKED_COLWISE, PACKED_ROWWISE}:
             return self._cut_experts(name, block)
-        cut = _Found()
+        cut = _BlockCut()
         if mixes_packed(self.modules[name]):
             self._cut_delta_net(cut, name)
             return cut
@@ -218,7 +212,7 @@ class TensorPlan:
             if style in _GATHERED and self._stays_local(name, leaf):
                 style = COLWISE if style == COLWISE_GATHER else ROWWISE
             if style in _GATHERED:
-                # what it reads and writes is whole on every rank, so any cut will do
+                # inputs and outputs are whole on every rank: any cut is valid
                 self._cut_linear(cut, f"{name}.{leaf}", style, None)
             else:
                 local[leaf] = style
@@ -234,7 +228,7 @@ class TensorPlan:
         linear: nn.Linear = module
         return linear
 
-    def _cut_linear(self, cut: _Found, name: str, style: str, parts: tuple[Part, ...] | None) -> None:
+    def _cut_linear(self, cut: _BlockCut, name: str, style: str, parts: tuple[Part, ...] | None) -> None:
         module = self._linear(name)
         rows = module.in_features if style in (ROWWISE, ROWWISE_SPLIT) else module.out_features
         parts = parts or (Part(rows, rows, rows),)
@@ -247,7 +241,7 @@ class TensorPlan:
                 cut.cuts[f"{name}.bias"] = Cut(0, parts)
 
     def _unplanned(self, name: str, block: _Block) -> list[tuple[str, nn.Parameter]]:
-        """Parameters inside a block, by their name in it, that neither its plan nor that of a block in it names."""
+        """The parameters of a block, by name in it, that neither its plan nor an inner block's plan names."""
         inner = [f"{other}." for other in self._blocks if other.startswith(f"{name}.")]
         unplanned = []
         for leaf, parameter in plain_parameters(self.modules[name]):
@@ -261,8 +255,8 @@ class TensorPlan:
     def _stays_local(self, name: str, leaf: str) -> bool:
         """Whether a projection that the plan gathers (or splits) can work on its shard alone.
 
-        transformers gathers fused projections (phi3, glm), because the family slices or halves their output; cutting
-        each part of the weight keeps attention and MLP activations sharded, and the slices still fit.
+        transformers gathers fused projections (phi3, glm), which the family slices or halves. Cutting each part of the
+        weight keeps activations of attention and MLP sharded, and the slices still fit.
         """
         if leaf in ("qkv_proj", "o_proj"):
             return self._fused_attention(name)
@@ -293,7 +287,7 @@ class TensorPlan:
 
     # -- attention ----------------------------------------------------------------------------------------------------
 
-    def _cut_attention(self, cut: _Found, name: str, local: dict[str, str], block: _Block) -> None:
+    def _cut_attention(self, cut: _BlockCut, name: str, local: dict[str, str], block: _Block) -> None:
         attention = self.modules[name]
         latent = "kv_b_proj" in local
         heads, kv_heads = self._num_heads, self._num_kv_heads
@@ -336,7 +330,7 @@ class TensorPlan:
                 raise _WholeError(f"its buffer {leaf} may belong to heads")
 
     def _check_heads(self, name: str, attention: nn.Module) -> None:
-        """Refuses layers with other heads than the config says, which would be cut through a head."""
+        """Rejects layers whose heads differ from the config: the cut would go through a head."""
         key = self.modules.get(f"{name}.k_proj")
         head_dim, kv_heads = getattr(attention, "head_dim", None), self._num_kv_heads
         if not isinstance(key, nn.Linear) or not isinstance(head_dim, int):
@@ -344,8 +338,8 @@ class TensorPlan:
         if key.out_features != kv_heads * head_dim:
             raise _WholeError(f"it has {key.out_features / head_dim:g} key/value heads where the config has {kv_heads}")
 
-    def _cut_norm(self, cut: _Found, name: str, path: str, parameter: nn.Parameter) -> None:
-        """A norm of queries, keys or values between the cut projections: per head, or with weights for each head."""
+    def _cut_norm(self, cut: _BlockCut, name: str, path: str, parameter: nn.Parameter) -> None:
+        """Cuts a norm of queries, keys or values between the cut projections: per head, or with weights for each."""
         attention, leaf = self.modules[name], path.partition(".")[0]
         heads, kv_heads = cut.heads[name]
         count = heads if leaf.startswith("q") else kv_heads
@@ -362,8 +356,8 @@ class TensorPlan:
             raise _WholeError(f"{leaf} is over all heads")
         cut.partial.add(f"{name}.{path}")
 
-    def _cut_delta_net(self, cut: _Found, name: str) -> None:
-        """A gated delta net, by its heads of keys: each has its values, channels of the convolution, gates and decays."""
+    def _cut_delta_net(self, cut: _BlockCut, name: str) -> None:
+        """Cuts a gated delta net by key heads: each has its values, convolution channels, gates and decays."""
         net: Any = self.modules[name]
         heads = net.num_k_heads
         cut.heads[name] = heads, heads
@@ -382,7 +376,7 @@ class TensorPlan:
 
     # -- MLP and experts ----------------------------------------------------------------------------------------------
 
-    def _cut_mlp(self, cut: _Found, name: str, local: dict[str, str], block: _Block) -> None:
+    def _cut_mlp(self, cut: _BlockCut, name: str, local: dict[str, str], block: _Block) -> None:
         if block.parameters:
             raise _WholeError(f"the plan's styles of the parameters {sorted(block.parameters)} are not known")
         if unknown := sorted(leaf for leaf, style in local.items() if style not in (COLWISE, ROWWISE)):
@@ -405,9 +399,9 @@ class TensorPlan:
                 raise _WholeError(f"the plan says nothing of {leaf}")
             cut.partial.add(f"{name}.{leaf}")  # of an activation function, which sees this rank's columns
 
-    def _cut_experts(self, name: str, block: _Block) -> _Found:
+    def _cut_experts(self, name: str, block: _Block) -> _BlockCut:
         experts: Any = self.modules[name]
-        cut = _Found()
+        cut = _BlockCut()
         down = block.parameters.get("down_proj")
         if down not in ("rowwise", "colwise"):
             raise _WholeError("its weights are not fused over the experts")
@@ -418,12 +412,12 @@ class TensorPlan:
         width = experts.down_proj.shape[-1 if down == "rowwise" else -2]
         for leaf, style in block.parameters.items():
             parameter = experts.get_parameter(leaf)
-            if style == PARTIAL_GRADIENT:  # a bias of what is summed, of which each rank adds its share
+            if style == PARTIAL_GRADIENT:  # a sum's bias: each rank adds its share
                 cut.partial.add(f"{name}.{leaf}")
                 continue
             dim = parameter.ndim - (1 if style in ("rowwise", PACKED_ROWWISE) else 2)
             rows, is_bias = parameter.shape[dim], leaf.endswith("_bias")
-            # some plans call it column-wise; in memory transformers keeps all gates before all ups, unless it says otherwise
+            # some plans call it column-wise; transformers stores all gates before all ups by default
             packed = style in (PACKED_COLWISE, PACKED_ROWWISE) or (leaf == "gate_up_proj" and rows == 2 * width)
             packed = packed and getattr(experts, "is_concatenated", True)
             if parameter.ndim != 3 - is_bias or rows % width or (packed and rows != 2 * width):

@@ -1,7 +1,7 @@
-"""The safetensors files of a Hugging Face folder: what is in them, and ranges of it.
+"""The safetensors files of a Hugging Face folder, and reading ranges of their tensors.
 
-Owns which files of a folder hold its weights (as `from_pretrained` chooses them) and reading a part of a tensor without
-the rest of it. Pickles are never opened. What the tensors mean for a model is the business of `loading.py`.
+Finds the files that hold a folder's weights (as `from_pretrained` chooses them), and reads a part of a tensor without
+the rest. Never opens pickles. `loading.py` knows what the tensors mean for a model.
 """
 
 import hashlib
@@ -19,14 +19,14 @@ from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, Unsuppor
 from hf_hotspa.model.replica import to_storage
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""The names under which transformers saves a model in one file, and the list of several."""
+"""transformers' names of a model in one file, and of the index of several."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor in a safetensors file: the file's name, its shape, and its dtype as the format calls it (`BF16`)."""
+    """A tensor in a safetensors file; the dtype as in the format (`BF16`)."""
 
     file: str
     shape: tuple[int, ...]
@@ -37,8 +37,8 @@ class WeightFiles:
     """The tensors of a Hugging Face folder by the names in its files. Opening reads the headers only.
 
     Args:
-        folder: A folder with `model.safetensors`, or with an index and the files that it names.
-        only: The one file to read instead of those.
+        folder: Has `model.safetensors`, or an index and its files.
+        only: The one file to read instead.
 
     Attributes:
         tensors: Saved name -> tensor.
@@ -59,18 +59,18 @@ class WeightFiles:
                 self.tensors[name] = SavedTensor(file, shape, dtype)
 
     def digest(self) -> str:
-        """Equal on ranks that see the same files, as far as their headers tell."""
+        """Equal on ranks with the same files, judging by their headers."""
         return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
 
     def read(self, name: str, shard_dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements `[start, stop)` of a tensor in storage order; no other rows (columns, for `shard_dim` 1) are read.
+        """Returns elements `[start, stop)` of a tensor in storage order; reads only their rows (columns, for dim 1).
 
         Args:
-            shard_dim: The dim that is outermost in storage; None for the natural order.
-            stop: The end; that of the tensor when None.
+            shard_dim: The outermost dim in storage; None for the natural order.
+            stop: None for the end of the tensor.
 
         Returns:
-            1-D, on the CPU, in the saved dtype. It may be a view of the file: copy it and let it go.
+            1-D, on the CPU, in the saved dtype. May be a view of the file: copy it and drop it.
 
         Raises:
             DamagedCheckpointError: the file cannot be read.
@@ -88,7 +88,7 @@ class WeightFiles:
         return to_storage(block, shard_dim)[start - first * row : stop - first * row]
 
     def whole(self, name: str) -> Tensor:
-        """A whole tensor, in its saved shape. See `read`."""
+        """Returns a complete tensor, in its saved shape. See `read`."""
         return self._reading(self.tensors[name].file, lambda opened: opened.get_tensor(name))
 
     def _files(self) -> list[str]:
@@ -126,7 +126,7 @@ class WeightFiles:
         return sorted(files)
 
     def _reading(self, file: str, action: Callable[[Any], T]) -> T:
-        """Opens a file for one action: pages of a file that stays open would stay in memory."""
+        """Opens a file for one action: an open file's pages would stay in memory."""
         try:
             with safe_open(self.folder / file, framework="pt", device="cpu") as opened:
                 return action(opened)
@@ -137,7 +137,7 @@ class WeightFiles:
         return DamagedCheckpointError(
             f"{file!r} cannot be loaded from: {what}",
             where=str(self.folder),
-            fix="copy or download the folder again, or take another one",
+            fix="copy or download the folder again, or use another one",
         )
 
 

@@ -1,1 +1,1 @@
-"""Which bytes move where when a strategy takes over: plans of switches, made and proved without torch."""
+"""Which bytes move where when the strategy changes: plans of switches, made and proved without torch."""

@@ -1,16 +1,15 @@
-"""Direct plans: every needer of a piece gets it straight from one rank that holds it, in one hop.
+"""Direct plans: every needer of a piece gets it from one rank that holds it, in one hop.
 
-Three ways to choose the sender, for a needer that does not hold the piece itself:
+Rules for the sender, if the needer does not hold the piece itself:
 
-* `algorithm1`: Algorithm 1 of HotSPa (SOSP'24): of the holders on the needer's node if there are any, else of all, the
-  one with the least bytes to send so far (inside the node, or between nodes). Loads persist over all pieces and
-  segments. On regular layouts no direct plan is faster (the fractional bound is met).
-* `round_robin`: holder number (needer mod holders), blind to nodes: the way of Megatron-Core's resharding.
+* `algorithm1`: Algorithm 1 of HotSPa (SOSP'24): of the holders on the needer's node if any, else of all, the one with
+  the fewest bytes to send so far (inside the node, or between nodes). Loads persist over all pieces and segments. On
+  regular layouts no direct plan is faster (the fractional bound is met).
+* `round_robin`: holder number (needer mod holders), blind to nodes, as in Megatron-Core's resharding.
 * `first_owner`: the lowest rank that holds it.
 
-Atomic pieces: a segment cut at every boundary of all layouts, so that no rank holds or needs a part of a piece.
-
-What every planner starts from. No torch; numpy int64 throughout; positions count from the beginning of the segment.
+Planners start from atomic pieces: a segment cut at every boundary of all layouts, so no rank holds or needs a part of a
+piece. No torch; numpy int64 throughout; positions count from the beginning of the segment.
 """
 
 from collections.abc import Collection, Sequence
@@ -29,9 +28,9 @@ class Holders:
     """Who has which piece: rows by piece, then rank.
 
     Args:
-        rank: A rank that has it.
-        offset: Where it lies in the rank's buffer.
-        store: In which of the rank's buffers.
+        rank: A holder.
+        offset: The piece's place in its buffer.
+        store: Which of its buffers.
         first: The rows of piece p are `first[p]` to `first[p + 1]`.
     """
 
@@ -47,7 +46,7 @@ class Holders:
         return self.piece * self.world_size + self.rank
 
     def find(self, piece: Numbers, rank: Numbers) -> Numbers:
-        """The row of each (piece, rank); -1 where the rank does not have the piece."""
+        """The row of each (piece, rank); -1 if the rank does not have the piece."""
         if len(self._key) == 0:
             return np.full(len(piece), -1, np.int64)
         wanted = piece * self.world_size + rank
@@ -55,7 +54,7 @@ class Holders:
         return np.where(self._key[row] == wanted, row, -1)
 
     def between(self, piece: Numbers, low: Numbers, high: Numbers) -> tuple[Numbers, Numbers]:
-        """The first row, and the one after the last, of the holders of each piece from rank `low` to before `high`."""
+        """The first row, and the row after the last, of each piece's holders in ranks `low` to `high` - 1."""
         base = piece * self.world_size
         return (
             np.searchsorted(self._key, base + low),
@@ -73,7 +72,7 @@ class Holders:
 
     @cached_property
     def groups(self) -> tuple[Numbers, list[tuple[int, ...]]]:
-        """Pieces by who has them: the index of each piece's set of ranks, and the sets."""
+        """The index of each piece's set of holders, and the sets."""
         known: dict[bytes, int] = {}
         sets: list[tuple[int, ...]] = []
         index = np.empty(len(self.first) - 1, np.int64)
@@ -90,33 +89,33 @@ class Holders:
 
 @dataclass(frozen=True, eq=False)
 class Pieces:
-    """The pieces of one kind of segment that somebody needs: their first elements, and who has them in a source layout
-    (where a rank has one in both, in the second source)."""
+    """The needed pieces of one kind of segment: their first elements, and their holders in a source layout (of two
+    copies on a rank, the second source's)."""
 
     starts: Numbers
     lengths: Numbers
-    held: Holders
+    holders: Holders
     needed: Holders
 
 
 def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement, int], world_size: int) -> Pieces:
-    """Cuts one segment: one or two source placements, and a target, each with what is to be added to its positions."""
+    """Cuts a segment: one or two source placements and a target, each with a shift of its positions."""
     sides = [*sources, target]
     bounds = [column + shift for placement, shift in sides for column in (placement.starts, placement.stops)]
     cuts = np.unique(np.concatenate(bounds)) if bounds else np.empty(0, np.int64)
     stores = (SOURCE, SECOND)
     rows = [_rows(placement, shift, cuts, store) for (placement, shift), store in zip(sources, stores, strict=False)]
-    held = np.concatenate(rows)
+    held_rows = np.concatenate(rows)
     needed = _rows(*target, cuts, 0)
     wanted = np.zeros(max(len(cuts) - 1, 0), bool)
     wanted[needed[:, 0]] = True
     number = np.cumsum(wanted) - 1
-    held = held[wanted[held[:, 0]]]
+    held_rows = held_rows[wanted[held_rows[:, 0]]]
     count = int(wanted.sum())
     return Pieces(
         cuts[:-1][wanted],
         np.diff(cuts)[wanted],
-        _holders(held, number, count, world_size),
+        _holders(held_rows, number, count, world_size),
         _holders(needed, number, count, world_size),
     )
 
@@ -132,7 +131,7 @@ def _rows(placement: Placement, shift: int, cuts: Numbers, store: int) -> Number
 
 
 def _holders(rows: Numbers, number: Numbers, count: int, world_size: int) -> Holders:
-    """Rows sorted by piece and rank; of a rank with two copies the later store stays."""
+    """Sorts rows by piece and rank; of a rank's two copies, keeps the later store's."""
     rows = rows[np.lexsort((-rows[:, 3], rows[:, 1], rows[:, 0]))]
     if len(rows) > 1:
         double = (rows[1:, :2] == rows[:-1, :2]).all(1)
@@ -145,7 +144,7 @@ def _holders(rows: Numbers, number: Numbers, count: int, world_size: int) -> Hol
 
 @dataclass
 class SendLoads:
-    """Bytes that each rank has been given to send so far, inside its node and to other nodes."""
+    """Each rank's bytes to send so far, inside its node and to other nodes."""
 
     intra_node: list[int]
     inter_node: list[int]
@@ -155,14 +154,14 @@ class SendLoads:
         return cls([0] * world_size, [0] * world_size)
 
     def add(self, src: int, dst: int, size: int, cluster: Cluster) -> None:
-        """Counts one transfer; one inside a rank is free."""
+        """Counts a transfer; inside a rank it is free."""
         if src != dst:
             (self.intra_node if cluster.node(src) == cluster.node(dst) else self.inter_node)[src] += size
 
 
 def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster: Cluster) -> int:
-    """Which holder sends a piece to `dst`: itself, else the least loaded on its node, else the least loaded of all.
-    Ties go to the lowest rank. `loads` is read, not changed."""
+    """Returns the sender of a piece to `dst`: itself, else the least loaded holder on its node, else of all. Ties go to
+    the lowest rank. `loads` is read, not changed."""
     if dst in holders:
         return dst
     node = cluster.node(dst)
@@ -174,8 +173,8 @@ def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster:
 def plan_direct(
     kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, planner: str
 ) -> tuple[list[SegmentPlan], list[int]]:
-    """Direct plans of all segments by `algorithm1`, `round_robin` or `first_owner`, and which segment has which.
-    Segments are of a kind, -1 for none, with bytes an element on the wire."""
+    """Plans all segments by `algorithm1`, `round_robin` or `first_owner`; also returns each segment's plan index.
+    `kind_of` is -1 for no kind; `element_sizes` are an element's bytes on the wire."""
     if planner != "algorithm1":
         return [_table(pieces, _stateless(pieces, planner), cluster.world_size) for pieces in kinds], list(kind_of)
     loads = SendLoads.zero(cluster.world_size)
@@ -183,7 +182,7 @@ def plan_direct(
     known: dict[tuple[int, bytes], int] = {}
     plan_of = []
     forced = [_forced(pieces) for pieces in kinds]
-    free = all(rows is not None for rows in forced)  # nobody has a choice: loads decide nothing
+    free = all(rows is not None for rows in forced)  # no choice: loads decide nothing
     for kind, size in zip(kind_of, element_sizes, strict=True):
         if kind < 0:
             plan_of.append(-1)
@@ -200,13 +199,13 @@ def plan_direct(
 
 
 def _table(pieces: Pieces, source_rows: Numbers, world_size: int) -> SegmentPlan:
-    """The plan in which the i-th need is served by a row of holders."""
-    needed, held = pieces.needed, pieces.held
+    """Makes the plan in which row `source_rows[i]` of the holders serves need i."""
+    needed, holders = pieces.needed, pieces.holders
     table = np.column_stack(
         (
-            held.store[source_rows],
-            held.rank[source_rows],
-            held.offset[source_rows],
+            holders.store[source_rows],
+            holders.rank[source_rows],
+            holders.offset[source_rows],
             np.full(len(source_rows), TARGET, np.int64),
             needed.rank,
             needed.offset,
@@ -218,28 +217,28 @@ def _table(pieces: Pieces, source_rows: Numbers, world_size: int) -> SegmentPlan
 
 
 def _stateless(pieces: Pieces, planner: str) -> Numbers:
-    needed, held = pieces.needed, pieces.held
-    own = held.find(needed.piece, needed.rank)
-    chosen = needed.rank % held.counts[needed.piece] if planner == "round_robin" else 0
-    return np.where(own >= 0, own, held.first[needed.piece] + chosen)
+    needed, holders = pieces.needed, pieces.holders
+    own = holders.find(needed.piece, needed.rank)
+    chosen = needed.rank % holders.counts[needed.piece] if planner == "round_robin" else 0
+    return np.where(own >= 0, own, holders.first[needed.piece] + chosen)
 
 
 def _forced(pieces: Pieces) -> Numbers | None:
-    """The only choice that Algorithm 1 has for every need; None when it has several for some."""
-    needed, held = pieces.needed, pieces.held
-    own = held.find(needed.piece, needed.rank)
-    if ((held.counts[needed.piece] > 1) & (own < 0)).any():
+    """Algorithm 1's only choice for every need; None if some need has several."""
+    needed, holders = pieces.needed, pieces.holders
+    own = holders.find(needed.piece, needed.rank)
+    if ((holders.counts[needed.piece] > 1) & (own < 0)).any():
         return None
-    return np.where(own >= 0, own, held.first[needed.piece])
+    return np.where(own >= 0, own, holders.first[needed.piece])
 
 
 def _algorithm1(pieces: Pieces, size: int, loads: SendLoads, cluster: Cluster) -> Numbers:
-    needed, held = pieces.needed, pieces.held
-    rows, first = [], held.first.tolist()
-    holders = [held.of(piece) for piece in range(len(pieces.starts))]
+    needed, holders = pieces.needed, pieces.holders
+    rows, first = [], holders.first.tolist()
+    by_piece = [holders.of(piece) for piece in range(len(pieces.starts))]
     num_bytes = (pieces.lengths * size).tolist()
     for piece, dst in zip(needed.piece.tolist(), needed.rank.tolist(), strict=True):
-        src = choose_source(holders[piece], dst, loads, cluster)
+        src = choose_source(by_piece[piece], dst, loads, cluster)
         loads.add(src, dst, num_bytes[piece], cluster)
-        rows.append(first[piece] + holders[piece].index(src))
+        rows.append(first[piece] + by_piece[piece].index(src))
     return np.array(rows, np.int64)

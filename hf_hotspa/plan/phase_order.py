@@ -1,7 +1,7 @@
 """The order of the phases of a mini-batch: the cheapest way through a matrix of switch costs.
 
-Every rank computes the order from the same numbers, so ties must fall the same way everywhere: orders whose costs
-differ by less than a relative 1e-9 count as equal, and the one nearest to the given order wins.
+Every rank computes it from the same numbers, and ties must fall the same way: orders whose costs differ by less than a
+relative 1e-9 count as equal, and the one nearest to the given order wins.
 """
 
 import math
@@ -11,24 +11,21 @@ from itertools import pairwise
 from hf_hotspa.errors import PlanError
 
 EXACT_PHASES = 8
-"""Up to this many phases the order is the optimum; beyond, a local optimum."""
+"""The most phases with an optimal order; beyond that, a local optimum."""
 
 _TOLERANCE = 1e-9
 
 
 def order_phases(first_cost: Sequence[float], switch_cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """The order that minimises `first_cost[order[0]]` plus the switch costs between neighbours.
+    """Returns the order that minimises `first_cost[order[0]]` plus the switch costs between neighbours.
 
-    Up to `EXACT_PHASES` phases by the Held-Karp dynamic programme; the lexicographically smallest order among equals.
-    Beyond, the best of several starts (the given order, and the nearest neighbour from each phase), each improved by
-    moving one phase or reversing a stretch until nothing helps; never worse than the given order.
+    Up to `EXACT_PHASES` phases by Held-Karp dynamic programming; the lexicographically smallest order among equals.
+    Beyond that, the best of several starts (the given order, and the nearest neighbour from each phase), each improved
+    by moving one phase or reversing a stretch until nothing helps; never worse than the given order.
 
     Args:
         first_cost: Cost of starting with each phase.
         switch_cost: `switch_cost[a][b]` is the cost of running phase b right after phase a; the diagonal is not read.
-
-    Returns:
-        The indices of the phases in the order in which to run them.
 
     Raises:
         PlanError: the matrix is not square, or a cost is negative or not finite.
@@ -46,7 +43,7 @@ def order_phases(first_cost: Sequence[float], switch_cost: Sequence[Sequence[flo
 def _exact(first_cost: Sequence[float], switch_cost: Sequence[Sequence[float]]) -> tuple[int, ...]:
     count = len(first_cost)
     everything = (1 << count) - 1
-    # rest[visited][last]: the cheapest way to run what has not been visited, after phase `last`
+    # rest[visited][last]: the least cost of the unvisited phases after phase `last`
     rest = [[0.0] * count for _ in range(everything + 1)]
     for visited in range(everything - 1, 0, -1):
         left = [b for b in range(count) if not visited >> b & 1]
@@ -56,7 +53,7 @@ def _exact(first_cost: Sequence[float], switch_cost: Sequence[Sequence[float]]) 
     order: list[int] = []
     visited = 0
     budget = math.inf
-    # Walking forward, the first phase that still allows the optimum gives the lexicographically smallest order.
+    # The first phase that still allows the optimum gives the lexicographically smallest order.
     while len(order) < count:
         step = switch_cost[order[-1]] if order else first_cost
         left = [b for b in range(count) if not visited >> b & 1]

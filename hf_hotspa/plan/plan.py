@@ -1,23 +1,18 @@
 """Switch plans: which rank sends which elements to whom, as frozen plain data that proves itself.
 
-A plan is a table of transfers for each *kind* of segment and *hop*. Segments that are placed alike on both sides share
-a table, so that a plan of a hundred equal layers is as large as one of a single layer. The hops of a segment follow
-one another: what the first one lands in a relay buffer (or in a target) the second one may forward. A plan knows no
-transport and no dtype. It is one of two kinds:
+A plan has a table of transfers for each *kind* of segment and *hop*. Segments with equal placements on both sides share
+a table: a plan of a hundred equal layers is as large as a plan of one. The second hop of a segment may forward what the
+first lands in a relay buffer (or in a target). A plan knows no transport and no dtype. It is one of two kinds:
 
-* a *load* copies: every element that a rank of the target layout holds is delivered to it exactly once;
+* a *load* copies: every element of the target layout is delivered to its rank exactly once;
 * a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint
   of a load: hops run backwards, copies become sums.
 
-`prove` proves this against the layouts, and the planner calls it on everything it builds. No torch.
+No torch; numpy int64 throughout.
 
-Tables of transfers: the rows that switch plans are made of. No torch; numpy int64 throughout.
-
-The proof of a switch plan: that its tables deliver what its layouts promise, each element exactly once.
-
-A load is followed hop by hop: what a rank sends must be in the named buffer when the hop begins, what arrives must be
-wanted there, and what has arrived in the target buffers at the end must be all of the target layout, nothing twice. A
-gradient return is proved as the load that it is the adjoint of.
+The planner calls `prove` on every plan. It follows a load hop by hop: what a rank sends must be in the named buffer
+before the hop, what arrives must be wanted there, and the target buffers must finally hold all of the target layout,
+nothing twice. A gradient return is proved as the load whose adjoint it is.
 """
 
 import hashlib
@@ -36,25 +31,24 @@ from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.ports import PortLoads
 
 TARGET, RELAY, SOURCE, SECOND = range(4)
-"""Stores: where the elements of a transfer lie. The buffers of the target layout, the relay buffers of the switch, the
-buffers of the (first) source layout, and those of a second one."""
+"""Stores, where elements of a transfer lie: buffers of the target layout, relay buffers of the switch, buffers of the
+(first) source layout, and of a second one."""
 
 SRC_STORE, SRC, SRC_OFFSET, DST_STORE, DST, DST_OFFSET, START, LENGTH = range(8)
-"""The columns of a table of transfers; `START` counts from the beginning of the segment."""
+"""The columns of a table; `START` counts from the beginning of the segment."""
 
 COLUMNS = 8
 
 
 class Transfer(NamedTuple):
-    """A stretch of one segment that moves from one rank's buffer to another's, or inside a rank (`src == dst`).
+    """A stretch of one segment that moves between two ranks' buffers, or inside a rank (`src == dst`).
 
     Attributes:
         src_offset: First element in the sender's buffer of the segment.
         dst_offset: First element in the receiver's buffer of the segment.
-        start: Position of the first element in the parameter vector.
-        hop: In which hop it moves.
-        src_store: Which of the sender's buffers: `SOURCE`, `SECOND`, `RELAY` or `TARGET`.
-        dst_store: Which of the receiver's buffers.
+        start: First element in the parameter vector.
+        src_store: Of the sender's buffers: `SOURCE`, `SECOND`, `RELAY` or `TARGET`.
+        dst_store: Of the receiver's.
     """
 
     segment: int
@@ -74,7 +68,7 @@ class Transfer(NamedTuple):
 
 
 def canonical(table: Numbers) -> Numbers:
-    """A table in canonical order (source rank, destination rank, start), transfers that continue each other joined."""
+    """Sorts a table canonically (source rank, destination rank, start), and joins contiguous transfers."""
     if len(table) == 0:
         return np.empty((0, COLUMNS), np.int64)
     table = table[np.lexsort((table[:, START], table[:, DST], table[:, SRC]))]
@@ -93,8 +87,8 @@ class SegmentPlan(NamedTuple):
     """The transfers of one kind of segment.
 
     Attributes:
-        hops: A table of transfers for each hop, [transfers, 8] int64, in canonical order.
-        relay_sizes: Elements that each rank's relay buffer needs for one such segment, [world size].
+        hops: A table for each hop, [transfers, 8] int64, in canonical order.
+        relay_sizes: Elements in each rank's relay buffer for one such segment, [world size].
     """
 
     hops: tuple[Numbers, ...]
@@ -102,7 +96,7 @@ class SegmentPlan(NamedTuple):
 
 
 def adjoint(table: Numbers) -> Numbers:
-    """The table of the way back, in canonical order: ends and stores swapped."""
+    """Reverses a table, in canonical order: ends and stores swapped."""
     swapped = table[:, [DST_STORE, DST, DST_OFFSET, SRC_STORE, SRC, SRC_OFFSET, START, LENGTH]]
     for column in (SRC_STORE, DST_STORE):
         stores = swapped[:, column]
@@ -112,20 +106,20 @@ def adjoint(table: Numbers) -> Numbers:
 
 # -- the schedule -----------------------------------------------------------------------------------------------------
 
-# Schedules: what one rank does round by round, as frozen plain data. Cut from plans by `rounds`, run by the executor.
+# Schedules: one rank's work round by round, as frozen plain data. Made by `rounds`, run by the executor.
 #
-# No torch; offsets into buffers are in elements, offsets into staging in bytes.
+# Offsets into buffers are in elements, offsets into staging in bytes.
 
 
 WINDOW_ALIGNMENT = 16
-"""Windows and segments start on multiples of this many bytes, so that no element lies across two windows."""
+"""Windows and segments start on multiples of this many bytes: no element spans two windows."""
 
 RELAY_SLOTS = 3
-"""Groups that may have something in relay buffers at one time: one that lands, one that is forwarded, one between."""
+"""Groups that may use relay buffers at one time: one landing, one forwarded, one between."""
 
 
 class Wire(NamedTuple):
-    """How the elements of a segment travel: the name of their dtype and its bytes."""
+    """The dtype of a segment's elements on the wire, and its bytes."""
 
     dtype: str
     itemsize: int
@@ -141,7 +135,7 @@ class Slice(NamedTuple):
 
 
 class Local(NamedTuple):
-    """What moves inside a rank."""
+    """A move inside a rank."""
 
     source: Slice
     target: Slice
@@ -149,14 +143,13 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What goes to or comes from one peer in one round, in one dtype.
+    """Data to or from one peer in one round, in one dtype.
 
     Args:
-        wire: The dtype on the wire.
-        slices: Where it lies in this rank's buffers, in the order on the wire.
-        staging_offset: Where it lies in the staging buffer, in bytes; messages to several peers with the same content
-            share a place. -1 for a message that goes from buffer to buffer.
-        channel: Keeps the messages of a pair and round apart; the same at both ends.
+        slices: Its places in this rank's buffers, in the order on the wire.
+        staging_offset: Its place in the staging buffer, in bytes; messages to several peers with the same content share
+            it. -1 for a message from buffer to buffer.
+        channel: Separates the messages of a pair and round; the same at both ends.
     """
 
     peer: int
@@ -173,18 +166,18 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one rank does in one round.
+    """One rank's work in one round.
 
     Args:
-        group: Index of the group of segments that it belongs to.
+        group: Index of the group of segments.
         sends: In posting order: to rank + 1, rank + 2, ...; no two ranks start with the same peer.
         receives: In posting order: from rank - 1, rank - 2, ...
         local: Transfers inside the rank. A load has all of a group and hop in its first round.
-        send_bytes: Staging that the sends need, if none can be sent in place.
-        receive_bytes: Staging that the receives need, if none can be received in place.
-        needs: The round that must be complete before this one may read or overwrite buffers; -1 for none.
-        opens: Nothing of the group was moved before.
-        closes: The group is complete after this round.
+        send_bytes: Staging for the sends, if none can be sent in place.
+        receive_bytes: Staging for the receives, if none can be received in place.
+        needs: The round to complete before this one reads or overwrites buffers; -1 for none.
+        opens: It is the first round of the group.
+        closes: It completes the group.
     """
 
     group: int
@@ -200,21 +193,21 @@ class Round:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank has nothing to do in it, and nobody to tell."""
+        """Whether this rank has no work in the round, and nobody to notify."""
         return not (self.sends or self.receives or self.local or self.opens or self.closes)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """All rounds of one rank, the segments of each group, and the elements that each `(store, segment)` needs at least.
-    The number of rounds is the same on every rank; a rank may have nothing in a round."""
+    """All rounds of one rank, the segments of each group, and the least elements of each `(store, segment)`. Every rank
+    has the same number of rounds; some may be empty."""
 
     rounds: tuple[Round, ...]
     groups: tuple[tuple[int, ...], ...]
     extents: dict[tuple[int, int], int]
 
     def relay_extents(self, group: int) -> dict[int, int]:
-        """Elements of the relay buffer of each segment of a group."""
+        """The elements of each segment's relay buffer."""
         return {s: self.extents[RELAY, s] for s in self.groups[group] if (RELAY, s) in self.extents}
 
 
@@ -222,20 +215,20 @@ class Schedule:
 
 
 INTRA, INTER, ANY = "intra", "inter", "any"
-"""Links of a hop: inside nodes only, between nodes only, or both."""
+"""Links of a hop: inside nodes, between nodes, or both."""
 
 _INVERSE = "inverse of "
 
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
-    """All transfers between two layouts, of all ranks. Made by the planner, which proves it.
+    """All ranks' transfers between two layouts. Made and proved by the planner.
 
     Args:
-        name: What moves where, for messages and logs; part of the digest.
+        name: For messages and logs; part of the digest.
         bases: Where each segment begins in the parameter vector.
-        kind_of: For each segment the index of its kind; -1 where the plan moves nothing of it.
-        links: For each hop which links it uses: `INTRA`, `INTER` or `ANY`.
+        kind_of: Each segment's kind; -1 if nothing moves.
+        links: Each hop's links: `INTRA`, `INTER` or `ANY`.
         accumulate: False copies (a load), True adds (a gradient return).
     """
 
@@ -249,7 +242,7 @@ class SwitchPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole plan: equal on two ranks exactly when they would move the same bytes the same way."""
+        """SHA-256 of the plan: equal on two ranks exactly if they would move the same bytes the same way."""
         head = [self.world_size, self.accumulate, len(self.bases), *self.bases, *self.kind_of]
         text = f"{self.name}\0{self.links}\0{head}\0{[[len(hop) for hop in kind.hops] for kind in self.kinds]}\0"
         digest = hashlib.sha256(text.encode())
@@ -266,7 +259,7 @@ class SwitchPlan:
         return hash(self.digest)
 
     def inverse(self) -> "SwitchPlan":
-        """The adjoint: sources and destinations change places, hops run backwards, a copy becomes a sum and vice versa.
+        """Returns the adjoint: sources and destinations swap, hops run backwards, copies become sums and vice versa.
         The inverse of the inverse is the plan."""
         name = self.name.removeprefix(_INVERSE) if self.name.startswith(_INVERSE) else _INVERSE + self.name
         kinds = tuple(
@@ -275,8 +268,8 @@ class SwitchPlan:
         return replace(self, name=name, kinds=kinds, links=self.links[::-1], accumulate=not self.accumulate)
 
     def only(self, segments: Collection[int], what: str) -> "SwitchPlan":
-        """The part of the plan that moves these segments; `what` they are goes into its name. What was proved of the
-        plan holds for the part: a transfer concerns one segment."""
+        """Returns the part that moves these segments; `what` describes them in its name. The proof still holds: a
+        transfer concerns one segment."""
         kinds = sorted({self.kind_of[s] for s in segments if self.kind_of[s] >= 0})
         kind_of = tuple(
             kinds.index(kind) if segment in segments and kind >= 0 else -1 for segment, kind in enumerate(self.kind_of)
@@ -284,7 +277,7 @@ class SwitchPlan:
         return replace(self, name=f"{self.name}, {what}", kinds=tuple(self.kinds[k] for k in kinds), kind_of=kind_of)
 
     def loads(self, cluster: Cluster, element_sizes: Sequence[int]) -> list[PortLoads]:
-        """The bytes through every port, for each hop; `element_sizes[segment]` is one element's bytes on the wire."""
+        """The bytes through every port, per hop; `element_sizes[segment]`: one element's bytes on the wire."""
         totals = [PortLoads.zero(cluster) for _ in self.links]
         for kind, size in self._weights(element_sizes):
             for loads, table in zip(totals, self.kinds[kind].hops, strict=True):
@@ -292,7 +285,7 @@ class SwitchPlan:
         return totals
 
     def wire_bytes(self, element_sizes: Sequence[int]) -> int:
-        """Bytes that leave a rank; `element_sizes[segment]` is one element's bytes on the wire."""
+        """The bytes that leave a rank; `element_sizes[segment]`: one element's bytes on the wire."""
         return sum(
             size * int(table[table[:, SRC] != table[:, DST], LENGTH].sum())
             for kind, size in self._weights(element_sizes)
@@ -300,7 +293,7 @@ class SwitchPlan:
         )
 
     def _weights(self, element_sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
-        """`(kind, bytes of one element summed over the segments of the kind)`."""
+        """`(kind, bytes of one element, summed over its segments)`."""
         weights = [0] * len(self.kinds)
         for segment, kind in enumerate(self.kind_of):
             if kind >= 0:
@@ -311,12 +304,11 @@ class SwitchPlan:
 def prove(plan: SwitchPlan, source: Layout | Sequence[Layout], target: Layout) -> None:
     """Proves a plan against its layouts.
 
-    Every rank holds what it sends at the offset it sends from, when its hop begins; every destination holds it at
-    the offset it receives at; and each needed element (load) or each contribution (gradient return) is delivered
-    exactly once.
+    Every rank has what it sends at that offset when the hop begins; every destination has it at the offset of its
+    receive; and each needed element (load) or contribution (gradient return) is delivered exactly once.
 
     Args:
-        source: The source layout; two of them for a plan with a second source.
+        source: One layout, or two for a plan with a second source.
 
     Raises:
         PlanError: naming the first transfer, rank or interval that is wrong.
@@ -401,12 +393,12 @@ class _Proof:
         for hop, table in enumerate(hops):
             for store in np.unique(table[:, SRC_STORE]).tolist():
                 rows = table[table[:, SRC_STORE] == store]
-                held = stores.get(store) or place([], [0] * self._world_size)
-                self._check_held(held, rows, SRC, SRC_OFFSET, hop, self._sends)
+                placement = stores.get(store) or place([], [0] * self._world_size)
+                self._check_placed(placement, rows, SRC, SRC_OFFSET, hop, self._sends)
             for store, into in arrived.items():
                 rows = table[table[:, DST_STORE] == store]
                 if store == TARGET:
-                    self._check_held(target, rows, DST, DST_OFFSET, hop, self._gets)
+                    self._check_placed(target, rows, DST, DST_OFFSET, hop, self._gets)
                 into.append(rows)
             if not np.isin(table[:, DST_STORE], (RELAY, TARGET)).all():
                 row = table[~np.isin(table[:, DST_STORE], (RELAY, TARGET))][0]
@@ -421,23 +413,25 @@ class _Proof:
                     stores[store].check(f"transfers into relay buffers of {self._name}", self._segment, self._base)
         self._check_complete(stores.get(TARGET) or place([], [0] * self._world_size), target)
 
-    def _check_held(self, held: Placement, rows: Numbers, end: int, at: int, hop: int, verb: str) -> None:
-        """Each row must lie inside one interval of its rank, at the matching offset."""
+    def _check_placed(self, placement: Placement, rows: Numbers, end: int, at: int, hop: int, verb: str) -> None:
+        """Checks that each row lies in one interval of its rank, at the matching offset."""
         if len(rows) == 0:
             return
-        span = 1 + max(int((rows[:, START] + rows[:, LENGTH]).max()), int(held.stops.max(initial=0)))
-        lowest = min(0, int(rows[:, START].min()), int(held.starts.min(initial=0)))
+        span = 1 + max(int((rows[:, START] + rows[:, LENGTH]).max()), int(placement.stops.max(initial=0)))
+        lowest = min(0, int(rows[:, START].min()), int(placement.starts.min(initial=0)))
         span -= lowest
         index = np.searchsorted(
-            held.ranks * span + held.starts - lowest, rows[:, end] * span + rows[:, START] - lowest, side="right"
+            placement.ranks * span + placement.starts - lowest,
+            rows[:, end] * span + rows[:, START] - lowest,
+            side="right",
         )
         index -= 1
         fits = index >= 0
         index = np.maximum(index, 0)
-        if len(held.ranks):
-            fits &= held.ranks[index] == rows[:, end]
-            fits &= rows[:, START] + rows[:, LENGTH] <= held.stops[index]
-            fits &= rows[:, at] - held.offsets[index] == rows[:, START] - held.starts[index]
+        if len(placement.ranks):
+            fits &= placement.ranks[index] == rows[:, end]
+            fits &= rows[:, START] + rows[:, LENGTH] <= placement.stops[index]
+            fits &= rows[:, at] - placement.offsets[index] == rows[:, START] - placement.starts[index]
         if not fits.all():
             row = rows[~fits][0]
             raise self._error(row, hop, f"{verb} what rank {row[end]} does not hold there")
@@ -452,7 +446,7 @@ class _Proof:
             raise self._error(row, hop, f"{self._receives} element {element} a second time at rank {row[DST]}")
 
     def _check_complete(self, arrivals: Placement, target: Placement) -> None:
-        """All that arrived lies in the target and nothing arrived twice: so the sums tell whether all of it did."""
+        """Compares sums per rank: all arrivals lie in the target and none came twice, so equal sums mean complete."""
         missing = np.zeros(self._world_size, np.int64)
         np.add.at(missing, target.ranks, target.stops - target.starts)
         np.subtract.at(missing, arrivals.ranks, arrivals.stops - arrivals.starts)

@@ -1,12 +1,12 @@
 """The planner: from layouts to a validated switch plan.
 
-Four ways to plan a load behind one function: `relay` (the default), `algorithm1`, `round_robin`, `first_owner`; see
-`relay` and `direct` for what they do. On a single node nothing can be relayed: there the relay plan is Algorithm 1's. A
-gradient return is planned as the adjoint of the load of its contributions from the master store.
+Loads are planned by `relay` (the default), `algorithm1`, `round_robin` or `first_owner`; see `relay` and `direct`. On a
+single node the relay plan is Algorithm 1's. A gradient return is planned as the adjoint of the load of its
+contributions from the master store.
 
-Layouts are all a planner sees, never degrees. One segment of each kind is planned and stands for all that are placed
-alike, so that time grows with the ranks, not with the layers. Everything here is a deterministic pure function of plain
-data: every rank computes the same plan.
+A planner sees layouts, never degrees. It plans one segment of each kind, for all with equal placements: time grows with
+the ranks, not with the layers. Everything is a deterministic pure function of plain data: every rank computes the same
+plan.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from hf_hotspa.plan.relay.plan import plan_relay
 from hf_hotspa.plan.relay.routing import relay_pays
 
 PLANNERS = ("relay", "algorithm1", "round_robin", "first_owner")
-"""The ways to plan, the default first."""
+"""The planners, the default first."""
 
 
 def plan_load(
@@ -34,11 +34,11 @@ def plan_load(
     element_sizes: Sequence[int],
     planner: str = "relay",
 ) -> SwitchPlan:
-    """Plans a load: everything that the target layout holds, from ranks that hold it in a source layout.
+    """Plans a load of everything that the target layout holds, from ranks that hold it in a source layout.
 
     Args:
-        source: Where the parameters are; two layouts for two places: master store, and weights of the last strategy.
-        target: Where they are needed. It may leave out elements.
+        source: One layout, or two: master store, and weights of the last strategy.
+        target: Where the parameters are needed. It may leave out elements.
         element_sizes: Bytes of one element of each segment on the wire, for balancing the links.
         planner: One of `PLANNERS`.
 
@@ -62,13 +62,13 @@ def plan_return(
     """Plans a gradient return: every contribution of every rank, to the one owner of its element.
 
     Args:
-        contributions: What each rank has to add to which element.
+        contributions: Which elements each rank adds to.
         master: Where each element is owned, exactly once.
         cluster: As for `plan_load`; one node when None.
         element_sizes: As for `plan_load`; equal when None.
 
     Raises:
-        PlanError: an element that somebody contributes to has no owner, or more than one.
+        PlanError: an element with contributions has no owner, or more than one.
         HotspaConfigError: there is no such planner.
     """
     cluster = cluster or Cluster(contributions.world_size, contributions.world_size)
@@ -105,7 +105,7 @@ def _plan(
 
 
 def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False) -> tuple[list[Pieces], list[int]]:
-    """The pieces of each kind of segment, and the kind of each segment; -1 where the target holds nothing.
+    """Returns the pieces of each kind of segment, and each segment's kind; -1 if the target holds nothing of it.
 
     Args:
         sums: The target's holders contribute to what exactly one source rank owns.
@@ -147,12 +147,12 @@ def _placement(layout: Layout, segment: int) -> tuple[Placement, int] | None:
 
 
 def _check_owners(pieces: Pieces, base: int, sources: Sequence[Layout], target: Layout, sums: bool) -> None:
-    counts = pieces.held.counts
+    counts = pieces.holders.counts
     bad = np.flatnonzero(counts != 1 if sums else counts < 1)
     if not len(bad):
         return
     piece = int(bad[0])
-    # the whole stretch that is wrong in the same way, not only its first piece
+    # name the complete stretch with the same error, not only its first piece
     last = piece
     while last + 1 < len(counts) and counts[last + 1] == counts[piece]:
         last += 1

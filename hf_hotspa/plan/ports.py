@@ -1,9 +1,9 @@
 """The fluid port model: how long a set of transfers keeps the ports of a cluster busy.
 
 Every device has a full-duplex port to the devices of its node; traffic between nodes passes the device's share of its
-node's network interfaces (NICs), or, where there are fewer NICs than devices, the interfaces that the node shares.
-The time of a set of transfers is the time of its busiest port: no latency, no protocol, perfect overlap. It compares
-plans; it does not predict a stopwatch. Pure functions of plain data (numpy, no torch).
+node's network interfaces (NICs), or, if there are fewer NICs than devices, the node's shared interfaces. A set of
+transfers takes the time of its busiest port: no latency, no protocol, perfect overlap. This compares plans; it does not
+predict measured times. Pure functions of plain data (numpy, no torch).
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class PortLoads:
     """Bytes through every port: four float64 arrays with one entry per rank.
 
     Args:
-        devices_per_node: Ranks of a full node, which tells the two kinds of traffic apart.
+        devices_per_node: Ranks of a full node.
         sent_intra: Bytes sent to ranks of the same node.
         received_intra: Bytes received from ranks of the same node.
         sent_inter: Bytes sent to other nodes.
@@ -41,7 +41,7 @@ class PortLoads:
         return cls(cluster.devices_per_node, sent_intra, received_intra, sent_inter, received_inter)
 
     def add(self, src: npt.ArrayLike, dst: npt.ArrayLike, num_bytes: npt.ArrayLike) -> None:
-        """Adds transfers, given as arrays of equal length (scalars are repeated); `src == dst` loads no port."""
+        """Adds transfers, as arrays of equal length or scalars; `src == dst` loads no port."""
         sources, targets, sizes = np.broadcast_arrays(
             np.atleast_1d(np.asarray(src, np.int64)),
             np.atleast_1d(np.asarray(dst, np.int64)),
@@ -65,7 +65,7 @@ class PortLoads:
         )
 
     def seconds(self, cluster: Cluster) -> float:
-        """Seconds until the busiest port is done."""
+        """The time of the busiest port."""
         nic, sent, received = nic_bandwidth(cluster), self.sent_inter, self.received_inter
         if cluster.shares_nics:
             nic, firsts = cluster.node_bandwidth, np.arange(0, cluster.world_size, cluster.devices_per_node)
@@ -75,17 +75,17 @@ class PortLoads:
 
 
 def overlapped_seconds(hops: Iterable[PortLoads], cluster: Cluster) -> float:
-    """Seconds of several hops that run at the same time in many small chunks: those of the sum of their loads."""
+    """The time of several hops that overlap in many small chunks: of their summed loads."""
     return sum(hops, PortLoads.zero(cluster)).seconds(cluster)
 
 
 def nic_bandwidth(cluster: Cluster) -> float:
-    """Bytes per second, per direction, of one device's even share of the NICs of a full node."""
+    """A device's even share of the NICs of a full node, in bytes per second and direction."""
     return cluster.node_bandwidth / cluster.devices_per_node
 
 
 def node_bandwidths(cluster: Cluster) -> list[float]:
-    """Bytes per second, per direction, between each node and the others; a short last node has fewer own NICs."""
+    """Each node's bytes per second to (and from) other nodes; a short last node has fewer own NICs."""
     if cluster.shares_nics:
         return [cluster.node_bandwidth] * cluster.num_nodes
     return [nic_bandwidth(cluster) * len(cluster.ranks(node)) for node in range(cluster.num_nodes)]

@@ -1,19 +1,17 @@
 """Rounds: one rank's part of a plan, cut so that every round fits in bounded staging buffers.
 
-Segments are moved in *groups*, in the order in which a computation needs them (a load) or has them ready (a gradient
-return): neighbours are fused until a group is worth a message. In one round a rank exchanges at most one *window* of
-bytes with each of at most `PEERS_PER_ROUND` peers each way, in one message per wire dtype. Plain data, a pure function
-of the plan, and every rank has the same rounds in the same order (some empty), so that both ends of every message agree
-without talking:
+Segments move in *groups*, in the order in which a computation needs them (a load) or has them ready (a gradient
+return); neighbours are fused until a group is worth a message. In one round a rank exchanges at most one *window* of
+bytes each way with each of at most `PEERS_PER_ROUND` peers, in one message per wire dtype. Every rank has the same
+rounds in the same order (some empty): both ends of every message agree without communication.
 
-* A load sends a long stretch that needs no conversion as a message of its own, from buffer to buffer; what is short
-  or converted is joined in the stream of its route (source, destination), which is cut every `window` bytes.
-* A gradient return cuts the destination rank's buffers (its segments laid end to end) every `window` bytes: all
-  contributions to an element meet in one window, and are summed there in one order, whatever the window.
-* The hops of a group follow one another; the first hop of the next group comes between them, so that links of both
-  kinds are busy at once.
+* A load sends long stretches that need no conversion as separate messages, from buffer to buffer. Others join the
+  stream of their route (source, destination), which is cut every `window` bytes.
+* A gradient return cuts the destination rank's buffers (its segments end to end) every `window` bytes: all
+  contributions to an element meet in one window, and are summed in one order, whatever the window.
+* The first hop of the next group comes between a group's hops, which keeps both kinds of links busy.
 
-No torch; offsets into buffers are in elements, offsets into staging in bytes.
+Plain data, a pure function of the plan; no torch. Offsets into buffers are in elements, into staging in bytes.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -45,13 +43,13 @@ from hf_hotspa.plan.plan import (
 )
 
 PEERS_PER_ROUND = 32
-"""Peers that a rank sends to, and receives from, in one round at most: few operations in one batch."""
+"""The most peers that a rank sends to, or receives from, in one round: keeps batches of operations small."""
 
 MOST_OPERATIONS = 64
-"""Operations that a rank posts in one round at most, where a route has several messages."""
+"""The most operations of a rank in one round, if a route has several messages."""
 
 DIRECT_BYTES = 1 << 17
-"""A stretch of at least this many bytes is worth a message of its own: packing costs more than one more operation."""
+"""The least bytes of a separate message: packing then costs more than one more operation."""
 
 DIRECT_LIMIT = 1 << 24
 """The most bytes of one such message."""
@@ -65,14 +63,14 @@ def cut_rounds(
     group_bytes: int | None = None,
     native: Collection[int] = (),
 ) -> Schedule:
-    """Cuts one rank's part of a plan in rounds.
+    """Cuts one rank's part of a plan into rounds.
 
     Args:
         wires: How each segment travels; None only for segments that the plan does not move.
-        round_bytes: The most bytes that a rank packs to send, and unpacks, in one round. What travels between two
-            ranks in a round, the window, is this divided by the peers of the rank that has most of them.
+        round_bytes: The most bytes that a rank packs, or unpacks, in one round. The window is this divided by the most
+            peers of any rank.
         group_bytes: Segments are fused until the busiest rank sends or receives more in a group; None: one group.
-        native: The source stores of a load whose elements have the wire's dtype on every rank, as the target's have.
+        native: The source stores of a load with the wire's dtype on every rank, as in the target.
 
     Raises:
         PlanError: no wire dtype is given for a segment that the plan moves.
@@ -95,14 +93,14 @@ class _Cutter:
                     raise PlanError(f"plan {plan.name!r} moves segment {segment}, and no wire dtype is given for it")
                 self._wires[segment] = wire
         self._channels = {wire: channel for channel, wire in enumerate(sorted(set(self._wires.values())))}
-        # a round has at most two joined messages for each peer and wire dtype: one out, one in
+        # at most two joined messages per peer and wire dtype in a round: one out, one in
         self._peers = max(1, PEERS_PER_ROUND // max(1, len(set(self._wires.values()))))
         self._present = [[self._blocks_in(table) for table in kind.hops] for kind in plan.kinds]
         self._own = [[table[(table[:, SRC] == rank) | (table[:, DST] == rank)] for table in k.hops] for k in plan.kinds]
         self._counted: dict[tuple[object, ...], _Windows] = {}
 
     def _blocks_in(self, table: Numbers) -> set[int]:
-        """The blocks of distances between ranks over which anything moves; a hop inside nodes has few."""
+        """The blocks of rank distances over which anything moves; a hop inside nodes has few."""
         distance = (table[:, DST] - table[:, SRC]) % self._plan.world_size
         return set(np.unique(np.maximum(distance - 1, 0) // self._peers).tolist())
 
@@ -117,7 +115,7 @@ class _Cutter:
         for _, hop, group in turns:
             if not windows[group, hop].number:
                 continue
-            # what this hop forwards must have arrived, and the relay buffers of an earlier group are used again
+            # what this hop forwards must have arrived; relay buffers of an earlier group are reused
             before = [last[group, h] for h in hops_of[group] if h < hop]
             before += [last[group - RELAY_SLOTS, h] for h in hops_of.get(group - RELAY_SLOTS, []) if num_hops > 1]
             blocks = set().union(*(self._present[self._plan.kind_of[s]][hop] for s in groups[group]))
@@ -167,7 +165,7 @@ class _Cutter:
         if window == 0:
             raise HotspaConfigError(
                 f"switch {self._plan.name!r}: a round of {self._round_bytes} bytes is too small for {peers} peers",
-                fix=f"use staging buffers of at least {2 * peers * WINDOW_ALIGNMENT} bytes; some MiB are fast",
+                fix=f"use staging buffers of at least {2 * peers * WINDOW_ALIGNMENT} bytes; a few MiB are fast",
             )
         if self._plan.accumulate:
             ends = self._bases(group, hop)[1]
@@ -187,7 +185,7 @@ class _Cutter:
             if long.any():
                 direct["routes"].append(routes[long])
                 direct["sizes"].append(-(-moves[long, LENGTH] * itemsize // DIRECT_LIMIT))
-        # of a route, so many messages from buffer to buffer a round that no rank posts too many operations
+        # direct messages of a route in a round, limited by the operations of a rank
         per_round = max(1, MOST_OPERATIONS // (2 * max(1, peers)) - len(self._channels))
         count = max(-(-_fullest(**joined) // window), -(-_fullest(**direct) // per_round), 1)
         return _Windows(count, window, per_round)
@@ -196,7 +194,7 @@ class _Cutter:
         return np.isin(store, self._native) & (num_bytes >= DIRECT_BYTES)
 
     def _most_peers(self, tables: Sequence[Numbers]) -> int:
-        """Peers that some rank sends to, or receives from, in one round, at most. The same on every rank."""
+        """The most peers of any rank in one direction and round. The same on every rank."""
         world_size = self._plan.world_size
         ends = np.unique(np.concatenate([table[:, [SRC, DST]] for table in tables]), axis=0)
         ends = ends[ends[:, 0] != ends[:, 1]]
@@ -205,8 +203,8 @@ class _Cutter:
         return max((int(counts.max()) for counts in most if len(counts)), default=0)
 
     def _bases(self, group: tuple[int, ...], hop: int) -> tuple[dict[tuple[int, int], Numbers], Numbers]:
-        """Of a return: the first byte of each (store, segment) when a destination's buffers are laid end to end, and
-        the end of the last one, for every destination rank."""
+        """Of a return: where each (store, segment) begins when a destination's buffers lie end to end, in bytes, and
+        where the last one ends, for every destination rank."""
         bases: dict[tuple[int, int], Numbers] = {}
         end = np.zeros(self._plan.world_size, np.int64)
         for segment in group:
@@ -220,7 +218,7 @@ class _Cutter:
         return bases, end
 
     def _drafts(self, group: tuple[int, ...], hop: int, windows: "_Windows", blocks: Sequence[int]) -> list["_Draft"]:
-        """The rounds of a group and hop: window after window, in each one block of distances after the other."""
+        """The rounds of a group and hop: by window, then by block of distances."""
         drafts = [_Draft({}, {}, [], {}) for _ in range(windows.number * len(blocks))]
         position_of = {block: index for index, block in enumerate(blocks)}
         bases = self._bases(group, hop)[0] if self._plan.accumulate else {}
@@ -275,7 +273,7 @@ class _Cutter:
         return Round(group, hop, *moves, send_bytes, receive_bytes, needs, opens, closes)
 
     def _extents(self) -> dict[tuple[int, int], int]:
-        """What this rank's buffers must hold at least; a relay buffer all of its segment."""
+        """The least size of this rank's buffers; a relay buffer covers its segment."""
         extents: dict[tuple[int, int], int] = {}
         for kind, hops in enumerate(self._own):
             highest: dict[int, int] = {}
@@ -292,7 +290,7 @@ class _Cutter:
 
 
 class _Windows(NamedTuple):
-    """How a group and hop is cut: so many windows of so many bytes, and direct messages a round of a route."""
+    """How a group and hop is cut: number and bytes of windows, and a route's direct messages per round."""
 
     number: int
     num_bytes: int
@@ -316,7 +314,7 @@ def _part(piece: Slice, first: int, last: int) -> Slice:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A round in the making: the slices of each message by peer and wire."""
+    """A round being built: message slices by peer and wire."""
 
     sends: dict[tuple[int, Wire], list[Slice]]
     receives: dict[tuple[int, Wire], list[Slice]]
@@ -324,7 +322,7 @@ class _Draft:
     direct: dict[tuple[int, int, bool], tuple[Wire, Slice]]
 
     def add_direct(self, rank: int, src: int, dst: int, wire: Wire, source: Slice, target: Slice, channel: int) -> None:
-        """A message from buffer to buffer; `channel` counts those of the route in this round."""
+        """Adds a buffer-to-buffer message; `channel` numbers its route's in this round."""
         if src == rank:
             self.direct[dst, channel, True] = (wire, source)
         else:
@@ -340,7 +338,7 @@ class _Draft:
 
 
 def _append(slices: list[Slice], new: Slice) -> None:
-    """Adds a slice, joined with the last one where it continues it: each side needs its own contiguity only."""
+    """Appends a slice, joined with the last one if it continues it: only this side must be contiguous."""
     last = slices[-1] if slices else None
     if last and (last.store, last.segment, last.offset + last.length) == (new.store, new.segment, new.offset):
         slices[-1] = last._replace(length=last.length + new.length)
@@ -351,7 +349,7 @@ def _append(slices: list[Slice], new: Slice) -> None:
 def _messages(
     drafts: dict[tuple[int, Wire], list[Slice]], channels: Mapping[Wire, int], shared: bool = True
 ) -> tuple[list[Message], int]:
-    """The joined messages of one direction, wide elements first so that all are aligned, and their staging bytes."""
+    """Joins one direction's messages, wide elements first for alignment; also returns their staging bytes."""
     places: dict[tuple[object, ...], int] = {}
     messages, end = [], 0
     for (peer, wire), slices in sorted(drafts.items(), key=lambda item: -item[0][1].itemsize):

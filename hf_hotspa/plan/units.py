@@ -1,12 +1,11 @@
-"""The transfers of a phase that streams its units: all of them in the one order in which every rank takes part.
+"""The transfers of a phase that streams its units, in the one order in which every rank takes part.
 
-From the passes of a phase (`packing.passes`) this makes, for each stage, the *visits*: a unit in a pass. A unit that is
-there already is not loaded again, so that the last two units of a forward pass serve the backward pass that
-follows, and the first two the next pack. A load comes as early as its memory is free, two visits ahead at most; a return
-comes right behind the visit that made the gradient.
+Turns the passes of a phase (`packing.passes`) into each stage's *visits*: a unit in a pass. A loaded unit is not loaded
+again: the last two units of a forward pass serve the following backward pass, and the first two the next pack. A load
+starts when its memory is free, at most two visits ahead; a return follows the visit that made the gradient.
 
-The order cannot make ranks wait in a circle: it is that of one run of all visits and transfers in which everything that
-a visit or a transfer waits for comes before it. Plain data, a pure function of the passes; no torch.
+The order cannot deadlock: it comes from one run in which all that a visit or transfer waits for precedes it. Plain
+data, a pure function of the passes; no torch.
 """
 
 import hashlib
@@ -19,11 +18,11 @@ from hf_hotspa.packing.passes import Beat
 from hf_hotspa.strategy import Strategy
 
 _AHEAD = 2
-"""A unit may be loaded when the one two visits before it is through."""
+"""A unit may be loaded after the visit two before its own."""
 
 
 class UnitTransfer(NamedTuple):
-    """A load or a return of one unit, in which all ranks take part."""
+    """A load or a return of one unit, on all ranks."""
 
     unit: int
     is_load: bool
@@ -33,10 +32,9 @@ class Visit(NamedTuple):
     """One unit in one pass of a stage.
 
     Attributes:
-        load: The transfer that brings its weights, or brought them for an earlier visit, which a replica may have had no
-            part in; -1 where they are there for the whole phase.
-        opens: The transfers that may go on when it is over: loads into its memory, and the return of its gradient.
-        after: The return that must be over before its gradient buffer is used again; -1 for none.
+        load: The transfer that brings its weights, perhaps for an earlier visit of other replicas; -1 if they stay.
+        opens: The transfers that may start after it: loads into its memory, and the return of its gradient.
+        after: The return that must precede the next use of its gradient buffer; -1 for none.
     """
 
     unit: int
@@ -55,13 +53,13 @@ class StagePass(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What happens in a phase of streamed units: transfers in all ranks' order, and the passes of each stage in its."""
+    """A phase of streamed units: transfers in the order of all ranks, and each stage's passes."""
 
     transfers: tuple[UnitTransfer, ...]
     stages: tuple[tuple[StagePass, ...], ...]
 
     def digest(self) -> str:
-        """SHA-256 over everything; must be the same on all ranks."""
+        """SHA-256 of everything; must be the same on all ranks."""
         return hashlib.sha256(repr((self.transfers, self.stages)).encode()).hexdigest()
 
     def count(self, unit: int, is_load: bool) -> int:
@@ -80,7 +78,7 @@ class _Draft:
 
 
 class _Stage:
-    """The visits of one stage, and what of their transfers is in the order already."""
+    """The visits of one stage, and its progress in the order."""
 
     def __init__(self, units: Units, strategy: Strategy, stage: int, passes: Sequence[tuple[bool, tuple[int, ...]]]):
         forward = units.of_stage(strategy, stage)
@@ -90,24 +88,24 @@ class _Stage:
         ]
         self.drafts: list[_Draft] = []
         self._units = units
-        held: dict[int, _Draft] = {}  # unit -> the visit that it was loaded for
+        loaded_for: dict[int, _Draft] = {}  # unit -> the visit that it was loaded for
         for is_backward, _, visited in self.passes:
             for unit in visited:
                 draft = _Draft(unit, is_backward, len(self.drafts))
-                if strategy.z == 3 and unit in held:
-                    draft.loaded_for = held[unit]
+                if strategy.z == 3 and unit in loaded_for:
+                    draft.loaded_for = loaded_for[unit]
                 elif strategy.z == 3:
                     draft.loads = True
                     earlier = (other.index for other in reversed(self.drafts) if units.share(unit, other.unit))
                     draft.free = next(earlier, -1)
-                    held = {other: visit for other, visit in held.items() if not units.share(unit, other)}
-                    held[unit] = draft
+                    loaded_for = {other: visit for other, visit in loaded_for.items() if not units.share(unit, other)}
+                    loaded_for[unit] = draft
                 self.drafts.append(draft)
         self._waiting = [draft for draft in self.drafts if draft.loads]
         self._returned: list[tuple[int, int]] = []
 
     def load_ahead(self, through: int, transfers: list[UnitTransfer]) -> None:
-        """Adds the loads that may go when the visits up to `through` are over."""
+        """Adds the loads that may start after the visits up to `through`."""
         while self._waiting and max(self._waiting[0].index - _AHEAD, self._waiting[0].free) <= through:
             draft = self._waiting.pop(0)
             draft.load = len(transfers)
@@ -135,7 +133,7 @@ class _Stage:
 
 
 def make_program(units: Units, strategy: Strategy, beats: Sequence[Beat]) -> Program:
-    """The transfers of a phase of a strategy with `+z2` (gradients are returned) or `+z3` (and weights loaded)."""
+    """Makes the transfers of a phase with `+z2` (returns gradients) or `+z3` (loads weights, too)."""
     transfers: list[UnitTransfer] = []
     stages = [
         _Stage(
@@ -145,8 +143,8 @@ def make_program(units: Units, strategy: Strategy, beats: Sequence[Beat]) -> Pro
     ]
     for stage in stages:
         stage.load_ahead(-1, transfers)
-    at = [0] * strategy.pp  # visits that are over
-    number = [0] * strategy.pp  # passes that are over
+    at = [0] * strategy.pp  # finished visits
+    number = [0] * strategy.pp  # finished passes
     for beat in beats:
         lengths = {p.stage: len(stages[p.stage].passes[number[p.stage]][2]) for p in beat}
         for step in range(max(lengths.values(), default=0)):

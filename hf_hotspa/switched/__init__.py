@@ -1,1 +1,1 @@
-"""The switched model: what a Trainer or a loop of one's own calls in the place of its model, as it calls DDP's wrapper."""
+"""The switched model: a training loop calls it in place of its model, like DDP's wrapper."""

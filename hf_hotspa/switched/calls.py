@@ -1,6 +1,6 @@
-"""One call of the switched model: what its caller wants (`Request`), what it gave to the caller's autograd, and what came back.
+"""One call of the switched model: its request, what the caller's autograd gets, and the gradients that come back.
 
-Shapes: B rows of L columns in the batch of a call, D documents of them, V logits of a token.
+Shapes: B rows of L columns in a call's batch, with D documents; V logits of a token.
 """
 
 import zlib
@@ -40,7 +40,7 @@ Batch = Mapping[str, Tensor | None]
 
 
 class Leaf(torch.autograd.Function):
-    """The same numbers for the caller's graph, which they enter here; `take` gets their gradients."""
+    """Passes numbers to the caller's graph as leaves; `take` gets their gradients."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, take: Callable[..., None], *values: Tensor) -> tuple[Tensor, ...]:
@@ -54,16 +54,14 @@ class Leaf(torch.autograd.Function):
 
 
 ANCHOR = torch.zeros((), requires_grad=True)
-"""The first argument of each `Leaf`, which must require a gradient; it never gets one."""
+"""First argument of each `Leaf`; must require a gradient, never gets one."""
 
 
 class LazyLogits(Tensor):
-    """Logits that are computed when something is done with them; most callers never look at them.
-
-    The first use is collective: one rank alone must not look.
+    """Logits that are computed at first use, which is collective; most callers never use them.
 
     Attributes:
-        whole: Gives the logits, as a plain tensor.
+        whole: Returns the logits, as a plain tensor.
     """
 
     whole: Callable[[], Tensor]
@@ -88,36 +86,33 @@ class Call:
     """A call of this rank, and what all ranks know of it.
 
     Args:
-        batch: What was given.
         documents: This rank's, in the order of `mine`.
-        facts: What each rank says of its batch (`facts_of`).
-        of_step: The documents of its step, or its own where it was called without gradients.
-        version: Of the weights that it was called with.
-        training: Whether in training mode.
+        facts: Each rank's `facts_of` of its batch.
+        of_step: The documents of its step, or the call's own without gradients.
+        version: Of the weights at the call.
 
     Attributes:
         shape: B and L.
-        device: Where the caller's tensors are.
-        shift: Columns that a number of each token has less than the batch: 1, or 0 for labels that are shifted already.
+        device: Of the caller's tensors.
+        shift: Columns that a number of each token lacks: 1, or 0 for labels that are already shifted.
         ranges: The numbers of each rank's documents.
         everything: The documents of all ranks.
-        denominators: What the sum of the cross entropies of each rank is divided by.
-        labels: Targets that count, of each rank.
-        places: The row and the columns of each document of this rank.
+        denominators: Each rank's divisor of its sum of cross entropies.
+        labels: Each rank's number of targets that count.
+        places: The row and the columns of this rank's documents.
         mask: bool [B, L], the tokens whose target counts.
-        temperature: What logits were divided by for its numbers.
-        numbers: What was computed of this rank's documents.
-        fields: How many numbers of each token that are: 0 for sums alone, -1 for nothing.
-        with_routers, with_logits: Whether numbers have these; the same on all ranks.
-        assumed: Where it was trained at once, the seeds that were assumed: a factor of the loss, or [B, L] of
-            log-probabilities; None where it was not.
-        factor: What the caller's backward multiplied the loss by.
-        seeds: [2, B, L], the gradient by log-probability and entropy; None before a backward.
+        temperature: The divisor of logits in `numbers`.
+        numbers: The results for this rank's documents.
+        fields: Their numbers of each token: 0 for sums alone, -1 for nothing.
+        with_routers, with_logits: Whether `numbers` has these; the same on all ranks.
+        assumed: The seeds if trained at once: a factor of the loss, or [B, L] of log-probabilities; else None.
+        factor: The loss's factor in the caller's backward.
+        seeds: [2, B, L], the gradient by log-probability and entropy.
         logit_seeds: [B, L, V], the gradient by the logits.
         of_routers: The gradient by the balance loss.
-        own: This call's part of the token loss of all ranks, where that is the loss.
-        reads_padding: Whether a gradient by logits has come where there is no token.
-        went_back: Whether a backward has come at all.
+        own: This call's part of the engine's token loss of all ranks.
+        reads_padding: Whether a gradient by logits came at padding.
+        went_back: Whether any backward came.
     """
 
     temperature, fields = 1.0, -1
@@ -156,7 +151,7 @@ class Call:
         self.numbers = Numbers()
 
     def lay_out(self, of_documents: Sequence[Tensor], dtype: torch.dtype, rest: Sequence[int] = ()) -> Tensor:
-        """[B, L, *rest] of numbers [length, *rest] of each document, 0 at padding."""
+        """Lays out numbers [length, *rest] of each document as [B, L, *rest], 0 at padding."""
         out = torch.zeros(*self.shape, *rest, dtype=dtype)
         for place, values in zip(self.places, of_documents, strict=True):
             out[place] = values.to(dtype)
@@ -168,14 +163,14 @@ class Call:
         return out[:, : self.shape[1] - self.shift]
 
     def probabilities(self) -> Tensor:
-        """[B, L] fp64 on the host, of each label; not 0."""
+        """The probability of each label, [B, L] fp64 on the host; not 0."""
         log_probs = self.lay_out([self.numbers.tokens[number][:, 0] for number in self.mine], torch.float64)
         return log_probs.to("cpu").exp().clamp(min=torch.finfo(torch.float32).tiny)
 
     def balance(self, routers: RouterLoss) -> tuple[Tensor, Tensor]:
-        """transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by each probability of its tokens [E].
+        """Returns transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by probability [E].
 
-        It is E * sum over experts of (share of choices) * (mean probability); only the second has a gradient.
+        E * sum over experts of (share of choices) * (mean probability); only the second has a gradient.
         """
         places = max(sum(len(document.ids) for document in self.documents) * routers.num_layers, 1)
         sums = torch.zeros(routers.top_k + 1, routers.num_experts, dtype=torch.float64)
@@ -185,17 +180,15 @@ class Call:
         return (of_each * sums[-1] / places).sum(), of_each / places
 
     def add_factor(self, gradient: Tensor) -> None:
-        """Takes the gradient by the loss, a scalar."""
         self.went_back = True
         self.factor += float(gradient)
 
     def add_router_factor(self, gradient: Tensor) -> None:
-        """Takes the gradient by the balance loss, a scalar."""
         self.went_back = True
         self.of_routers += float(gradient)
 
     def add_seeds(self, of_log_probs: Tensor, of_entropy: Tensor | None = None) -> None:
-        """Takes gradients [B, L - shift]. Sums over whole rows reach places without a label, too, whose number is always 0."""
+        """Adds gradients [B, L - shift]. Sums over rows also reach places without a label, whose number is 0."""
         self.went_back = True
         if self.seeds is None:
             dtype = torch.promote_types(of_log_probs.dtype, torch.float32)
@@ -206,7 +199,6 @@ class Call:
                 total[:, :width] += gradient.to(total) * mask
 
     def add_logit_seeds(self, gradient: Tensor) -> None:
-        """Takes a gradient [B, L, V]."""
         self.went_back = True
         padding = torch.ones(self.shape, dtype=torch.bool)
         for place in self.places:
@@ -218,12 +210,12 @@ class Call:
             self.logit_seeds += gradient
 
     def of_document(self, whole: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Of numbers [B, L, ...], those [length, ...] of each document of this rank."""
+        """Splits [B, L, ...] into [length, ...] of each document of this rank."""
         return zip(self.mine, map(whole.__getitem__, self.places), strict=True)
 
     def ratio(self, rank: int, tolerance: float, own: bool = False) -> float:
-        """The seeds of the log-probabilities over those that were assumed: infinity where any number will do, NaN where
-        they are no multiple; `own` where the loss is a part of that of all ranks."""
+        """Returns real over assumed seeds of log-probabilities: infinity if any ratio fits, NaN if they are not a
+        multiple; `own`: the loss is a part of the loss of all ranks."""
         if not self.labels[rank] and not own:
             return float("inf")
         if isinstance(self.assumed, float):
@@ -240,11 +232,11 @@ class Call:
         return ratio if off <= tolerance * float(real.abs().max()) else float("nan")
 
     def final_seeds(self, rank: int, again: bool) -> Tensor | None:
-        """[2, B, L] still to be trained, or None; `again`: what was trained at once counts for nothing."""
+        """[2, B, L] still to be trained, or None; `again`: ignores what was trained at once."""
         seeds = self.seeds
         if self.assumed is None:
             return seeds
-        if isinstance(self.assumed, float):  # what came by log-probabilities is not in the loss
+        if isinstance(self.assumed, float):  # seeds by log-probabilities are not in the loss
             if not again or not self.labels[rank] or not self.factor:
                 return seeds
             of_loss = self.mask.double() * (-self.factor / self.denominators[rank])
@@ -255,8 +247,8 @@ class Call:
         return torch.stack([torch.zeros_like(seeds[1]), seeds[1]])
 
     def constant(self, rank: int, tolerance: float, by_probability: bool = False) -> float:
-        """The seed that every log-probability has, or with `by_probability` has over its token's probability; infinity
-        where there is none to be had, NaN where they differ."""
+        """The seed of every log-probability, with `by_probability` divided by its token's probability; infinity without
+        labels, NaN if the seeds differ."""
         if not self.labels[rank]:
             return float("inf")
         if self.seeds is None or self.logit_seeds is not None or bool(self.seeds[1].any()):
@@ -271,12 +263,12 @@ class Call:
 
 @dataclass
 class Assumed:
-    """What the gradients of a caller's loss by its log-probabilities will be, up to a factor that all ranks have in common.
+    """The assumed gradients of a caller's loss by its log-probabilities, up to a factor common to all ranks.
 
     Args:
         by_loss: The factor of the model's own loss; 0 for another loss.
-        by_token: The gradient by every log-probability, or with `by_mean` that by the mean over the batch of a rank.
-        by_probability: Whether it is multiplied by the probability of each token, as in dynamic fine-tuning (dft).
+        by_token: The gradient by every log-probability, or with `by_mean` by its mean over a rank's batch.
+        by_probability: Whether each token's probability multiplies it, as in dynamic fine-tuning (dft).
         given: [B, L - shift], by the caller.
     """
 
@@ -287,13 +279,13 @@ class Assumed:
     given: Tensor | None = None
 
     def scaled(self, factor: float) -> "Assumed":
-        """With what the gradients of the last step really were."""
+        """Scales it to the real gradients of the last step."""
         return Assumed(0.0, self.by_token * factor, self.by_mean, self.by_probability)
 
     @classmethod
     def learnt(cls, both: Sequence[Tensor], calls: Sequence[Call], tolerance: float) -> "Assumed":
-        """What losses of one step have in common, of fp64 [ranks, calls] of `Call.constant` without and with
-        probabilities; with nothing, gradients are not known."""
+        """Learns what the losses of a step have in common (unknown gradients if nothing), from fp64 [ranks, calls] of
+        `Call.constant` without and with probabilities."""
         plain, weighed = (cls._of_constants(constants, calls, tolerance) for constants in both)
         weighed.by_probability = True
         return plain if plain.by_token or not weighed.by_token else weighed
@@ -309,7 +301,7 @@ class Assumed:
 
 
 def common(values: Tensor, tolerance: float) -> float | None:
-    """What fp64 numbers have in common, infinity standing for any; None where they differ, or one is not a number."""
+    """The common value of fp64 numbers, infinity standing for any; None if they differ, or one is NaN."""
     values = values[~values.isinf()]
     if not len(values):
         return 1.0
@@ -317,11 +309,11 @@ def common(values: Tensor, tolerance: float) -> float | None:
     return first if bool(((values - first).abs() <= tolerance * abs(first)).all()) else None
 
 
-# -- what is wrong with a call ----------------------------------------------------------------------------------------
+# -- errors of a call -------------------------------------------------------------------------------------------------
 
 
 def of_padding(where: str) -> UnsupportedError:
-    """For gradients by logits where a batch has no token."""
+    """The error for gradients by logits at padding."""
     return UnsupportedError(
         "gradients by logits at padding",
         where=where,
@@ -331,17 +323,17 @@ def of_padding(where: str) -> UnsupportedError:
 
 
 def logits_are_gone(where: str) -> UnsupportedError:
-    """For logits that were not looked at in time."""
+    """The error for logits that were read too late."""
     return UnsupportedError(
-        "logits were looked at after the step",
+        "logits were read after the step",
         where=where,
-        why="the weights that they belong to are gone",
+        why="their weights have been replaced",
         fix="use the logits before flush and optimizer.step()",
     )
 
 
 def too_many_logits(call: Call, passes: Passes, most: int) -> UnsupportedError | None:
-    """For logits of more than `most` bytes; None for fewer."""
+    """The error for logits of more than `most` bytes; None for fewer."""
     size = call.shape[0] * call.shape[1] * passes.num_logits * passes.wide.itemsize
     if size <= most:
         return None
@@ -349,28 +341,25 @@ def too_many_logits(call: Call, passes: Passes, most: int) -> UnsupportedError |
         f"the logits of {call.shape[0]} rows of {call.shape[1]} tokens take {size:,} bytes, and the limit is {most:,}",
         where=f"rank {passes.engine.rank}",
         why="logits, and the gradients by them, are in host memory of the rank that has the rows",
-        fix="use the loss or log-probabilities (fused_lm_head=True) in the place of logits, smaller batches, or a larger "
+        fix="use the loss or log-probabilities (fused_lm_head=True) instead of logits, smaller batches, or a larger "
         "logit_bytes",
     )
 
 
 # -- the gradients of calls -------------------------------------------------------------------------------------------
 
-# The gradients that a caller's backward has brought: what is still to be trained, and what those of the next step will
-# be.
-
 
 class CallGradients:
-    """Reads the gradients of the calls of a step.
+    """Reads the gradients that callers' backwards bring in a step, and predicts the next step's.
 
     Args:
-        own: Whether the loss is a token loss of the engine's.
-        place: Where the training is, for messages.
-        looks: Whether logits were looked at in the last step or call, by mode; the model keeps it.
+        own: Whether the loss is the engine's token loss.
+        place: Names the present step, for messages.
+        looks: Whether logits were read in the last step or call, by mode; the model updates it.
 
     Attributes:
-        expected: The factor that the backward of the last step applied to the loss.
-        linear: What the gradients by log-probabilities had in common in the last step.
+        expected: The last backward's factor of the loss.
+        linear: What the last step's gradients by log-probabilities had in common.
     """
 
     def __init__(
@@ -381,7 +370,7 @@ class CallGradients:
         self._tolerance = 64 * torch.finfo(passes.wide).eps
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to compute the same bits; JSON-ready."""
+        """Returns what a resumed run needs to compute the same bits; JSON-ready."""
         world, looks = self._engine.world_size, [list(mode) for mode, looked in self._looks.items() if looked]
         linear = {name: getattr(self.linear, name) for name in ("by_token", "by_mean", "by_probability")}
         return {"expected": self.expected, "world": world, "looks": looks} | linear
@@ -394,16 +383,16 @@ class CallGradients:
         """
         with reading_state("what gradients will be", "the first step may be trained twice"):
             expected = float(state["expected"])
-            # a Trainer multiplies by the number of ranks, which may be another one now
+            # a Trainer multiplies by the number of ranks, which may have changed
             self.expected = float(self._engine.world_size) if expected == state.get("world") else expected
-            by_probability = bool(state.get("by_probability"))  # a checkpoint of before has none
+            by_probability = bool(state.get("by_probability"))  # older checkpoints have none
             self.linear = Assumed(0.0, float(state["by_token"]), bool(state["by_mean"]), by_probability)
             looks = {(bool(training), bool(trains)): True for training, trains in state.get("looks", ())}
         self._looks.clear()
         self._looks.update(looks)
 
     def assume(self, calls: Sequence[Call], known: "Assumed") -> Seeds:
-        """The seeds of calls that are trained at once, which the calls note."""
+        """Returns the seeds of calls to train at once, and stores them in the calls."""
         rank, world = self._engine.rank, self._engine.world_size
         if known.given is not None:
             (call,) = calls
@@ -430,14 +419,14 @@ class CallGradients:
     def compare(
         self, calls: Sequence[Call], documents: Documents, beside: Iterable[float]
     ) -> tuple[float | None, Seeds, Tensor]:
-        """What the gradients that are there have to become. Collective; it also learns what those of the next step will be.
+        """Compares the real seeds of all ranks with the assumed ones, and predicts the next step's. Collective.
 
         Args:
-            beside: Numbers that go along with what is compared, as many on every rank.
+            beside: Numbers to gather along, as many on every rank.
 
         Returns:
-            What the gradients of what was trained at once must be multiplied by; None where it must be trained again. What
-            is still to be trained. And of every rank the numbers `beside`, fp64 [ranks, numbers].
+            The factor for the gradients of what was trained at once, None if it must be trained again; the seeds still
+            to be trained; and every rank's numbers `beside`, fp64 [ranks, numbers].
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
         ratios, weighed, at_once, have_seeds = list[float](), list[float](), list[bool](), False
@@ -466,10 +455,10 @@ class CallGradients:
         return scale, seeds, numbers
 
     def _scale(self, calls: Sequence[Call], rows: Tensor, weighed: Tensor, at_once: Tensor) -> float | None:
-        """See `compare`. Of each rank [ranks, calls] the factor of what was trained at once (`at_once` [calls]), or the
-        seed of all log-probabilities; `weighed` is that seed over its token's probability."""
+        """See `compare`. `rows` [ranks, calls] has the factor of what was trained at once (`at_once` [calls]), or the
+        seed of all log-probabilities; `weighed`, this seed over its token's probability."""
         rank, tolerance, stages = self._engine.rank, self._tolerance, self._engine.updates is not None
-        if self._own:  # a part of a token loss is the same on all ranks, and so counts on all
+        if self._own:  # each rank has the same part of a token loss: the factor is the mean
             rows[:, at_once] = rows[:, at_once].mean(0)
         if not bool(at_once.any()):
             if not bool(rows.isinf().all()):
@@ -478,7 +467,7 @@ class CallGradients:
         scale = common(rows[:, at_once].flatten(), tolerance)
         if (scale is None and self._own) or (scale != 1.0 and stages):
             raise UnsupportedError(
-                "the loss was multiplied by other factors than in the step before"
+                "the loss was multiplied by other factors than in the previous step"
                 if stages
                 else "the calls of a step multiply the token loss by different factors",
                 where=self._place(),
@@ -500,7 +489,7 @@ class CallGradients:
         return scale
 
     def _own_seeds(self, calls: Sequence[Call], again: bool) -> Seeds:
-        """What is still to be trained of this rank's documents; `again`: also what was trained at once."""
+        """The seeds of this rank's documents still to be trained; `again`: also of what was trained at once."""
         world, tokens, has_entropy, seeds = self._engine.world_size, dict[int, Tensor](), False, Seeds()
         for call in calls:
             if again or call.seeds is not None:
@@ -532,7 +521,7 @@ class CallGradients:
         return table
 
     def active(self, seeds: Seeds) -> set[int]:
-        """The documents that have a seed; the others are not run. Collective."""
+        """The documents with a seed; the others are not run. Collective."""
         mine = set(seeds.tokens) | set(seeds.logits)
         active = set[int]()
         for part in self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else ():
@@ -544,27 +533,22 @@ class CallGradients:
 
 # -- requests ---------------------------------------------------------------------------------------------------------
 
-# What a caller wants of a batch, and batches that it announces before it wants something of them.
-
 
 @dataclass(eq=False)
 class Request:
-    """What a caller wants of a batch.
+    """What a caller requests for a batch.
 
     Args:
-        batch: The tensors that say what its rows are.
-        num_items: What the sum of cross entropies is divided by; None for this rank's labels.
-        fields: How many of `parallel.scores.FIELDS` are wanted; 0 where a loss alone is, or nothing.
-        wants_loss: Whether the caller wants the cross entropy.
-        routers: Whether it wants the balance loss of the routers.
-        kept: The columns of the logits that are wanted: the last so many, or an index; all for 0.
-        expected: [B, L - 1] or [B, L], the gradients by the log-probabilities that will come, or multiples; or None.
+        num_items: The divisor of the sum of cross entropies; None for this rank's labels.
+        fields: How many of the first `parallel.scores.FIELDS` to compute; 0 for a loss alone, or nothing.
+        wants_loss: Whether to compute the cross entropy.
+        routers: Whether to compute the balance loss.
+        kept: The number of last logit columns, or an index of columns; 0: all.
+        expected: [B, L - 1] or [B, L], the expected gradients by the log-probabilities, or multiples.
         trains: Whether gradients will come.
-        training: Whether in training mode.
-        adapters: Whether adapters are used.
-        given_items: `num_items` as it was given.
-        function: The loss function that was put on the model object; None for its own, that of causal language models.
-        changes: What was changed on the model object before, in words.
+        given_items: `num_items` as given.
+        function: The model object's custom loss function; None for the loss of causal language models.
+        changes: Earlier changes of the model object, as text.
     """
 
     batch: Batch
@@ -583,7 +567,7 @@ class Request:
 
     @property
     def targets(self) -> dict[str, Any]:
-        """The labels, and those that are shifted already, by the names of loss functions."""
+        """The labels, shifted or not, by the names of loss functions."""
         shifted = self.batch.get("shift_labels")
         return {"labels": self.batch.get("labels"), **({} if shifted is None else {"shift_labels": shifted})}
 
@@ -604,19 +588,19 @@ class Request:
 
 
 _UNREAD = frozenset({"use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "past_key_values"})
-"""Arguments of a forward that change nothing of what it computes in training."""
+"""Arguments of a forward without effect in training."""
 
 
 def is_unread(name: str, value: Any) -> bool:
-    """Whether an argument of a forward need not be looked at, or is read as a part of the batch."""
+    """Whether an argument of a forward can be ignored, or belongs to the batch."""
     return value is None or value is False or name in _UNREAD or name in ("seq_idx", *FLAT_COLUMNS)
 
 
 def unreadable(
     input_ids: Tensor | None, others: Mapping[str, Any], columns: Sequence[str], rank: int
 ) -> UnsupportedError | None:
-    """What is wrong with the arguments of a forward; None for nothing. `others` are those that no name of its own says,
-    `columns` which of them a token loss reads."""
+    """Returns an error for arguments of a forward, None if they are valid. `others`: all without a parameter of their
+    name; `columns`: which of these a token loss reads."""
     wrong = [name for name, value in others.items() if not is_unread(name, value) and name not in columns]
     if input_ids is not None and not wrong:
         return None
@@ -630,18 +614,17 @@ def unreadable(
 
 @dataclass(eq=False)
 class Window:
-    """Batches of one step that were announced, read and exchanged together.
+    """Announced batches of one step, read and exchanged together.
 
     Args:
-        batches: As they were announced.
-        num_items: What their losses are divided by; None for each one's own labels.
+        num_items: Their losses' divisor; None for each one's own labels.
         step: The number of the step.
         documents: This rank's, of each batch.
-        facts: What each rank says of each batch (`facts_of`).
-        of_step: The documents of all ranks, planned as if these batches were the whole step; None after an error.
-        error: What this rank found wrong.
+        facts: Each rank's `facts_of` of each batch.
+        of_step: The documents of all ranks, planned as if these batches were the complete step; None after an error.
+        error: This rank's error.
         sent_bytes: Bytes of rows that this rank has sent.
-        ready: Filled in with nothing when the rest is there, or with what went wrong.
+        ready: Done when the rest is set; has the exception if this failed.
     """
 
     batches: Sequence[Batch]
@@ -655,7 +638,7 @@ class Window:
     ready: Future[None] = field(default_factory=Future)
 
     def is_next(self, index: int, request: Request) -> bool:
-        """Whether what is asked for is a batch of it, with the same denominator."""
+        """Whether the request is its batch `index`, with the same denominator."""
         if self.num_items != request.num_items:
             return False
         announced = self.batches[index]
@@ -670,17 +653,17 @@ class Window:
 
 
 class Announcements:
-    """Exchanges and plans announced batches in a thread, over a group that nothing else uses.
+    """Exchanges and plans announced batches in a thread, over a group with no other use.
 
     Args:
-        exchange: Over that group.
-        read: The documents of a batch.
-        plan: Plans some of the documents of a step of this number over that group.
+        exchange: Over this group.
+        read: Reads the documents of a batch.
+        plan: Plans some documents of a step over this group.
         columns: What a token loss reads beside tokens.
 
     Attributes:
-        windows: The steps that are to come; the first one may not be ready.
-        number: How many steps this rank has announced; 0 where nothing can be announced any more.
+        windows: The coming steps; the first one may not be ready.
+        number: How many steps this rank has announced; 0 if announcing is no longer possible.
     """
 
     def __init__(
@@ -698,18 +681,18 @@ class Announcements:
         self._is_broken = False
 
     def add(self, batches: Sequence[Mapping[str, Any]], num_items: float | None, step: int) -> None:
-        """The batches of the coming step of this number. Collective.
+        """Adds the batches of a coming step. Collective.
 
         Raises:
-            PlanMismatchError: not all ranks have announced a step before.
+            PlanMismatchError: not all ranks have announced an earlier step.
         """
         if self._is_broken:
             raise PlanMismatchError(
                 "a step is announced after one that not all ranks had announced",
-                why="what is announced is exchanged by all ranks together, and one of them may still wait for the others",
+                why="all ranks exchange announced batches together, and one of them may still wait for the others",
                 fix="make another SwitchedModel, or do not announce",
             )
-        if self._thread is None:  # it must not keep a process alive that fails while another rank is waited for
+        if self._thread is None:  # daemon: must not keep a failing process alive that waits for another rank
             self._thread = Thread(target=self._work, name="hotspa-rows", daemon=True)
             self._thread.start()
         of_rows = [{name: batch.get(name) for name in self._columns} for batch in batches]
@@ -718,13 +701,13 @@ class Announcements:
         self.number += 1
 
     def close(self) -> None:
-        """Ends the thread, where it waits for nobody."""
+        """Ends the thread, unless it may wait for another rank."""
         if self._thread is not None and not self._is_broken:
             self._jobs.put(None)
             self._thread.join()
 
     def give_up(self) -> None:
-        """Ranks have announced different numbers of steps: what was announced is not used, and nothing can be from now on."""
+        """Drops all announcements, now and later: ranks have announced different numbers."""
         self.windows.clear()
         self._is_broken, self.number = True, 0
 
@@ -761,21 +744,20 @@ class Announcements:
 
 # -- where all ranks meet ---------------------------------------------------------------------------------------------
 
-# Before ranks do something together they say what: where that differs, all of them raise, and none waits for another.
-
 
 class Meeting:
-    """Where all ranks meet before a collective call.
+    """Where all ranks meet before a joint action: if theirs differ, all raise, and none waits for another.
 
     Args:
-        place: Where the training is, for messages.
+        place: Names the present step, for messages.
         was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
-        drop: Forgets the calls that were not flushed: on all ranks, before they raise, or where one has cleared its gradients.
-        announcements: Given up where not all ranks have made as many.
+        drop: Drops the calls that were not flushed: on all ranks, before they raise, or if one has cleared its
+            gradients.
+        announcements: Given up if the ranks' numbers differ.
 
     Attributes:
-        sizes: What each rank said of its `size` last.
-        of_model: Which model it is about, in words behind what is done.
+        sizes: Each rank's last `size`.
+        of_model: Names the model in messages, after the action.
     """
 
     def __init__(
@@ -794,18 +776,18 @@ class Meeting:
 
         Args:
             what: What this rank is about to do; ranks compare its text.
-            error: What it found wrong.
-            flag: Something that others are to know.
+            error: This rank's error.
+            flag: For all ranks.
             size: How many numbers this rank is about to send; for `sizes`.
 
         Returns:
             The flag of each rank.
 
         Raises:
-            HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
+            HotspaError: on every rank: the first rank's error, or that they are about to do different things.
         """
         is_cleared = self._was_cleared()
-        if self._agreement.group is None:  # nobody to agree with
+        if self._agreement.group is None:  # one rank
             self.sizes = [size]
             if error is not None or is_cleared:
                 self._drop()
@@ -816,7 +798,7 @@ class Meeting:
         values = [zlib.crc32(text.encode()), error is not None, is_cleared, self._announcements.number, flag, size]
         codes, failed, cleared, announced, flags, sizes = self._agreement.gather([*map(float, values)]).T.tolist()
         self.sizes = [*map(int, sizes)]
-        if any(failed):  # before all else: where a rank has an error, the others may have more to do
+        if any(failed):  # checked first: the other ranks may be about to do more
             self._drop()
             self._agreement.check({}, error, self._place())
         if len(set(codes)) > 1:
@@ -828,7 +810,7 @@ class Meeting:
             raise PlanMismatchError(
                 f"ranks have announced {', '.join(str(int(n)) for n in announced)} steps",
                 where=self._place(),
-                why="what is announced is exchanged by all ranks together",
+                why="all ranks exchange announced batches together",
                 fix="call announce on all ranks, or on none",
             )
         if any(cleared):
@@ -842,7 +824,7 @@ class Meeting:
             "ranks are about to do different things: "
             + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
             where=self._place(),
-            why="each call of a switched model is a part of what all ranks do together",
+            why="each call of a switched model is collective",
             fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives batches without rows to ranks "
             "whose loaders have ended",
         )

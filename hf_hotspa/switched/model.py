@@ -1,4 +1,4 @@
-"""`SwitchedModel`: what a Trainer, or a loop of your own, calls in the place of its model.
+"""`SwitchedModel`: what a Trainer, or your own training loop, calls in place of its model.
 
     model = SwitchedModel(plain_model, parse_buckets("dp4:1024@4096,tp4:8192"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -6,23 +6,24 @@
         loss = model(**batch).loss
         loss.backward()
         model.clip_grad_norm_(1.0)                # flushes
-        optimizer.step()                          # flushes, too, where nothing has
+        optimizer.step()                          # flushes, too, if nothing has yet
         optimizer.zero_grad()
 
-It is used as `DistributedDataParallel` is: every rank calls it with its own batch, and gradients are the means over ranks. Inside,
-all ranks exchange their rows, plan them together over the engine's strategies, and get back what belongs to their own.
-What a call costs depends on what is asked for:
+Used like `DistributedDataParallel`: every rank calls it with its own batch, and gradients are means over ranks. Inside,
+all ranks exchange their rows, plan them together over the engine's strategies, and get back their rows' results. The
+cost of a call, in forwards:
 
-* the loss (`labels`, gradients enabled): forward and backward of all phases at once, with the factor that the last step's
-  backward applied to the loss. `flush` compares the factors of all ranks; it scales the gradients, or runs them again where
-  ranks differ. 3 units of work (a forward is one), as any step.
-* log-probabilities (TRL's `fused_lm_head=True`) or logits (when they are looked at): a forward. What the caller gets are
-  leaves; `flush` runs one training pass over everything since the last step with the objective sum(gradient * number), whose
-  gradient is that of the caller's loss by the chain rule. 4 units. Where the gradients were multiples of known numbers in the
-  last step (a plain sum or mean of log-probabilities) or are given (`expected_seeds`), such calls are trained at once, too.
-* no gradients: a forward, and none at all where nothing is looked at.
+* the loss (`labels`, gradients enabled): 3. Forward and backward of all phases at once, with the factor of the loss in
+  the last step's backward. `flush` compares all ranks' factors; it scales the gradients, or repeats the pass if they
+  differ.
+* log-probabilities (TRL's `fused_lm_head=True`) or logits (if read): 4. The caller gets leaves; `flush` trains
+  everything since the last step with the objective sum(gradient * number), whose gradient equals the caller's (chain
+  rule). If the last step's gradients were multiples of known numbers (a plain sum or mean of log-probabilities) or are
+  given (`expected_seeds`), such calls are trained at once, too.
+* no gradients: 1, or 0 if no result is read.
 
-`forward`, `flush`, the first look at logits, and what says so are collective: all ranks make the same calls, or all raise.
+`forward`, `flush`, the first read of logits, and methods that say so are collective: all ranks make the same calls, or
+all raise.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -97,33 +98,31 @@ LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_e
 
 
 class SwitchedModel(DistributedDataParallel):
-    """See above. A DDP by type only (its constructor is never called), so that accelerate's `unwrap_model` gives the model.
+    """See above. A DDP by type only (its constructor is never called): accelerate's `unwrap_model` returns the model.
 
     Args:
-        model: The transformers model, or a `PeftModel` around one. Its weights are those of the start until `write_back`;
-            calls of it come here, but for generation, which gets the current weights.
-        buckets: Length ranges and their strategies, shortest first, as for `HotSPaEngine`.
-        options: As for `HotSPaEngine`; the caller computes the loss, so none of its options for one.
+        model: A transformers model, or a `PeftModel` around one. Keeps its initial weights until `write_back`; calls of
+            it come here, except generation, which gets the current weights.
+        buckets: As for `HotSPaEngine`.
+        options: As for `HotSPaEngine`; no loss other than a `TokenLoss`: the caller computes the loss.
         weights: Folder of the weights, for a model without them.
-        device: Where this rank computes.
-        logit_bytes: The most bytes of host memory that the logits of a batch, or their gradients, may take on a rank.
-        guards: Whether looking at weights of the model object is an error where they are not the current ones.
+        logit_bytes: The most host memory for a batch's logits, or their gradients, on a rank.
+        guards: Whether reading the model object's old weights is an error.
 
     Attributes:
-        engine: The engine.
-        longest: Tokens of the longest sequence that some bucket takes.
-        report: Of the last step that was flushed; None before.
+        longest: Tokens of the longest sequence that any bucket takes.
+        report: Of the last flushed step; None before.
         passes: The plan and the report of each of its training passes.
-        step: Steps before the present one in the run; a resumed run sets it. Dropout hangs on it.
-        missed: Steps that were announced, and that other batches came for.
-        cut: Rows of this rank's batches in the present step that their reader has cut, for the report.
-        assumptions: What the steps before say of the gradients to come; a resumed run needs its `state_dict` for the same bits.
-        trains: Whether calls where autograd is on are training; else they are scored, and have no gradients.
-        looks: Whether each call that is scored honours what was changed on the model object (`take_changes`).
+        step: Steps before this one in the run; a resumed run sets it. Dropout depends on it.
+        missed: Announced steps for which other batches came.
+        cut: How many of this rank's rows in this step their reader has cut, for the report.
+        assumptions: Predicts gradients from earlier steps; a resumed run needs its `state_dict` for the same bits.
+        trains: Whether calls with autograd enabled are training; else they are scored, without gradients.
+        looks: Whether scored calls apply changes of the model object (`take_changes`).
     """
 
     trains, looks = True, False
-    takes_over: Any = None  # for an optimizer that is about to step and has other parameters beside ours
+    on_other_parameters: Any = None  # called with an optimizer that is about to step and has other parameters, too
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class SwitchedModel(DistributedDataParallel):
         self.passes: Sequence[tuple[MiniBatchPlan, StepReport]] = ()
         self.step = self._version = self._written = self.missed = 0
         self.cut = dict.fromkeys(CUT, 0)
-        self.assumptions = CallGradients(self._passes, self._own is not None, self._place, self._look)
+        self.assumptions = CallGradients(self._passes, self._own is not None, self._place, self._expects_logits)
         beside = Exchange(self.engine.side_agreement(), self.engine.world_size)
         announced = self._announcements = Announcements(beside, self._read, self._passes.planned, columns)
         self._meet = Meeting(self.engine.agreement, self._place, self._was_cleared, self._drop, announced)
@@ -160,9 +159,8 @@ class SwitchedModel(DistributedDataParallel):
         self._hook = before_steps(self)
 
     def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
-        """Stands in the place of a model object."""
         self.module, self.longest = model, self.engine.longest
-        # both are read in each step: without a search in submodules
+        # both are read in each step: avoids a search in submodules
         self.__dict__.update(module=model, _bare=bare_model(model)[0])
         head = fused_head(self._bare, self.engine.description.compute_dtype)
         self._is_adapted = self.engine.description.adapters is not None
@@ -177,16 +175,16 @@ class SwitchedModel(DistributedDataParallel):
         asked = ("log_probs", *head.get("outputs", ()))
         self._head_fields = [name for name in FIELDS if name in asked]
         self._temperature = float(head.get("temperature", 1.0))
-        # by mode: whether logits were looked at after a loss, in the last step or call and in this one
-        self._look, self._looked = dict[tuple[bool, bool], bool](), dict[tuple[bool, bool], bool]()
+        # by mode: whether logits were read after a loss, in the last step or call and in this one
+        self._expects_logits, self._used_logits = dict[tuple[bool, bool], bool](), dict[tuple[bool, bool], bool]()
         route(self._bare, self)
 
-    # -- what a Trainer takes for the model ---------------------------------------------------------------------------
+    # -- what a Trainer uses as its model -----------------------------------------------------------------------------
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's 1-D fp32 share of every trained parameter, by Hugging Face name: what an optimizer gets."""
+        """This rank's 1-D fp32 share of every trained parameter, by Hugging Face name: for an optimizer."""
         named = self.engine.named_parameters()
         return ((f"{prefix}.{name}", p) for name, p in named) if prefix else named
 
@@ -197,7 +195,7 @@ class SwitchedModel(DistributedDataParallel):
             return getattr(super().__getattr__("module"), name)
 
     def join(self, *_: Any, **__: Any) -> Any:
-        """DDP's way for ranks with unequal numbers of batches; here it is `batches`.
+        """DDP's method for ranks with unequal numbers of batches; use `batches` instead.
 
         Raises:
             UnsupportedError: always.
@@ -209,7 +207,7 @@ class SwitchedModel(DistributedDataParallel):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Nothing: gradients are exchanged by `flush` alone."""
+        """Does nothing: only `flush` exchanges gradients."""
         return nullcontext()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -219,7 +217,7 @@ class SwitchedModel(DistributedDataParallel):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads weights into the model, and from there into the shares of all ranks; an optimizer keeps its state. On all ranks."""
+        """Loads weights into the model and the shares of all ranks; an optimizer keeps its state. On all ranks."""
         release(self.module)
         keys = self.module.load_state_dict(state_dict, strict, assign)
         self.engine.master.fill(whole_parameters(self.module))
@@ -236,7 +234,7 @@ class SwitchedModel(DistributedDataParallel):
             self.engine.master.zero_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Flushes, and clips by the global norm; returns it as it was before.
+        """Flushes, clips by the global norm, and returns the norm before clipping.
 
         Raises:
             UnsupportedError: another norm than the 2-norm.
@@ -244,7 +242,7 @@ class SwitchedModel(DistributedDataParallel):
         if norm_type != 2.0:
             raise UnsupportedError(f"clipping by the {norm_type}-norm", fix="use the 2-norm")
         self.flush()
-        engine = self.engine  # stages have clipped, or none
+        engine = self.engine  # if stages update, they have clipped already, or not at all
         norm = engine.clip_grad_norm_(float(max_norm)) if engine.updates is None else engine.grad_norm
         return torch.tensor(norm, dtype=torch.float64)
 
@@ -254,12 +252,12 @@ class SwitchedModel(DistributedDataParallel):
         return self._written == self._version
 
     def refresh(self) -> None:
-        """The current weights in the model, if they are not there. Collective."""
+        """Writes the current weights into the model if they are not there. Collective."""
         if not self.is_current:
             self.write_back()
 
     def show(self) -> None:
-        """The same, for somebody who may change them: what is changed before the next step is trained on. Collective."""
+        """Like `refresh`; the next step uses weights that the caller then changes. Collective."""
         self.refresh()
         self._changes.show()
 
@@ -272,19 +270,19 @@ class SwitchedModel(DistributedDataParallel):
         self._written = self._version
 
     def take_changes(self) -> None:
-        """Honours what was changed on the model object (`ObjectChanges`), as each step does when it begins. Collective.
+        """Applies changes of the model object (`ObjectChanges`), as each step does first. Collective.
 
         Raises:
-            HotspaError: on every rank: it cannot be honoured, or ranks have changed different things.
+            HotspaError: on every rank: a change is not supported, or ranks have changed different things.
         """
-        words, error = self._changes.look()
-        self._meet(f"go on{words}", error)
+        words, error = self._changes.inspect_modules()
+        self._meet(f"continue{words}", error)
         if words:
-            self._passes.let_go()  # of what is loaded
+            self._passes.let_go()
             self._changes.apply()
 
     def weights_are(self, current: bool) -> None:
-        """Says that somebody has put other weights into the engine, which the model has, or does not have. On all ranks."""
+        """Notes new weights in the engine; `current`: the model has them, too. On all ranks."""
         self._drop()
         self._version += 1
         self._changes.digest = None
@@ -295,7 +293,7 @@ class SwitchedModel(DistributedDataParallel):
             guard(self.module)
 
     def close(self) -> None:
-        """Ends the engine; the model is as it was, with the weights of the last `write_back`. Collective."""
+        """Ends the engine; the model keeps the weights of the last `write_back`. Collective."""
         self._hook.remove()
         self._drop()
         self._announcements.close()
@@ -306,10 +304,7 @@ class SwitchedModel(DistributedDataParallel):
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def batches(self, loader: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The batches of this rank's loader, and batches without rows when it has ended before those of other ranks.
-
-        Collective: a rank that has nothing left takes part with no rows until all have ended.
-        """
+        """Yields this rank's batches, then batches without rows until all ranks' loaders have ended. Collective."""
         iterator, empty = iter(loader), {name: torch.zeros((0, 1), dtype=torch.int64) for name in ROW_COLUMNS[:2]}
         empty["labels"] = empty["input_ids"]
         while True:
@@ -321,12 +316,12 @@ class SwitchedModel(DistributedDataParallel):
             yield dict(batch if batch is not None else empty)
 
     def announce(self, batches: Sequence[Mapping[str, Any]], num_items: float | Tensor | None = None) -> None:
-        """Says which batches come next: all of one optimizer step. They are exchanged and planned beside what runs now, and
-        run as one pass when the first of them is called. Collective, and may be called for several steps ahead.
+        """Announces all batches of the next optimizer step. They are exchanged and planned beside the running step, and
+        run as one pass when the first of them is called. Collective; may be called several steps ahead.
 
         Args:
             batches: What `forward` will get, in order; as many on all ranks.
-            num_items: The `num_items_in_batch` that it will get with them.
+            num_items: The `num_items_in_batch` to come with them.
         """
         step = self.step + len(self._announcements.windows) + bool(self._calls)
         self._announcements.add(batches, None if num_items is None else float(num_items), step)
@@ -339,12 +334,12 @@ class SwitchedModel(DistributedDataParallel):
         facts: Callable[[], Mapping[str, str]] | None = None,
         evaluated: tuple[Bucket, ...] | None = None,
     ) -> None:
-        """What decides beside the buckets; None leaves it. On all ranks, the same.
+        """Sets what decides beside the buckets; None keeps the present value. On all ranks, the same.
 
         Args:
-            choose: Gives, for the number of a step and the lengths of its sequences, their buckets out of the engine's, and the
-                speeds by which packs are divided over replicas. Called in a thread, too.
-            facts: Gives what must be the same on all ranks when something is trained, by name.
+            choose: Maps a step and the lengths of its sequences to their buckets, out of the engine's, and the speeds
+                by which packs are divided over replicas. Also called in a thread.
+            facts: Returns what must be equal on all ranks in training, by name.
             evaluated: The buckets in eval mode without gradients.
         """
         self._passes.choose = choose or self._passes.choose
@@ -352,11 +347,10 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.evaluated = evaluated or self._passes.evaluated
 
     def same_batches(self, number: int, error: HotspaError | None = None, flag: bool = False) -> bool:
-        """Says how many batches this rank has got for the coming step, or what is wrong with them. Collective. Returns whether
-        some rank has given the flag.
+        """Compares all ranks' numbers of batches for the coming step; returns whether any has set the flag. Collective.
 
         Raises:
-            HotspaError: on every rank: that of one of them, or that they have different numbers.
+            HotspaError: on every rank: `error` of one rank, or the numbers differ.
         """
         return any(self._meet(f"train {number} batches", error, flag))
 
@@ -367,7 +361,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def _begin_step(self) -> None:
         self._documents, self._calls, self._waiting = Documents(), list[Call](), list[Call]()
-        self._window: Window | None = None  # of which some calls are still to come
+        self._window: Window | None = None  # with calls still to come
         self._has_gradients, self._gradient_version = False, -1
         self._passes.trained, self._passes.report = [], None
 
@@ -375,11 +369,10 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.let_go()
         if self._calls:
             self.engine.drop_gradients()
-            self.engine.master.bind_gradients(())  # an optimizer leaves parameters without a gradient as they are
+            self.engine.master.bind_gradients(())  # an optimizer skips parameters without a gradient
         self._begin_step()
 
     def _was_cleared(self) -> bool:
-        """Whether somebody has cleared the gradients since the first call of the step (`optimizer.zero_grad()`)."""
         if not self._calls or self.engine.updates is not None:
             return False
         return self.engine.master.are_cleared(self._gradient_version)
@@ -402,22 +395,22 @@ class SwitchedModel(DistributedDataParallel):
         return_dict: bool | None = None,
         **others: Any,
     ) -> Any:
-        """What transformers' forward returns for this rank's batch; with `fused_lm_head`, what TRL's returns. Collective.
+        """Returns what transformers' forward returns, or TRL's with `fused_lm_head`, for this rank's batch. Collective.
 
         Args:
-            input_ids: int64 [B, L]; no rows at all are a normal case.
+            input_ids: int64 [B, L]; may have no rows.
             attention_mask: int64 [B, L], 1 for tokens and 0 for padding.
             position_ids: int64 [B, L], from 0 in each document.
-            labels: int64 [B, L], not shifted; -100 where there is none.
-            shift_labels: In their place, shifted already.
-            num_items_in_batch: What the sum of cross entropies is divided by; this batch's labels when None.
-            logits_to_keep: The last so many columns of the logits, or those of an index; all for 0.
-            expected_seeds: The gradients by the log-probabilities that the caller's backward will bring, or a multiple of them,
-                [B, L - 1] ([B, L] with shift_labels): the batch is trained at once. If other ones come, it is trained again.
+            labels: int64 [B, L], not shifted; -100 for none.
+            shift_labels: Instead of labels, already shifted.
+            num_items_in_batch: The divisor of the sum of cross entropies; this batch's labels when None.
+            logits_to_keep: The number of last logit columns, or an index of columns; 0: all.
+            expected_seeds: The expected gradients by the log-probabilities, or a multiple of them, [B, L - 1] ([B, L]
+                with shift_labels): the batch is trained at once. If others come, it is trained again.
 
         Raises:
-            HotspaError: on every rank: what one cannot read, or ranks that call differently. Nothing was computed, and
-                calls that were not flushed are dropped.
+            HotspaError: on every rank: one cannot read its batch, or calls differ. Nothing was computed; calls that
+                were not flushed are dropped.
         """
         error = unreadable(input_ids, others, self._columns, self.engine.rank) if others or input_ids is None else None
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
@@ -456,7 +449,6 @@ class SwitchedModel(DistributedDataParallel):
         return not (layers and layers[0].disable_adapters)
 
     def _take(self, request: Request, error: HotspaError | None) -> Call:
-        """The call of a batch, with the documents of all ranks."""
         if error is None and request.trains and not request.adapters:
             error = UnsupportedError(
                 "a forward with gradients while adapters are switched off",
@@ -478,29 +470,29 @@ class SwitchedModel(DistributedDataParallel):
         is_new = window is not None and window is not self._window
         begins = request.trains and not self._calls
         if begins or (self.looks and not request.trains):
-            request.changes, refused = self._changes.look()
-            error = error or refused
+            request.changes, change_error = self._changes.inspect_modules()
+            error = error or change_error
         mine = facts_of(documents, request.num_items)
         try:
             flags = self._meet(request, error, comes_next, len(mine))
         finally:
-            if is_new and coming:  # it has come, or other batches in its place
+            if is_new and coming:
                 coming.pop(0)
         if request.changes:
-            self._passes.let_go()  # of what is loaded
+            self._passes.let_go()
             self._changes.apply()
-        if begins:  # until the step has ended and the object is shown again, its weights are old
+        if begins:  # the weights are old until the step has ended and the object is shown again
             self._changes.digest = None
             if self._guards and self._written == self._version:  # else it is guarded
                 guard(self.module)
         if request.trains and not self._calls:
             self.engine.drop_gradients()
-            self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
+            self._gradient_version = self.engine.master.gradient_version  # later changes are noticed
         if window is not None and all(flags):
             return self._next_of(window, request)
         self.missed += is_new
         sizes: list[int] | None = self._meet.sizes
-        if any(flags):  # another rank was given another batch than it had announced
+        if any(flags):  # another rank got another batch than it had announced
             read = self.engine.agreement.run
             documents = read(self._place(), lambda: self._read(request.batch) if comes_next else documents)
             mine, sizes = facts_of(documents, request.num_items), None
@@ -514,7 +506,7 @@ class SwitchedModel(DistributedDataParallel):
         return call
 
     def _next_of(self, window: Window, request: Request) -> Call:
-        """The next call of an announced step, all of which are noted with the first one."""
+        """Returns the next call of an announced step; the first one notes all of them."""
         if window is not self._window:
             window.ready.result()
             if window.of_step is None:
@@ -530,7 +522,7 @@ class SwitchedModel(DistributedDataParallel):
             self._window, self._waiting = window, []
             for batch, documents, facts in zip(window.batches, window.documents, window.facts, strict=True):
                 self._waiting.append(Call(batch, documents, facts, of_step, *mode))
-            if is_first:  # else its documents have other numbers now, and their tokens travel again
+            if is_first:  # otherwise its documents have new numbers, and their tokens travel again
                 of_step.rows, of_step.holders = window.of_step.rows, window.of_step.holders
                 of_step.planned = window.of_step.planned
             self._passes.exchange.sent["rows_bytes"] += window.sent_bytes
@@ -546,19 +538,19 @@ class SwitchedModel(DistributedDataParallel):
     # -- what is computed for a call ----------------------------------------------------------------------------------
 
     def _run(self, call: Call, request: Request) -> None:
-        """Computes what the caller will get, by the cheapest way; all ranks take the same."""
+        """Computes the caller's results in the cheapest way, the same on all ranks."""
         if self._is_adapted:
             self._use_adapters(request.adapters)
         mode = self.training, request.trains
         if not request.trains:
-            self._look[mode] = self._looked.pop(mode, False)
+            self._expects_logits[mode] = self._used_logits.pop(mode, False)
         if request.batch.get("shift_labels") is None and request.batch.get("labels") is None:
             return
         if request.wants_loss and self._own is not None:
             self._run_own(call, request)
             return
-        look = request.wants_loss and (self._look.get(mode, False) or request.function is not None)
-        if request.trains and call.fields < 0 and not request.routers and not look:
+        needs_logits = request.wants_loss and (self._expects_logits.get(mode, False) or request.function is not None)
+        if request.trains and call.fields < 0 and not request.routers and not needs_logits:
             known = self.assumptions.linear
             if request.wants_loss:
                 known = Assumed(by_loss=self.assumptions.expected)
@@ -568,10 +560,10 @@ class SwitchedModel(DistributedDataParallel):
                 self._train_at_once([call, *self._waiting], request, known)
         is_loss = request.wants_loss and isinstance(call.assumed, float)
         if not is_loss and (call.fields < max(request.fields, 1) or call.with_routers < request.routers):
-            self._score(call, request, with_logits=look)
+            self._score(call, request, with_logits=needs_logits)
 
     def _run_own(self, call: Call, request: Request) -> None:
-        """The token loss of the engine's options. Each rank gets the same part of that of all ranks."""
+        """Computes the engine's token loss over all ranks. Each rank gets an equal part."""
         world = self.engine.world_size
         if request.routers and not call.with_routers:
             self._score(call, request)
@@ -617,8 +609,8 @@ class SwitchedModel(DistributedDataParallel):
         )
 
     def _train_at_once(self, calls: Sequence[Call], request: Request, known: Assumed) -> None:
-        """Forward and backward of some calls, before the caller's backward has said what the gradients are. Documents whose given
-        seeds are all 0 have a forward only."""
+        """Trains some calls before the caller's backward has brought the gradients. Documents whose given seeds are all
+        0 have a forward only."""
         calls = calls if known.given is None else calls[:1]
         everything = list[int]()
         for call in calls:
@@ -627,7 +619,7 @@ class SwitchedModel(DistributedDataParallel):
         seeds, numbers = self.assumptions.assume(calls, known), Numbers()
         active = set(everything) if known.given is None else self.assumptions.active(seeds)
         if idle := sorted(set(everything) - active):
-            scored = replace(request, trains=False)  # no graphs are kept of them
+            scored = replace(request, trains=False)  # keeps no graphs of them
             numbers = self._score_documents(calls[0], idle, scored, request.fields, False)
         if active:
             mode = self.training, calls[0].temperature
@@ -641,13 +633,12 @@ class SwitchedModel(DistributedDataParallel):
     def _train(
         self, numbers: Sequence[int], seeds: Seeds, mode: tuple[bool, float], fields: int = 0, sums: bool = False
     ) -> Numbers:
-        """A training pass whose gradients are added to those of the step, in a mode (training, temperature)."""
         trained = self._passes.train(
             self._documents, numbers, seeds, step=self.step, add=self._has_gradients,
             training=mode[0], temperature=mode[1], fields=fields, sums=sums,
         )  # fmt: skip
         self._has_gradients = True
-        self._gradient_version = self.engine.master.gradient_version  # who changes them from here on is noticed
+        self._gradient_version = self.engine.master.gradient_version  # later changes are noticed
         return trained
 
     def _use_adapters(self, on: bool) -> None:
@@ -689,7 +680,7 @@ class SwitchedModel(DistributedDataParallel):
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
     def _with_balance(self, loss: Tensor, call: Call, request: Request) -> tuple[Tensor, Tensor]:
-        """The loss with transformers' `load_balancing_loss_func` of this rank's batch, and that alone."""
+        """Adds transformers' `load_balancing_loss_func` of this rank's batch; also returns it alone."""
         routers = self._passes.routers
         assert routers is not None
         aux = call.balance(routers)[0].to(call.device, self._passes.wide)
@@ -716,21 +707,21 @@ class SwitchedModel(DistributedDataParallel):
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux, **columns)
 
     def _logits(self, call: Call, request: Request) -> Tensor:
-        """[B, L, V], or the columns that were asked for; a leaf where gradients are enabled. Collective."""
+        """Returns [B, L, V], or the requested columns; a leaf if gradients are enabled. Collective."""
         is_gone = call.version != self._version or (request.trains and call not in self._calls)
         error = (
             logits_are_gone(f"rank {self.engine.rank}, {self._place()}")
             if is_gone
             else too_many_logits(call, self._passes, self._logit_bytes)
         )
-        self._meet("look at logits", error)
-        self._looked[self.training, request.trains] = True
+        self._meet("read logits", error)
+        self._used_logits[self.training, request.trains] = True
         numbers = call.numbers
         if not call.with_logits:
             if self._is_adapted:
                 self._use_adapters(request.adapters)
             numbers = self._score_documents(call, call.everything, request, 0, True)
-        call.with_logits = False  # they are the caller's now
+        call.with_logits = False  # now the caller's
         parts = [numbers.logits.pop(number) for number in call.mine]
         logits = call.lay_out(parts, self.engine.description.compute_dtype, (self._passes.num_logits,))
         if request.trains:
@@ -742,7 +733,7 @@ class SwitchedModel(DistributedDataParallel):
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def step_begins(self) -> None:
-        """An optimizer is about to change the weights: flushes. Collective."""
+        """Flushes, before an optimizer changes the weights. Collective."""
         if self._passes.taping.tape is not None:  # a stage that updates by itself
             return
         self.flush()
@@ -750,7 +741,7 @@ class SwitchedModel(DistributedDataParallel):
         self._version += 1
 
     def flush(self) -> None:
-        """Makes the gradients those of all calls since the last step. Collective; nothing where nothing is new.
+        """Completes the gradients of all calls since the last step. Collective; does nothing if there are no new calls.
 
         Raises:
             HotspaError: on every rank; the calls are dropped.
@@ -762,9 +753,9 @@ class SwitchedModel(DistributedDataParallel):
         if calls:
             error = of_padding(f"rank {self.engine.rank}, {self._place()}") if reads_padding else None
             went_back = any(self._meet("flush", error, went_back))
-        if not self._calls:  # or they were dropped, here or on another rank
+        if not self._calls:  # also if they were dropped, here or on another rank
             return
-        if not went_back and self.engine.updates is None:  # parameters have no gradient then, as under DDP
+        if not went_back and self.engine.updates is None:  # no parameter has a gradient, as under DDP
             self._drop()
             self.report, self.step = None, self.step + 1
             return
@@ -785,8 +776,8 @@ class SwitchedModel(DistributedDataParallel):
             self.engine.leave_out(self._changes.frozen)
         self._passes.let_go()
         for training in (True, False):
-            self._look[training, True] = self._looked.pop((training, True), False)
-        if trains_more or scale is None:  # more was sent since
+            self._expects_logits[training, True] = self._used_logits.pop((training, True), False)
+        if trains_more or scale is None:  # more was sent after the comparison
             counts = exchange.sent | self.cut
             of_all = self.engine.agreement.gather([*map(float, counts.values())])
         exchange.sent = dict.fromkeys(exchange.sent, 0)
@@ -798,7 +789,6 @@ class SwitchedModel(DistributedDataParallel):
         self._begin_step()
 
     def _train_seeds(self, calls: Sequence[Call], seeds: Seeds) -> None:
-        """The training pass of what the callers' backward has said of their numbers."""
         active = self.assumptions.active(seeds)
         if self.engine.updates is not None and active:
             raise UnsupportedError(
@@ -806,7 +796,7 @@ class SwitchedModel(DistributedDataParallel):
                 where=self._place(),
                 fix="use the loss of the model, or hotspa_pipeline_mode=synchronous",
             )
-        of_modes = dict[tuple[bool, float], list[int]]()  # in eval mode nothing is dropped
+        of_modes = dict[tuple[bool, float], list[int]]()
         for call in calls:
             of_modes.setdefault((call.training, call.temperature), []).extend(active.intersection(call.everything))
         for mode, numbers in of_modes.items():
@@ -816,12 +806,12 @@ class SwitchedModel(DistributedDataParallel):
     # -- a second model -----------------------------------------------------------------------------------------------
 
     def frozen(self, model: nn.Module) -> "SwitchedModel":
-        """A second model of the same build that is never trained (a reference), on this one's replicas. Collective.
+        """Makes a frozen second model of the same build (a reference) on this one's replicas. Collective.
 
-        Its weights are shared out over the ranks like the model's own, and loaded for its forwards.
+        Its weights are divided over the ranks like the model's own, and loaded for its forwards.
 
         Raises:
-            ModelError: on every rank: the model is built in another way; make a `SwitchedModel` of its own for it.
+            ModelError: on every rank: the build differs; make a separate `SwitchedModel` for it.
         """
         return FrozenModel(self, model)
 
@@ -846,14 +836,14 @@ class FrozenModel(SwitchedModel):
         self.eval()
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """None: nothing of it is trained."""
+        """Yields nothing: it is not trained."""
         return iter(())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: there are no gradients."""
+        """Does nothing: there are no gradients."""
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Other weights for the second model. On all ranks, the same."""
+        """Loads other weights. On all ranks, the same."""
         keys = self.module.load_state_dict(state_dict, strict, assign)
         assert self._store is not None
         self._passes.let_go()
@@ -861,11 +851,11 @@ class FrozenModel(SwitchedModel):
         return keys
 
     def write_back(self) -> None:
-        """Nothing: the model has its weights."""
+        """Does nothing: the model has its weights."""
 
     def flush(self) -> None:
-        """Nothing: there are no gradients."""
+        """Does nothing: there are no gradients."""
 
     def close(self) -> None:
-        """Calls of the model object are its own again. The engine stays."""
+        """Undoes the routing of the model object. The engine stays."""
         unroute(self._bare)

@@ -1,7 +1,7 @@
-"""What callers hang on a model object, and calls of the object itself: replicas are built from its class without them.
+"""What callers attach to a model object, which replicas do not have, and calls of the object itself.
 
-* TRL's `add_fused_lm_head` and PEFT's input hooks are lifted off while an engine is built, and read where they say something;
-* a forward of the object goes to the switched model, whose weights are the current ones. Generation runs on the object.
+* TRL's `add_fused_lm_head` and PEFT's input hooks are off while an engine is built; their settings are read;
+* a forward of the object goes to the switched model, whose weights are current. Generation runs on the object.
 """
 
 import functools
@@ -34,10 +34,10 @@ from hf_hotspa.parallel.loss import SequenceLoss
 
 
 def only_requires_grad(hook: Any) -> bool:
-    """Whether a forward hook does no more than to make the output require a gradient, which changes no number.
+    """Whether a forward hook only makes the output require a gradient, which changes no number.
 
-    Scripts, transformers, PEFT and TRL hang it on the embedding for gradient checkpointing. It is seen from what the hook does:
-    its code reaches for nothing but `requires_grad_`, and a tensor comes back from it as it was.
+    Scripts, transformers, PEFT and TRL attach it to the embedding for gradient checkpointing. Its code uses only
+    `requires_grad_`, and it returns a tensor unchanged.
     """
     code = getattr(hook, "__code__", None)
     if code is None or code.co_freevars or not set(code.co_names) <= {"requires_grad_", "requires_grad"}:
@@ -48,19 +48,19 @@ def only_requires_grad(hook: Any) -> bool:
     output = before.clone()
     try:
         given = hook(None, (), output)
-    except Exception:  # whatever it wants with its module and inputs
+    except Exception:  # it may need its module or inputs
         return False
     return (given is None or given is output) and output.requires_grad and torch.equal(output, before)
 
 
 def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """What TRL's `add_fused_lm_head` was asked for; it tells nobody, but the closure of the forward has it.
+    """Reads the arguments of TRL's `add_fused_lm_head` from the closure of the forward.
 
     Args:
         dtype: What the engine computes in.
 
     Raises:
-        UnsupportedError: what it was asked for cannot be had.
+        UnsupportedError: an argument is not supported.
     """
     forward = vars(model).get("forward")
     function = getattr(forward, "__func__", None)
@@ -68,7 +68,7 @@ def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     if head.get("cast_lm_head_to_fp32") and dtype.itemsize < 4:
         raise UnsupportedError(
             "cast_lm_head_to_fp32 in 16-bit training",
-            why="the head computes in the dtype of the weights, and its logits are widened then",
+            why="the head computes in the dtype of the weights, and its logits are widened afterwards",
             fix="leave it out",
         )
     return head
@@ -76,7 +76,7 @@ def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 
 @contextmanager
 def as_built(model: nn.Module) -> Iterator[None]:
-    """Without a forward or a loss function that were put on the object, and without input hooks."""
+    """Removes, inside, input hooks and the object's custom forward or loss function."""
     own = {name: vars(model).pop(name) for name in ("forward", "_loss_function") if name in vars(model)}
     for module in model.modules():
         for key, hook in list(module._forward_hooks.items()):
@@ -89,16 +89,16 @@ def as_built(model: nn.Module) -> Iterator[None]:
 
 
 class Apart:
-    """Whether this rank is in code that runs on each rank by itself, perhaps on this one alone (callbacks): calls of model objects
-    are then their own, with the weights that the object has, and others need not take part."""
+    """Whether this rank runs its own code (callbacks), perhaps alone: calls of model objects then stay on the object,
+    with its weights, and are not collective."""
 
     depth = 0
 
 
 def route(model: nn.Module, switched: Any) -> None:
-    """Calls of the model object go to the switched model: trainers call `self.model`, too, whose weights are old ones.
+    """Routes calls of the model object to the switched model: trainers also call `self.model`, whose weights are old.
 
-    But for generation, and for those in code that runs `Apart`.
+    Generation and calls in `Apart` code stay on the object.
     """
     target = weakref.ref(switched)
     forward = type(model).forward
@@ -116,38 +116,38 @@ def route(model: nn.Module, switched: Any) -> None:
 
 
 def unroute(model: nn.Module) -> None:
-    """Calls of the model object are its own again."""
+    """Undoes `route`."""
     vars(model).pop("forward", None)
 
 
 def lora_layers(model: nn.Module) -> list[Any]:
-    """The LoRA layers of a model; models themselves have a method of the name that tells them."""
+    """Returns the LoRA layers of a model; models have a method of the same name as the attribute."""
     return [module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
 
 
 def before_steps(switched: Any) -> RemovableHandle:
-    """Calls `step_begins` of the switched model before any optimizer that holds its parameters makes a step."""
+    """Calls `step_begins` of the switched model before steps of any optimizer with its parameters."""
     target = weakref.ref(switched)
     own = {id(parameter) for _, parameter in switched.named_parameters()}
 
     def before(optimizer: Optimizer, *_: Any) -> None:
-        to, held = target(), set[int]()
+        to, stepped_ids = target(), set[int]()
         for group in optimizer.param_groups:
-            held.update(map(id, group["params"]))
-        if to is None or own.isdisjoint(held):
+            stepped_ids.update(map(id, group["params"]))
+        if to is None or own.isdisjoint(stepped_ids):
             return
         to.step_begins()
-        if to.takes_over is not None and not own.issuperset(held):
-            to.takes_over(optimizer)
+        if to.on_other_parameters is not None and not own.issuperset(stepped_ids):
+            to.on_other_parameters(optimizer)
 
     return register_optimizer_step_pre_hook(before)
 
 
 def refuse_losses(options: EngineOptions) -> None:
-    """What has no meaning where the caller computes the loss.
+    """Rejects engine options that have no effect if the caller computes the loss.
 
     Raises:
-        UnsupportedError: naming it.
+        UnsupportedError: naming the option.
     """
     losses = {"loss": isinstance(options.loss, SequenceLoss), "label_smoothing": options.label_smoothing}
     for name, value in losses.items():
@@ -159,19 +159,16 @@ def refuse_losses(options: EngineOptions) -> None:
             )
 
 
-# -- changes of it ----------------------------------------------------------------------------------------------------
+# -- changes of the model object --------------------------------------------------------------------------------------
 
-# What a caller changes on the model object between two steps: honoured from the next step on, or refused by name.
-#
-# Replicas are built once. `ObjectChanges` looks at the object where a step begins, when all ranks meet anyway:
+# Changes between two steps apply from the next step, or raise an error by name. Replicas are built once;
+# `ObjectChanges` inspects the object when a step begins:
 #
 # * buffers, such as the selection bias of experts, are copied into the replicas;
-# * a parameter that is frozen gets no gradient from then on, as with torch; one that was frozen when the replicas were
-#   built has no
-#   place for a gradient, and unfreezing it is refused;
-# * weights that were changed where they are current (`SwitchedModel.show`) are trained on;
-# * another value in the config, another module, or another attribute of a module is refused: what is built goes by
-#   them.
+# * a newly frozen parameter gets no gradient, as with torch; one that was frozen when the replicas were built has no
+#   place for a gradient, and unfreezing it is an error;
+# * weights that were changed while current (`SwitchedModel.show`) are used;
+# * another config value, module, or module attribute is an error: the replicas were built from the old one.
 
 
 _SHOWN = 3
@@ -179,14 +176,11 @@ _as_text = functools.partial(json.dumps, sort_keys=True, default=str)
 
 
 class ObjectChanges:
-    """What of a model object is no longer as the engine has it.
-
-    Args:
-        model: The object that the engine was made of.
+    """The differences between a model object and the engine's copy.
 
     Attributes:
-        frozen: The trained parameters that the caller has frozen since, by the names of the engine.
-        digest: Of the weights of the object while they are current; None where they are old ones.
+        frozen: The trained parameters that the caller has frozen since, by the engine's names.
+        digest: Of the object's weights while they are current; None while they are old.
     """
 
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
@@ -201,21 +195,20 @@ class ObjectChanges:
         self._changed = dict[str, Tensor](), self.frozen, False
 
     def _by_name(self) -> dict[str, tuple[nn.Parameter, bool]]:
-        """Each parameter, and whether it is trained, by the name that the engine has for it."""
         specs = self._engine.description.vector.specs
         known = {name: spec for spec in specs for name in (spec.name, *spec.tied_names)}
         named = self._model.named_parameters(remove_duplicate=False)
         return {known[name].name: (p, known[name].trainable) for name, p in named if name in known}
 
     def show(self, digest: str | None = None) -> None:
-        """The object has the current weights, of this digest if known: who changes them means it. Not collective."""
-        if self.digest is None and has_weights(self._model):  # else somebody may have changed them since
+        """Notes that the object has the current weights, of this digest if known. Not collective."""
+        if self.digest is None and has_weights(self._model):  # else they may have been changed since
             self._parameters = self._by_name()
             self.digest = digest or weights_digest(self._model)
 
-    def look(self) -> tuple[str, HotspaError | None]:
-        """What was changed since the last step, in words that are the same on all ranks where the changes are; and what cannot
-        be honoured. Not collective."""
+    def inspect_modules(self) -> tuple[str, HotspaError | None]:
+        """Returns the changes since the last step, as text (equal on all ranks with equal changes), and an error for
+        unsupported ones. Not collective."""
         buffers, frozen, thawed = dict[str, Tensor](), set[str](), list[str]()
         for name, buffer in self._bare.named_buffers():
             known = self._buffers.get(name)
@@ -242,20 +235,20 @@ class ObjectChanges:
             names = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
             return words, UnsupportedError(
                 f"the config values {_some(names)} were changed after the training had started",
-                why="the replicas that run were built by the config as it was",
+                why="the replicas were built from the earlier config",
                 fix="set them before train()",
             )
         facts = module_facts(self._bare, self._is_of_text)
         if facts != self._facts and (changes := changed_facts(facts, self._facts, self._bare)):
             return words, UnsupportedError(
                 f"{changes[0]} when the training had started ({len(changes)} differ)",
-                why="the replicas that run were built by the model as it was",
+                why="the replicas were built from the earlier model",
                 fix="put it into the config before train()",
             )
         return words, None
 
     def apply(self) -> None:
-        """Honours what `look` saw. Not collective; on all ranks, the same."""
+        """Applies what `inspect_modules` saw. Not collective; on all ranks, the same."""
         buffers, frozen, weights = self._changed
         if buffers:
             with torch.no_grad():
@@ -276,15 +269,13 @@ def _some(names: list[str]) -> str:
 
 # -- weights that are old ---------------------------------------------------------------------------------------------
 
-# While training goes on, the weights in `trainer.model` are old: looking at them is an error, not an answer.
+# The trained weights are in the master store; the user's model has the weights of the last write-back. The guard
+# promises:
 #
-# The weights that are trained live in the master store; those of the user's model are what they were when they were last
-# written back. Owns the guard on its parameters. It promises:
-#
-# * Between the first mini-batch after the weights were current and the next time they are, everything that would read or
-#   change the values of a trained parameter, or its gradient, raises a `HotspaError` that says what to do. What the
-#   parameters are (name, shape, dtype, device, `requires_grad`, number of elements) can be looked at always.
-# * Parameters stay the same objects, so what refers to them (optimizers, tied weights, references of the user's) holds.
+# * Between the first mini-batch after the weights were current and the next time they are, reading or changing the
+#   values of a trained parameter, or its gradient, raises a `HotspaError` that says what to do. Name, shape, dtype,
+#   device, `requires_grad` and number of elements can always be read.
+# * Parameters stay the same objects: references to them (optimizers, tied weights, the user's) stay valid.
 
 
 _FACTS = {
@@ -293,31 +284,30 @@ _FACTS = {
     "element_size", "stride", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "get_device", "__len__",
     "requires_grad_", "is_same_size", "type", "retains_grad", "grad_fn", "output_nr",
 }  # fmt: skip
-"""What says nothing about the values."""
+"""Attributes that do not depend on the values."""
 
 _GRADIENTS = {"grad", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "_backward_hooks"}
 
 _allowed = threading.local()
 
 
-def _refusal(name: str) -> HotspaError:
+def _guard_error(name: str) -> HotspaError:
     if name in _GRADIENTS:
         return HotspaError(
             f"a parameter of trainer.model has no gradient here ({name})",
             why="gradients are spread over the ranks, in the master store, and parameters of the model never get any",
-            fix="call trainer.engine.full_gradients() on every rank, or look at grad_norm in the log",
+            fix="call trainer.engine.full_gradients() on every rank, or read grad_norm in the log",
         )
     return HotspaError(
-        f"the weights in trainer.model are not those of this step of the training ({name})",
-        why="the weights that are trained are spread over the ranks; the model is brought up to date for on_log, on_evaluate, "
+        f"the weights in trainer.model are not the weights of this training step ({name})",
+        why="the trained weights are spread over the ranks; the model is updated for on_log, on_evaluate, "
         "on_save, on_epoch_end, on_train_end and compute_metrics, and after training",
-        fix="look at them there, or call trainer.materialize() on every rank first",
+        fix="read them there, or call trainer.materialize() on every rank first",
     )
 
 
 @cache
 def _guarded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """A class of parameters like `kind`, whose values cannot be looked at."""
 
     class Guarded(kind):  # type: ignore[valid-type,misc]
         _true_class = kind
@@ -330,7 +320,7 @@ def _guarded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
             if name in ("__get__", "__set__", "__delete__"):  # of an attribute
                 name = func.__self__.__name__  # type: ignore[attr-defined]
             if name not in _FACTS and not getattr(_allowed, "depth", 0):
-                raise _refusal(name)
+                raise _guard_error(name)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
@@ -338,10 +328,10 @@ def _guarded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
             return f"Parameter of shape {tuple(self.shape)}, whose values are in the master store"
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            raise _refusal("copying")
+            raise _guard_error("copying")
 
         def __deepcopy__(self, memo: Any) -> Any:
-            raise _refusal("copying")
+            raise _guard_error("copying")
 
     Guarded.__name__ = kind.__name__
     Guarded.__qualname__ = kind.__qualname__
@@ -349,7 +339,7 @@ def _guarded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def guard(model: nn.Module) -> None:
-    """From now on the values of the trained parameters cannot be looked at."""
+    """Makes the values of the trained parameters unreadable."""
     for parameter in model.parameters():
         if parameter.requires_grad and not hasattr(type(parameter), "_true_class"):
             kind: Any = type(parameter)
@@ -357,7 +347,7 @@ def guard(model: nn.Module) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """The values can be looked at again: they are current, or are about to be."""
+    """Undoes `guard`: the values are current, or are about to be."""
     for parameter in model.parameters():
         kind = getattr(type(parameter), "_true_class", None)
         if kind is not None:
@@ -366,8 +356,7 @@ def release(model: nn.Module) -> None:
 
 @contextmanager
 def structure_only() -> Iterator[None]:
-    """Inside, this thread may handle guarded parameters (`state_dict` for names, shapes and dtypes): it knows better
-    than to use their values."""
+    """Lets this thread handle guarded parameters, but not their values (`state_dict` for names, shapes and dtypes)."""
     _allowed.depth = getattr(_allowed, "depth", 0) + 1
     try:
         yield

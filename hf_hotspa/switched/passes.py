@@ -1,8 +1,7 @@
-"""The documents of all ranks, and passes of the engine over them: forward only (scoring) or trained, with their numbers to the
-owners.
+"""The documents of all ranks, and passes over them: forward only (scoring) or training. The owners get the results.
 
-A scoring pass leaves its last weights loaded, and graphs of some packs where a strategy can keep them: a training pass that
-follows begins there. `Passes` knows what is loaded, and lets go of it when something else runs or the weights change.
+A scoring pass leaves its last weights loaded, and graphs of some packs if a strategy can keep them, for a training pass
+that follows. `Passes` drops these when something else runs or the weights change.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,19 +32,18 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 # -- documents --------------------------------------------------------------------------------------------------------
 
-# The rows of all ranks: each rank reads its own batch, all ranks learn every length, and tokens travel to who trains them.
+# Each rank reads its own batch, all ranks learn every length, and tokens travel to the ranks that train them.
 #
-# A *document* is what is packed: a row of a batch without its padding, or one of the documents of a row that was packed before.
-# All ranks number the documents of a step alike: call by call, rank by rank, row by row.
+# A *document* is the unit of packing: a row without its padding, or one document of a row that was packed before. All
+# ranks number the documents of a step identically: call by call, rank by rank, row by row.
 #
-# Owns `read_batch` (a batch of tensors as documents), `Documents` (what every rank knows of all of them, and the plan of some)
-# and `Exchange` (what moves, and how many bytes that takes). Everything that moves is in host memory, over a group of its own.
+# All data moves from and to host memory, over a separate group.
 
 
 ROW_COLUMNS = ("input_ids", "attention_mask", "position_ids", "seq_idx", "labels", "shift_labels")
-"""The tensors [batch, length] of a batch that say what its rows are."""
+"""The tensors [batch, length] of a batch."""
 FLAT_COLUMNS = ("cu_seq_lens_q", "cu_seqlens", "cu_seq_lens")
-"""Those [documents + 1] of a batch of one row."""
+"""Tensors [documents + 1] with the documents of a batch of one row."""
 
 _NO_CUTS = np.zeros(0, np.int64)
 
@@ -62,15 +60,15 @@ class Document(Row):
 def read_batch(
     batch: Mapping[str, Tensor | None], vocab_size: int, longest: int, rank: int, rules: RowRules = DEFAULT_RULES
 ) -> list[Document]:
-    """The documents of a batch; no rows at all are a normal case.
+    """Reads the documents of a batch, which may have no rows.
 
     Args:
-        batch: `ROW_COLUMNS` [B, L] and `FLAT_COLUMNS`, those that are there. `position_ids` may be [1, L].
+        batch: Any of `ROW_COLUMNS` [B, L] and `FLAT_COLUMNS`. `position_ids` may be [1, L].
         longest: Tokens of the longest bucket.
-        rules: What the model makes of padding, and which columns [B] or [B, L] a token loss reads.
+        rules: How the model treats padding, and which columns [B] or [B, L] a token loss reads.
 
     Raises:
-        HotspaError: a row that the plain model would train in another way, or that no bucket takes.
+        HotspaError: a row that the plain model would train differently, or that no bucket takes.
     """
     columns, flat = dict[str, NDArray[Any]](), dict[str, NDArray[Any]]()
     for name, value in batch.items():
@@ -89,7 +87,7 @@ def read_batch(
         elif column.shape != ids.shape:
             raise UnsupportedError(
                 f"{name} has the shape {list(column.shape)}, and input_ids {list(ids.shape)}",
-                why="rows are packed again, and each token needs a value of its own",
+                why="rows are packed again, and each token needs its own value",
                 fix=f"leave {name} out, or give [rows, tokens]",
             )
     documents: list[Document] = []
@@ -151,13 +149,13 @@ def _documents(
 
 @dataclass
 class Documents:
-    """What every rank knows of the documents of a step, and the tokens of those that came here.
+    """What every rank knows of the documents of a step, and the tokens that this rank has.
 
     Attributes:
-        lengths, labels, owners: Of each document its tokens, targets that count, and the rank that read it.
-        rows: The tokens of this rank's documents, and of those that it has got.
+        lengths, labels, owners: Each document's tokens, targets that count, and reading rank.
+        rows: The tokens of documents that this rank has read or received.
         holders: Which ranks have the tokens of a document.
-        planned: Plans of some of them, for evaluation or not, that were made, and this rank's parts.
+        planned: Plans of some documents, for evaluation or not, and this rank's parts.
     """
 
     lengths: list[int] = field(default_factory=list)
@@ -171,7 +169,7 @@ class Documents:
         return len(self.lengths)
 
     def add(self, facts: Sequence[NDArray[np.int64]], mine: Sequence[Document], rank: int) -> list[range]:
-        """Numbers the documents of a call by rank, from each rank's `facts_of`; the documents of each rank."""
+        """Numbers the documents of a call by rank, from each rank's `facts_of`; returns each rank's range."""
         ranges = []
         for owner, of_rank in enumerate(facts):
             begin, pairs = len(self.lengths), of_rank[2:].reshape(-1, 2)
@@ -191,11 +189,10 @@ class Documents:
         collator: PackedBucketCollator,
         exchange: "Exchange",
     ) -> tuple[MiniBatchPlan, MiniBatch]:
-        """The plan of some documents, the same on every rank, and this rank's part of it, when tokens have travelled to whom
-        they were missing. Collective.
-        """
+        """Plans some documents, the same on every rank, and sends tokens to ranks that lack them; returns the plan and
+        this rank's part. Collective."""
         lengths, labels = np.array(self.lengths, np.int64), np.array(self.labels, np.int64)
-        unmasked = np.full(len(lengths), -1, np.int64)  # nothing is cut, so nobody asks which tokens are labels
+        unmasked = np.full(len(lengths), -1, np.int64)  # nothing is cut: label positions are not needed
         table = SequenceTable(lengths, labels, unmasked, np.zeros(0, np.uint8))
         plan = plan_mini_batch(documents, table, buckets, quadratic_cost=collator.quadratic_cost, speeds=speeds)
         if exchange.world_size > 1:
@@ -226,7 +223,7 @@ class Documents:
 
 
 def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
-    """What a rank says of a batch: the bits of what its loss is divided by, its documents, and length and labels of each."""
+    """Encodes a batch: the bits of its loss denominator, its number of documents, and length and labels of each."""
     pairs, total = list[int](), 0
     for document in documents:
         labels = int(np.count_nonzero(document.targets != IGNORED_LABEL))
@@ -237,7 +234,7 @@ def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int
 
 
 def _bits(row: Row, names: Sequence[str]) -> Tensor:
-    """The columns of a row, each behind a number that says whether it is of floats."""
+    """The columns of a row, each after 1 if it has floats, else 0."""
     parts = []
     for name in names:
         column = np.ascontiguousarray(row.columns[name])
@@ -246,7 +243,7 @@ def _bits(row: Row, names: Sequence[str]) -> Tensor:
 
 
 def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
-    """Of every document the strategy and the replica that train it."""
+    """Yields every document with its strategy and replica."""
     for phase in plan.phases:
         for replica, packs in enumerate(phase.replicas):
             for pack in packs:
@@ -256,8 +253,8 @@ def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:
 
 @lru_cache
 def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> tuple[int, ...]:
-    """The ranks of a replica that compute logits: of all shards and rows of a pack, or those of shard rank 0 alone, which
-    write what all shards have in common."""
+    """Returns the ranks of a replica that compute logits; with `writers` only shard rank 0, which writes what all
+    shards have in common."""
     ranks = []
     for rank in replica_ranks(strategy, replica):
         coord = strategy.coord(rank)
@@ -267,7 +264,7 @@ def last_ranks(strategy: Strategy, replica: int, writers: bool = False) -> tuple
 
 
 class Move(NamedTuple):
-    """So many numbers of a document go from a rank to another; every rank lists the same moves in the same order."""
+    """A move of `size` numbers of a document between ranks; every rank lists the same moves in the same order."""
 
     document: int
     source: int
@@ -279,10 +276,10 @@ class Exchange:
     """Moves rows and numbers between ranks. All methods are collective.
 
     Args:
-        agreement: Over a group of all ranks that nothing else uses at the same time.
+        agreement: Over a group of all ranks without other use at the same time.
 
     Attributes:
-        sent: Bytes that this rank has sent to others in this step, as fields of its report.
+        sent: Bytes that this rank has sent in this step, by report field.
     """
 
     def __init__(self, agreement: Agreement, world_size: int) -> None:
@@ -290,7 +287,7 @@ class Exchange:
         self.sent = {"rows_bytes": 0, "numbers_bytes": 0, "seeds_bytes": 0}
 
     def facts(self, values: Sequence[int], sizes: Sequence[int] | None = None) -> list[NDArray[np.int64]]:
-        """Every rank's numbers, as many as it has; `sizes` are how many each has, where all ranks know."""
+        """Returns every rank's numbers; `sizes` are how many each has, if all ranks know."""
         if self.world_size == 1:
             return [np.array(values, np.int64)]
         self.sent["rows_bytes"] += 8 * len(values) * (self.world_size - 1)
@@ -299,8 +296,8 @@ class Exchange:
     def deliver(
         self, kind: str, moves: Sequence[Move], tensors: Mapping[int, Tensor], dtype: torch.dtype
     ) -> Iterator[tuple[Move, Tensor]]:
-        """Carries out moves; yields those that end here, with what arrived. `tensors` are of documents that this rank
-        sends, 1-D in host memory and of one dtype; `kind` counts bytes: `rows`, `numbers` or `seeds`."""
+        """Carries out moves; yields the moves that end here, with the data. `tensors`: the documents that this rank
+        sends, 1-D in host memory and of one dtype; `kind` of bytes for `sent`: `rows`, `numbers` or `seeds`."""
         if self.world_size == 1:
             for move in moves:
                 yield move, tensors[move.document]
@@ -331,17 +328,17 @@ class Exchange:
 
 @dataclass
 class Seeds:
-    """What drives a training pass; each is None where nothing has such a seed.
+    """The seeds of a training pass; each is None if unused.
 
     Args:
-        weights: fp64 [D], the seed of every log-probability of a document; known on every rank.
-        by_probability: Whether that is multiplied by the probability of each token.
+        weights: fp64 [D], the seed of every log-probability of a document; the same on every rank.
+        by_probability: Whether `weights` are multiplied by the probability of each token.
         tokens: Of this rank's documents [length, 1 or 2], by log-probability, and by entropy.
-        columns: How many columns of these have numbers, on this rank or on all; 0 for none at all.
-        logits: Of this rank's documents [length, V]; taken out when they are sent.
-        of_logits: The documents of all ranks that have seeds by logits.
-        routers: fp64 [D, E], of each probability of a document's tokens; known on every rank.
-        own: What the engine's token loss is divided by, and then multiplied by in its gradient; None for another loss.
+        columns: How many columns of `tokens` have numbers, on this rank or on all; 0 for none.
+        logits: Of this rank's documents [length, V]; removed when sent.
+        of_logits: The documents of all ranks with seeds by logits.
+        routers: fp64 [D, E], by each probability of a document's tokens; the same on every rank.
+        own: The divisor of the engine's token loss, and its gradient's factor; None for another loss.
     """
 
     weights: Tensor | None = None
@@ -356,14 +353,14 @@ class Seeds:
 
 @dataclass
 class Numbers:
-    """What a pass gave of this rank's documents.
+    """The results of a pass for this rank's documents.
 
     Attributes:
         tokens: [length, fields] of each, fp32 or wider.
-        sums: The sum of the log-probabilities of each, where these were wanted alone.
-        logits: [length, V] of each, where they were wanted.
+        sums: Each one's sum of log-probabilities, if only sums were requested.
+        logits: [length, V] of each, if requested.
         routers: fp64 [K * E + E] of each, see `Tape.router_values`.
-        own: The token loss of all documents on all ranks, where it was computed.
+        own: The token loss of all documents on all ranks, if computed.
     """
 
     tokens: dict[int, Tensor] = field(default_factory=dict)
@@ -380,20 +377,18 @@ class Passes:
     """Runs documents through the strategies of an engine.
 
     Args:
-        engine: The engine; a tape is attached to it.
-        columns: What its token loss reads beside tokens.
-        drop: Called where a pass breaks off, on all ranks.
+        columns: What the engine's token loss reads beside tokens.
+        drop: Called on all ranks if a pass fails.
 
     Attributes:
-        exchange: How rows and numbers travel.
         counts: Passes so far: `scoring` and `training`.
         trained: The plan and the report of each training pass of the step.
-        report: Of all of these; None where there was none.
-        routers: What routers a replica has; None for a model without any that have a balance loss.
-        choose: Gives, for a step and the lengths of its documents, their buckets and the speeds by which packs are divided over
-            replicas; the same on all ranks. Called in a thread, too. None for the engine's buckets and equal speeds.
-        facts: Gives what must be the same on all ranks when something is trained, by name.
-        evaluated: The buckets for documents in eval mode without gradients.
+        report: Of all these passes; None before any.
+        routers: Of a replica; None without a balance loss.
+        choose: Maps a step and the lengths of its documents to their buckets and the speeds by which packs are divided
+            over replicas; the same on all ranks. Also called in a thread. None: the engine's buckets and equal speeds.
+        facts: Returns what must be equal on all ranks in training, by name.
+        evaluated: The buckets in eval mode without gradients.
     """
 
     def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...], drop: Callable[[], None]) -> None:
@@ -416,7 +411,7 @@ class Passes:
         self.evaluated = engine.buckets
         engine.attach(lambda replica: TapedReplica(replica, self.taping))
         self.routers: RouterLoss | None = next(iter(engine.phases.values())).replica.routers
-        self._held: tuple[Any, Evaluation] | None = None
+        self._scored: tuple[Any, Evaluation] | None = None
         self._here, self._coming = dict[int, Tensor](), dict[int, int]()
 
     @property
@@ -437,12 +432,11 @@ class Passes:
         exchange: Exchange | None = None,
         evaluates: bool = False,
     ) -> tuple[MiniBatchPlan, MiniBatch]:
-        """The plan of some documents and this rank's part of it, made once. Collective.
+        """Plans some documents once; returns the plan and this rank's part. Collective.
 
         Args:
             step: Mini-batches before this one in the run.
-            exchange: Over another group, for a coming step beside what runs now.
-            evaluates: Whether they are evaluated.
+            exchange: Over another group, for a coming step beside the running one.
         """
         some = tuple(numbers)
         if (some, evaluates) not in documents.planned:
@@ -470,16 +464,15 @@ class Passes:
         of_step: bool = True,
         own: bool = False,
     ) -> Numbers:
-        """A forward of some documents. Collective.
+        """Runs a forward of some documents. Collective.
 
         Args:
             step: Mini-batches before this one in the run.
-            training: Whether the model is in training mode.
-            temperature: What logits are divided by before numbers are made of them.
-            fields: How many of `parallel.scores.FIELDS` are wanted, from the first one on; 0 for none.
-            store: Other weights than the engine's own.
-            of_step: Whether the documents are those of the step, which will be trained: graphs are kept then.
-            own: Whether the engine's token loss is wanted.
+            temperature: The divisor of logits.
+            fields: How many of the first `parallel.scores.FIELDS` to compute.
+            store: Weights to use instead of the engine's.
+            of_step: Whether the documents will be trained in this step: then graphs are kept.
+            own: Whether to compute the engine's token loss.
         """
         evaluates, keeps = (
             not (of_step or training or store is not None),
@@ -488,14 +481,14 @@ class Passes:
         key = None if store is None else id(store), training, step
         try:
             plan, mini_batch = self.planned(documents, numbers, step, evaluates=evaluates)
-            if self._held is None or self._held[0] != key:
+            if self._scored is None or self._scored[0] != key:
                 self.let_go()
-                self._held = key, self.engine.evaluation(store, training, step)
+                self._scored = key, self.engine.evaluation(store, training, step)
             value = (1.0, 0.0) if own else None
             self._begin(documents, plan, fields, with_logits, with_routers, temperature=temperature, own=value)
             with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
-                result = self._held[1].run(mini_batch, keep_graphs=keeps)
-            if store is not None:  # what is loaded must not be trained
+                result = self._scored[1].run(mini_batch, keep_graphs=keeps)
+            if store is not None:  # the loaded weights must not be trained
                 self.let_go()
             self.counts["scoring"] += 1
             return replace(self._collect(documents, plan, fields), own=result.loss_sum)
@@ -518,20 +511,20 @@ class Passes:
         fields: int = 0,
         sums: bool = False,
     ) -> Numbers:
-        """Forward and backward of some documents with the objective that seeds say; else as `score`. Collective.
+        """Trains some documents with the objective of the seeds; otherwise as `score`. Collective.
 
         Args:
             step: Mini-batches before this one in the run.
-            add: Whether gradients are added to those that are there.
-            fields: How many numbers of each token are wanted.
-            sums: Whether, in their place, the sum of the log-probabilities of each document is.
+            add: Whether to add to the existing gradients.
+            fields: How many numbers of each token to compute.
+            sums: Whether to return each document's sum of log-probabilities instead.
         """
         device, sends = self.engine.device, list[Any]()
         try:
             plan, mini_batch = self.planned(documents, numbers, step)
-            if self._held is not None and self._held[0] != (None, training, step):
+            if self._scored is not None and self._scored[0] != (None, training, step):
                 self.let_go()
-            held, self._held = self._held, None
+            kept_scoring, self._scored = self._scored, None
             self._coming = {}
             self._begin(
                 documents, plan, 1 if sums else fields, temperature=temperature, own=seeds.own,
@@ -546,11 +539,11 @@ class Passes:
                 self.tape.logit_seeds = lambda number: self._receive_logit_seeds(documents, seeds, number)
             with torch.autocast(device.type, enabled=False), torch.enable_grad():
                 facts = self.facts() if self.engine.world_size > 1 else None
-                scored = held[1] if held is not None else None
+                scored = kept_scoring[1] if kept_scoring is not None else None
                 report = self.engine.forward_backward(
                     mini_batch, step, facts, add=add, needs_labels=False, training=training, scored=scored
                 )
-            for number in list(self._coming):  # of documents so short that this rank of cp has no token of them
+            for number in list(self._coming):  # documents too short to have tokens on this rank of cp
                 self._receive_logit_seeds(documents, seeds, number)
             if sends:
                 self.engine.agreement.wait(sends)
@@ -565,10 +558,10 @@ class Passes:
             self.taping.tape = None
 
     def let_go(self) -> None:
-        """Lets go of the weights and graphs of the last scoring pass. Not collective."""
-        if self._held is not None:
-            self._held[1].close()
-            self._held = None
+        """Drops the weights and graphs of the last scoring pass. Not collective."""
+        if self._scored is not None:
+            self._scored[1].close()
+            self._scored = None
 
     def _begin(
         self,
@@ -605,7 +598,7 @@ class Passes:
     # -- seeds in -----------------------------------------------------------------------------------------------------
 
     def _token_seeds(self, documents: Documents, plan: MiniBatchPlan, seeds: Seeds) -> Tensor:
-        """[n, 1 or 2] of the tokens that this rank has logits of, from the owners of their documents."""
+        """Receives [n, 1 or 2] for the tokens whose logits this rank has, from the owners of the documents."""
         moves, tokens, size = list[Move](), dict[int, Tensor](), 0
         for number, strategy, replica in places(plan):
             length, owner = documents.lengths[number], documents.owners[number]
@@ -623,7 +616,7 @@ class Passes:
         return table.to(self.engine.device)
 
     def _send_logit_seeds(self, plan: MiniBatchPlan, seeds: Seeds) -> list[Any]:
-        """Starts to send each document's seeds to the ranks that have its logits, who take them when its pack begins."""
+        """Starts to send each document's seeds to the ranks with its logits; they receive them with its pack."""
         sends, self._here, own = [], dict[int, Tensor](), self.engine.rank
         for number, strategy, replica in places(plan):
             if number not in seeds.of_logits:
@@ -644,7 +637,6 @@ class Passes:
         return sends
 
     def _receive_logit_seeds(self, documents: Documents, seeds: Seeds, number: int) -> Tensor | None:
-        """[length, v] of a document; None where it has none."""
         if number not in seeds.of_logits:
             return None
         if documents.owners[number] == self.engine.rank:
@@ -657,7 +649,6 @@ class Passes:
     # -- numbers out --------------------------------------------------------------------------------------------------
 
     def _collect(self, documents: Documents, plan: MiniBatchPlan, fields: int, sums: bool = False) -> Numbers:
-        """Brings what the tape holds to the owners of the documents."""
         numbers, tape = Numbers(), self.tape
         if tape.values is not None:
             table, moves, written = tape.values.to("cpu"), list[Move](), dict[int, Tensor]()
@@ -720,7 +711,7 @@ class Passes:
 
 
 def merged(one: StepReport, other: StepReport) -> StepReport:
-    """The report of two training passes of one optimizer step, one after the other."""
+    """Merges the reports of two successive passes of one optimizer step."""
     total = max(one.num_labels + other.num_labels, 1)
     ranks = None
     if one.ranks is not None and other.ranks is not None:

@@ -377,7 +377,7 @@ def test_references_are_the_model_without_its_adapter_or_a_second_model(buckets)
     for found, error, refused, parameters in run_ranks(2, references, buckets):
         assert max(found) <= 1e-11
         assert "adapters are switched off" in error
-        assert "not built as the first" in refused
+        assert "not built like the first" in refused
         assert not parameters
 
 

@@ -143,7 +143,7 @@ def test_ranks_that_call_differently_all_raise_and_forget():
     assert "rank 0: flush; rank 1: forward" in texts["one_flushes_and_one_goes_on"]
     assert "for the loss" in texts["other_wants"]
     assert "for 2 numbers of each token" in texts["other_wants"]
-    assert "rank 0: look at logits" in texts["looks_alone"]
+    assert "rank 0: read logits" in texts["looks_alone"]
     assert "ranks have announced 1, 0 steps" in texts["announces_alone"]
 
 

@@ -80,7 +80,7 @@ def test_old_weights_cannot_be_looked_at(tmp_path):
     for errors, *_ in results:
         assert set(errors) == {"on_step_end", "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"}
         assert re.search(
-            r"are not those of this step of the training \(embedding\).*materialize", errors["on_step_end"], re.S
+            r"are not the weights of this training step \(embedding\).*materialize", errors["on_step_end"], re.S
         )
         assert "(detach)" in errors["on_step_begin"]
         assert "has no gradient here (grad)" in errors["on_pre_optimizer_step"]

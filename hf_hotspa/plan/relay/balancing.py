@@ -1,33 +1,33 @@
-"""Balancing amounts over places: the water-filling that the decisions of `routing` are made of.
+"""Balances amounts over places: the water-filling behind the decisions of `routing`.
 
-A split is a dictionary from places (ranks or nodes) to bytes. All functions are deterministic: amounts are visited in
-an order of their own (places, size), never in that of a hash.
+A split is a dictionary from places (ranks or nodes) to bytes. All functions are deterministic: amounts are visited in a
+fixed order (places, size), never in hash order.
 """
 
 from collections.abc import Mapping, Sequence
 
 Shares = tuple[tuple[int, float], ...]
-"""Ranks and their fractions, by rank; the fractions add up to 1."""
+"""Ranks and their fractions, by rank; their sum is 1."""
 
 TOLERANCE = 0.01
-"""A NIC this much busier than its fair share is left alone: relaying a trifle costs a message and gains nothing."""
+"""A NIC this much busier than its fair share is left alone: relaying so little costs a message and gains nothing."""
 MOST_SWEEPS = 40
-"""Most rounds of water-filling; regular layouts settle in two or three."""
+"""The most rounds of water-filling; regular layouts converge in two or three."""
 _SETTLED = 1e-3
-"""Water-filling ends when a round moves less than this fraction of the bytes."""
+"""Water-filling ends when a round moves a smaller fraction of the bytes."""
 _BISECTIONS = 30
-"""Halvings of the interval in which a level is searched."""
+"""Halvings of the interval when a level is searched."""
 _LEAST_SHARE = 1e-6
-"""A smaller share of a key is rounding noise, and dropped."""
+"""A smaller share is rounding noise, and dropped."""
 
 
 def balance(
     amounts: Mapping[tuple[int, ...], float], capacity: Sequence[float] | None = None
 ) -> tuple[dict[tuple[int, ...], dict[int, float]], dict[int, float]]:
-    """Splits each amount over its places so that the fullest place is as empty as possible.
+    """Splits each amount over its places to minimise the load of the fullest place.
 
     Repeated water-filling, one amount after the other (fewest places first, then largest): block coordinate descent on
-    the sum of squared loads, whose minimum also has the smallest maximum, and the least above any level.
+    the sum of squared loads. Its minimum also has the smallest maximum, and the least above any level.
 
     Returns:
         The split of each amount, and the load of each place.
@@ -66,7 +66,7 @@ def balance(
 
 
 def _fill(loads: Sequence[float], capacity: Sequence[float] | None, amount: float) -> list[float]:
-    """What each place takes of an amount that is poured over them: the lowest (per capacity) are filled up first."""
+    """Pours an amount over places and returns each one's part: the lowest (per capacity) are filled first."""
     widths = [1.0] * len(loads) if capacity is None else capacity
     heights = [load / width for load, width in zip(loads, widths, strict=True)]
     order = sorted(range(len(loads)), key=heights.__getitem__)
@@ -87,11 +87,11 @@ def spill(
     level: float,
     free: Mapping[int, float] | None = None,
 ) -> None:
-    """Moves what exceeds `level` on a device to the devices with capacity below it, in place.
+    """Moves what exceeds `level` on a device to devices with capacity below it, in place.
 
-    `level` is at least the even share, so that there is capacity for everything. The devices with capacity take the same
-    fractions of everything that moves: what they have to forward is then balanced like what they take. `free` are
-    bytes that each device should take at most; ignored when they do not suffice.
+    `level` is at least the even share: there is capacity for everything. The devices with capacity take the same
+    fractions of everything that moves, which balances what they forward like what they take. `free`: bytes that each
+    device should take at most; ignored if they do not suffice.
     """
     excess = {d: loads[d] - level for d in devices if loads.get(d, 0.0) > level * (1 + TOLERANCE)}
     if not excess:
@@ -122,18 +122,16 @@ def relieve(
     nic: float,
     intra: float,
 ) -> None:
-    """Improves the landing of one node, in place, where forwarding keeps a device's intra-node port above `level_s`.
+    """Improves one node's landing, in place, where forwarding keeps a device's intra-node port above `level_s`.
 
-    Water-filling again, now of the busier of a device's two ports (NIC in, intra-node out), over all devices; kept as
-    long as the busiest port of the node gets less busy. Between the rounds the pulls move to the owners that forward
-    least.
+    Water-filling of the busier of a device's two ports (NIC in, intra-node out), over all devices, while the load of
+    the node's busiest port falls. Between the rounds the pulls move to the owners that forward least.
 
     Args:
         parts: Bytes that land, by needers and device.
         served: Bytes that are pulled inside the node, by owners.
-        wanted: For each rank of the node, bytes that it needs and lacks: those that do not land on it come to it by its
-            intra-node port.
-        level_s: Seconds that are no bottleneck.
+        wanted: Bytes that each rank of the node needs and lacks; its intra-node port receives what does not land on it.
+        level_s: Seconds up to which a port is not a bottleneck.
         nic: Bytes per second into a device from other nodes.
         intra: Bytes per second out of a device inside the node.
     """
@@ -154,12 +152,12 @@ def relieve(
         for owners, num_bytes in served.items():
             sends[owners] = sends.get(owners, 0.0) + num_bytes
         sent_s = {device: num_bytes / intra for device, num_bytes in balance(sends)[1].items()}
-        found_s = max(*received_s.values(), *sent_s.values(), max(handed.values()) / intra)
-        if found_s < best_s:
+        busiest_s = max(*received_s.values(), *sent_s.values(), max(handed.values()) / intra)
+        if busiest_s < best_s:
             parts.update({needers: dict(part) for needers, part in trial.items()})
-        if max(sent_s.values()) <= level_s * (1 + TOLERANCE) or found_s > best_s * (1 - _SETTLED):
+        if max(sent_s.values()) <= level_s * (1 + TOLERANCE) or busiest_s > best_s * (1 - _SETTLED):
             return
-        best_s = found_s
+        best_s = busiest_s
         for needers in order:
             part, step = trial[needers], cost[needers]
             amount = sum(part.values())
@@ -181,8 +179,8 @@ def _fill_two_ports(
     nic: float,
     level_s: float,
 ) -> dict[int, float]:
-    """The split of an amount over devices that raises the lowest of `max(received, sent)` first, by bisection. Below
-    `level_s` ports are free: up to there needers take it first."""
+    """Splits an amount over devices by bisection, raising the lowest `max(received, sent)` first. Ports are free below
+    `level_s`, where needers come first."""
 
     def capacity(device: int, level: float) -> float:
         space = (level - received_s[device]) * nic
@@ -211,7 +209,7 @@ def _fill_two_ports(
 
 
 def shares_of(part: Mapping[int, float]) -> Shares:
-    """A split as fractions, by rank; an even split when there is nothing to split."""
+    """Returns a split as fractions, by rank; an even one for no bytes."""
     total = sum(part.values())
     if total <= 0:
         return tuple((rank, 1 / len(part)) for rank in sorted(part))

@@ -1,18 +1,17 @@
 """Relay plans: what a node lacks crosses its NICs once and is forwarded inside the node.
 
-HotSPa's Algorithm 1 sends a piece to every needer from wherever it is: when k devices of a node need the same bytes,
-the node's NICs carry them k times. Here every byte that a node lacks enters it once, spread over the NICs of its
-devices, and the devices hand it on over the fast links inside the node. Two hops, at times three:
+HotSPa's Algorithm 1 sends a piece to every needer from wherever it is: if k devices of a node need the same bytes, the
+node's NICs carry them k times. Here each byte enters a node once, spread over its devices' NICs, and is forwarded over
+the fast links inside the node. There are two hops, sometimes three:
 
-* *feed*, inside nodes: where the NICs of the owners alone would be the bottleneck, owners hand a share to neighbours
-  with idle NICs, into relay buffers;
-* *cross*, between nodes: to the device where a share lands, in the target buffer of a needer, or in a relay buffer;
-* *forward*, inside nodes: from there to the other needers, and everything that a node had already.
+* *feed*, inside nodes: if the owners' NICs would be the bottleneck, they send a share to neighbours with idle NICs,
+  into relay buffers;
+* *cross*, between nodes: to the device where a share lands, in a needer's target buffer or in a relay buffer;
+* *forward*, inside nodes: from there to the other needers, and everything that the node already had.
 
-Which devices send and land which share of what is decided for sets of ranks, not for pieces (`routing`), and laid
-over the pieces of each kind of segment here. A gradient return is the adjoint: contributions are summed inside the node
-before the sum crosses; for it a set of several needers always lands in a relay buffer, so that sums have one fixed
-order and gradients are not overwritten.
+`routing` decides shares for sets of ranks; this file applies them to the pieces of each kind of segment. A gradient
+return is the adjoint: contributions are summed inside the node before the sum crosses. A set of several needers then
+always lands in a relay buffer: sums have one fixed order, and gradients are not overwritten.
 """
 
 from collections.abc import Sequence
@@ -32,18 +31,18 @@ SHARE_ALIGNMENT = 64
 """Shares of a stream of pieces begin on multiples of this many elements."""
 
 _Landings = dict[tuple[int, tuple[int, ...]], int]
-"""The number of each `(node, its needers)`, in the order in which they are first seen."""
+"""The number of each `(node, its needers)`, by first appearance."""
 
 
 def split_streams(
     lengths: Numbers, streams: Numbers, shares: Sequence[Shares]
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Shares streams of pieces between ranks: each stream is laid end to end and cut in consecutive shares.
+    """Divides streams of pieces between ranks: each stream is laid end to end and cut in consecutive shares.
 
     Args:
         lengths: Elements of each row.
         streams: The stream of each row, ascending.
-        shares: The shares of each stream.
+        shares: Of each stream.
 
     Returns:
         `(row, offset in the row, length, rank)` of each part, by row and offset.
@@ -62,7 +61,7 @@ def split_streams(
                 ranks.append(rank)
                 done += fraction
     cut_at = np.array(cuts, np.int64)
-    # a cut of a short stream may be rounded into the next one
+    # rounding may move a cut of a short stream into the next
     limit = np.array([base + total for base, total in zip(bases, totals, strict=True)], np.int64)
     counts = [sum(fraction > 0 for _, fraction in shares[stream]) for stream in present.tolist()]
     cut_at = np.minimum(cut_at, np.repeat(limit, counts))
@@ -74,22 +73,22 @@ def split_streams(
 
 
 def _last_of_stream(cut_at: Numbers, points: Numbers, limits: Numbers, counts: Sequence[int]) -> Numbers:
-    """The share in which each point lies: the last one that begins at or before it, in its own stream."""
+    """The share of each point: the last one that begins at or before it, in its own stream."""
     stream_of_cut = np.repeat(np.arange(len(limits)), counts)
     stream_of_point = np.searchsorted(limits, points, side="right")
-    # cuts at the end of a stream belong to empty shares: sorted after all points of their stream, before the next
+    # a cut at the end of a stream is an empty share: after all points of its stream, before the next
     keys = cut_at * (len(limits) + 1) + stream_of_cut
     return np.searchsorted(keys, points * (len(limits) + 1) + stream_of_point, side="right") - 1
 
 
 class _Arrivals:
-    """The (piece, node) pairs of one kind in which no device of the node holds the piece but some need it."""
+    """The (piece, node) pairs of one kind where the node needs a piece that none of its devices holds."""
 
     def __init__(self, pieces: Pieces, cluster: Cluster, landings: _Landings) -> None:
         size = cluster.devices_per_node
         self.pieces = pieces
         self.has_owner = np.zeros((len(pieces.starts), cluster.num_nodes), bool)
-        self.has_owner[pieces.held.piece, pieces.held.rank // size] = True
+        self.has_owner[pieces.holders.piece, pieces.holders.rank // size] = True
         group_of, sets = pieces.needed.groups
         order = np.argsort(group_of, kind="stable")
         bounds = np.searchsorted(group_of[order], np.arange(len(sets) + 1))
@@ -113,11 +112,11 @@ class _Arrivals:
         self._size = size
 
     def count_pulls(self, pulls: dict[tuple[tuple[int, ...], int], float], weight: int) -> None:
-        """Adds the bytes that needers get from owners in their own node, by the set of those owners."""
-        held, needed = self.pieces.held, self.pieces.needed
-        near = self.has_owner[needed.piece, needed.rank // self._size] & (held.find(needed.piece, needed.rank) < 0)
-        group_of, sets = held.groups
-        world_size = held.world_size
+        """Adds the bytes that needers get from owners in their node, by these owners."""
+        holders, needed = self.pieces.holders, self.pieces.needed
+        near = self.has_owner[needed.piece, needed.rank // self._size] & (holders.find(needed.piece, needed.rank) < 0)
+        group_of, sets = holders.groups
+        world_size = holders.world_size
         keys = group_of[needed.piece[near]] * world_size + needed.rank[near]
         present, inverse = np.unique(keys, return_inverse=True)
         num_bytes = np.zeros(len(present), np.int64)
@@ -129,8 +128,8 @@ class _Arrivals:
 
 
 class _Decided(NamedTuple):
-    """What was decided for sets of ranks, for all kinds of segments: the needers of each landing key and where it
-    lands; who sends, by owners (none: each what it alone holds, uncut); who serves its own node, by owners there."""
+    """The decisions for sets of ranks, over all kinds: each landing key's needers and landing shares; who sends, by
+    owners (empty: each rank sends what it alone holds, uncut); who serves its own node, by owners there."""
 
     needers: list[tuple[int, ...]]
     landing: list[Shares]
@@ -141,7 +140,7 @@ class _Decided(NamedTuple):
 def plan_relay(
     kinds: Sequence[Pieces], kind_of: Sequence[int], element_sizes: Sequence[int], cluster: Cluster, sums: bool = False
 ) -> list[SegmentPlan]:
-    """Relay plans of all kinds of segments (-1: none), balanced by bytes an element on the wire, of two hops (cross,
+    """Plans all kinds of segments (-1: none), balanced by bytes of an element on the wire, with two hops (cross,
     forward) or three (feed, cross, forward); with `sums` for the adjoint, a gradient return."""
     weights = [0] * len(kinds)
     for kind, size in zip(kind_of, element_sizes, strict=True):
@@ -193,7 +192,7 @@ def _sending_shares(
     amounts: dict[tuple[int, ...], float] = {}
     entering = np.zeros(cluster.num_nodes)
     for arrival, weight in zip(arrivals, weights, strict=True):
-        group_of, sets = arrival.pieces.held.groups
+        group_of, sets = arrival.pieces.holders.groups
         num_bytes = arrival.pieces.lengths[arrival.piece] * weight
         np.add.at(entering, arrival.node, num_bytes)
         totals = np.zeros(len(sets), np.int64)
@@ -201,7 +200,7 @@ def _sending_shares(
         for group in np.flatnonzero(totals).tolist():
             amounts[sets[group]] = amounts.get(sets[group], 0.0) + float(totals[group])
     sending = sender_shares(amounts, entering.tolist(), cluster, inside)
-    # a master store, where no owner's NIC is busier than what is unavoidable
+    # a master store where no owner's NIC exceeds the unavoidable load
     sole = all(share == ((owners[0], 1.0),) and len(owners) == 1 for owners, share in sending.items())
     return {} if sole else sending
 
@@ -212,27 +211,27 @@ class _Materialised:
     def __init__(self, arrival: _Arrivals, shares: _Decided, cluster: Cluster, sums: bool) -> None:
         self._arrivals, self._shares, self._cluster = arrival, shares, cluster
         pieces = arrival.pieces
-        held, needed, starts = pieces.held, pieces.needed, pieces.starts
+        holders, needed, starts = pieces.holders, pieces.needed, pieces.starts
         row, offset, length, land = split_streams(pieces.lengths[arrival.piece], arrival.landing, shares.landing)
         row, offset, length, land, sender = self._assign_senders(row, offset, length, land)
         piece, landing_of = arrival.piece[row], arrival.landing[row]
-        source, wanted = held.find(piece, sender), needed.find(piece, land)
+        source, wanted = holders.find(piece, sender), needed.find(piece, land)
         set_sizes = np.array([len(ranks) for ranks in shares.needers], np.int64)
         in_target = (wanted >= 0) & ((set_sizes[landing_of] == 1) | (not sums))
-        # relay buffers: first what lands, then what is fed
+        # relay buffers: landed parts first, then fed parts
         nothing = np.zeros(cluster.world_size, np.int64)
         relay_offset, landed = _relay_offsets(land, np.where(in_target, 0, length), nothing)
         fed = source < 0
         fed_offset, self.relay_sizes, feed = self._fed(piece[fed], offset[fed], length[fed], sender[fed], landed)
-        sent_offset = held.offset[source] + offset
+        sent_offset = holders.offset[source] + offset
         sent_offset[fed] = fed_offset
         store = np.where(in_target, TARGET, RELAY)
         landed_at = np.where(in_target, needed.offset[wanted] + offset, relay_offset)
         start = starts[piece] + offset
-        sent_from = np.where(fed, RELAY, held.store[source])
+        sent_from = np.where(fed, RELAY, holders.store[source])
         self.cross = canonical(_table(sent_from, sender, sent_offset, store, land, landed_at, start, length))
         self.feed = canonical(feed)
-        # forwarding: each landed part to every needer of its node that does not have it by landing
+        # forwarding: each landed part to the node's needers on which it did not land
         counts = set_sizes[landing_of]
         part = np.repeat(np.arange(len(row)), counts)
         flat = np.array([rank for ranks in shares.needers for rank in ranks], np.int64)
@@ -249,16 +248,16 @@ class _Materialised:
     def _assign_senders(
         self, row: Numbers, offset: Numbers, length: Numbers, land: Numbers
     ) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """The parts again, cut further where several ranks send, with the sender of each.
+        """Assigns a sender to each part; cuts parts further if several ranks send.
 
-        What goes to each node, from the same owners, lies along one line, and the senders take consecutive stretches of
-        it: they send to different nodes where they can, so that messages are few.
+        What goes to each node from the same owners lies along one line, and the senders take consecutive stretches: to
+        different nodes if possible, which keeps messages few.
         """
-        held, sending = self._arrivals.pieces.held, self._shares.sending
+        holders, sending = self._arrivals.pieces.holders, self._shares.sending
         piece, node = self._arrivals.piece[row], self._arrivals.node[row]
         if not sending:
-            return row, offset, length, land, held.rank[held.first[piece]]
-        group_of, sets = held.groups
+            return row, offset, length, land, holders.rank[holders.first[piece]]
+        group_of, sets = holders.groups
         stream = group_of[piece]
         order = np.lexsort((node, stream))
         shares = [sending.get(owners, ()) for owners in sets]
@@ -269,9 +268,9 @@ class _Materialised:
     def _fed(
         self, piece: Numbers, offset: Numbers, length: Numbers, sender: Numbers, filled: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
-        """What senders that own nothing of a piece get before, once, in equal shares from the owners in their node:
-        where each part lies in its sender's relay buffer, the sizes of those buffers, and the table."""
-        held, size = self._arrivals.pieces.held, self._cluster.devices_per_node
+        """Plans what senders without a piece receive beforehand, once, in equal shares from the owners in their node.
+        Returns each part's place in its sender's relay buffer, the buffer sizes, and the table."""
+        holders, size = self._arrivals.pieces.holders, self._cluster.devices_per_node
         span = int(self._arrivals.pieces.lengths.max(initial=0)) + 1
         at = (sender * len(self._arrivals.pieces.lengths) + piece) * span + offset
         order = np.argsort(at, kind="stable")
@@ -283,24 +282,23 @@ class _Materialised:
         begin, who, which = at[order][first], sender[order][first], piece[order][first]
         extent = np.maximum.reduceat(reach, first) - begin if len(at) else at
         places, sizes = _relay_offsets(who, extent, filled)
-        low, high = held.between(which, who // size * size, (who // size + 1) * size)
+        low, high = holders.between(which, who // size * size, (who // size + 1) * size)
         sub, sub_offset, sub_length, rank = self._share_out(low, high, who, extent, None)
-        row = held.find(which[sub], rank)
+        row = holders.find(which[sub], rank)
         shift = begin[sub] % span + sub_offset
         start = self._arrivals.pieces.starts[which[sub]] + shift
         relay = np.full(len(row), RELAY)
         into = places[sub] + sub_offset
-        table = _table(held.store[row], rank, held.offset[row] + shift, relay, who[sub], into, start, sub_length)
+        table = _table(holders.store[row], rank, holders.offset[row] + shift, relay, who[sub], into, start, sub_length)
         return places[stretch] + at - begin[stretch], sizes, table
 
     def _inside(self) -> Numbers:
-        """What needers already have, or can get from their own node."""
         pieces, size = self._arrivals.pieces, self._cluster.devices_per_node
-        held, needed = pieces.held, pieces.needed
+        holders, needed = pieces.holders, pieces.needed
         near = self._arrivals.has_owner[needed.piece, needed.rank // size]
         piece, rank, offset = needed.piece[near], needed.rank[near], needed.offset[near]
-        own = held.find(piece, rank)
-        low, high = held.between(piece, rank // size * size, (rank // size + 1) * size)
+        own = holders.find(piece, rank)
+        low, high = holders.between(piece, rank // size * size, (rank // size + 1) * size)
         simple = (own >= 0) | (high - low == 1)
         several = np.flatnonzero(~simple)
         sub, part_offset, part_length, part_rank = self._share_out(
@@ -309,13 +307,13 @@ class _Materialised:
         chosen = np.concatenate((np.flatnonzero(simple), several[sub]))
         shift = np.concatenate((np.zeros(int(simple.sum()), np.int64), part_offset))
         length = np.concatenate((pieces.lengths[piece[simple]], part_length))
-        row = np.concatenate((np.where(own >= 0, own, low)[simple], held.find(piece[several[sub]], part_rank)))
+        row = np.concatenate((np.where(own >= 0, own, low)[simple], holders.find(piece[several[sub]], part_rank)))
         target = np.full(len(row), TARGET)
         start = pieces.starts[piece[chosen]] + shift
         return _table(
-            held.store[row],
-            held.rank[row],
-            held.offset[row] + shift,
+            holders.store[row],
+            holders.rank[row],
+            holders.offset[row] + shift,
             target,
             rank[chosen],
             offset[chosen] + shift,
@@ -326,13 +324,11 @@ class _Materialised:
     def _share_out(
         self, low: Numbers, high: Numbers, to: Numbers, length: Numbers, shares_of: dict[tuple[int, ...], Shares] | None
     ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-        """Shares each row between the holders in rows `low` to `high`; equally without `shares_of`.
-
-        Each receiver begins with another holder, so that all holders are busy at every moment.
-        """
-        holders = self._arrivals.pieces.held.rank.tolist()
+        """Divides each row between the holders in rows `low` to `high`; equally without `shares_of`. Each receiver
+        begins with another holder, which keeps all holders busy."""
+        ranks_of_rows = self._arrivals.pieces.holders.rank.tolist()
         rows = zip(low.tolist(), high.tolist(), to.tolist(), strict=True)
-        keys = [(tuple(holders[a:b]), rank) for a, b, rank in rows]
+        keys = [(tuple(ranks_of_rows[a:b]), rank) for a, b, rank in rows]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         stream = np.array([numbers[key] for key in keys], np.int64)
         order = np.argsort(stream, kind="stable")
@@ -350,8 +346,7 @@ def _table(*columns: Numbers) -> Numbers:
 
 
 def _relay_offsets(holder: Numbers, relayed: Numbers, filled: Numbers) -> tuple[Numbers, Numbers]:
-    """Where each part lies in the relay buffer of its holder, of which `filled` elements are taken, and what is taken
-    after."""
+    """Returns each part's place in its holder's relay buffer, behind the `filled` elements, and the new `filled`."""
     sizes = np.zeros(len(filled), np.int64)
     np.add.at(sizes, holder, relayed)
     order = np.argsort(holder, kind="stable")

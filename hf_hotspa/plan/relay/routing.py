@@ -1,12 +1,12 @@
 """How bytes cross between nodes: which devices send them, and on which devices of a node that lacks them they land.
 
 The relay planner moves what a node lacks into it once, through all of its network interfaces (NICs), and forwards it
-inside. This file decides the fractions, for whole classes of pieces at a time: `landing_shares` for the receiving side,
-`sender_shares` for the sending side. The two are independent of each other: bytes that leave by any device may land on
-any. Who needs what inside a node, and cutting pieces by these fractions, is the caller's part.
+inside. This file decides the fractions for classes of pieces, independently for receivers (`landing_shares`) and
+senders (`sender_shares`): bytes that leave by any device may land on any. The caller determines who needs what inside a
+node, and cuts pieces by these fractions.
 
-Relaying pays where a device's port inside its node is faster than its share of the NICs (`relay_pays`); elsewhere the
-caller uses the direct plan. Pure functions: the result depends on the totals of each key, and on no hash order.
+Relaying pays if a device's port inside its node is faster than its share of the NICs (`relay_pays`); otherwise the
+caller uses the direct plan. Pure functions of the totals of each key, independent of hash order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ from hf_hotspa.plan.relay.balancing import MOST_SWEEPS, TOLERANCE, Shares, balan
 
 
 class Demand(NamedTuple):
-    """Bytes that a node lacks: the ranks that hold them, none of it, and its own ranks that need them, at least one."""
+    """Bytes that a node lacks: `owners` are other nodes' ranks that hold them, `needers` (>= 1) its own ranks."""
 
     owners: tuple[int, ...]
     node: int
@@ -37,9 +37,8 @@ class Pull(NamedTuple):
 def relay_pays(cluster: Cluster) -> bool:
     """Whether landing on a neighbour and forwarding is faster than fetching every copy through the device's own NIC.
 
-    With k devices that need the same bytes, each takes in all of them once either way; relaying moves all but 1/k from
-    the NICs to the ports inside the node. That is faster, also when the two hops run one after the other, exactly when
-    those ports are.
+    Each of k devices that need the same bytes receives all of them once either way; relaying moves all but 1/k from the
+    NICs to the ports inside the node. This is faster, even with sequential hops, exactly if those ports are.
     """
     return cluster.num_nodes > 1 and cluster.devices_per_node > 1 and cluster.intra_bandwidth > nic_bandwidth(cluster)
 
@@ -47,11 +46,11 @@ def relay_pays(cluster: Cluster) -> bool:
 def pulling_shares(
     pulls: Iterable[Pull], forwarded: Mapping[int, float] | None = None
 ) -> dict[tuple[int, ...], Shares]:
-    """Which owners serve what is needed inside their own node: balanced, so that the busiest sender is as idle as can be.
+    """Which owners serve needs inside their node: balanced, with the least load of the busiest sender.
 
     Args:
         pulls: What moves inside nodes only.
-        forwarded: Bytes that ranks send inside their node besides: what they hand on after landing.
+        forwarded: Bytes that each rank forwards inside its node after landing.
 
     Returns:
         For each owner set its ranks with their fractions; even in regular layouts.
@@ -67,15 +66,14 @@ def landing_shares(
 ) -> dict[tuple[int, tuple[int, ...]], Shares]:
     """On which devices of its node the bytes of each (node, needers) land.
 
-    A landing device that is no needer forwards what it took to every needer, a needer to all the others. Needers land
-    first, balanced so that the busiest NIC is as idle as possible. Only what would make a NIC busier than the node's
-    even share (by more than 1 %) lands on neighbours with capacity left; so nothing is forwarded where every device already
-    takes in its own part. Where the node shares its NICs, a neighbour's NIC is no better, and only needers land,
-    balanced by what they have to forward. Where forwarding would still make a device's intra-node port the bottleneck,
-    the split is improved with both ports of all devices in view.
+    A landing device forwards its bytes to every (other) needer. Needers land first, with the least load of the busiest
+    NIC. Only what would load a NIC over the node's even share (by more than 1 %) lands on neighbours with capacity
+    left: nothing is forwarded if every device receives its own part. If the node shares its NICs, only needers land,
+    balanced by what they forward. If forwarding would still make an intra-node port the bottleneck, the split is
+    improved over both ports of all devices.
 
     Args:
-        pulls: What moves inside nodes anyway. Nothing is relayed to finish before it does.
+        pulls: What moves inside nodes anyway. Relaying need not finish earlier.
 
     Returns:
         For each (node, needers) the landing ranks with their fractions.
@@ -103,7 +101,7 @@ def landing_shares(
         for needers, num_bytes in amounts.items():
             for rank in needers:
                 wanted[rank] += num_bytes
-        # A device that lacks more than its port inside the node can take in so fast takes more by its NIC.
+        # A device that lacks more than its intra-node port can receive in that time uses its NIC, too.
         level_s = max(level_s, max(wanted.values()) / (intra + nic))
         if cluster.shares_nics:
             forwards = dict(served[node])
@@ -130,19 +128,18 @@ def sender_shares(
 ) -> dict[tuple[int, ...], Shares]:
     """Which ranks send the bytes of each owner set, over all destinations.
 
-    Among owners alone, the split that makes the busiest NIC as idle as possible. Where that leaves a NIC busier (by
-    more than 1 %) than the busiest node on either side makes unavoidable, the bytes are split over the owner nodes
-    first, and what is too much for the NICs of the owners of a node is sent by neighbours with capacity left: ranks
-    that are no owners and receive it beforehand, in equal parts from the owners of their own node. That is a third hop.
-    Where nodes share their NICs there is nothing to gain from it, and only owners send.
+    Starts with the split among owners with the least load of the busiest NIC. If a NIC is then busier (by more than
+    1 %) than the busiest node on either side makes unavoidable, the bytes are first split over the owner nodes. What
+    exceeds the NICs of a node's owners is sent by neighbours with capacity left, which receive it beforehand, in equal
+    parts from the owners of their node: a third hop. If nodes share their NICs, only owners send.
 
-    The destination does not change what a sender's NIC carries, so that all destinations are balanced together.
+    Destinations do not change the load of a sender's NIC: all are balanced together.
 
     Args:
         amounts: What nodes lack, by the ranks that hold it; what several nodes lack counts for each.
         entering: What each node lacks.
-        background: What moves inside nodes anyway (pulls, forwards after landing). No relaying to finish before it.
-        neighbours: Whether ranks that are no owners may send, too.
+        background: What moves inside nodes anyway (pulls, forwards after landing). Relaying need not finish earlier.
+        neighbours: Whether ranks other than owners may send, too.
 
     Returns:
         For each owner set its sending ranks with their fractions.
@@ -169,7 +166,7 @@ def sender_shares(
 def _through_nodes(
     amounts: Mapping[tuple[int, ...], float], cluster: Cluster
 ) -> tuple[dict[tuple[int, ...], dict[int, float]], dict[int, float]]:
-    """Splits over owner nodes by their egress, evenly over the owners in each; also gives the egress of each node."""
+    """Splits over owner nodes by egress, evenly over each node's owners; also returns each node's egress."""
     nodes_of = {owners: tuple(dict.fromkeys(map(cluster.node, owners))) for owners in amounts}
     totals: dict[tuple[int, ...], float] = {}
     for owners, num_bytes in amounts.items():
@@ -191,7 +188,7 @@ def _through_nodes(
 def _with_neighbours(
     node_parts: Mapping[tuple[int, ...], Mapping[int, float]], level: float, cluster: Cluster, background: PortLoads
 ) -> dict[tuple[int, ...], dict[int, float]]:
-    """Redistributes what each node sends over its owners, then over its other devices above `level` bytes."""
+    """Splits each node's sends over its owners, then, above `level` bytes, over its other devices."""
     nic, intra = nic_bandwidth(cluster), cluster.intra_bandwidth
     amounts: dict[int, dict[tuple[int, ...], float]] = {}
     for part in node_parts.values():
@@ -199,12 +196,12 @@ def _with_neighbours(
             in_node = amounts.setdefault(cluster.node(inside[0]), {})
             in_node[inside] = in_node.get(inside, 0.0) + num_bytes
     balanced = {node: balance(totals) for node, totals in amounts.items()}
-    # What an owner has to send leaves by its NIC or, on the way to a neighbour, by its port inside the node, beside
-    # what that port sends anyway: the NIC is not relieved further than both ports together allow.
+    # An owner's bytes leave by its NIC or, to a neighbour, by its intra-node port, which also carries the background:
+    # both ports together limit how far the NIC is relieved.
     for _, loads in balanced.values():
         for rank, num_bytes in loads.items():
             level = max(level, (num_bytes + background.sent_intra[rank]) / (intra + nic) * nic)
-    # Neighbours that are busy receiving leave less capacity: then a little more leaves by the NICs of the owners.
+    # Neighbours that are busy receiving leave less capacity: then more leaves by the owners' NICs.
     split: dict[tuple[int, ...], dict[int, float]] = {}
     for node, (parts, loads) in balanced.items():
         devices = cluster.ranks(node)
