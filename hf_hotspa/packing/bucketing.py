@@ -1,20 +1,19 @@
 """Plans a mini-batch from its rows: over-long rows, buckets, packs.
 
-`plan_mini_batch` is a pure function of plain data: every rank computes the same result for itself. It reads the scanned
-lengths, never the rows.
+`plan_mini_batch` is a pure function of plain data: every rank computes the same result. It reads lengths, never rows.
 
 Policies for a row with more tokens than the longest bucket takes:
 
 * ``error``: raises an error that names the row.
 * ``truncate``: trains the first `longest` tokens only.
-* ``split``: trains pieces of `longest` tokens (the last one shorter), each as a separate sequence that does not see the
-  others. The first token of a piece has nothing before it in that piece, so it carries no label. A last piece of one
-  token is planned and counted like any other and weighs nothing in the loss.
+* ``split``: trains pieces of `longest` tokens (the last one shorter) as separate sequences that do not see each other.
+  Nothing predicts the first token of a piece, so it carries no label. A last piece of one token is planned and counted
+  like any other and weighs nothing in the loss.
 * ``drop``: leaves the row out.
 
 The plan counts every use of a policy. Rows of one token are sequences without a label. Rows without tokens are left out
-under every policy and counted as empty. If rows are packed already, each of their documents is a separate sequence: its
-own length decides its bucket, how it is cut and how it is counted, and it is never joined with another.
+under every policy and counted as empty. In packed rows each document is a separate sequence: bucketed, cut and counted
+by its own length, and never joined with another.
 """
 
 import hashlib
@@ -33,10 +32,9 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 
-# The plan of one mini-batch as plain data: which slices of which rows run where, and what they weigh.
-#
 # Value types that travel from `plan_mini_batch` to the collator and the engine: frozen, without tensors or processes. A
-# plan is the same on every rank; ranks compare `MiniBatchPlan.digest` to prove it.
+# plan says which slices of which rows run where, and their weights. It is the same on every rank; ranks compare
+# `MiniBatchPlan.digest` to prove it.
 
 
 _count = object.__setattr__
@@ -48,11 +46,11 @@ class Sequence:
     """The slice ``[start, stop)`` of one dataset row, trained as a separate sequence.
 
     Args:
-        row: Index of the row in the dataset.
+        row: Index in the dataset.
         start: First token of the slice.
-        stop: One past its last token; at least one token more than `start`.
-        num_labels: Tokens that count in the loss: ``labels[start + 1:stop] != -100``. The first token of a sequence has
-            nothing before it that could predict it, so it never counts.
+        stop: One past its last token; above `start`.
+        num_labels: Tokens that count in the loss: ``labels[start + 1:stop] != -100``. Nothing predicts the first token
+            of a sequence, so it never counts.
     """
 
     row: int
@@ -86,7 +84,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """What one bucket runs: packs by replica, in dp order. A replica may have fewer packs than another, or none."""
+    """What one bucket runs: packs by replica, in dp order. A replica may have fewer packs than others, or none."""
 
     bucket: Bucket
     replicas: tuple[tuple[Pack, ...], ...]
@@ -124,10 +122,10 @@ class MiniBatchPlan:
     Args:
         phases: One for each bucket that has sequences, in the order of the buckets.
         num_labels: Label tokens of the mini-batch: the N of the loss `sum(CE) / N`. May be zero.
-        num_rows: Dataset rows of the mini-batch, including empty and dropped ones.
-        num_truncated: Rows (of packed rows: documents) of which only the beginning is trained (policy `truncate`).
-        num_split: Rows or documents cut into several sequences (policy `split`).
-        num_dropped: Over-long rows or documents left out (policy `drop`).
+        num_rows: Rows of the mini-batch, including empty and dropped ones.
+        num_truncated: Rows (of packed rows: documents) of which only the beginning is trained.
+        num_split: Rows or documents cut into several sequences.
+        num_dropped: Over-long rows or documents left out.
         num_empty: Rows without tokens, left out.
     """
 
@@ -168,31 +166,31 @@ class MiniBatchPlan:
 
 # Packing by cost: which sequences share a micro-batch, and which replica runs it.
 #
-# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`). The cost of a
-# pack is the sum, because packed sequences do not attend to each other. Five deterministic steps, ties by index:
+# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`). Costs in a pack
+# add up, because packed sequences do not attend to each other. Five deterministic steps, ties by index:
 #
 # 1. Best-fit decreasing on tokens: a feasible packing with few packs.
-# 2. Raise the number of packs so that replicas can be balanced: to a multiple of dp, and for a pipeline to dp * pp
-#    (fewer packs leave stages idle) while packs keep `MIN_PIPELINE_PACK_TOKENS` on average. Never more than sequences.
+# 2. Raise the number of packs to balance replicas: to a multiple of dp, and for a pipeline to dp * pp (fewer leave
+#    stages idle) while packs keep `MIN_PIPELINE_PACK_TOKENS` on average. Never more than sequences.
 # 3. Longest first, each sequence goes to the cheapest pack that has room. If that fails (packs nearly full), keep the
 #    packs of step 1 and halve the costliest up to the number of step 2.
 # 4. Packs go to replicas, costliest first, each to the replica with the least cost so far.
-# 5. A pipeline of three packs or more begins with its second cheapest: the stages behind the first wait for all of the
-#    first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `costs.time`).
+# 5. A pipeline of three packs or more begins with its second cheapest: later stages wait for the complete first forward
+#    pass, earlier ones for the complete last backward pass (1 to 5 % of a phase, by `costs.time`).
 #
 # If replicas differ in speed (`stragglers/`), each sequence, longest first, goes to the replica that would finish it
-# first; each replica then packs its sequences by itself.
+# first; each replica then packs its own.
 #
-# In a pipeline a sequence above the capacity, up to a given length, has a pack to itself; the rest is packed beside.
+# In a pipeline a sequence above the capacity, up to a given length, has a pack to itself.
 #
 # Promises: no pack of several sequences exceeds the capacity; every sequence is in exactly one pack; no pack is empty;
-# the packs of a replica come in descending cost, except the pack that step 5 moves (the largest packs run early, so
-# that a lack of memory shows). O(n log n).
+# a replica's packs come in descending cost, except for step 5 (large packs run early, so that a lack of memory shows).
+# O(n log n).
 
 
 MIN_PIPELINE_PACK_TOKENS = 256
-"""Mean tokens a pack should keep when packs are made smaller only to fill a pipeline: below that, a stage is bound by
-launch overhead and a shorter bubble gains nothing."""
+"""Least mean tokens of packs that are made smaller only to fill a pipeline: below, a stage is bound by launch overhead and a
+shorter bubble gains nothing."""
 
 Packs = list[list[int]]
 
@@ -270,8 +268,8 @@ def _of_share(
 
 
 def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds: abc.Sequence[float]) -> Packs:
-    """Assigns each sequence to the replica that would finish it first; a replica's sequences stay in their order. No
-    replica is left without work if there is enough: its recovery would go unnoticed."""
+    """Assigns each sequence to the replica that would finish it first; a replica's sequences stay in order. No replica is
+    left without work if there is enough: its recovery would go unnoticed."""
     shares: Packs = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
     for i in order:
@@ -334,8 +332,8 @@ def _cheapest_that_fits(
 ) -> Packs | None:
     """Puts each sequence, longest first, into the cheapest pack that has room; None if a sequence finds no room.
 
-    A pack without room for the current sequence waits aside, by free tokens. Lengths only fall, so once it has room
-    again it keeps it until it gets a sequence: each pack moves at most once for each sequence placed.
+    A pack without room waits aside, by free tokens. Lengths only fall, so once it has room it keeps it until it gets a
+    sequence: each pack moves at most once for each sequence placed.
     """
     packs: Packs = []
     free: list[int] = []
@@ -370,7 +368,7 @@ def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
     heap = [(-sum(costs[i] for i in pack), index) for index, pack in enumerate(packs) if len(pack) > 1]
     heapq.heapify(heap)
     while len(packs) < target:
-        # One can always be halved: `target` is at most the number of sequences.
+        # one can always be halved: `target` is at most the number of sequences
         _, index = heapq.heappop(heap)
         halves: Packs = [[], []]
         loads = [0.0, 0.0]
@@ -404,9 +402,9 @@ def _to_replicas(packs: Packs, costs: abc.Sequence[float], dp: int) -> tuple[tup
 def _filling_soon(
     packs: tuple[tuple[int, ...], ...], lengths: abc.Sequence[int], most_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Moves the second cheapest of descending packs to the front, if there are enough packs to fill a pipeline.
+    """Moves the second cheapest of descending packs to the front, if enough packs fill a pipeline.
 
-    Not before a pack that nothing may be in flight with (`packing.pipeline_order`): that would wait for both to end.
+    Not before a pack that must run alone (`packing.pipeline_order`): that would wait for both to end.
     """
     if len(packs) < 3 or sum(lengths[i] for pack in (packs[0], packs[-2]) for i in pack) > most_tokens:
         return packs
@@ -425,7 +423,7 @@ def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool 
 
     Args:
         longest: The longest bucket.
-        chosen: Whether `hotspa_strategies="auto"` chose the buckets: the message says what to change.
+        chosen: Whether `hotspa_strategies="auto"` chose the buckets, which changes the fix in the message.
 
     Raises:
         HotspaConfigError: unknown policy.
@@ -446,7 +444,7 @@ def cut_rows(
     """Turns rows into sequences of at most `longest` tokens.
 
     Args:
-        rows: Dataset rows, in the order of the mini-batch.
+        rows: In the order of the mini-batch.
         longest: The longest bucket.
 
     Returns:
@@ -504,10 +502,10 @@ def plan_mini_batch(
     A sequence goes to the shortest bucket that takes it; a bucket's sequences stay in their order.
 
     Args:
-        rows: Dataset rows of the mini-batch, in order.
+        rows: Dataset rows, in order.
         buckets: In any order; phases come in the same order.
         quadratic_cost: See `ModelShape.quadratic_cost`.
-        speeds: If some ranks are slow, the speeds by which packs are divided over replicas.
+        speeds: If some ranks are slow: divides packs over replicas.
 
     Raises:
         HotspaConfigError: no bucket, or an unknown policy.

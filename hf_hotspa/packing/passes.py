@@ -1,13 +1,13 @@
 """The passes of all replicas of a phase in one agreed order, in which fully sharded strategies load and return units.
 
-All replicas load a unit's weights together and return its gradients together, so replicas that run different packs must
-agree in which pass they meet. This module merges their passes: the first pack of every replica, then the second, and so
-on; a replica with fewer packs, or none, skips a pass. A pack in chunks of tokens is several passes; if some replicas go
-forward next and others backward, forward passes come first.
+All replicas load a unit's weights together and return its gradients together, so replicas with different packs must
+agree in which pass they meet. Merged are the first pack of every replica, then the second, and so on; a replica with
+fewer packs skips a pass. A pack in chunks of tokens is several passes; if some replicas go forward next and others
+backward, forward passes come first.
 
 In a pipeline replicas meet chunk by chunk: the first chunk of the first chain of every replica's first pack, and so on;
-a replica without such a chunk skips it. Stages run the chunks of any replica, in our own 1F1B, so each replica keeps
-the chunk order on every stage: forward in token order, backward in reverse (`JointPasses`).
+a replica without such a chunk skips it. Stages run them in our own 1F1B, so each replica keeps its chunk order on every
+stage: forward in token order, backward in reverse (`JointPasses`).
 
 A pure function of the plan, the same on every rank; no torch.
 """
@@ -43,14 +43,14 @@ def pack_lengths(phase: PhasePlan) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 @dataclass(frozen=True)
 class JointPasses:
-    """The packs, or chunks, of all replicas of a pipeline as its stages run them together: each pass as large as the
-    largest of any replica, and the replicas that take part in it."""
+    """The packs, or chunks, that all replicas of a pipeline run together: each pass as large as the largest of any replica,
+    and the replicas that take part in it."""
 
     passes: Passes
     replicas: tuple[tuple[int, ...], ...]
 
     def operations(self, stage: int, replica: int) -> list[Operation]:
-        """Returns what a stage of a replica runs, in order, by the numbers of the replica's packs (or chunks)."""
+        """Returns what a stage of a replica runs, in order, by the replica's numbers of packs (or chunks)."""
         own: dict[int, int] = {}
         for unit, having in enumerate(self.replicas):
             if replica in having:
@@ -61,7 +61,7 @@ class JointPasses:
 def joint_passes(
     strategy: Strategy, replicas: Sequence[Sequence[Lengths]], most_tokens: int | None, pair_cost: float
 ) -> JointPasses:
-    """Plans how packs, or their chunks, run through stages with all replicas together (arguments: see `beats`)."""
+    """Plans the passes of packs, or of their chunks, with all replicas together (arguments: see `beats`)."""
     tokens: list[int] = []
     sizes: list[int] = []
     having: list[tuple[int, ...]] = []
@@ -99,7 +99,7 @@ def beats(
 
 
 def _passes(strategy: Strategy, packs: Sequence[Lengths], is_trained: bool) -> list[bool]:
-    """The passes of a replica, whether each is backward: what `token_chunks.PackRunner` runs for every chain."""
+    """Whether each pass of a replica is backward, as `token_chunks.PackRunner` runs every chain."""
     passes: list[bool] = []
     for lengths in packs:
         for chunks in map(len, cut_into_chains(lengths, strategy.ck)) if strategy.ck else (1,):

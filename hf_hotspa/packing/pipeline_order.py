@@ -1,56 +1,53 @@
-"""Which schedule runs the packs of a pipeline, and in which order each stage runs them, within a number of tokens.
+"""The schedule of a pipeline's packs, and the order in which each stage runs them, within a number of tokens.
 
-Chooses the schedule and the order of its passes, for the stages that run them and for the cost model that predicts
-their time and memory. Pure functions, no torch. Arguments: `tokens` of each unit (a pack or a chunk of one);
-`most_tokens`, the most tokens in flight on a stage (`Bucket.most_tokens`), None for no limit; `chains`, the number of
-units of each chain, in order, empty if each unit is a chain by itself. Promise, for every schedule: no stage holds more
-tokens at a time than the limit, including padding, except for a single pack that is longer.
+Used by the stages and by the cost model that predicts their time and memory. Pure functions, no torch. Arguments:
+`tokens` of each unit (a pack or a chunk of one); `most_tokens`, the most tokens in flight on a stage
+(`Bucket.most_tokens`), None for no limit; `chains`, the number of units of each chain, in order, empty if each unit is
+a chain by itself. Promise, for every schedule: no stage holds more tokens than the limit, including padding, except for
+a single longer pack.
 
 **One stage on each rank.** Stage s of p in our 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) runs a
-forward pass as long as fewer than p - s packs are in flight, else the oldest backward pass. A pack in flight holds its
-activations. Pack sizes may differ much, so a number of tokens limits them, too: a long pack then runs with few or no
-others beside it, and short ones follow one another closely. GPipe runs its packs in groups that are within the limit,
-one group after the other; torch's 1F1B, which knows no limit, is replaced by ours if its padded packs would exceed it.
+forward pass as long as fewer than p - s packs are in flight, else the oldest backward pass. Packs in flight hold their
+activations. Sizes may differ much, so a number of tokens limits them, too: a long pack then runs with few or no others,
+and short ones follow one another closely. GPipe runs groups of packs within the limit, one after the other; torch's
+1F1B, which knows no limit, is replaced by ours if its padded packs would exceed it.
 
-A pack cut into chunks of tokens (`+ck`) is a *chain* of units for our 1F1B. Chains run first in, first out; the chunks
-of a chain go backward last in, first out, as each needs the gradients that later ones have for its keys and values. All
-chunks of a chain are forward before the first is backward, so a stage runs n - 1 more forward passes ahead for chains
-of n (Sun et al., 2024, "Seq1F1B"). Packs that are not cut are chains of one. No stage waits for itself, even if a
-message occupies both ends until it is received (`tests/unit/test_pipeline_order.py`): the limit is the same for all
-stages, so a stage is ahead of the next by one forward pass at most, and that one comes right before the backward pass
-that it could wait for.
+A pack cut into chunks of tokens (`+ck`) is a *chain* of units; an uncut pack is a chain of one. Chains run first in,
+first out; the chunks of a chain go backward last in, first out, as each needs the gradients of later ones for its keys
+and values. All chunks of a chain are forward before the first is backward, so a stage runs n - 1 more forward passes
+ahead for chains of n (Sun et al., 2024, "Seq1F1B"). No stage waits for itself, even if a message occupies both ends
+until it is received (`tests/unit/test_pipeline_order.py`): the limit is the same for all stages, so a stage is at most
+one forward pass ahead of the next, right before the backward pass that it could wait for.
 
 **Several stages on each rank (`+v2`)**: interleaved 1F1B. Stage s of p v is on rank s mod p, so a pack goes round the
 ranks v times, and a stage is 1 / v as long: the pipeline fills and drains v times as fast, for v times the messages
 (bubble (p - 1) / (v m) for m packs). The published schedule requires equal packs and m a multiple of p. Ours takes any
 number of packs of any sizes:
 
-* Packs go round in *groups* of p. The last group has the rest, or is joined to the group before it if that ends sooner;
-  groups are smaller if they would hold more tokens than the limit. Every rank runs its forward passes in one sequence
-  (a group's packs on its first stage, then on its second one, ...) and its backward passes in another one (from its
-  last stage to its first).
-* A simulation of all ranks decides which of the two comes next. In its time model a forward pass takes as long as it
-  has tokens, and a backward pass twice that. Forward and backward alternate where both could run; forward runs as long
-  as the rank holds no more passes than 2 (p - 1 - r) + (v - 1) p + 1 and no more tokens than the limit. Tokens on one
-  of v stages count 1 / v.
+* Packs go round in *groups* of p. The last group has the rest, or joins the group before it if that ends sooner; groups
+  are smaller if they would exceed the limit. Every rank runs its forward passes in one sequence (a group's packs on its
+  first stage, then on its second, ...) and its backward passes in another (from its last stage to its first).
+* A simulation of all ranks decides which of the two comes next. A forward pass takes as long as it has tokens, a
+  backward pass twice that. Forward and backward alternate if both can run; forward runs as long as the rank holds at
+  most 2 (p - 1 - r) + (v - 1) p + 1 passes and stays within the limit. Tokens on one of v stages count 1 / v.
 
-Nothing waits for itself: a rank may always run what the next backward pass of its sequence needs, whatever it holds.
-All ranks share one order, so that sends and receives posted in it match even if each blocks until its partner arrives
+Nothing waits for itself: a rank may always run what its next backward pass needs, whatever it holds. All ranks share
+one order, so that sends and receives match even if each blocks until its partner arrives
 (`tests/unit/test_interleaved_order.py`).
 
-torch's `ScheduleInterleaved1F1B` sends packs of one shape round in m // p groups of equal size, so m must be a multiple
-of that number. Rank r begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups of g, then alternates forward and
-backward passes (`torch_order`). Ours replaces it for fewer packs than ranks, for a number of packs that cannot form
-equal groups, and if the padded packs in flight would exceed the limit.
+torch's `ScheduleInterleaved1F1B` sends packs of one shape round in m // p equal groups, which must divide m. Rank r
+begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups of g, then alternates forward and backward passes
+(`torch_order`). Ours replaces it for fewer packs than ranks, for a number of packs without equal groups, and if the
+padded packs in flight would exceed the limit.
 
 **PipeDream**: which version of a stage's weights each pack uses, if stages update after every backward pass.
 Asynchronous 1F1B with weight stashing (Narayanan et al., SOSP'19, section 3.3) is a separate training mode and *not*
 the synchronous update of everything else here: when stage s of p (from 0) runs a pack forward, it has run p - 1 - s
-fewer backward passes than a sequential optimizer would have. It keeps the weights of that moment until the pack's
-backward pass, so that both use the same bits. With vertical sync all stages use the version of the first one.
+fewer backward passes than a sequential optimizer would have. It keeps those weights until the pack's backward pass, so
+that both use the same bits. With vertical sync all stages use the version of the first.
 
-* Update k of a stage (k = 0, 1, ...) uses the k-th packs of all replicas together: the gradient of the mean loss over
-  their label tokens. If they have none, nothing is updated.
+* Update k of a stage (k = 0, 1, ...) uses the k-th packs of all replicas: the gradient of the mean loss over their
+  label tokens. Without label tokens nothing is updated.
 * Version v of its weights has seen the updates 0 to v - 1 of the mini-batch. Version 0 is the same point on all stages:
   a pipeline runs empty at the end of every mini-batch.
 """
@@ -67,25 +64,24 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 SCHEDULES = ("auto", "own", "1f1b", "gpipe")
 """`own`: our 1F1B, for packs of any sizes; `auto` is the same. `1f1b`, `gpipe`: the schedules of
-`torch.distributed.pipelining`, which require packs of one size: shorter ones are padded. With several stages on a rank
-(`+v2`) both `own` and `1f1b` are interleaved."""
+`torch.distributed.pipelining`, which pad packs to one size. With `+v2` both `own` and `1f1b` are interleaved."""
 
 Operation = tuple[int, bool]
-"""A pack (or chunk of one), and whether the pass is its backward pass."""
+"""A pack (or chunk of one), and whether the pass is backward."""
 
 
 def runs_chunks(schedule: str) -> bool:
-    """Returns whether a schedule can run chunks of packs (`+ck`)."""
+    """Returns whether a schedule supports chunks of packs (`+ck`)."""
     return schedule in ("auto", "own")
 
 
 def runs_rounds(schedule: str) -> bool:
-    """Returns whether a schedule can run several stages on each rank (`+v`)."""
+    """Returns whether a schedule supports several stages on each rank (`+v`)."""
     return schedule != "gpipe"
 
 
 def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> None:
-    """Rejects a schedule that cannot run a pipeline: torch's run whole packs, its GPipe through one stage on each rank.
+    """Rejects an unsupported schedule: torch's run whole packs, its GPipe one stage on each rank.
 
     Args:
         flexible: Whether ranks of tp may offload work.
@@ -126,7 +122,7 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
     stage has begun one less.
 
     A stage runs all of a chain before its first backward pass, and at least one forward pass for each backward pass: no
-    stage is ahead of the next by more than one pass, which keeps blocking sends from waiting for each other.
+    stage is more than one pass ahead of the next, so blocking sends do not wait for each other.
 
     Args:
         depth: See `Passes.depth`.
@@ -142,7 +138,7 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
 
 def reaches(tokens: Sequence[int], most_tokens: int | None = None, chains: Sequence[int] = ()) -> list[int]:
     """Returns how many forward passes may have begun before each backward pass, in order: the number k of units so that
-    the first k, without those whose backward pass came before, are within the limit; at least a complete chain."""
+    the first k, without those already backward, are within the limit; at least a complete chain."""
     total = len(tokens)
     if most_tokens is None:
         return [total] * total
@@ -256,7 +252,7 @@ def most_packs(
 ) -> int | None:
     """Returns the most units that a stage, counted from 0, holds at a time without a token limit; None for any number.
 
-    A rank with several stages holds a pack on some of them only: it counts by their share, rounded up in all.
+    A rank with several stages holds a pack on some of them only: it counts by their share, rounded up.
 
     Args:
         num_packs: Units of a replica; None for any number.
@@ -286,8 +282,7 @@ class Turn(NamedTuple):
 
 
 def at_a_time(orders: Sequence[Sequence[Turn]], num_stages: int) -> list[list[Turn]]:
-    """Groups the passes of several ranks, each in its order, into lists that can run at the same time: at most one turn
-    a rank."""
+    """Groups the passes of several ranks, each in its order, into lists that can run at the same time: one a rank."""
     left = [list(reversed(order)) for order in orders]
     done: set[Turn] = set()
     beats = []
@@ -311,8 +306,8 @@ def interleaved_order(
     chains: Sequence[int] = (),
     is_trained: bool = True,
 ) -> tuple[Turn, ...]:
-    """Returns all passes of a replica, with backward ones if `is_trained`, in the one order that all ranks of its
-    pipeline (at least 2) follow, with `rounds` stages on each."""
+    """Returns all passes of a replica, with backward ones if `is_trained`, in the one order of all ranks of its pipeline
+    (at least 2), with `rounds` stages on each."""
     sizes = tuple(chains) or (1,) * len(tokens)
     return _order(tuple(tokens), num_ranks, rounds, most_tokens if is_trained else None, sizes, is_trained)
 
@@ -344,7 +339,7 @@ _Group = list[int]
 
 
 def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int | None) -> bool:
-    """Whether a group is within the limit at its first backward pass, when all of it is held on all stages of a rank but
+    """Whether a group is within the limit at its first backward pass: all of it is then held on all stages of a rank but
     the last, and one chain there. `tokens` begin with the group's."""
     if most is None:
         return True
@@ -357,7 +352,7 @@ def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int |
 
 @dataclass
 class _Rank:
-    """Where one rank is in its two sequences, and the tokens that it holds."""
+    """A rank's place in its two sequences, and the tokens that it holds."""
 
     most_passes: int
     num_forward: int = 0
@@ -368,7 +363,7 @@ class _Rank:
 
 
 class _Run:
-    """Simulates all ranks: `turns` in the order in which they end, and `seconds`, when the last one ends."""
+    """Simulates all ranks: `turns` in the order of their ends, and `seconds` until the last end."""
 
     def __init__(
         self,
@@ -383,7 +378,7 @@ class _Run:
         self._most = None if most is None else rounds * most
         self._forward: list[tuple[int, int]] = []  # (round, unit)
         self._backward: list[tuple[int, int]] = []
-        self._needed: list[int] = []  # forward passes of its rank that precede each backward pass
+        self._needed: list[int] = []  # forward passes of its rank before each backward pass
         self._ends: dict[Turn, int] = {}
         self._queue(groups, is_trained)
         largest = max([num_ranks, *map(sum, groups)])
@@ -466,7 +461,7 @@ class InterleavedPasses:
     Args:
         kind: The schedule: `own` or `1f1b` (torch's).
         tokens: Of each unit, including padding.
-        order: All passes, each after the passes it needs; a rank runs its passes in this order.
+        order: All passes, each after the passes it needs; each rank runs its own in this order.
         replaced: Whether our schedule runs because the requested one would exceed the limit.
     """
 
@@ -555,12 +550,12 @@ class PipeDream:
             )
 
     def delays(self, num_stages: int) -> tuple[int, ...]:
-        """Returns, by stage, how many updates of this mini-batch a pack of a full pipeline misses that a sequential run
-        would have made."""
+        """Returns, by stage, how many updates of this mini-batch a pack of a full pipeline misses compared with a
+        sequential run."""
         return tuple(num_stages - 1 - (0 if self.vertical_sync else stage) for stage in range(num_stages))
 
     def most_versions(self, num_stages: int, stage: int, num_packs: int | None = None) -> int:
-        """Returns the most versions of its weights that a stage holds at a time, for so many packs; None for any number."""
+        """Returns the most versions of its weights that a stage holds, for so many packs (None: any number)."""
         most = num_stages if self.vertical_sync else num_stages - stage
         if num_packs is None:
             return most
@@ -569,7 +564,7 @@ class PipeDream:
         )  # the last updates come after the last forward
 
     def pack_versions(self, passes: Passes, stage: int) -> list[int]:
-        """Returns the version of the weights that a stage runs each pack with, forward and backward. Never falls."""
+        """Returns the weight version that a stage runs each pack with, forward and backward. Never falls."""
         done, versions = 0, list[int]()
         for _, is_backward in passes.operations(0 if self.vertical_sync else stage):
             if is_backward:
@@ -579,7 +574,7 @@ class PipeDream:
         return versions
 
     def text(self, num_stages: int) -> str:
-        """Describes, for the log, what the mode does to a run."""
+        """Describes the mode, for a run's log."""
         synced = ", all stages with the weights of the first" if self.vertical_sync else ""
         delays = ", ".join(map(str, self.delays(num_stages)))
         return (
