@@ -1,20 +1,17 @@
 """The weights of a model as files for `from_pretrained` (PEFT's, for an adapter), written as they are gathered.
 
-Decides which tensors are in which file, under the names that `save_pretrained` writes: if transformers fuses several
-saved weights into one (fused experts), it is split again. Of tied weights only the one that transformers keeps is
-written. At most one weight has to be in memory at a time.
+Names are those that `save_pretrained` writes: weights that transformers fuses from several (fused experts) are split
+again, and of tied weights only the one that transformers keeps is written. At most one weight has to be in memory.
 
 `export` writes a checkpoint as a plain Hugging Face model: safetensors shards with their index, configs, tokenizer,
-model card. It joins one parameter at a time from the ranks' shares and writes it, so a model larger than the memory can
-be exported. The result appears under its name when it is complete. Names are the model's names in memory, as
-`save_pretrained(save_original_format=False)` writes them (or the names in the files of a checkpoint that holds the
-model only). A checkpoint of an adapter becomes what `PeftModel.save_pretrained` writes: one file of the trained
-weights, and the adapter's config.
+model card. It joins and writes one parameter at a time, so a model larger than the memory can be exported. The result
+appears under its name when it is complete. Names are the names in memory, as `save_pretrained(save_original_format=False)`
+writes them (or the names in the files of a checkpoint that holds the model only). An adapter's checkpoint becomes what
+`PeftModel.save_pretrained` writes: one file of the trained weights, and the adapter's config.
 
 `merge` merges an adapter into its base with PEFT and writes a plain Hugging Face model. A base in 4 bits is dequantized
-first, as transformers does it (`PreTrainedModel.dequantize`), and `B A` is added to the dequantized weights: the
-weights that the adapter was trained beside, not the weights before quantization. The complete model is in memory, on
-the CPU.
+first, as transformers does it (`PreTrainedModel.dequantize`), and `B A` is added to the result: the weights that the
+adapter was trained beside, not the original ones. The complete model is in memory, on the CPU.
 """
 
 import itertools
@@ -93,7 +90,7 @@ class ModelWeights:
 
     Args:
         model: A transformers model, with weights or on the meta device; or a `PeftModel`, if `adapted`.
-        parameters: The parameters in the order in which they are gathered; of an adapter the trained ones.
+        parameters: In the order in which they are gathered; of an adapter the trained ones.
 
     Attributes:
         shards: Each tensor with its name in its file, and the name in memory of its source weight.
@@ -128,8 +125,8 @@ class ModelWeights:
     def write(
         self, disk: Disk, folder: Path, weights: Weights | dict[str, Tensor], part: int = 0, parts: int = 1
     ) -> list[FileRecord]:
-        """Writes every `parts`-th file, from number `part` on, from weights or the result of `hold`: the ranks share
-        the work. The first part writes the index, too."""
+        """Writes every `parts`-th file, from number `part` on, from weights or the result of `hold`: the ranks share the
+        work. The first part also writes the index."""
         stream = iter(weights.items() if isinstance(weights, dict) else self._made(weights, self.shards[part::parts]))
 
         def data(names: tuple[str, str]) -> Buffer:
@@ -138,15 +135,15 @@ class ModelWeights:
         return write_shards(disk, folder, self.shards, data, part, parts)
 
     def hold(self, weights: Weights, part: int = 0, parts: int = 1) -> dict[str, Tensor]:
-        """Copies what `write` needs for its files to host memory: later steps do not change it."""
+        """Copies what `write` needs for its files to host memory, where later steps do not change it."""
         made = self._made(weights, self.shards[part::parts])
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in made}
 
     def differing(self, files: WeightFiles, weights: Weights) -> str | None:
-        """Returns the saved name of the first tensor that the files do not hold bit for bit as `write` writes it, or None.
+        """Returns the saved name of the first tensor that differs in any bit from what `write` writes, or None.
 
         Args:
-            weights: The expected weights, including buffers, in the dtypes of the model.
+            weights: The expected weights, including buffers, in the model's dtypes.
         """
         sources = {source for _, entries in self.shards for _, (_, source) in entries}
         missing = files.tensors.keys() ^ {record.name for _, entries in self.shards for record, _ in entries}
@@ -173,8 +170,8 @@ class ModelWeights:
         return dict(revert_weight_conversion(self._model, {name: tensor})) if self._converts else {name: tensor}
 
     def _is_convertible(self, empty: dict[str, Tensor]) -> bool:
-        """Whether any name changes, and each weight can be converted by itself. If it cannot (saved tensors that are
-        split in memory), the names in memory stay: `from_pretrained` reads those, too."""
+        """Whether any name changes, and each weight converts by itself. Otherwise (saved tensors that are split in memory)
+        the names in memory stay: `from_pretrained` reads those, too."""
         try:
             whole = revert_weight_conversion(self._model, dict(empty))
             if whole.keys() == empty.keys():
@@ -187,11 +184,11 @@ class ModelWeights:
 
 
 def check_rewritten(folder: Path, manifest: Manifest, model: Any, failure: DamagedCheckpointError) -> None:
-    """Checks that weight files which another program has written hold the same weights as the ranks' shares.
+    """Checks that weight files written by another program hold the same weights as the ranks' shares.
 
     Args:
         manifest: The checkpoint's manifest; all other files match it.
-        model: A model like the saved one; its names are compared, not its weights.
+        model: A model like the saved one, for its names only.
         failure: The error to raise if the files cannot be compared.
 
     Raises:
@@ -225,7 +222,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> Shards:
-    """Returns name and tensors of each file of a model, in the order of the tensors; limit: see `MAX_SHARD_BYTES`."""
+    """Returns name and tensors of each file of a model, in the order of the tensors; for `limit` see `MAX_SHARD_BYTES`."""
     if adapted:  # PEFT reads one file
         return [(ADAPTER_WEIGHTS, entries)]
     shards: list[Entries] = [[]]
@@ -245,7 +242,7 @@ def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool =
 def write_shards(
     disk: Disk, folder: Path, shards: Shards, data: Callable[[Any], Buffer], part: int = 0, parts: int = 1
 ) -> list[FileRecord]:
-    """Writes the files of a model, or every `parts`-th of them; the first part writes the index if there are several files.
+    """Writes every `parts`-th file of a model; the first part also writes the index if there are several files.
 
     Args:
         data: As in `tensor_file`; called once for each tensor, in order.
@@ -292,10 +289,10 @@ def export(
     """Writes the model of a checkpoint for `from_pretrained` (`PeftModel.from_pretrained` for an adapter).
 
     Args:
-        checkpoint: The checkpoint; it is verified first.
+        checkpoint: Verified first.
         target: A directory that does not exist, or is empty.
-        dtype: Of the exported floating-point weights; None for the trained model's dtype.
-        mode: The permissions of the directory; None for a new directory's default, which is not for threads.
+        dtype: Of the exported floating-point weights; None for the trained model's.
+        mode: The permissions of the directory; None for the default, which is not for threads.
 
     Raises:
         DamagedCheckpointError: the checkpoint does not verify.
@@ -408,12 +405,12 @@ def merge(
     """Writes base and adapter as one plain model.
 
     Args:
-        checkpoint: Of an adapter; it is verified first.
+        checkpoint: Of an adapter; verified first.
         target: A directory that does not exist, or is empty.
-        base: A folder or a name on the hub; None for the base in the adapter's config.
+        base: A folder or a name on the hub; None for the adapter config's.
         quantization: How the base was quantized at load, `nf4` or `fp4`; None if it was not, or if its folder is.
         double: Whether its scales were quantized, too.
-        dtype: In which the base is loaded, dequantized and merged; None for the dtype in its config.
+        dtype: In which the base is loaded, dequantized and merged; None for its config's.
 
     Raises:
         DamagedCheckpointError: the checkpoint does not verify.

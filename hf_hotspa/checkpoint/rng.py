@@ -1,7 +1,7 @@
 """The states of a process's random number generators as plain JSON: Python, numpy, torch, and the CUDA device.
 
-They are kept per rank. With another number of ranks, rank r restores the states of rank `r mod saved ranks`: training
-draws no numbers as long as the model has no dropout, so this only has to be defined.
+One file a rank. With another number of ranks, rank r restores the states of rank `r mod saved ranks`: training without
+dropout draws no numbers, so this only has to be defined.
 """
 
 import base64
@@ -56,7 +56,7 @@ def set_random_state(state: dict[str, Any], where: str) -> None:
 
 
 def set_generators(python: Any, numpy_state: Any, torch_state: torch.Tensor, cuda: torch.Tensor | None) -> None:
-    """Sets the generators to states that they returned. Raises whatever they raise for anything else."""
+    """Sets the generators to states that they returned. Raises whatever they raise."""
     random.setstate(python)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)

@@ -1,15 +1,15 @@
 """Checkpoints of the stock `transformers.Trainer`: resuming from one, and writing the files that it resumes from.
 
-Reading restores everything: weights, optimizer states by parameter, the state of the scheduler, step and epoch, random
-states. Anything that cannot be mapped raises an error that names it. A checkpoint without the optimizer's state
-(`save_only_model`) starts a new optimizer, as with the stock Trainer, and logs a warning.
+Reading restores everything: weights, optimizer states by parameter, scheduler, step and epoch, random states. Anything
+that cannot be mapped raises an error that names it. A checkpoint without the optimizer's state (`save_only_model`)
+starts a new optimizer, as with the stock Trainer, and logs a warning.
 
 This is the only module that reads pickles. It builds tensors and plain values only (`weights_only=True`) and rejects
 files with anything else. Our own files contain no pickles, and `training_args.bin` is never read.
 
-The files written for the stock Trainer only are what it would have written itself at this step: the optimizer's state
-of complete parameters, numbered by its own groups; the scheduler; the generators of each process; the arguments. We
-never read them.
+Files that only the stock Trainer reads are what it would have written at this step: the optimizer's state of complete
+parameters, numbered by its own groups; the scheduler; the generators of each process; the arguments. We never read
+them.
 """
 
 import importlib
@@ -58,7 +58,7 @@ def is_stock(path: Path) -> bool:
 
 
 def _read_pickle(folder: Path, name: str) -> Any:
-    """The tensors and plain values of a file that `torch.save` wrote; tensors stay on disk until they are used.
+    """The tensors and plain values of a file from `torch.save`; tensors stay on disk until they are used.
 
     Raises:
         DamagedCheckpointError: it cannot be read, or holds something else.
@@ -80,7 +80,7 @@ class StockCheckpoint:
     """An opened checkpoint of the stock Trainer.
 
     Args:
-        optimizer: The optimizer's `state_dict`; its tensors stay in the file. If the checkpoint has none, this and
+        optimizer: The optimizer's `state_dict`; its tensors stay in the file. Without one in the checkpoint, this and
             `scheduler` are empty: both start anew, as with the stock Trainer.
         state: What only our checkpoints hold: nothing.
     """
@@ -128,7 +128,7 @@ class StockCheckpoint:
         """Loads this rank's share of the saved states into its optimizer.
 
         Args:
-            optimizer: The optimizer on the master store; its groups are made as with the stock Trainer.
+            optimizer: On the master store, with groups made as with the stock Trainer.
 
         Raises:
             ResumeError: it is another optimizer, or has other parameters.
@@ -241,7 +241,7 @@ class StockCheckpoint:
 
         Args:
             rows: Rows of the data set.
-            steps_in_epoch: Optimizer steps of an epoch of the run.
+            steps_in_epoch: Optimizer steps of the run's epoch.
             drop_last: Whether an incomplete last mini-batch is left out.
 
         Raises:
@@ -331,8 +331,7 @@ def random_states(world_size: int) -> dict[str, Any]:
 
 
 def state_names(master: MasterStore, optimizer: Optimizer) -> list[str]:
-    """Returns the elementwise states of an optimizer, such as `exp_avg`; equal on all ranks: all stores have all
-    parameters."""
+    """Returns the elementwise states of an optimizer, such as `exp_avg`; equal on all ranks: each store has all parameters."""
     state = bare_optimizer(optimizer).state
     return sorted({
         key

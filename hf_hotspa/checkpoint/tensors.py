@@ -1,8 +1,8 @@
 """Tensors in and out of a checkpoint: each rank writes its share of the master store and reads its own slices.
 
-A share holds the weights, bit for bit, and every state of the optimizer that has one value for each weight; a state
-kept once for a parameter (`step`) goes into `state.json`. For a model with adapters it holds the trained weights only:
-the base model is not copied into every checkpoint.
+A share holds the weights, bit for bit, and every optimizer state with one value for each weight; a state kept once for
+a parameter (`step`) goes into `state.json`. With adapters it holds the trained weights only: the base model is not
+copied into every checkpoint.
 """
 
 import itertools
@@ -38,9 +38,9 @@ from hf_hotspa.parallel.agreement import Agreement, any_flag, packed_flags
 from hf_hotspa.versions import version_of
 
 HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
-"""Settings of an optimizer that say how it computes, not what: the present run's settings stay."""
+"""Settings of an optimizer that say how it computes, not what: the present run's apply."""
 _SAME_STATE = {"AdamW", CPU_ADAM}
-"""Optimizers that can resume from one another's state."""
+"""Optimizers that can load one another's state."""
 
 
 def names_in_groups(optimizer: Optimizer, master: MasterStore) -> list[list[str]]:
@@ -69,7 +69,7 @@ class Share:
     Args:
         tensors: In the order of the file.
         scalars: Parameter -> state -> value, JSON-ready.
-        states: Parameter -> state -> what is stored, as the manifest lists it (`SavedParameter.states`).
+        states: Parameter -> state -> stored dtype, as in `SavedParameter.states`.
     """
 
     tensors: list[tuple[TensorRecord, Tensor]] = field(default_factory=list)
@@ -97,8 +97,8 @@ def saved_vector(vector: ParameterVector, adapted: bool) -> ParameterVector:
 
 
 def drop_unstepped(master: MasterStore, optimizer: Optimizer, agreement: Agreement) -> None:
-    """Drops states of parameters that no gradient has ever reached. If stages step by themselves, a rank has a state of
-    all parameters of other stages, of which it owns nothing, even if their own stage has none. Collective."""
+    """Drops states of parameters that no gradient ever reached. If stages step by themselves, a rank has an empty state for
+    all parameters of other stages, even if their own stage has none. Collective."""
     state = bare_optimizer(optimizer).state
     parameters = [master.parameters[name] for name in master.trained]
     stepped = packed_flags(p.numel() > 0 and p in state for p in parameters)
@@ -111,7 +111,7 @@ def share_of(master: MasterStore, optimizer: Optimizer | None, vector: Parameter
     """Returns this rank's share, as views of the master store and the optimizer's tensors.
 
     Args:
-        optimizer: Its optimizer; None to leave it out.
+        optimizer: None to leave it out.
         vector: What is saved (`saved_vector`).
 
     Raises:
@@ -224,8 +224,8 @@ class ShareReader:
         """Reads elements `[start, stop)` of a state of a parameter, in the storage order of the checkpoint.
 
         Returns:
-            1-D, on the CPU, in the saved dtype. If a value stands for several elements: the values of the blocks that
-            begin in the range, which must begin with one.
+            1-D, on the CPU, in the saved dtype. If a value stands for several elements: the blocks that begin in the
+            range, which must begin with one.
 
         Raises:
             DamagedCheckpointError: a file does not hold what the manifest says.
@@ -293,7 +293,7 @@ def check_model(manifest: Manifest, vector: ParameterVector, where: str) -> None
 
 
 def _described(parameter: SavedParameter | ParameterSpec, dtype: str) -> str:
-    """All that must be equal in a checkpoint and the model that resumes from it, with the dtype of the master store."""
+    """All that a checkpoint and the model that resumes from it must share, with the dtype of the master store."""
     tied = f", tied to {', '.join(sorted(parameter.tied_names))}" if parameter.tied_names else ""
     return f"{dtype} {list(parameter.shape)}{'' if parameter.trainable else ', frozen'}{tied}"
 
@@ -306,8 +306,8 @@ def restore(
 
     Args:
         folder: The checkpoint, verified.
-        manifest: Its manifest, checked against the model.
-        optimizer: Its optimizer; None to restore the weights only.
+        manifest: Checked against the model.
+        optimizer: None to restore the weights only.
         saved: From `optimizer_to_json`.
 
     Raises:

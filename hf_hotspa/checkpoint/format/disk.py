@@ -1,7 +1,7 @@
-"""Every change that checkpoints make on disk, one method each: files are synced and hashed as they are written.
+"""Every change that checkpoints make on disk, one method each; files are synced and hashed as they are written.
 
-`Disk.before` is called ahead of each change. It does nothing; tests replace it to count the changes and to fail or die
-at any of them, which tests at every point that the last good checkpoint survives.
+Each change calls `Disk.before` first. It does nothing; tests replace it to count the changes and to fail or die at any
+of them, to check that the last good checkpoint always survives.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """The entry of one tensor in a safetensors file: name, dtype (such as `float32`) and shape."""
+    """One tensor's entry in a safetensors file: name, dtype (such as `float32`) and shape."""
 
     name: str
     dtype: str
@@ -128,10 +128,9 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def tensor_file(tensors: Sequence[tuple[TensorRecord, T]], data: Callable[[T], Buffer]) -> Iterator[Buffer]:
-    """Yields a safetensors file as a stream: its header, then the bytes of one tensor after the other.
+    """Yields a safetensors file: its header, then the bytes of one tensor after the other.
 
-    The writer of the safetensors library needs all tensors in memory at once; this one does not. The library reads the
-    result.
+    The writer of the safetensors library needs all tensors in memory at once; this one does not.
 
     Args:
         tensors: The records of the file, in order, each with a source for `data`.

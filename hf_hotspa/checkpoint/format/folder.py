@@ -1,8 +1,8 @@
 """The directory of a run: its lock, the commit of a checkpoint, the newest good checkpoint, and rotation.
 
-A checkpoint is written under another name and renamed to `checkpoint-<step>` after everything in it is synced: a
-directory of that name is complete. Names that begin with a dot are leftovers of an interrupted save or removal; the
-next run that holds the lock removes them:
+A checkpoint is written under another name, synced, and renamed to `checkpoint-<step>`: a directory of that name is
+complete. Names that begin with a dot are leftovers of an interrupted save or removal; the next run that holds the lock
+removes them:
 
     .tmp-checkpoint-20-<run>   being written
     .old-checkpoint-20-<run>   replaced by a new one of the same step; put back if that one did not arrive
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LOCK = LOCK_NAME
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 _LEFTOVER = re.compile(r"\.(tmp|old|del)-(checkpoint-\d{1,15})-[A-Za-z0-9]+")
-_OF_SYSTEM = re.compile(r"\(os error \d+\)")  # how libraries in Rust report an error of the disk
+_OF_SYSTEM = re.compile(r"\(os error \d+\)")  # how Rust libraries report a disk error
 _CLOCK_S = 1.0
 _LOCK_PATIENCE_S = 5.0  # the system frees a killed run's lock once it has removed the process
 
@@ -53,8 +53,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_first(folders: Iterable[Path]) -> list[Path]:
-    """Sorts checkpoints by the time of writing, latest first, as the stock Trainer rotates them: checkpoints of an
-    earlier run may have higher steps. By step if all times are within a second, as on a file system without times."""
+    """Sorts checkpoints by time of writing, latest first, as the stock Trainer rotates them: an earlier run's may have
+    higher steps. By step if all times are within a second, as on a file system without times."""
     by_step = sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
     times = {path: path.stat().st_mtime for path in by_step}
     if not times or max(times.values()) - min(times.values()) < _CLOCK_S:
@@ -93,7 +93,7 @@ class RunFolder:
         return self._lock.is_locked
 
     def lock(self) -> None:
-        """Takes the run lock and removes what dead runs have left. Does nothing if this process holds it already.
+        """Takes the run lock and removes what dead runs left. Does nothing if this process holds it already.
 
         The lock ends with the process, however it dies, so there are no stale locks.
 
@@ -198,8 +198,7 @@ class RunFolder:
         return target
 
     def abandon(self, path: Path) -> None:
-        """Removes a directory of this run that is not a checkpoint, such as a failed save. Never raises for errors of
-        the disk."""
+        """Removes a directory of this run that is not a checkpoint, such as a failed save. Ignores errors of the disk."""
         try:
             if path.exists():
                 self.disk.remove(path)
@@ -222,10 +221,10 @@ class RunFolder:
         return True
 
     def rotate(self, newest: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
-        """Removes checkpoints, oldest first, until `limit` good ones are left. Never raises for errors of the disk.
+        """Removes checkpoints, oldest first, until `limit` good ones are left. Ignores errors of the disk.
 
-        Only checkpoints that verify count as left. The newest one and those to keep are never removed; if the newest
-        one would be the only one left, it is read back first. Directories without a manifest of ours are not touched.
+        Only checkpoints that verify count. The newest one and those to keep stay; if only the newest one would be left,
+        it is read back first. Directories without a manifest of ours are not touched.
 
         Args:
             newest: The checkpoint just committed.

@@ -1,14 +1,14 @@
 """`MANIFEST.json`: what a checkpoint holds, and where each element of each parameter lies in it.
 
-The file is read strictly: it carries its own SHA-256, and it must be, byte for byte, what `Manifest.text` writes. So
-every change is noticed, including doubled keys. A hash finds damage, not forgery by someone with write access.
+The file carries its own SHA-256, and it must be, byte for byte, what `Manifest.text` writes. So every change is noticed,
+including doubled keys. A hash finds damage, not forgery by someone with write access.
 
-The parameters of a checkpoint lie end to end in one vector, as in `layout.vector`, divided in segments. Rank r holds
-the elements `[start + cuts[r], start + cuts[r + 1])` of every segment. Its file holds the part of each parameter in
-that range, as 1-D tensors in storage order (the sharded dim outermost).
+The parameters lie end to end in one vector, as in `layout.vector`, divided in segments. Rank r holds the elements
+`[start + cuts[r], start + cuts[r + 1])` of every segment; its file holds the part of each parameter in that range, as
+1-D tensors in storage order (the sharded dim outermost).
 
-In formats 2 and 3 the root of a checkpoint is a Hugging Face model (or adapter) folder, and files that only we read lie
-in `hotspa/`. Format 1 had our files at the root and the configs in `model/`; it is read, no longer written.
+In formats 2 and 3 the root is a Hugging Face model (or adapter) folder, and files that only we read lie in `hotspa/`.
+Format 1 had our files at the root and the configs in `model/`; it is read, no longer written.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ from hf_hotspa.typed import typed
 MANIFEST = "MANIFEST.json"
 KIND = "hf_hotspa checkpoint"
 SCHEMA_VERSION, WITH_BLOCKS = 2, 3
-"""The format; and the format of checkpoints in which a value of a state stands for several elements (unknown to 2)."""
+"""The format; and the one for checkpoints in which a value of a state stands for several elements (unknown to 2)."""
 STATE_FOLDER = "hotspa"
 """The folder of files that only we read; the names below it are as in `Manifest.located`."""
 STATE = f"{STATE_FOLDER}/state.json"
@@ -100,8 +100,8 @@ class SavedParameter:
         model_dtype: Its dtype in the Hugging Face model.
         tied_names: Further names of it.
         exported_name: The one of its names under which transformers saves it.
-        states: Name -> stored dtype: `weight`, and the states of the optimizer. One value for each element; with a
-            number, one for each so many, counted from the first (`float32/256`: the scales of 8-bit states).
+        states: Name -> stored dtype: `weight`, and the optimizer's states. One value for each element; with a number, one
+            for each so many, counted from the first (`float32/256`: the scales of 8-bit states).
     """
 
     name: str
@@ -208,7 +208,7 @@ class Manifest:
         """The inverse of `text`.
 
         Raises:
-            DamagedCheckpointError: `text` did not write the text, or it is impossible.
+            DamagedCheckpointError: the text is not an output of `text`, or is impossible.
         """
         data = parse_object(text, MANIFEST, where)
         if data.get("kind") != KIND:
@@ -243,7 +243,7 @@ def rank_state(rank: int, world_size: int) -> str:
 
 
 def rank_columns(rank: int, world_size: int) -> str:
-    """Returns the name of the file that a rank's columns are chosen by, if slow devices leave columns out."""
+    """Returns the name of the file that chooses a rank's columns, if slow devices leave columns out."""
     return f"{STATE_FOLDER}/columns-rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
@@ -377,7 +377,7 @@ def verify_files(
     Args:
         part: Compare only every `parts`-th file, from this one on: the ranks share the work.
         rewritten: Called after all other files have passed, with the error of a changed file of model weights, if the
-            ranks' shares hold the weights as well. Returns if the file holds the same weights.
+            ranks' shares hold the weights, too. Returns if the file holds the same weights.
 
     Raises:
         DamagedCheckpointError: naming the file that differs.
