@@ -1,8 +1,8 @@
 """The plan behind `hotspa_strategies=auto`: from scanned lengths and cost models to a pool of buckets.
 
-Decides which sequences must fit, which lengths the search uses, and the pool that mini-batches choose from: the buckets
-of the search, and the best static strategy if the pool's memory allows it, so that every mini-batch may also choose not
-to switch. A pure function of plain data, equal on all ranks. No torch.
+Decides which sequences must fit, which lengths the search uses, and the pool of mini-batches: the buckets of the search,
+and the best static strategy if the pool's memory allows it, so that a mini-batch may choose not to switch. A pure
+function of plain data, equal on all ranks. No torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +24,13 @@ from hf_hotspa.search.search import Choice
 from hf_hotspa.strategy import Bucket, Strategy
 
 PACK_MARGIN = 0.01
-"""How much slower, by the time model, a bucket may be with packs of at most half the size: they use less memory."""
+"""How much slower, by the time model, a bucket may be with packs of at most half the size, which use less memory."""
 NEAR = 0.5
-"""How much slower than the chosen plan another may be predicted and still be raced: the error of a time model that was
-calibrated on a machine with shared cores."""
+"""Up to how much slower than the chosen plan others are raced: the error of a time model calibrated on shared cores."""
 _PACK_SHARE = 0.75
-"""The share of their tokens that the chosen plan's packs keep, so that a plan with more weights on a rank can be raced."""
+"""The share of their tokens that the chosen plan's packs keep when a plan with more weights on a rank is raced."""
 SCALES = (0.25, 4.0)
-"""If longer or shorter rows than the scanned ones may come, plans for lengths scaled by these factors are kept ready."""
+"""Factors on the lengths of plans that are kept ready, if longer or shorter rows than the scanned ones may come."""
 _SEQUENCES = 2048
 _MIB = 1 << 20
 
@@ -65,7 +64,7 @@ def make_auto_plan(
         policy: One of `OVERLONG_POLICIES`.
         most_tokens: See `Capacities.most`.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
-        sampled: Whether longer rows than in the tables may come: all that model and memory allow must fit.
+        sampled: Whether longer rows than the scanned ones may come: all that model and memory allow must fit.
         may_chunk: As for `offers.choose`, like `has_host_memory` and `may_go_round`.
         near: Up to how much slower other plans are raced, as a share (`Plan.raced`); none if 0.
         beside: Strategies that share the arena.
@@ -118,8 +117,8 @@ def _fullest_memory(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple
 def fitting_beside(
     pools: Sequence[tuple[Bucket, ...]], plans: Sequence[tuple[Bucket, ...]], capacities: Capacities, least: float = 1.0
 ) -> tuple[list[tuple[Bucket, ...]], list[tuple[Bucket, ...]]]:
-    """Returns the pools, and the plans that fit beside them in one arena, with smaller packs if necessary. If a plan
-    needs a larger arena, the pools' packs keep at least the share `least` of their tokens."""
+    """Returns the pools, and the plans that fit beside them in one arena, with smaller packs if necessary. If the arena must
+    grow, the pools' packs keep at least the share `least` of their tokens."""
     arena = max(capacities.arena(bucket.strategy) for pool in pools for bucket in pool)
     kept, fitting = list(pools), list[tuple[Bucket, ...]]()
     there = {frozenset(bucket.strategy for bucket in pool) for pool in pools}
@@ -227,10 +226,10 @@ def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: in
 
 
 def pool_of(choice: Choice, capacities: Capacities) -> tuple[Bucket, ...]:
-    """Returns the buckets of a search, and the best static strategy if it needs no more memory: its packs hold any sequence."""
+    """Returns a search's buckets, and the best static strategy if it needs no more memory: its packs hold any sequence."""
     arena = max(capacities.arena(bucket.strategy) for bucket in choice.buckets)
     static, longest = choice.static, choice.buckets[-1].longest
-    # strategies that differ in `+sp` only count as one: the bucket has it because it needs the capacity
+    # strategies that differ in `+sp` only are one: the bucket has it for the capacity
     plain = replace(static.strategy, sp=False)
     same = next((bucket for bucket in choice.buckets if replace(bucket.strategy, sp=False) == plain), None)
     if same is not None:

@@ -4,18 +4,18 @@ Data parallelism over all devices with ZeRO (DeepSpeed) or FSDP gets the best co
 allows (or halves of that, if faster), balanced by our packer, aligned over the replicas so that heavy packs meet heavy
 ones, a loss that never holds all logits, and transfers that overlap with computation as far as possible:
 
-* stage 1: gradients are reduced behind the backward pass of the last pack, and the trained weights gathered at the end;
+* stage 1: gradients are reduced behind the last backward pass, and the trained weights gathered at the end;
 * stage 2: gradients are reduced behind each backward pass;
 * stage 3 (FSDP's full shard): weights are gathered behind each forward and each backward pass, and gradients reduced.
 
-Under stages 2 and 3 all replicas wait for one another in each pack. Bytes come from `formulas`; to the model states are
-added the activations of the memory model and temporary full tensors: under stage 2 the gradients of one unit (a layer,
-or embedding and head), under stage 3 the weights of the running layer, of the next one and of embedding and head, too.
-A run uses gradient checkpointing if it is faster with it, or fits only with it.
+Under stages 2 and 3 all replicas wait for one another in each pack. Bytes come from `formulas`, plus the activations of
+the memory model and temporary full tensors: under stage 2 the gradients of one unit (a layer, or embedding and head),
+under stage 3 the weights of the running layer, the next one and embedding and head. A run uses gradient checkpointing
+if it is faster with it, or fits only with it.
 
-`people_run` adds tensor parallelism in a node with replicas, Megatron-like degrees that never change, and dynamic
-context parallelism: one layout, whose replicas share packs of long rows. `Pricing` prices strategies, or buckets, in
-the syntax of `hotspa_strategies`. Times and memory use the plan's models. Plain data, no torch.
+`people_run` adds tensor parallelism in a node with replicas, constant Megatron-like degrees, and dynamic context
+parallelism: one layout, whose replicas share packs of long rows. `Pricing` prices strategies, or buckets, in the syntax
+of `hotspa_strategies`. Times and memory use the plan's models. Plain data, no torch.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Baseline:
     Args:
         stage: The stage of ZeRO.
         recompute: Whether it uses gradient checkpointing.
-        pack_tokens: Tokens of its packs; of the largest pack that fits, if the longest sequence does not.
+        pack_tokens: Tokens of its packs; of the largest that fits, if the longest sequence does not.
         seconds: Predicted mean seconds of a mini-batch; None if the longest sequence does not fit.
         memory: What a device holds with these packs.
     """
@@ -142,7 +142,7 @@ class DataParallel:
         (cost,) = self.time.stage_costs(self._strategy(recompute))
         costs = [sorted(map(cost.of, packs), reverse=True) for packs in replicas]
         steps = max(map(len, costs))
-        # what all replicas wait for, pack by pack; replicas without packs left join transfers only
+        # what all replicas wait for, pack by pack; replicas without packs left only join transfers
         busiest = [self._together([of_batch[i] for of_batch in costs if i < len(of_batch)]) for i in range(steps)]
         forward_share = self.time.forward_share
         if recompute:  # the backward pass includes another forward pass
@@ -170,7 +170,7 @@ class DataParallel:
         limit_bytes: float | None,
     ) -> Baseline:
         """Returns the fastest run under a stage, with or without gradient checkpointing, or how much of it fits;
-        `weights` are the weights of the batches."""
+        `weights` weigh the batches."""
         most, plain = max(longest, *map(sum, batches)), self._strategy(False)
         quadratic_cost = self.memory.sizes.shape.quadratic_cost
         capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
@@ -210,8 +210,8 @@ MEGATRON, IN_NODE, DYNAMIC = "Megatron-like dp x tp x pp", "tp in a node + dp", 
 
 @dataclass(frozen=True)
 class Rival:
-    """An alternative to a plan: its buckets (if it does not fit, the requested ones, if any), the predicted mean
-    seconds of a mini-batch with switches (None if it does not fit), and why not."""
+    """An alternative to a plan: its buckets (the requested ones, if any, if it does not fit), predicted mean seconds of a
+    mini-batch with switches (None if it does not fit), and why not."""
 
     name: str
     buckets: tuple[Bucket, ...]
@@ -274,8 +274,8 @@ class Pricing:
         )
 
     def written(self, text: str, world_size: int, schedule: str = "auto") -> Rival:
-        """Prices strategies in the syntax of `hotspa_strategies`: buckets as they are, or names alone, for which the
-        best edges and packs are searched.
+        """Prices strategies in the syntax of `hotspa_strategies`: buckets as they are, or names, for which the best edges
+        and packs are searched.
 
         Raises:
             HotspaError: they are invalid, or cannot run this model on so many devices.

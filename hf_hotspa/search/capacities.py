@@ -16,8 +16,8 @@ class Capacities:
     """How many tokens a sequence and a pack of a strategy may have inside a pool.
 
     Args:
-        most: The most tokens of a pack, for strategies that ran out of memory before; 0 if not even the weights fitted.
-        least_arena: Bytes of the arena that exists already, for other strategies of the engine.
+        most: The most tokens of a pack, for strategies that ran out of memory; 0 if not even the weights fitted.
+        least_arena: Bytes of the existing arena, for other strategies of the engine.
     """
 
     model: MemoryModel
@@ -35,7 +35,7 @@ class Capacities:
 
     def tokens(self, strategy: Strategy, arena: int | None = None) -> int:
         """Returns the longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena (None:
-        the strategy's own); 0 if it cannot run."""
+        its own); 0 if it cannot run."""
         if strategy.ck and strategy.ck > self.most.get(replace(strategy, ck=0, kg=0, kh=False), strategy.ck):
             return 0  # a pack that ran out of memory would do so again as a chunk
         capacity = self._by_model(strategy, self.arena(strategy) if arena is None else arena)
@@ -52,7 +52,7 @@ class Capacities:
         return self._known[key]
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
-        """Returns the most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
+        """Returns the most tokens of packs beside sequences up to `longest`, which fit; see `Bucket`."""
         key = strategy, arena, longest
         if key not in self._known:
             self._known[key] = self.model.largest_pack(strategy, self.limit_bytes, longest=longest, arena_bytes=arena)
@@ -60,8 +60,8 @@ class Capacities:
         return min(tokens, self.most.get(strategy, tokens))
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> DeviceMemoryError:
-        """Returns the error for a sequence that no strategy holds: names the strategies that ran out of memory although
-        the model alone allows it, else the smallest changes that would work."""
+        """Returns the error for a sequence that no strategy holds: names strategies that ran out of memory although the
+        model allows it, else the smallest changes that would work."""
         failed = [s for s in strategies if self.tokens(s, 0) < longest <= self._by_model(s, 0)]
         if failed:
             return DeviceMemoryError(

@@ -2,21 +2,21 @@
 
 A pool is made for a complete data set; a mini-batch without long sequences needs no phase for them, and one with few
 short ones may run them along with the long ones. A sequence may go to any bucket whose packs have room for it. Every
-set of phases of the pool is considered, each with its best edges (by estimate); the best of each number of phases and
-every single phase that holds all sequences are packed and simulated. The fastest wins, with more phases only if they
-gain two percent: never slower, under the time model, than the best single phase.
+set of phases is considered, each with its best edges (by estimate); the best of each number of phases and every single
+phase that holds all sequences are packed and simulated. The fastest wins, with more phases only if they gain two
+percent: never slower, under the time model, than the best single phase.
 
-Hysteresis: the previous mini-batch's phases are kept (with edges for these lengths) unless another choice is faster by
-a margin, so that layouts do not flap. The choice is a pure function of its arguments, including the previous phases:
-every rank computes the same, and a resumed run needs the last choice to repeat the one it continues.
+Hysteresis: the previous phases are kept (with edges for these lengths) unless another choice is faster by a margin, so
+that layouts do not flap. The choice is a pure function of its arguments, including the previous phases: every rank
+computes the same, and a resumed run needs the last choice.
 
-Over a run the choice depends on the previous mini-batch's strategies, and on the factors on the time model
-(`online_calibration`). Mini-batches are numbered from 0 over the complete run, as the Trainer's global step.
+Over a run the choice also depends on the factors on the time model (`online_calibration`). Mini-batches are numbered
+from 0 over the complete run, as the Trainer's global step.
 
-Mini-batches may be planned ahead of training (by a loop; the Trainer does not). So that the choice does not depend on
-anybody's speed, a correction computed after mini-batch n applies from mini-batch `n + 1 + delay` on, and `delay` is at
-least as far as anybody plans ahead: every rank makes the same choices, and so does a run resumed from `state_dict`.
-`choose` changes nothing and may run in another thread than `trained`. No torch.
+Mini-batches may be planned ahead of training (by a loop; the Trainer does not). So that speed does not affect the
+choice, a correction computed after mini-batch n applies from mini-batch `n + 1 + delay` on, and `delay` is at least as
+far as anybody plans ahead: every rank makes the same choices, and so does a run resumed from `state_dict`. `choose`
+changes nothing and may run in another thread than `trained`. No torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.typed import reading_state
 
 MARGIN = 0.03
-"""How much faster than the previous mini-batch's phases another choice must be, as a share."""
+"""How much faster than the previous phases another choice must be, as a share."""
 _WORTH_A_PHASE = 0.02
 """How much faster a choice with more phases must be: less is within the error of any time model."""
 _MOST_EDGES = 16
@@ -47,11 +47,11 @@ class Selection:
     """The phases of one mini-batch.
 
     Args:
-        buckets: The buckets to run, by length, with the edges for this mini-batch: input of `plan_mini_batch`.
+        buckets: By length, with the edges for this mini-batch: input of `plan_mini_batch`.
         seconds: Predicted seconds, including switches.
-        switch_seconds: Seconds of the switches in it.
+        switch_seconds: The switches in it.
         single_seconds: Predicted seconds of the best single phase; infinite if none holds all sequences.
-        kept: Whether the previous mini-batch's phases were kept although others are faster.
+        kept: Whether the previous phases were kept although others are faster.
     """
 
     buckets: tuple[Bucket, ...]
@@ -152,7 +152,7 @@ class Selector:
         return evaluator.phase(self.pool[index].strategy, low, high, self.pool[index].pack_tokens)
 
     def _candidates(self, batch: list[int], before: list[int]) -> tuple[list[_Phases], _Phases | None]:
-        """The best phases of each number, by estimate; and the best edges for the previous mini-batch's phases."""
+        """The best phases of each number, by estimate; and the best edges for the previous phases."""
         if len(self.pool) == 1:
             return [], None
         edges = choose_edges([batch], [bucket.capacity for bucket in self.pool], batch[-1], _MOST_EDGES)
@@ -177,8 +177,8 @@ class Selector:
     def _buckets(self, phases: _Phases) -> tuple[Bucket, ...]:
         """The buckets with the edges of the phases.
 
-        The last one extends as far as its packs allow, at most to the longest sequence of the pool: rows that the
-        over-long policy cut to that length were counted with it, so `plan_mini_batch` cuts the same.
+        The last one extends as far as its packs allow, at most to the pool's longest sequence: rows that the over-long
+        policy cut to that length were counted with it, so `plan_mini_batch` cuts the same.
         """
         buckets = [replace(self.pool[index], low=low, longest=high) for index, low, high in phases]
         buckets[-1] = replace(buckets[-1], longest=min(self.pool[phases[-1][0]].capacity, self.longest))
@@ -208,7 +208,7 @@ class PhaseChooser:
 
     Attributes:
         num_trained: Mini-batches trained so far: the number of the next one.
-        previous: The strategies of the mini-batch that was trained last.
+        previous: The strategies of the last trained mini-batch.
 
     Raises:
         HotspaConfigError: see `Selector`.
@@ -242,7 +242,7 @@ class PhaseChooser:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that any bucket takes."""
+        """Tokens of the longest sequence that fits a bucket."""
         return max(bucket.longest for bucket in self.pool)
 
     def restart(self) -> None:
@@ -265,7 +265,7 @@ class PhaseChooser:
         return [factors.apply(phase) for phase in predict_phases(self._time, self._switch, plan)]
 
     def forecast(self, number: int, lengths: Sequence[int]) -> float:
-        """Returns the seconds of a mini-batch by the uncorrected time model, in the phases that would be chosen for it."""
+        """Returns a mini-batch's seconds by the uncorrected time model, in the phases that would be chosen for it."""
         buckets = self.choose(number, lengths, self.previous).buckets
         evaluator = Evaluator([lengths], self._time, self._switch, self._options["quadratic_cost"])
         # the last one extends as far as its packs allow

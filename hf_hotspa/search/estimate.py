@@ -1,8 +1,8 @@
 """Fast estimates of phases for many length ranges at once, and the exact evaluation of one.
 
 `LengthTable` estimates a phase for every pair of edges from sums (sequences, tokens, squared lengths) without packing:
-a search needs thousands. `Evaluator` packs with the packer of the data pipeline, simulates the pipeline, and caches the
-result, which decides. Both use the same mini-batches and the same time model.
+a search needs thousands. `Evaluator` packs with the data pipeline's packer, simulates the pipeline and caches the
+result, which decides. Both use the same mini-batches and time model.
 """
 
 import math
@@ -30,8 +30,8 @@ _ROUNDING = 1e-9
 def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
     """Returns the pack sizes worth trying: the capacity and its halves, as long as they hold the longest sequence.
 
-    Memory bounds a pack; smaller packs fill a pipeline better and balance replicas better. If the longest sequence has
-    a pack to itself (`Bucket`), packs need to hold only enough for a micro-batch of a pipeline.
+    Memory bounds a pack; smaller packs fill a pipeline and balance replicas better. If the longest sequence has a pack to
+    itself (`Bucket`), the others need only be worth a micro-batch of a pipeline.
     """
     choices = [capacity]
     least = max(longest, 1) if longest <= capacity else MIN_PIPELINE_PACK_TOKENS
@@ -107,10 +107,10 @@ class LengthTable:
         switch; [low edge, high edge].
 
         Tokens and squares are spread evenly over the replicas. Packs are as full as tokens allow (a pack holds one
-        sequence of more than half the capacity), and their number follows the rule of `packing.bucketing`. A pipeline
-        takes its slowest stage once for each pack and the others once. If ranks share cores, no phase is shorter than
-        its work on all of them. Infinite if the range is empty by construction or holds a length above both the
-        capacity and the longest sequence.
+        sequence of more than half the capacity); their number follows `packing.bucketing`. A pipeline takes its slowest
+        stage once for each pack and the others once. If ranks share cores, no phase is shorter than its work on all of
+        them. Infinite for empty ranges (low edge not below high) and lengths above both the capacity and the longest
+        sequence.
 
         Args:
             sizes: `(capacity, longest sequence)` of each pack size.
@@ -175,8 +175,8 @@ class LengthTable:
         return mean
 
     def _alone_seconds(self, costs: Iterable[Cost], capacities: npt.NDArray[np.int64], pp: int) -> Array:
-        """Seconds that stages wait because sequences longer than the packs leave little room for others in the pipeline:
-        with room for 1 / n of as many packs as there are stages, each takes n times as long; [pack size, mini-batch, pair]."""
+        """Seconds that stages wait because sequences longer than the packs leave little room in the pipeline: with room for
+        1 / n of as many packs as there are stages, each takes n times as long; [pack size, mini-batch, pair]."""
         tokens = self._padded
         slowest = np.maximum.reduce([cost.a * tokens**2 + cost.b * tokens + cost.c for cost in costs])
         wait = np.zeros((len(capacities), len(tokens), tokens.shape[1] + 1))
@@ -197,8 +197,8 @@ def _greatest(costs: Iterable[Cost]) -> list[Cost]:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The weighted mean of a phase over the mini-batches: seconds of its packs on the busiest replica, seconds of its
-    switch in the mini-batches that run it, and packs over all replicas."""
+    """The weighted mean of a phase over the mini-batches: seconds of its packs on the busiest replica, of its switch if it
+    runs, and packs over all replicas."""
 
     compute_s: float
     switch_s: float
@@ -250,7 +250,7 @@ class Evaluator:
         return PhaseCost(compute, self.switch[strategy] * used, num_packs)
 
     def seconds_within(self, strategy: Strategy, low: int, high: int, pack_tokens: int, most: float) -> float:
-        """Returns the seconds of the phase, or infinity if above `most`; then it simulates only enough to show that."""
+        """Returns the seconds of the phase, or infinity if above `most`, for which it simulates only enough."""
         key, switch_s = (self._time.kind(strategy), low, high, pack_tokens), self.switch[strategy]
         if key not in self._known and self._above.get(key, 0.0) + switch_s * self._used(low, high) <= most:
             self._simulate(key, switch_s, most)
@@ -306,7 +306,7 @@ class Evaluator:
         shared cores; and the transfers that replace a switch (`+z2`, `+z3`).
 
         Args:
-            shares: Whether replicas may share packs (cp), which divides one sequence's time: leaves that sequence out.
+            shares: Whether replicas may share packs (cp), which divides one sequence's time: ignores that sequence.
         """
         computed = self._bounds(strategy, low, high, pack_tokens, shares)
         return sum(computed.values()) + self.switch[strategy] * self._used(low, high)
@@ -343,8 +343,8 @@ class Evaluator:
 def choose_edges(batches: Sequence[Sequence[int]], capacities: Sequence[int], longest: int, most: int) -> list[int]:
     """Chooses candidate edges: 0, then at most about `most` lengths that occur, then `longest`.
 
-    All different lengths if they are few. Otherwise the longest sequence that each capacity holds, and quantiles: half
-    of them by number of sequences, half by tokens, because a few long sequences hold much of the work.
+    All different lengths if they are few. Otherwise the longest sequence that each capacity holds, and quantiles: half by
+    number of sequences, half by tokens, because a few long sequences hold much of the work.
     """
     lengths = sorted(length for batch in batches for length in batch)
     unique = sorted(set(lengths))

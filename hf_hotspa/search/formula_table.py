@@ -1,8 +1,8 @@
 """Textbook formulas of 3D parallelism for a model and a cluster, beside our own models: `hf-hotspa formulas`.
 
 One row for each (p, t, d) with p t d devices: every division that the formulas cover, whether we can train it or not.
-Micro-batches are b sequences of s tokens, layers recompute everything but their inputs (`+rc`), everything is in 16
-bits. The formulas explain and are coarse: they know neither kernels nor kinds of layers. `plan` uses our models.
+Micro-batches are b sequences of s tokens, layers recompute everything but their inputs (`+rc`), all in 16 bits. The
+formulas explain and are coarse: they know neither kernels nor kinds of layers. `plan` uses our models.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _FULL = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One division. Elements, bytes and seconds are for the fullest device, or for all together if marked "of a batch".
+    """One division. Elements, bytes and seconds are for the fullest device, or for all devices if "of a batch".
 
     Args:
         tp: Ranks that share a layer.
@@ -77,8 +77,7 @@ class PipeDream:
     """What unequal replication of stages would give, beside what layouts can run.
 
     Args:
-        best: The best partition of the layers on all devices, each stage with its own replication
-            (`layout.stages.partition`).
+        best: The best partition of the layers on all devices, each stage with its own replication.
         equal_seconds: Of a micro-batch, with the best single dp for all stages.
         equal: `(p, d)` of that.
     """

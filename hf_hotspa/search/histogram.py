@@ -1,13 +1,12 @@
 """Lengths to plan for: named synthetic distributions, JSON histograms, or a data set's; and the policy for long ones.
 
-The two long-tailed distributions are log-normal with the parameters that make the published stage times of a 32B model
-reproduce the published step times of HotSPa (SOSP'24, Table 3); they replace corpora whose lengths are not published.
+The two long-tailed distributions are log-normal, with parameters that make the published stage times of a 32B model
+reproduce the published step times of HotSPa (SOSP'24, Table 3); the lengths of these corpora are not published.
 Deterministic for a seed; no torch.
 
-If a run's lengths are not known in advance, its plan is made for the first ones, and they may shift. `LengthsSeen`
-keeps the last sequences and their distance from the plan's lengths: half the sum of the absolute differences of both
-histograms (shares of tokens, with bins at powers of the root of two). A pure function of its inputs in order, equal on
-all ranks.
+If a run's lengths are unknown, its plan is made for the first ones, and they may shift. `LengthsSeen` keeps the last
+sequences and their distance from the plan's: half the sum of the absolute differences of both histograms (shares of
+tokens, with bins at powers of the root of two). A pure function of its inputs in order, equal on all ranks.
 """
 
 import os
@@ -47,8 +46,8 @@ _LOG_NORMAL = {"commoncrawl": (326.0, 1.33), "github": (1441.0, 1.46)}
 def synthetic_lengths(name: str, count: int, longest: int = 32768, seed: int = 0) -> list[int]:
     """Draws lengths from a named distribution; lengths above `longest` are cut to it, as a tokenizer does.
 
-    Draws are stratified (one from each of `count` equal slices of probability, in random order), so that a few
-    hundred lengths already have the shape of the distribution.
+    Draws are stratified (one from each of `count` equal slices of probability, in random order), so that a few hundred
+    lengths already have the distribution's shape.
 
     Raises:
         HotspaConfigError: no such distribution, or a number below 1.
@@ -157,7 +156,7 @@ def read_lengths(
 
     Args:
         given: One of `DISTRIBUTIONS`, the path of a histogram, or counts.
-        longest: The longest sequence that must fit; None for the longest of the lengths.
+        longest: The longest sequence that must fit; None for the longest given.
         positions: The model's positions, which limit synthetic lengths; None for no limit.
         overlong: The policy for longer ones, one of `bucketing.OVERLONG_POLICIES`.
 
