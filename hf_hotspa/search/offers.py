@@ -1,16 +1,16 @@
-"""Strategies that a search is offered besides plain ones, which of them can pay, and the choice among those that can.
+"""Strategies offered to a search besides plain ones, which of them can pay, and the choice among those.
 
 Dividing packs over the ranks of cp, or experts over the ranks of ep, does what replicas (dp) do, for exchanges in each
-layer. So cp pays in two cases: a replica does not hold the longest sequence, or that sequence alone takes longer than
-each replica's share of a mini-batch, so that the others would wait for it. In a pipeline it also pays if a mini-batch
-has too few packs to fill all replicas' pipelines: the layouts that could be the fastest are searched separately
+layer. So cp pays if a replica does not hold the longest sequence, or if that sequence alone takes longer than each
+replica's share of a mini-batch, so that the others would wait. In a pipeline it also pays if a mini-batch has too few
+packs to fill all replicas' pipelines: the layouts that could be the fastest are searched separately
 (`sharing_layouts`). ep, which needs less memory, pays if the longest sequence does not fit under a strategy that holds
 all experts of its layers, or its columns of each; then the smallest degree that holds it pays.
 
 Chunks of tokens (`+ck`) cost a second forward pass. So they are considered if a sequence does not fit otherwise, and as
 single strategies if it fits only with more ranks to a replica, shards or recomputation (`chunks_alone`). Longer chunks
-cost less than shorter ones, kept graphs save a forward pass, and host memory is the last resort.
-`longest_by_strategy` reports how long a sequence each option holds. Plain data.
+cost less, kept graphs save a forward pass, and host memory is the last resort. `longest_by_strategy` reports how long a
+sequence each option holds. Plain data.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ from hf_hotspa.search.search import Choice, mini_batches, search
 from hf_hotspa.strategy import Strategy, expert_strategies
 
 CHUNK_SIZES = (16384, 8192, 4096, 2048, 1024, 512, 256)
-"""Chunk sizes considered, in tokens: below, launches and the second pass over keys and values cost more than they save."""
+"""Chunk sizes tried, in tokens: below, launches and the second pass over keys and values cost more than they save."""
 _GRAPHS = (15, 7, 3, 1)
 
 
@@ -66,9 +66,8 @@ def chunks_alone(
     *,
     schedule: str = "auto",
 ) -> list[Strategy]:
-    """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: made of
-    strategies that do not hold it, unless a holding one has no more ranks to a replica, no more shards, and recomputes
-    nothing."""
+    """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: chunked from
+    those that do not hold it, unless a holding one has no more ranks to a replica, no more shards and no recomputation."""
     holding = [s for s in strategies if tokens(s) >= longest]
     if shape.ck_unsupported_reason or not holding:
         return []
@@ -84,9 +83,9 @@ def chunks_alone(
 def longest_by_strategy(
     asked: Strategy, shape: ModelShape, tokens: Callable[[Strategy], int], *, schedule: str = "auto"
 ) -> list[tuple[Strategy, int]]:
-    """Returns the longest sequence of some strategies: the requested one, dp alone, and as much of tp, of cp and of pp as
-    divides the devices and the model allows. Each as it is, with `+rc`, and in the chunks that hold most, then with
-    keys and values in host memory.
+    """Returns the longest sequence of some strategies: the requested one, dp alone, and the largest tp, cp and pp that
+    divides the devices and runs the model. Each as it is, with `+rc`, and in the chunks that hold most, then with keys
+    and values in host memory.
 
     Args:
         asked: With its options, which its row has, too.
@@ -107,13 +106,13 @@ def longest_by_strategy(
 
 
 def pipelines_alone(strategies: Iterable[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """Returns what is tried as a single strategy if plans are raced, although `that_pay` treats it as a last resort: cp
-    with a pipeline, not sharded. On busy cores it was the fastest, although its predicted seconds were 9 % behind."""
+    """Returns cp with a pipeline, not sharded, to try as single strategies if plans are raced, although `that_pay` treats
+    it as a last resort: on busy cores it was the fastest, although predicted 9 % behind."""
     return [s for s in strategies if s.cp > 1 and s.pp > 1 and s.is_common and tokens(s) >= longest]
 
 
 def _shapes_beside(asked: Strategy, shape: ModelShape) -> list[Strategy]:
-    """A strategy, and those that spread over one axis; the remaining devices are dp."""
+    """A strategy, and those that spread over one axis; the other devices are dp."""
     world, shapes = asked.world_size, [asked, Strategy(dp=asked.world_size)]
     degrees = [degree for degree in range(world, 1, -1) if world % degree == 0]
     for axis in ("tp", "cp", "pp"):
@@ -141,17 +140,17 @@ def _that_hold(
 
 
 MARGIN = 0.03
-"""How much better than the best single strategy a pool must be, in a run and in a plan; and, in a run, a single strategy
-than one with fewer ranks to a replica. Less is within the error of a calibrated time model."""
+"""How much better than the best single strategy a pool must be; and, in a run, a single strategy than one with fewer ranks to
+a replica. Less is within the error of a calibrated time model."""
 _FAMILIES = 3
 """How many layouts whose replicas share packs are searched separately: those that could be the fastest."""
 _DEGREES = 2
-"""How many degrees of ep are considered beside one strategy: the smallest that holds the sequence, and one more."""
+"""How many degrees of ep are tried beside one strategy: the smallest that holds the sequence, and one more."""
 
 
 def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
-    """Returns the strategies that divide the tokens of packs over some or all replicas of given ones: every cp above 1 that
-    divides their dp and runs the model, with their other degrees and options.
+    """Returns the strategies that divide packs over some or all replicas of given ones: every cp above 1 that divides their
+    dp and runs the model, with their other degrees and options.
 
     Their weights lie as under the given ones, see `Strategy.layout`.
     """
@@ -165,8 +164,7 @@ def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> lis
 
 
 def divided(strategies: Sequence[Strategy], shape: ModelShape, options: RunOptions) -> list[Strategy]:
-    """Returns every runnable strategy that a given one becomes if its replicas share packs (cp) or experts (ep), not
-    both."""
+    """Returns every runnable strategy in which a given one's replicas share packs (cp) or experts (ep), not both."""
     whole = [strategy for strategy in strategies if strategy.cp == 1]
     candidates = [*context_strategies(whole, shape), *expert_strategies(whole, shape)]
     return [strategy for strategy in candidates if options.runs(strategy, shape)]
@@ -237,7 +235,7 @@ def sharing_layouts(
     evaluator: Evaluator,
 ) -> list[list[Strategy]]:
     """Returns the strategies of each layout whose replicas share the packs of long rows, for the layouts that could be the
-    fastest. As in Megatron and verl: without fully sharded strategies, chunks, or experts that replicas divide.
+    fastest. As in Megatron and verl: without fully sharded strategies, chunks, or divided experts.
 
     Args:
         tokens: The longest sequence that a strategy holds.
@@ -261,8 +259,8 @@ def that_pay(
     tokens: Callable[[Strategy], int],
     quadratic_cost: float,
 ) -> list[Strategy]:
-    """Drops strategies with cp that cannot pay beside the others, for drawn lengths (at least one); a strategy stays if
-    its layout has no other. `tokens` returns the longest sequence that a strategy holds."""
+    """Drops strategies with cp that cannot pay, for drawn lengths (at least one); a strategy stays if its layout has no
+    other. `tokens` returns the longest sequence that a strategy holds."""
 
     def cost(length: int) -> float:
         return length * (1 + quadratic_cost * length)
@@ -276,7 +274,7 @@ def that_pay(
     for whole, family in families.items():
         most = _most(whole, sorted(family, key=lambda s: s.cp), share, longest, tokens)
         kept.update(s for s in family if s.cp <= most)
-    # with cp, pipelines, units that come and go and recomputation are for when nothing else holds the sequence
+    # with cp, pipelines, shards that come and go and recomputation are for when nothing else holds the sequence
     holding = {s for s in kept if tokens(s) >= longest}
     if not holding:  # the error then names what comes nearest of all
         return list(strategies)
@@ -295,7 +293,7 @@ def _most(
     whole: Strategy, family: Sequence[Strategy], share: float, longest: int, tokens: Callable[[Strategy], int]
 ) -> int:
     """The largest cp of a family that can pay: with it no replica waits for the longest sequence, and that sequence fits
-    with room for one more division. If it never fits, the largest cp: others that run beside it may fit.
+    with room for one more division. If it never fits, the largest cp: others beside it may fit.
 
     Args:
         whole: The family's member without cp.
@@ -314,8 +312,8 @@ def _most(
 
 
 def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """Drops strategies with ep that cannot pay beside the others; a strategy without a counterpart without ep stays.
-    `tokens` returns the longest sequence that a strategy holds."""
+    """Drops strategies with ep that cannot pay; a strategy stays if it has no counterpart without ep. `tokens` returns the
+    longest sequence that a strategy holds."""
     divided: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
         if strategy.ep > 1:

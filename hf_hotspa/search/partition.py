@@ -1,8 +1,7 @@
 """The dynamic programme over sorted lengths: contiguous ranges, each with a different strategy.
 
 Given the cost of every (strategy, range of lengths), it finds the cheapest way to cut all lengths into at most
-`max_phases` ranges whose strategies differ. Exact for these costs, for any order of the strategies, up to
-`EXACT_RANGES`.
+`max_phases` ranges with different strategies. Exact for these costs, for any order of strategies, up to `EXACT_RANGES`.
 """
 
 from collections.abc import Sequence
@@ -25,11 +24,11 @@ class Partition:
 
 
 def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partition]:
-    """Returns the cheapest partitions with 1, 2, ... ranges, for up to `keep` different choices of strategies of each number.
+    """Returns the cheapest partitions with 1, 2, ... ranges, for up to `keep` choices of strategies of each number.
 
     `f(s_1 .. s_k, j) = min over i < j of f(s_1 .. s_{k-1}, i) + cost(s_k, i, j)`, over all ordered choices of
     different strategies; memory and time grow with the number of strategies to the power `max_phases`, up to
-    `EXACT_RANGES`. Beyond that, only the choices nearest to the best at any edge are extended: a heuristic.
+    `EXACT_RANGES`. Beyond, only the choices nearest to the best at any edge are extended: a heuristic.
 
     Args:
         costs: [strategies, edges, edges]: seconds of running the lengths between two edges; infinite if impossible.
@@ -45,8 +44,8 @@ def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partit
 
 
 def _useful(costs: Array, max_phases: int) -> npt.NDArray[np.intp]:
-    """The strategies that a best partition may need. Drops a strategy if `max_phases` others are as cheap for every
-    range: one of them would be free to replace it. Of equal strategies the first count as cheaper."""
+    """The strategies that a best partition may need: not those with `max_phases` others as cheap for every range, one of
+    which would be free to replace them. Of equal strategies the first count as cheaper."""
     low, high = np.triu_indices(costs.shape[1], 1)
     ranges = costs[:, low, high]  # below the diagonal all are infinite
     dearer = np.stack([(own >= ranges).all(axis=1) for own in ranges])  # [strategy, other]
@@ -88,8 +87,8 @@ def _nearest(chosen: npt.NDArray[np.int64], reached: Array) -> tuple[npt.NDArray
 def _hopeful(
     costs: Array, chosen: npt.NDArray[np.int64], reached: Array, keep: int
 ) -> tuple[npt.NDArray[np.int64], Array]:
-    """The choices that one more range, the last one, can make one of the `keep` cheapest: even with the cheapest last
-    range of all strategies, they are not dearer than the `keep` best of a sample."""
+    """The choices that one more range, the last one, can make one of the `keep` cheapest: with the cheapest last range of
+    all strategies they cost no more than the `keep` best of a sample."""
     least = (reached[:, :-1] + costs[:, :-1, -1].min(axis=0)).min(axis=1)
     first = np.argsort(least, kind="stable")[:keep]
     last = costs.shape[1] - 1

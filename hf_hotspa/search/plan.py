@@ -32,15 +32,15 @@ class Plan:
     Args:
         choice: What the search chose.
         pool: The buckets that mini-batches choose from, each with a different strategy; the last takes the longest. The
-            buckets of the choice, and perhaps the best single strategy.
+            choice's buckets, and perhaps the best single strategy.
         memory: What each bucket of `buckets` holds on its fullest rank with full packs.
         limit_bytes: How much of a device may be filled; None for no limit.
         limit_source: The limit's origin, in words.
         baselines: Data parallelism by others, by stage of ZeRO.
-        raced: The pools of other plans, which fit beside this one: the first mini-batches try them, too.
+        raced: Pools of other plans, which fit beside this one: the first mini-batches try them, too.
         ready: Pools for other lengths, if lengths may shift.
         rivals: What people run besides data parallelism; `written`: strategies that a user wants priced.
-        links: For the switch of each row of the choice, seconds on links inside nodes and between them; empty on one node.
+        links: Seconds of each row's switch on links inside nodes and between them; empty on one node.
     """
 
     choice: Choice
@@ -71,7 +71,7 @@ class Plan:
 
     @property
     def answer(self) -> str:
-        """One line: whether the plan is worth it, compared with what a user would run instead."""
+        """One line: whether the plan is worth it, compared with what a user would run."""
         if not (others := self._others):
             return f"Yes: nothing that people run holds a sequence of {self.longest} tokens here"
         gains = {other.name: (other.seconds or 0.0) / self.choice.seconds for other in others}
@@ -269,7 +269,7 @@ def limit_text(limit_bytes: float | None, source: str) -> str:
 
 
 def wrapped(text: str, width: int = WIDTH) -> list[str]:
-    """Wraps a text into lines of at most a width, broken at blanks and behind commas; all lines but the first are indented."""
+    """Wraps a text into lines of at most a width, broken at blanks and behind commas; indents all lines but the first."""
     lines = [""]
     for piece in re.findall(r"[^\s,]*,|[^\s,]+|\s+", text):
         if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1].strip():

@@ -1,8 +1,8 @@
 """A plan before any device is rented: from a model's config, a kind of machine and lengths to buckets and numbers.
 
 Defines the input (`Setup`) and the answers of `hf-hotspa plan` (`PlannedSetup`) and `hf-hotspa estimate` (`Estimate`),
-as plain data. Times come from data sheets, so they compare strategies better than they predict seconds, or from a
-calibration of such a machine. Recomputation runs every layer forward once more: its layers take 4/3 of their time.
+as plain data. Times come from a calibration of such a machine, or from data sheets, which compare strategies better
+than they predict seconds. Recomputation runs every layer forward once more: its layers take 4/3 of their time.
 """
 
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ class Setup:
         limit_source: The limit's origin, in words.
         recompute: Whether layers keep their input only.
         sequence_parallel: Whether norms and residuals are divided over tp.
-        calibration: Measurements of the model on such a machine; if given, nothing is from data sheets.
+        calibration: Measurements of the model on such a machine; replaces all data sheets.
         gradients: The dtypes in which gradients accumulate and travel.
-        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
-        adapter: The adapter to train; None to train the model.
+        schedule: One of `pipeline_order.SCHEDULES`.
+        adapter: None to train the model.
         pipedream: How stages update by themselves; None for the synchronous update.
         optim: The optimizer, by the name of `--optim`.
-        task: The training task, one of `scoring.TASKS`.
+        task: One of `scoring.TASKS`.
         four_bits: The layers of a frozen model that are in 4 bits.
     """
 
@@ -182,13 +182,13 @@ class Setup:
         return MemoryOptions(optimizer, self.dtype, schedule=self.schedule, pipedream=self.pipedream, scoring=scoring)
 
     def strategies(self) -> list[Strategy]:
-        """Returns every legal strategy with every choice of options; options requested for all strategies stay fixed."""
+        """Returns every legal strategy with every choice of options, except options that are fixed for all."""
         options = strategies_with_options(self.world_size, self.model.shape)
         plain = list(dict.fromkeys(map(self.with_options, options)))
         return [*plain, *divided(plain, self.model.shape, RunOptions(self.schedule))]
 
     def with_options(self, strategy: Strategy) -> Strategy:
-        """Returns a strategy with its own options and the options requested for all strategies."""
+        """Returns a strategy with its own options and the options fixed for all strategies."""
         sp = strategy.sp or (self.sequence_parallel and strategy.tp > 1)
         return replace(strategy, sp=sp, rc=strategy.rc or int(self.recompute))
 
@@ -360,7 +360,7 @@ class Estimate:
     Args:
         pack_tokens: Tokens of the requested pack.
         memory: What its fullest rank holds.
-        largest_pack: The most tokens that a pack may have; None without a limit.
+        largest_pack: The most tokens of a pack; None without a limit.
         longest: Tokens of the longest sequence that fits, for this strategy and others; empty without a limit.
     """
 

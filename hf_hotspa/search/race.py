@@ -1,22 +1,22 @@
 """The race of the nearest plans: finds the fastest on the first mini-batches of a run.
 
 A time model cannot distinguish neighbours, and all plans train the same. So the mini-batches run them in turn, round
-after round, every second round backwards. Each mini-batch counts with the logarithm of its measured seconds over the
-seconds predicted for its lengths under its plan, which removes the effect of the lengths. Plans are compared round by
-round, which removes what the machine does to all of them. The noise may have any distribution: a plan leaves if it was
-slower in each of some rounds (`_CLEARLY`), and the report of two plans gives the median of all pairwise means of the
-differences, with its interval (Wilcoxon's signed ranks).
+after round, every second round backwards. Each counts with the logarithm of its measured seconds over the seconds
+predicted for its lengths under its plan, which removes the effect of the lengths. Comparing round by round removes what
+the machine does to all plans. The noise may have any distribution: a plan leaves if it was slower in each of some
+rounds (`_CLEARLY`), and two plans are reported with the median of all pairwise means of the differences and its
+interval (Wilcoxon's signed ranks).
 
 The regret is bounded. The cost of a race, in mini-batches, is the time that other plans took beyond the leader's;
-before each trial its expected cost must fit into what is left of `SHARE` of the run's mini-batches, less `_RESERVE` of
-it for a misjudged last trial. So all races of a run together cost at most that share, plus what the last trial exceeds
-the reserve by.
+before each trial its expected cost must fit into the rest of `SHARE` of the run's mini-batches, less `_RESERVE` of it
+for a misjudged last trial. So all races of a run cost at most that share, plus what the last trial exceeds the reserve
+by.
 
 Afterwards the winner runs, and a drift opens the race again: its ratio of measured to predicted seconds has moved, or
 the lengths have, so that another plan would be faster by the race's measurements.
 
-Promises: a pure function of its inputs in order; a race resumed from `state_dict` decides as if it had not stopped.
-Plain data, no torch.
+A pure function of its inputs in order; a race resumed from `state_dict` decides as if it had not stopped. Plain data,
+no torch.
 """
 
 import math
@@ -33,8 +33,8 @@ SHARE = 0.01
 _RESERVE = 0.15
 """The share of that budget kept back, because a trial can take longer than expected."""
 _CLEARLY = (math.inf, 0.12, 0.06, 0.03, 0.0)
-"""By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; with more rounds the last
-value applies. One round decides nothing: another process may have used the machine. With noise of 10 % a plan as fast as
+"""By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; the last value holds for
+more rounds. One round decides nothing: another process may have used the machine. With noise of 10 % a plan as fast as
 another leaves by chance in one of 30 races, where nothing is lost, and a faster plan seldom."""
 _SAME = 0.02
 """Plans that differed by less than this in each of `_ENOUGH` rounds count as equal."""
@@ -51,7 +51,7 @@ _MOVED, _BETTER = math.log(1.25), math.log(1.05)
 
 @dataclass(frozen=True)
 class _Run:
-    """A mini-batch of a race: its plan and round, measured seconds, predicted seconds under each plan, and whether it counts."""
+    """A mini-batch of a race: plan and round, measured seconds, predicted seconds under each plan, and whether it counts."""
 
     plan: int
     round: int
@@ -68,7 +68,7 @@ class Race:
         num_steps: Mini-batches of the run.
 
     Attributes:
-        plan: The index of the plan for the next mini-batch.
+        plan: The index of the next mini-batch's plan.
         wants: Whether `observe` needs the predictions of all plans for the next mini-batch, not only of its plan.
     """
 
@@ -151,8 +151,8 @@ class Race:
         return {r.round: math.log(r.seconds / r.predicted[plan]) for r in self._runs if r.warm and r.plan == plan}
 
     def _score(self, plan: int, weights: Sequence[float]) -> float:
-        """The logarithm of a mean mini-batch's seconds. If a plan has only run cold: as far from the fastest as from that
-        plan's cold run. If it has not run: by prediction and the levels of the others."""
+        """The logarithm of a mean mini-batch's seconds. A plan that has only run cold is as far from the fastest as from that
+        plan's cold run. A plan that has not run follows its prediction and the levels of the others."""
         plans = range(len(self.names))
         warm = {p: median(values.values()) for p in plans if (values := self._of_rounds(p))}
         if plan in warm:

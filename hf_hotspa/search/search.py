@@ -1,28 +1,27 @@
 """The search: which strategies, which bucket edges and which pack sizes, for a histogram of lengths.
 
-What is exact and what is not:
+Exactness:
 
 * Buckets are contiguous ranges of the sorted lengths, each with a different strategy; at most `max_phases`. Edges are
   lengths that occur: all of them if they are few, else quantiles and the longest sequence each strategy can hold.
 * With few candidates (up to `EXACT_PHASES` phases) every phase is packed and simulated, and the dynamic programme over
   these times is exact. Otherwise it runs over estimates (`estimate.LengthTable`): the best partitions are packed and
-  simulated, which corrects the estimates of the others, and the edges of the best are moved while that helps. This is
-  a heuristic. Of strategies that differ in `+sp` only, which costs no time, the one with more capacity is searched,
-  with the packs of both; its `+sp` is removed again if the packs fit without.
+  simulated, which corrects the estimates of the others, and the edges of the best are moved while that helps: a
+  heuristic. Of strategies that differ in `+sp` only, which costs no time, the one with more capacity is searched, with
+  the packs of both; its `+sp` is removed again if the packs fit without.
 * The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
-  is chosen only if it beats it by `margin`: the answer is never worse than the best static strategy, and may be not to
-  switch. Afterwards packs are made smaller if that costs at most `pack_margin`.
+  must beat it by `margin`: the answer is never worse than the best static strategy, and may be not to switch. Packs are
+  then made smaller if that costs at most `pack_margin`.
 * Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best
   single pipeline that can have them (`going_round`). They do not change what is moved and hardly change what is held,
-  so the best strategies and edges without them are assumed to be the best with them; searching every pipeline both ways
+  so the best strategies and edges without them are taken as the best with them; searching every pipeline both ways
   would take twice as long.
 * Memory: the strategies of a pool share an arena as large as the largest needs, which reduces the others' capacity. The
-  search runs once for each size of arena (sizes that hardly differ count as one, the larger). If a pipeline's memory
-  does not hold as many of the longest sequences as it has stages, it uses smaller packs, and these sequences run one by
-  one (`Bucket`).
+  search runs once for each size of arena (of nearly equal sizes for the largest). A pipeline whose memory does not hold
+  as many of the longest sequences as it has stages uses smaller packs, and runs these sequences one by one (`Bucket`).
 
-Times are means over mini-batches drawn from the histogram; a phase that a mini-batch does not need costs it nothing. If
-sequences longer than all drawn ones must fit, one mini-batch in a hundred is assumed to hold one and nothing else:
+Times are means over mini-batches drawn from the histogram; a phase costs nothing in a mini-batch that does not need it.
+If longer sequences than the drawn ones must fit, one mini-batch in a hundred is assumed to hold one and nothing else:
 enough for a good choice of its strategy, too little to affect other choices. Deterministic; no torch.
 """
 
@@ -45,13 +44,10 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 @dataclass(frozen=True)
 class Row:
-    """One bucket of the answer, over the evaluated mini-batches.
+    """One bucket of the answer: numbers and seconds are means a mini-batch; packs are over all replicas.
 
     Args:
         bucket: Strategy, edges and pack size.
-        num_sequences: Sequences a mini-batch.
-        num_tokens: Tokens a mini-batch.
-        num_packs: Packs a mini-batch, over all replicas.
         compute_s: Seconds of its computation.
         switch_s: Seconds of its switch.
     """
@@ -81,13 +77,13 @@ class Choice:
 
     Args:
         seconds: Predicted mean seconds of a mini-batch, including switches.
-        switch_seconds: Seconds of the switches in it.
+        switch_seconds: The switches in it.
         static: The best single strategy, its packs and its lengths.
         static_seconds: Its seconds, including its switch.
         rows: One for each bucket.
         exact: Whether all ranges of lengths were simulated, see `search`.
         num_simulated: Phases that were packed and simulated in the search.
-        near: Other plans, the fastest first, if requested.
+        near: Other plans, fastest first, if requested.
     """
 
     buckets: tuple[Bucket, ...]
@@ -181,9 +177,9 @@ MOST_SINGLES, MOST_POOLS = 3, 1
 _SOME = 0.05
 """The least time of every phase of a plan near another one, as a share of the plan's seconds."""
 _KNOWN = 2
-"""By how many times the usual margin two kinds may be predicted behind and still be near: replicas alone, which everybody
-knows; and the fastest strategy that moves no layers while it computes, beside one that does (the time of moving on busy
-cores is the hardest to predict)."""
+"""By how many times the usual margin two kinds may be behind and still be near: replicas alone, which everybody knows; and
+the fastest strategy that moves no layers while it computes, beside one that does (the time of moving on busy cores is
+the hardest to predict)."""
 _SAME_ARENA = 0.01
 """By how much of the memory limit arenas must differ to be searched separately."""
 _RARE = 0.01
@@ -213,8 +209,8 @@ def search(
     """Chooses strategies, edges and pack sizes.
 
     Args:
-        lengths: Lengths in random order, each at least 1: a sample of the data set.
-        strategies: The legal ones; strategies without coefficients in the time model are left out.
+        lengths: In random order, each at least 1: a sample of the data set.
+        strategies: The legal ones; those without coefficients in the time model are left out.
         capacities: How long packs may be.
         switch: Load and return seconds of each strategy.
         mini_batch_size: Sequences of a mini-batch; None for all lengths.
@@ -223,13 +219,13 @@ def search(
         margin: How much better than the best single strategy a pool must be, as a share.
         pack_margin: How much slower a bucket may be with smaller packs, which use less memory and are nearer to what was
             measured.
-        plain_margin: How much better than a single strategy with fewer ranks to a replica one with more must be: ranks
-            that wait for one another are harder to predict.
+        plain_margin: How much better a single strategy must be than one with fewer ranks to a replica: ranks that wait
+            for one another are harder to predict.
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
         near: Up to how much slower other plans are reported, as a share; `MOST_SINGLES` with one strategy, and
             `MOST_POOLS` with several.
         families: Strategies of one layout each that are also searched separately: see `offers.sharing_layouts`.
-        alone: Strategies that are considered as single ones only, not in pools.
+        alone: Strategies that are never in pools.
         evaluator: For the same lengths, mini-batches and models; knows what others have simulated.
 
     Raises:
@@ -264,8 +260,8 @@ def _check(sample: list[int], max_phases: int, margin: float, mini_batch_size: i
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
-    """Returns mini-batches of `size` lengths (None: all) of a random sample, and their weights: equal, except for one
-    mini-batch that holds only a longest sequence, if all others are shorter."""
+    """Returns mini-batches of `size` lengths (None: all) of a random sample, and their weights: equal, plus a rare one with
+    only a longest sequence, if all others are shorter."""
     size = size or len(sample)
     count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
     stream = cycle(sample)  # repeats a histogram that is smaller than a mini-batch
@@ -366,8 +362,8 @@ class _Search:
         return chosen
 
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
-        """Other plans that are hardly slower than the best one; of plans with the same degrees, whatever their options (which
-        are for memory), the fastest. A phase with next to no work does not make another plan."""
+        """Other plans that are hardly slower than the best one; of plans with the same degrees the fastest, whatever their
+        options, which are for memory. A phase with next to no work does not make another plan."""
         least, moves = self._seconds(best), any(phase[0].z == 3 for phase in best)
         whole = min((each for each in singles if each[0][0].z < 3), key=self._seconds, default=None) if moves else None
         taken, chosen = {self._kinds(best)}, list[Phases]()
@@ -458,7 +454,7 @@ class _Search:
             most, far = min(most, seconds * (1 + plain_margin)), min(far, seconds * (1 + near))
             round_s = min(round_s, seconds) if rounds else round_s
         self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]
-        # two more are tried even if predicted to be far behind: what everybody knows, and what moves no layers
+        # tried even if predicted to be far behind: what everybody knows, and what moves no layers
         replicas = [each for each in options if each[1].ranks_of_a_replica == 1 and not each[1].ck]
         unmoved = [each for each in options if each[1].z < 3]
         for known in (replicas, unmoved) if near else ():
@@ -487,8 +483,8 @@ class _Search:
         return self._best_first(list(candidates.values()))
 
     def _arenas(self) -> list[int]:
-        """Sizes of arena that are worth a search, descending. Nearly equal sizes, or a difference that is hardly anything of
-        the limit, give the same strategies; the pools are packed with the arena that they need."""
+        """Sizes of arena that are worth a search, descending. Nearly equal sizes, or a difference small against the limit, give
+        the same strategies; the pools are packed with the arena that they need."""
         sizes, limit = sorted({self.capacities.arena(s) for s in self.pool}, reverse=True), self.capacities.limit_bytes
         if limit is None:
             return sizes[:1]

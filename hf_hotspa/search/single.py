@@ -1,7 +1,7 @@
 """The single strategies that fit, and the predicted seconds of the best one for the rows of a mini-batch.
 
-Switching is compared with them, whoever chose the strategies: the best single one as predicted, and the strategies that
-people know by name. Uses the time model and the packer of the choice itself. No torch.
+Switching is compared with the best single one as predicted, and with those that people know by name, by the choice's
+time model and packer. No torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from hf_hotspa.strategy import Bucket, Strategy
 @dataclass(frozen=True)
 class SingleStrategy:
     """One strategy that would train everything, with its packs balanced by `quadratic_cost`; `switch` has the load and
-    return seconds of this strategy and of the mini-batches' strategies."""
+    return seconds of this strategy and the mini-batches' strategies."""
 
     bucket: Bucket
     time: TimeModel
@@ -30,8 +30,8 @@ class SingleStrategy:
     quadratic_cost: float
 
     def seconds_by(self, plan: MiniBatchPlan) -> tuple[float, float] | None:
-        """Predicts seconds for the rows of a mini-batch, including loads and returns, by this time model: for this strategy
-        alone, and for the phases of the plan. None if a row does not fit."""
+        """Predicts seconds for the rows of a mini-batch, including loads and returns: for this strategy alone, and for the
+        phases of the plan. None if a row does not fit."""
         lengths = [sequence.num_tokens for phase in plan.phases for sequence in phase.sequences()]
         if not lengths or max(lengths) > self.bucket.capacity:
             return None
