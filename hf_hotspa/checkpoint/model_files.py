@@ -5,9 +5,10 @@ again, and of tied weights only the one that transformers keeps is written. At m
 
 `export` writes a checkpoint as a plain Hugging Face model: safetensors shards with their index, configs, tokenizer,
 model card. It joins and writes one parameter at a time, so a model larger than the memory can be exported. The result
-appears under its name when it is complete. Names are the names in memory, as `save_pretrained(save_original_format=False)`
-writes them (or the names in the files of a checkpoint that holds the model only). An adapter's checkpoint becomes what
-`PeftModel.save_pretrained` writes: one file of the trained weights, and the adapter's config.
+appears under its name when it is complete. Names are the names in memory, as
+`save_pretrained(save_original_format=False)` writes them (or the names in the files of a checkpoint that holds the
+model only). An adapter's checkpoint becomes what `PeftModel.save_pretrained` writes: one file of the trained weights,
+and the adapter's config.
 
 `merge` merges an adapter into its base with PEFT and writes a plain Hugging Face model. A base in 4 bits is dequantized
 first, as transformers does it (`PreTrainedModel.dequantize`), and `B A` is added to the result: the weights that the
@@ -125,8 +126,8 @@ class ModelWeights:
     def write(
         self, disk: Disk, folder: Path, weights: Weights | dict[str, Tensor], part: int = 0, parts: int = 1
     ) -> list[FileRecord]:
-        """Writes every `parts`-th file, from number `part` on, from weights or the result of `hold`: the ranks share the
-        work. The first part also writes the index."""
+        """Writes every `parts`-th file, from number `part` on, from weights or the result of `hold`: the ranks share
+        the work. The first part also writes the index."""
         stream = iter(weights.items() if isinstance(weights, dict) else self._made(weights, self.shards[part::parts]))
 
         def data(names: tuple[str, str]) -> Buffer:
@@ -170,8 +171,8 @@ class ModelWeights:
         return dict(revert_weight_conversion(self._model, {name: tensor})) if self._converts else {name: tensor}
 
     def _is_convertible(self, empty: dict[str, Tensor]) -> bool:
-        """Whether any name changes, and each weight converts by itself. Otherwise (saved tensors that are split in memory)
-        the names in memory stay: `from_pretrained` reads those, too."""
+        """Whether any name changes, and each weight converts by itself. Otherwise (saved tensors that are split in
+        memory) the names in memory stay: `from_pretrained` reads those, too."""
         try:
             whole = revert_weight_conversion(self._model, dict(empty))
             if whole.keys() == empty.keys():
@@ -222,7 +223,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> Shards:
-    """Returns name and tensors of each file of a model, in the order of the tensors; for `limit` see `MAX_SHARD_BYTES`."""
+    """Returns name and tensors of each file of a model, in the order of the tensors; for `limit` see
+    `MAX_SHARD_BYTES`."""
     if adapted:  # PEFT reads one file
         return [(ADAPTER_WEIGHTS, entries)]
     shards: list[Entries] = [[]]
@@ -290,7 +292,7 @@ def export(
 
     Args:
         checkpoint: Verified first.
-        target: A directory that does not exist, or is empty.
+        target: New, or empty.
         dtype: Of the exported floating-point weights; None for the trained model's.
         mode: The permissions of the directory; None for the default, which is not for threads.
 
@@ -406,7 +408,7 @@ def merge(
 
     Args:
         checkpoint: Of an adapter; verified first.
-        target: A directory that does not exist, or is empty.
+        target: New, or empty.
         base: A folder or a name on the hub; None for the adapter config's.
         quantization: How the base was quantized at load, `nf4` or `fp4`; None if it was not, or if its folder is.
         double: Whether its scales were quantized, too.

@@ -97,8 +97,8 @@ def saved_vector(vector: ParameterVector, adapted: bool) -> ParameterVector:
 
 
 def drop_unstepped(master: MasterStore, optimizer: Optimizer, agreement: Agreement) -> None:
-    """Drops states of parameters that no gradient ever reached. If stages step by themselves, a rank has an empty state for
-    all parameters of other stages, even if their own stage has none. Collective."""
+    """Drops states of parameters that no gradient ever reached. If stages step by themselves, a rank has an empty state
+    for all parameters of other stages, even if their own stage has none. Collective."""
     state = bare_optimizer(optimizer).state
     parameters = [master.parameters[name] for name in master.trained]
     stepped = packed_flags(p.numel() > 0 and p in state for p in parameters)
@@ -192,7 +192,8 @@ def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedS
 def saved_parameters(
     vector: ParameterVector, states: Mapping[str, dict[str, str]], dtypes: Mapping[str, str], exported: set[str]
 ) -> tuple[SavedParameter, ...]:
-    """Returns the parameters for the manifest: `states` of a `Share`, dtypes in the model, names that transformers saves."""
+    """Returns the parameters for the manifest: `states` of a `Share`, dtypes in the model, names that transformers
+    saves."""
     return tuple(
         SavedParameter(
             spec.name,
@@ -367,8 +368,7 @@ def load_optimizer(
     """Loads states into an optimizer.
 
     Args:
-        optimizer: A torch optimizer on the master store.
-        states: Parameter -> state -> this rank's share of it.
+        states: Parameter -> state -> this rank's share.
         saved: From `optimizer_to_json`.
 
     Raises:
@@ -396,7 +396,6 @@ def load_optimizer(
 
 
 def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str) -> None:
-    """Raises `ResumeError` if another optimizer saved the state."""
     own, num_groups = kind_of(optimizer), len(optimizer.param_groups)
     same = saved["class"] == own or {saved["class"], own} == _SAME_STATE
     if not same or len(saved["groups"]) != num_groups:

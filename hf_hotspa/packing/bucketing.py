@@ -46,9 +46,7 @@ class Sequence:
     """The slice ``[start, stop)`` of one dataset row, trained as a separate sequence.
 
     Args:
-        row: Index in the dataset.
-        start: First token of the slice.
-        stop: One past its last token; above `start`.
+        stop: Above `start`.
         num_labels: Tokens that count in the loss: ``labels[start + 1:stop] != -100``. Nothing predicts the first token
             of a sequence, so it never counts.
     """
@@ -109,7 +107,7 @@ class PhasePlan:
         _count(self, "num_labels", num_labels)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Yields every sequence of the phase: replica by replica, pack by pack."""
+        """Yields all sequences: replica by replica, pack by pack."""
         for packs in self.replicas:
             for pack in packs:
                 yield from pack.sequences
@@ -120,7 +118,7 @@ class MiniBatchPlan:
     """What one optimizer step trains.
 
     Args:
-        phases: One for each bucket that has sequences, in the order of the buckets.
+        phases: For each bucket with sequences, in the order of the buckets.
         num_labels: Label tokens of the mini-batch: the N of the loss `sum(CE) / N`. May be zero.
         num_rows: Rows of the mini-batch, including empty and dropped ones.
         num_truncated: Rows (of packed rows: documents) of which only the beginning is trained.
@@ -145,7 +143,7 @@ class MiniBatchPlan:
         assert counted == self.num_labels, f"the phases hold {counted} label tokens and N is {self.num_labels}"
 
     def sequences(self) -> Iterator[Sequence]:
-        """Yields every sequence of the mini-batch, phase by phase."""
+        """Yields all sequences, phase by phase."""
         for phase in self.phases:
             yield from phase.sequences()
 
@@ -158,7 +156,7 @@ class MiniBatchPlan:
         return sum(phase.num_tokens for phase in self.phases)
 
     def digest(self) -> str:
-        """Returns the hex sha256 of the plan; equal plans have equal digests."""
+        """Returns the hex sha256 of the plan."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
@@ -189,8 +187,8 @@ class MiniBatchPlan:
 
 
 MIN_PIPELINE_PACK_TOKENS = 256
-"""Least mean tokens of packs that are made smaller only to fill a pipeline: below, a stage is bound by launch overhead and a
-shorter bubble gains nothing."""
+"""Least mean tokens of packs that are made smaller only to fill a pipeline: below, a stage is bound by launch overhead
+and a shorter bubble gains nothing."""
 
 Packs = list[list[int]]
 
@@ -214,7 +212,7 @@ def pack_sequences(
 
     Args:
         lengths: Tokens of each sequence, each at least 1.
-        capacity: Most tokens in one pack.
+        capacity: Most tokens of a pack.
         quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
         longest: A sequence above the capacity that is no longer than this has a pack to itself.
         speeds: Relative speed of each replica; None if they are equal.
@@ -268,8 +266,8 @@ def _of_share(
 
 
 def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds: abc.Sequence[float]) -> Packs:
-    """Assigns each sequence to the replica that would finish it first; a replica's sequences stay in order. No replica is
-    left without work if there is enough: its recovery would go unnoticed."""
+    """Assigns each sequence to the replica that would finish it first; a replica's sequences stay in order. No replica
+    is left without work if there is enough: its recovery would go unnoticed."""
     shares: Packs = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
     for i in order:
@@ -283,7 +281,6 @@ def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds
 
 
 def _best_fit(order: abc.Sequence[int], lengths: abc.Sequence[int], capacity: int) -> Packs:
-    """Puts each sequence into the fullest pack that has room, or into a new one."""
     packs: Packs = []
     free: list[tuple[int, int]] = []  # (free tokens, pack), ascending
     for i in order:
@@ -363,7 +360,6 @@ def _cheapest_that_fits(
 
 
 def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
-    """Halves the costliest packs of two or more sequences until there are `target` packs."""
     packs = [list(pack) for pack in packs]
     heap = [(-sum(costs[i] for i in pack), index) for index, pack in enumerate(packs) if len(pack) > 1]
     heapq.heapify(heap)
@@ -503,7 +499,7 @@ def plan_mini_batch(
 
     Args:
         rows: Dataset rows, in order.
-        buckets: In any order; phases come in the same order.
+        buckets: In any order, which the phases keep.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         speeds: If some ranks are slow: divides packs over replicas.
 

@@ -36,7 +36,6 @@ def cut_into_chains(lengths: Sequence[int], most: int, pair_cost: float | None =
 
     Args:
         lengths: Tokens of each sequence, each at least 1.
-        most: At least 1.
         pair_cost: Cost of a pair of tokens relative to the cost of one token: chunks of a sequence then cost the same,
             and none more than `most` tokens that begin a sequence. None for chunks of equal tokens.
 
@@ -68,7 +67,7 @@ def cut_for(strategy: Strategy, lengths: Sequence[int], pair_cost: float) -> lis
 
 
 def num_chunks(length: int, most: int, pair_cost: float = 0.0) -> int:
-    """Returns how many chunks a sequence is cut into (`cut_into_chains`)."""
+    """Returns the number of chunks of a sequence (`cut_into_chains`)."""
     _, shared, alone_from = _shares(length, most, pair_cost)
     return shared + 1 + length - alone_from
 
@@ -103,8 +102,8 @@ def _shares(length: int, most: int, pair_cost: float) -> tuple[float, int, int]:
     """The cost of each chunk of a sequence, how many chunks end where it is reached, and the first token from which on
     each is a chunk by itself (the length if none is).
 
-    Each token costs more than the previous one. A token above the cost of a chunk is a chunk by itself; before those, at
-    most one token crosses a chunk's end.
+    Each token costs more than the previous one. A token above the cost of a chunk is a chunk by itself; before those,
+    at most one token crosses a chunk's end.
     """
     total = _cost(length, pair_cost)
     count = max(1, math.ceil(total / _cost(most, pair_cost) * (1 - 1e-12)))
@@ -121,8 +120,8 @@ def _shares(length: int, most: int, pair_cost: float) -> tuple[float, int, int]:
 def _ends_of_equal_cost(length: int, most: int, pair_cost: float) -> list[int]:
     """Where the chunks of one sequence end: as few as cost no more than `most` tokens that begin it.
 
-    Tokens `[a, b)` cost `_cost(b) - _cost(a)`, so a chunk ends where `_cost` reaches its share, rounded down: no chunk is
-    longer than `most` before rounding, so none is after.
+    Tokens `[a, b)` cost `_cost(b) - _cost(a)`, so a chunk ends where `_cost` reaches its share, rounded down: no chunk
+    is longer than `most` before rounding, so none is after.
     """
     share, shared, alone_from = _shares(length, most, pair_cost)
     ends, end = [], 0
@@ -224,7 +223,6 @@ def share_by_cost(lengths: Sequence[int], cp: int, quadratic_cost: float, multip
 
 
 def _whole_on_ranks(order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], cp: int) -> list[list[int]]:
-    """Assigns sequences, longest first, to the rank with the least cost, then the fewest tokens, so far."""
     owners: list[list[int]] = [[] for _ in range(cp)]
     heap = [(0.0, 0, rank) for rank in range(cp)]
     for i in order:

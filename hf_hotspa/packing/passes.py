@@ -43,8 +43,8 @@ def pack_lengths(phase: PhasePlan) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 @dataclass(frozen=True)
 class JointPasses:
-    """The packs, or chunks, that all replicas of a pipeline run together: each pass as large as the largest of any replica,
-    and the replicas that take part in it."""
+    """The packs, or chunks, that all replicas of a pipeline run together: each pass as large as the largest of any
+    replica, and the replicas that take part in it."""
 
     passes: Passes
     replicas: tuple[tuple[int, ...], ...]

@@ -176,10 +176,10 @@ def operations(reach: Sequence[int], num_stages: int, stage: int, chains: Sequen
 
 @dataclass(frozen=True)
 class Passes:
-    """How the packs of a replica run through its stages.
+    """How a replica's packs run through its stages.
 
     Args:
-        kind: The schedule: `own`, `1f1b` or `gpipe`.
+        kind: `own`, `1f1b` or `gpipe`.
         tokens: Of each unit, including padding.
         reach: See `reaches`.
         replaced: Whether our schedule runs because the requested one would exceed the limit.
@@ -194,7 +194,8 @@ class Passes:
 
     @property
     def depth(self) -> int:
-        """How many forward passes the first stage may be ahead: with GPipe as many as the limit allows, on every stage."""
+        """How many forward passes the first stage may be ahead: with GPipe as many as the limit allows, on every
+        stage."""
         return len(self.tokens) + self.num_stages if self.kind == "gpipe" else self.num_stages
 
     def operations(self, stage: int) -> list[Operation]:
@@ -306,8 +307,8 @@ def interleaved_order(
     chains: Sequence[int] = (),
     is_trained: bool = True,
 ) -> tuple[Turn, ...]:
-    """Returns all passes of a replica, with backward ones if `is_trained`, in the one order of all ranks of its pipeline
-    (at least 2), with `rounds` stages on each."""
+    """Returns all passes of a replica, with backward ones if `is_trained`, in the one order of all ranks of its
+    pipeline (at least 2), with `rounds` stages on each."""
     sizes = tuple(chains) or (1,) * len(tokens)
     return _order(tuple(tokens), num_ranks, rounds, most_tokens if is_trained else None, sizes, is_trained)
 
@@ -339,8 +340,8 @@ _Group = list[int]
 
 
 def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int | None) -> bool:
-    """Whether a group is within the limit at its first backward pass: all of it is then held on all stages of a rank but
-    the last, and one chain there. `tokens` begin with the group's."""
+    """Whether a group is within the limit at its first backward pass: all of it is then held on all stages of a rank
+    but the last, and one chain there. `tokens` begin with the group's."""
     if most is None:
         return True
     own, first = [], 0
@@ -456,10 +457,10 @@ class _Run:
 
 @dataclass(frozen=True)
 class InterleavedPasses:
-    """How the packs of a replica run.
+    """How a replica's packs run, with several stages on each rank.
 
     Args:
-        kind: The schedule: `own` or `1f1b` (torch's).
+        kind: `own` or `1f1b` (torch's).
         tokens: Of each unit, including padding.
         order: All passes, each after the passes it needs; each rank runs its own in this order.
         replaced: Whether our schedule runs because the requested one would exceed the limit.
@@ -496,13 +497,14 @@ def _group(num_packs: int, num_ranks: int) -> int:
 
 
 def _ahead(num_packs: int, num_ranks: int, rounds: int, rank: int) -> int:
-    """Forward passes of a rank before the first one that a backward pass follows."""
+    """Forward passes before the first one that a backward pass follows."""
     return min((rounds - 1) * _group(num_packs, num_ranks) + 2 * (num_ranks - 1 - rank), num_packs * rounds)
 
 
 @lru_cache(maxsize=256)
 def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]:
-    """Returns all passes of torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >= 1."""
+    """Returns all passes of torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >=
+    1."""
     orders = [_of_rank(num_packs, num_ranks, rounds, rank) for rank in range(num_ranks)]
     return tuple(turn for turns in at_a_time(orders, num_ranks * rounds) for turn in turns)
 
@@ -585,7 +587,7 @@ class PipeDream:
 
 
 def check_pipedream(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedule: str = "auto") -> Strategy:
-    """Rejects what stages cannot update by themselves; returns the strategy.
+    """Returns the strategy, if its stages can update by themselves.
 
     Args:
         tied: The weights that embedding and head share.

@@ -1,8 +1,8 @@
 """The plan behind `hotspa_strategies=auto`: from scanned lengths and cost models to a pool of buckets.
 
-Decides which sequences must fit, which lengths the search uses, and the pool of mini-batches: the buckets of the search,
-and the best static strategy if the pool's memory allows it, so that a mini-batch may choose not to switch. A pure
-function of plain data, equal on all ranks. No torch.
+Decides which sequences must fit, which lengths the search uses, and the pool of mini-batches: the buckets of the
+search, and the best static strategy if the pool's memory allows it, so that a mini-batch may choose not to switch. A
+pure function of plain data, equal on all ranks. No torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,8 +117,8 @@ def _fullest_memory(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple
 def fitting_beside(
     pools: Sequence[tuple[Bucket, ...]], plans: Sequence[tuple[Bucket, ...]], capacities: Capacities, least: float = 1.0
 ) -> tuple[list[tuple[Bucket, ...]], list[tuple[Bucket, ...]]]:
-    """Returns the pools, and the plans that fit beside them in one arena, with smaller packs if necessary. If the arena must
-    grow, the pools' packs keep at least the share `least` of their tokens."""
+    """Returns the pools, and the plans that fit beside them in one arena, with smaller packs if necessary. If the arena
+    must grow, the pools' packs keep at least the share `least` of their tokens."""
     arena = max(capacities.arena(bucket.strategy) for pool in pools for bucket in pool)
     kept, fitting = list(pools), list[tuple[Bucket, ...]]()
     there = {frozenset(bucket.strategy for bucket in pool) for pool in pools}
@@ -226,7 +226,8 @@ def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: in
 
 
 def pool_of(choice: Choice, capacities: Capacities) -> tuple[Bucket, ...]:
-    """Returns a search's buckets, and the best static strategy if it needs no more memory: its packs hold any sequence."""
+    """Returns a search's buckets, and the best static strategy if it needs no more memory: its packs hold any
+    sequence."""
     arena = max(capacities.arena(bucket.strategy) for bucket in choice.buckets)
     static, longest = choice.static, choice.buckets[-1].longest
     # strategies that differ in `+sp` only are one: the bucket has it for the capacity

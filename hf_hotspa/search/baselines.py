@@ -55,11 +55,11 @@ class Baseline:
     """One way to run everything under data parallelism.
 
     Args:
-        stage: The stage of ZeRO.
-        recompute: Whether it uses gradient checkpointing.
-        pack_tokens: Tokens of its packs; of the largest that fits, if the longest sequence does not.
-        seconds: Predicted mean seconds of a mini-batch; None if the longest sequence does not fit.
-        memory: What a device holds with these packs.
+        stage: Of ZeRO.
+        recompute: With gradient checkpointing.
+        pack_tokens: Of the largest pack that fits, if the longest sequence does not.
+        seconds: Predicted mean of a mini-batch; None if the longest sequence does not fit.
+        memory: Of a device with these packs.
     """
 
     stage: int
@@ -78,7 +78,7 @@ class Baseline:
         return _ARGUMENTS[self.stage] + (", gradient_checkpointing=True" if self.recompute else "")
 
     def to_dict(self) -> dict[str, object]:
-        """Returns plain data; bytes and seconds."""
+        """Returns bytes and seconds as plain data."""
         return {
             "name": self.name,
             "stage": self.stage,
@@ -210,8 +210,8 @@ MEGATRON, IN_NODE, DYNAMIC = "Megatron-like dp x tp x pp", "tp in a node + dp", 
 
 @dataclass(frozen=True)
 class Rival:
-    """An alternative to a plan: its buckets (the requested ones, if any, if it does not fit), predicted mean seconds of a
-    mini-batch with switches (None if it does not fit), and why not."""
+    """An alternative to a plan: its buckets (the requested ones, if any, if it does not fit), predicted mean seconds of
+    a mini-batch with switches (None if it does not fit), and why not."""
 
     name: str
     buckets: tuple[Bucket, ...]
@@ -274,8 +274,8 @@ class Pricing:
         )
 
     def written(self, text: str, world_size: int, schedule: str = "auto") -> Rival:
-        """Prices strategies in the syntax of `hotspa_strategies`: buckets as they are, or names, for which the best edges
-        and packs are searched.
+        """Prices strategies in the syntax of `hotspa_strategies`: buckets as they are, or names, for which the best
+        edges and packs are searched.
 
         Raises:
             HotspaError: they are invalid, or cannot run this model on so many devices.

@@ -34,8 +34,8 @@ class Capacities:
         return max(self.model.arena_bytes(strategy), self.least_arena)
 
     def tokens(self, strategy: Strategy, arena: int | None = None) -> int:
-        """Returns the longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena (None:
-        its own); 0 if it cannot run."""
+        """Returns the longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena
+        (None: its own); 0 if it cannot run."""
         if strategy.ck and strategy.ck > self.most.get(replace(strategy, ck=0, kg=0, kh=False), strategy.ck):
             return 0  # a pack that ran out of memory would do so again as a chunk
         capacity = self._by_model(strategy, self.arena(strategy) if arena is None else arena)

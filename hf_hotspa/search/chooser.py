@@ -74,7 +74,7 @@ class Selector:
     """Chooses among the buckets of a pool.
 
     Args:
-        pool: The buckets. Their longest lengths only define the order; `Bucket.capacity` decides what fits.
+        pool: Longest lengths define the order only; `Bucket.capacity` decides what fits.
 
     Raises:
         HotspaConfigError: no bucket, a strategy without coefficients or switch seconds, or a negative margin.
@@ -201,7 +201,7 @@ class PhaseChooser:
     """Chooses the buckets of mini-batches.
 
     Args:
-        pool: The buckets to choose from, each with a different strategy.
+        pool: Each bucket has a different strategy.
         refit: Whether measured seconds correct the time model.
         delay: See the head of the file.
         options: For `Selector`.
@@ -273,7 +273,7 @@ class PhaseChooser:
         return sum(evaluator.phase(*phase).seconds for phase in phases)
 
     def has_run(self, strategies: Iterable[Strategy]) -> bool:
-        """Returns whether all of them have run before: the first run pays for memory and kernels."""
+        """Returns whether all have run before: the first run pays for memory and kernels."""
         return self._seen.issuperset(strategies)
 
     def continue_from(self, others: Iterable["PhaseChooser"]) -> None:

@@ -30,8 +30,8 @@ _ROUNDING = 1e-9
 def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
     """Returns the pack sizes worth trying: the capacity and its halves, as long as they hold the longest sequence.
 
-    Memory bounds a pack; smaller packs fill a pipeline and balance replicas better. If the longest sequence has a pack to
-    itself (`Bucket`), the others need only be worth a micro-batch of a pipeline.
+    Memory bounds a pack; smaller packs fill a pipeline and balance replicas better. If the longest sequence has a pack
+    to itself (`Bucket`), the others need only be worth a micro-batch of a pipeline.
     """
     choices = [capacity]
     least = max(longest, 1) if longest <= capacity else MIN_PIPELINE_PACK_TOKENS
@@ -103,8 +103,8 @@ class LengthTable:
     def phase_seconds(
         self, time: TimeModel, strategy: Strategy, sizes: Sequence[tuple[int, int]], switch_s: float
     ) -> Array:
-        """Returns estimated (weighted) mean seconds of each range's phase with the best of some pack sizes, including the
-        switch; [low edge, high edge].
+        """Returns estimated (weighted) mean seconds of each range's phase with the best of some pack sizes, including
+        the switch; [low edge, high edge].
 
         Tokens and squares are spread evenly over the replicas. Packs are as full as tokens allow (a pack holds one
         sequence of more than half the capacity); their number follows `packing.bucketing`. A pipeline takes its slowest
@@ -175,8 +175,8 @@ class LengthTable:
         return mean
 
     def _alone_seconds(self, costs: Iterable[Cost], capacities: npt.NDArray[np.int64], pp: int) -> Array:
-        """Seconds that stages wait because sequences longer than the packs leave little room in the pipeline: with room for
-        1 / n of as many packs as there are stages, each takes n times as long; [pack size, mini-batch, pair]."""
+        """Seconds that stages wait because sequences longer than the packs leave little room in the pipeline: with room
+        for 1 / n of as many packs as there are stages, each takes n times as long; [pack size, mini-batch, pair]."""
         tokens = self._padded
         slowest = np.maximum.reduce([cost.a * tokens**2 + cost.b * tokens + cost.c for cost in costs])
         wait = np.zeros((len(capacities), len(tokens), tokens.shape[1] + 1))
@@ -197,8 +197,8 @@ def _greatest(costs: Iterable[Cost]) -> list[Cost]:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The weighted mean of a phase over the mini-batches: seconds of its packs on the busiest replica, of its switch if it
-    runs, and packs over all replicas."""
+    """The weighted mean of a phase over the mini-batches: seconds of its packs on the busiest replica, of its switch if
+    it runs, and packs over all replicas."""
 
     compute_s: float
     switch_s: float
@@ -343,8 +343,8 @@ class Evaluator:
 def choose_edges(batches: Sequence[Sequence[int]], capacities: Sequence[int], longest: int, most: int) -> list[int]:
     """Chooses candidate edges: 0, then at most about `most` lengths that occur, then `longest`.
 
-    All different lengths if they are few. Otherwise the longest sequence that each capacity holds, and quantiles: half by
-    number of sequences, half by tokens, because a few long sequences hold much of the work.
+    All different lengths if they are few. Otherwise the longest sequence that each capacity holds, and quantiles: half
+    by number of sequences, half by tokens, because a few long sequences hold much of the work.
     """
     lengths = sorted(length for batch in batches for length in batch)
     unique = sorted(set(lengths))

@@ -44,7 +44,7 @@ class Row:
         pp_seconds: T_pp.
         parameters: Of a device, N / (p t).
         state_bytes: 20 bytes for each parameter: gradients accumulate in fp32.
-        zero_bytes: 16 bytes for each parameter, divided by ZeRO stage 0, 1, 2 and 3 over dp.
+        zero_bytes: 16 bytes for each, divided by ZeRO stage 0, 1, 2 and 3 over dp.
         activation_bytes: M_transformer of as many micro-batches as there are stages (at most m), and M_emb of one.
         intensity: Operations a byte of a product of h x h under t, relative to t = 1.
         our_seconds: Of a batch, by our time model; None if we cannot train it.
@@ -137,7 +137,8 @@ class FormulaTable:
 
 
 def divisions(world_size: int, batch: int, micro: int, layers: int, heads: int) -> list[tuple[int, int, int]]:
-    """Returns every `(p, t, d)` with p t d = world size, p at most the layers, t dividing the heads, b d dividing the batch."""
+    """Returns every `(p, t, d)`: p t d = world size, p at most the layers, t divides the heads, b d divides the
+    batch."""
     legal = []
     for pp in range(1, min(world_size, layers) + 1):
         for tp in range(1, heads + 1):

@@ -38,7 +38,8 @@ MOST_SEQUENCES = 1 << 14
 
 DISTRIBUTIONS = ("commoncrawl", "github", "uniform", "chat")
 """`commoncrawl`: log-normal, median 326, sigma 1.33. `github`: log-normal, median 1441, sigma 1.46. `uniform`: all
-lengths equally likely. `chat`: three quarters short turns around 180 tokens, a quarter long conversations around 1500."""
+lengths equally likely. `chat`: three quarters short turns around 180 tokens, a quarter long conversations around
+1500."""
 
 _LOG_NORMAL = {"commoncrawl": (326.0, 1.33), "github": (1441.0, 1.46)}
 
@@ -82,8 +83,8 @@ def _log_normal(uniform: np.typing.NDArray[np.float64], median: float, sigma: fl
 
 @dataclass(frozen=True)
 class Counts:
-    """The number of sequences (`sizes` [N] int64) of each length (`lengths` [N] int64, different, at least 1 token), and
-    their origin in words."""
+    """The number of sequences (`sizes` [N] int64) of each length (`lengths` [N] int64, different, at least 1 token),
+    and their origin in words."""
 
     lengths: np.typing.NDArray[np.int64]
     sizes: np.typing.NDArray[np.int64]

@@ -66,8 +66,9 @@ def chunks_alone(
     *,
     schedule: str = "auto",
 ) -> list[Strategy]:
-    """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: chunked from
-    those that do not hold it, unless a holding one has no more ranks to a replica, no more shards and no recomputation."""
+    """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: chunked
+    from those that do not hold it, unless a holding one has no more ranks to a replica, no more shards and no
+    recomputation."""
     holding = [s for s in strategies if tokens(s) >= longest]
     if shape.ck_unsupported_reason or not holding:
         return []
@@ -106,8 +107,8 @@ def longest_by_strategy(
 
 
 def pipelines_alone(strategies: Iterable[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """Returns cp with a pipeline, not sharded, to try as single strategies if plans are raced, although `that_pay` treats
-    it as a last resort: on busy cores it was the fastest, although predicted 9 % behind."""
+    """Returns cp with a pipeline, not sharded, to try as single strategies if plans are raced, although `that_pay`
+    treats it as a last resort: on busy cores it was the fastest, although predicted 9 % behind."""
     return [s for s in strategies if s.cp > 1 and s.pp > 1 and s.is_common and tokens(s) >= longest]
 
 
@@ -140,8 +141,8 @@ def _that_hold(
 
 
 MARGIN = 0.03
-"""How much better than the best single strategy a pool must be; and, in a run, a single strategy than one with fewer ranks to
-a replica. Less is within the error of a calibrated time model."""
+"""How much better than the best single strategy a pool must be; and, in a run, a single strategy than one with fewer
+ranks to a replica. Less is within the error of a calibrated time model."""
 _FAMILIES = 3
 """How many layouts whose replicas share packs are searched separately: those that could be the fastest."""
 _DEGREES = 2
@@ -149,8 +150,8 @@ _DEGREES = 2
 
 
 def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
-    """Returns the strategies that divide packs over some or all replicas of given ones: every cp above 1 that divides their
-    dp and runs the model, with their other degrees and options.
+    """Returns the strategies that divide packs over some or all replicas of given ones: every cp above 1 that divides
+    their dp and runs the model, with their other degrees and options.
 
     Their weights lie as under the given ones, see `Strategy.layout`.
     """
@@ -234,8 +235,8 @@ def sharing_layouts(
     tokens: Callable[[Strategy], int],
     evaluator: Evaluator,
 ) -> list[list[Strategy]]:
-    """Returns the strategies of each layout whose replicas share the packs of long rows, for the layouts that could be the
-    fastest. As in Megatron and verl: without fully sharded strategies, chunks, or divided experts.
+    """Returns the strategies of each layout whose replicas share the packs of long rows, for the layouts that could be
+    the fastest. As in Megatron and verl: without fully sharded strategies, chunks, or divided experts.
 
     Args:
         tokens: The longest sequence that a strategy holds.
@@ -292,8 +293,8 @@ def that_pay(
 def _most(
     whole: Strategy, family: Sequence[Strategy], share: float, longest: int, tokens: Callable[[Strategy], int]
 ) -> int:
-    """The largest cp of a family that can pay: with it no replica waits for the longest sequence, and that sequence fits
-    with room for one more division. If it never fits, the largest cp: others beside it may fit.
+    """The largest cp of a family that can pay: with it no replica waits for the longest sequence, and that sequence
+    fits with room for one more division. If it never fits, the largest cp: others beside it may fit.
 
     Args:
         whole: The family's member without cp.
@@ -312,8 +313,8 @@ def _most(
 
 
 def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """Drops strategies with ep that cannot pay; a strategy stays if it has no counterpart without ep. `tokens` returns the
-    longest sequence that a strategy holds."""
+    """Drops strategies with ep that cannot pay; a strategy stays if it has no counterpart without ep. `tokens` returns
+    the longest sequence that a strategy holds."""
     divided: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
         if strategy.ep > 1:

@@ -44,8 +44,8 @@ def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partit
 
 
 def _useful(costs: Array, max_phases: int) -> npt.NDArray[np.intp]:
-    """The strategies that a best partition may need: not those with `max_phases` others as cheap for every range, one of
-    which would be free to replace them. Of equal strategies the first count as cheaper."""
+    """The strategies that a best partition may need: not those with `max_phases` others as cheap for every range, one
+    of which would be free to replace them. Of equal strategies the first count as cheaper."""
     low, high = np.triu_indices(costs.shape[1], 1)
     ranges = costs[:, low, high]  # below the diagonal all are infinite
     dearer = np.stack([(own >= ranges).all(axis=1) for own in ranges])  # [strategy, other]
@@ -87,8 +87,8 @@ def _nearest(chosen: npt.NDArray[np.int64], reached: Array) -> tuple[npt.NDArray
 def _hopeful(
     costs: Array, chosen: npt.NDArray[np.int64], reached: Array, keep: int
 ) -> tuple[npt.NDArray[np.int64], Array]:
-    """The choices that one more range, the last one, can make one of the `keep` cheapest: with the cheapest last range of
-    all strategies they cost no more than the `keep` best of a sample."""
+    """The choices that one more range, the last one, can make one of the `keep` cheapest: with the cheapest last range
+    of all strategies they cost no more than the `keep` best of a sample."""
     least = (reached[:, :-1] + costs[:, :-1, -1].min(axis=0)).min(axis=1)
     first = np.argsort(least, kind="stable")[:keep]
     last = costs.shape[1] - 1

@@ -34,8 +34,8 @@ class Plan:
         pool: The buckets that mini-batches choose from, each with a different strategy; the last takes the longest. The
             choice's buckets, and perhaps the best single strategy.
         memory: What each bucket of `buckets` holds on its fullest rank with full packs.
-        limit_bytes: How much of a device may be filled; None for no limit.
-        limit_source: The limit's origin, in words.
+        limit_bytes: Of a device; None for no limit.
+        limit_source: Its origin, in words.
         baselines: Data parallelism by others, by stage of ZeRO.
         raced: Pools of other plans, which fit beside this one: the first mini-batches try them, too.
         ready: Pools for other lengths, if lengths may shift.
@@ -269,7 +269,8 @@ def limit_text(limit_bytes: float | None, source: str) -> str:
 
 
 def wrapped(text: str, width: int = WIDTH) -> list[str]:
-    """Wraps a text into lines of at most a width, broken at blanks and behind commas; indents all lines but the first."""
+    """Wraps a text into lines of at most a width, broken at blanks and behind commas; indents all lines but the
+    first."""
     lines = [""]
     for piece in re.findall(r"[^\s,]*,|[^\s,]+|\s+", text):
         if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1].strip():

@@ -46,8 +46,8 @@ class Setup:
 
     Args:
         hardware: The machines, with the given devices a node; None if only memory is needed.
-        limit_bytes: How much of a device a plan may fill; None for no limit.
-        limit_source: The limit's origin, in words.
+        limit_bytes: Of a device; None for no limit.
+        limit_source: Its origin, in words.
         recompute: Whether layers keep their input only.
         sequence_parallel: Whether norms and residuals are divided over tp.
         calibration: Measurements of the model on such a machine; replaces all data sheets.
@@ -316,7 +316,8 @@ def make_plan(
 
 
 def _longest_held(setup: Setup, wanted: int, offload: bool = False) -> int:
-    """The longest sequence, up to the wanted one, that any strategy holds, with `hotspa_offload="master"` if `offload`."""
+    """The longest sequence, up to the wanted one, that any strategy holds, with `hotspa_offload="master"` if
+    `offload`."""
     memory = setup.cost.memory
     tokens = Capacities(
         replace(memory, options=replace(memory.options, offload_master=offload)), setup.limit_bytes
@@ -358,8 +359,8 @@ class Estimate:
     """The answer of `hf-hotspa estimate`.
 
     Args:
-        pack_tokens: Tokens of the requested pack.
-        memory: What its fullest rank holds.
+        pack_tokens: Of the requested pack.
+        memory: Of its fullest rank.
         largest_pack: The most tokens of a pack; None without a limit.
         longest: Tokens of the longest sequence that fits, for this strategy and others; empty without a limit.
     """

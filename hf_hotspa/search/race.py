@@ -33,9 +33,9 @@ SHARE = 0.01
 _RESERVE = 0.15
 """The share of that budget kept back, because a trial can take longer than expected."""
 _CLEARLY = (math.inf, 0.12, 0.06, 0.03, 0.0)
-"""By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; the last value holds for
-more rounds. One round decides nothing: another process may have used the machine. With noise of 10 % a plan as fast as
-another leaves by chance in one of 30 races, where nothing is lost, and a faster plan seldom."""
+"""By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; the last value holds
+for more rounds. One round decides nothing: another process may have used the machine. With noise of 10 % a plan as fast
+as another leaves by chance in one of 30 races, where nothing is lost, and a faster plan seldom."""
 _SAME = 0.02
 """Plans that differed by less than this in each of `_ENOUGH` rounds count as equal."""
 _ENOUGH, _MOST_ROUNDS = 3, 8
@@ -51,7 +51,8 @@ _MOVED, _BETTER = math.log(1.25), math.log(1.05)
 
 @dataclass(frozen=True)
 class _Run:
-    """A mini-batch of a race: plan and round, measured seconds, predicted seconds under each plan, and whether it counts."""
+    """A mini-batch of a race: plan and round, measured seconds, predicted seconds under each plan, and whether it
+    counts."""
 
     plan: int
     round: int
@@ -151,8 +152,8 @@ class Race:
         return {r.round: math.log(r.seconds / r.predicted[plan]) for r in self._runs if r.warm and r.plan == plan}
 
     def _score(self, plan: int, weights: Sequence[float]) -> float:
-        """The logarithm of a mean mini-batch's seconds. A plan that has only run cold is as far from the fastest as from that
-        plan's cold run. A plan that has not run follows its prediction and the levels of the others."""
+        """The logarithm of a mean mini-batch's seconds. A plan that has only run cold is as far from the fastest as
+        from that plan's cold run. A plan that has not run follows its prediction and the levels of the others."""
         plans = range(len(self.names))
         warm = {p: median(values.values()) for p in plans if (values := self._of_rounds(p))}
         if plan in warm:
@@ -310,7 +311,8 @@ class Race:
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median of pairwise means (Hodges, Lehmann) and its 90 % interval; of fewer than 5 values minimum and maximum."""
+    """The median of pairwise means (Hodges, Lehmann) and its 90 % interval; of fewer than 5 values minimum and
+    maximum."""
     walsh = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
     ways, count = [1] + [0] * len(walsh), len(values)  # how many sets of ranks have each sum
     for rank in range(1, count + 1):

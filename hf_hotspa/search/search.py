@@ -48,8 +48,6 @@ class Row:
 
     Args:
         bucket: Strategy, edges and pack size.
-        compute_s: Seconds of its computation.
-        switch_s: Seconds of its switch.
     """
 
     bucket: Bucket
@@ -80,7 +78,6 @@ class Choice:
         switch_seconds: The switches in it.
         static: The best single strategy, its packs and its lengths.
         static_seconds: Its seconds, including its switch.
-        rows: One for each bucket.
         exact: Whether all ranges of lengths were simulated, see `search`.
         num_simulated: Phases that were packed and simulated in the search.
         near: Other plans, fastest first, if requested.
@@ -177,9 +174,9 @@ MOST_SINGLES, MOST_POOLS = 3, 1
 _SOME = 0.05
 """The least time of every phase of a plan near another one, as a share of the plan's seconds."""
 _KNOWN = 2
-"""By how many times the usual margin two kinds may be behind and still be near: replicas alone, which everybody knows; and
-the fastest strategy that moves no layers while it computes, beside one that does (the time of moving on busy cores is
-the hardest to predict)."""
+"""By how many times the usual margin two kinds may be behind and still be near: replicas alone, which everybody knows;
+and the fastest strategy that moves no layers while it computes, beside one that does (the time of moving on busy cores
+is the hardest to predict)."""
 _SAME_ARENA = 0.01
 """By how much of the memory limit arenas must differ to be searched separately."""
 _RARE = 0.01
@@ -217,8 +214,8 @@ def search(
         longest: The longest sequence that must fit, if longer than the given ones.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         margin: How much better than the best single strategy a pool must be, as a share.
-        pack_margin: How much slower a bucket may be with smaller packs, which use less memory and are nearer to what was
-            measured.
+        pack_margin: How much slower a bucket may be with smaller packs, which use less memory and are nearer to what
+            was measured.
         plain_margin: How much better a single strategy must be than one with fewer ranks to a replica: ranks that wait
             for one another are harder to predict.
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
@@ -260,8 +257,8 @@ def _check(sample: list[int], max_phases: int, margin: float, mini_batch_size: i
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
-    """Returns mini-batches of `size` lengths (None: all) of a random sample, and their weights: equal, plus a rare one with
-    only a longest sequence, if all others are shorter."""
+    """Returns mini-batches of `size` lengths (None: all) of a random sample, and their weights: equal, plus a rare one
+    with only a longest sequence, if all others are shorter."""
     size = size or len(sample)
     count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
     stream = cycle(sample)  # repeats a histogram that is smaller than a mini-batch
@@ -281,7 +278,8 @@ def _total(phases: _Estimated) -> float:
 
 
 class _Search:
-    """One search; see `search` for the arguments, and `mini_batches` for `drawn`. `exact`: whether all ranges were simulated."""
+    """One search; see `search` for the arguments, and `mini_batches` for `drawn`. `exact`: whether all ranges were
+    simulated."""
 
     def __init__(
         self,
@@ -362,8 +360,8 @@ class _Search:
         return chosen
 
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
-        """Other plans that are hardly slower than the best one; of plans with the same degrees the fastest, whatever their
-        options, which are for memory. A phase with next to no work does not make another plan."""
+        """Other plans that are hardly slower than the best one; of plans with the same degrees the fastest, whatever
+        their options, which are for memory. A phase with next to no work does not make another plan."""
         least, moves = self._seconds(best), any(phase[0].z == 3 for phase in best)
         whole = min((each for each in singles if each[0][0].z < 3), key=self._seconds, default=None) if moves else None
         taken, chosen = {self._kinds(best)}, list[Phases]()
@@ -483,8 +481,8 @@ class _Search:
         return self._best_first(list(candidates.values()))
 
     def _arenas(self) -> list[int]:
-        """Sizes of arena that are worth a search, descending. Nearly equal sizes, or a difference small against the limit, give
-        the same strategies; the pools are packed with the arena that they need."""
+        """Sizes of arena that are worth a search, descending. Nearly equal sizes, or a difference small against the
+        limit, give the same strategies; the pools are packed with the arena that they need."""
         sizes, limit = sorted({self.capacities.arena(s) for s in self.pool}, reverse=True), self.capacities.limit_bytes
         if limit is None:
             return sizes[:1]

@@ -30,8 +30,8 @@ class SingleStrategy:
     quadratic_cost: float
 
     def seconds_by(self, plan: MiniBatchPlan) -> tuple[float, float] | None:
-        """Predicts seconds for the rows of a mini-batch, including loads and returns: for this strategy alone, and for the
-        phases of the plan. None if a row does not fit."""
+        """Predicts seconds for the rows of a mini-batch, including loads and returns: for this strategy alone, and for
+        the phases of the plan. None if a row does not fit."""
         lengths = [sequence.num_tokens for phase in plan.phases for sequence in phase.sequences()]
         if not lengths or max(lengths) > self.bucket.capacity:
             return None
@@ -101,8 +101,8 @@ class Singles:
         return cls(tuple(bucket for _, bucket in sorted(timed, key=lambda each: each[0])), rejected)
 
     def rivals(self, world_size: int) -> tuple[list[Bucket], dict[str, str]]:
-        """Returns the strategies to measure: the fastest of all as predicted, and the fastest of each known kind; and, by
-        strategy, why a known kind is missing."""
+        """Returns the strategies to measure: the fastest of all as predicted, and the fastest of each known kind; and,
+        by strategy, why a known kind is missing."""
         chosen, left_out = dict.fromkeys(self.fitting[:1]), dict[str, str]()
         for known in known_strategies(world_size):
             own = next((bucket for bucket in self.fitting if _kind(bucket.strategy) == _kind(known)), None)

@@ -1,7 +1,7 @@
 """`MANIFEST.json`: what a checkpoint holds, and where each element of each parameter lies in it.
 
-The file carries its own SHA-256, and it must be, byte for byte, what `Manifest.text` writes. So every change is noticed,
-including doubled keys. A hash finds damage, not forgery by someone with write access.
+The file carries its own SHA-256, and it must be, byte for byte, what `Manifest.text` writes. So every change is
+noticed, including doubled keys. A hash finds damage, not forgery by someone with write access.
 
 The parameters lie end to end in one vector, as in `layout.vector`, divided in segments. Rank r holds the elements
 `[start + cuts[r], start + cuts[r + 1])` of every segment; its file holds the part of each parameter in that range, as
@@ -63,7 +63,8 @@ _OLD_MODEL_FOLDER = "model"
 
 @dataclass(frozen=True)
 class SavedSegment:
-    """Elements `[start, stop)` of the vector; `cuts` [world + 1], counted from `start`, divide them between the ranks."""
+    """Elements `[start, stop)` of the vector; `cuts` [world + 1], counted from `start`, divide them between the
+    ranks."""
 
     start: int
     stop: int
@@ -84,7 +85,8 @@ def stored_as(text: str) -> tuple[str, int]:
 
 
 def num_values(low: int, high: int, each: int) -> int:
-    """Returns the number of values of a state for elements `[low, high)` of a parameter, one value for `each` elements."""
+    """Returns the number of values of a state for elements `[low, high)` of a parameter, one value for `each`
+    elements."""
     return -(-high // each) - low // each
 
 
@@ -100,8 +102,8 @@ class SavedParameter:
         model_dtype: Its dtype in the Hugging Face model.
         tied_names: Further names of it.
         exported_name: The one of its names under which transformers saves it.
-        states: Name -> stored dtype: `weight`, and the optimizer's states. One value for each element; with a number, one
-            for each so many, counted from the first (`float32/256`: the scales of 8-bit states).
+        states: Name -> stored dtype: `weight`, and the optimizer's states. One value for each element; with a number,
+            one for each so many, counted from the first (`float32/256`: the scales of 8-bit states).
     """
 
     name: str
@@ -133,7 +135,7 @@ class Manifest:
     Args:
         step: Optimizer steps made.
         world_size: Ranks that wrote it.
-        strategies: The strategies of the run, as the user writes them.
+        strategies: As the user writes them.
         resumable: False if only the model was saved.
         versions: Of hf_hotspa, torch and transformers.
         files: Every file but the manifest.
@@ -170,7 +172,8 @@ class Manifest:
         return name.removeprefix(f"{STATE_FOLDER}/") if self.schema_version == 1 else name
 
     def model_files(self) -> Iterator[tuple[str, str]]:
-        """Yields the model's files except weights (configs, tokenizer): name in the checkpoint, name in a model folder."""
+        """Yields the model's files except weights (configs, tokenizer): name in the checkpoint, name in a model
+        folder."""
         for file in self.files:
             top, _, rest = file.name.partition("/")
             if self.schema_version == 1:
@@ -187,7 +190,8 @@ class Manifest:
         return low, max(low, high)
 
     def holders(self, parameter: SavedParameter, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yields `(rank, low, high)`: the files that hold part of elements `[start, stop)` of a parameter, and which."""
+        """Yields `(rank, low, high)`: the files that hold part of elements `[start, stop)` of a parameter, and
+        which."""
         segment = self.segments[parameter.segment]
         base = parameter.offset - segment.start
         rank = bisect_right(segment.cuts, base + start) - 1
@@ -256,7 +260,7 @@ def _render(data: dict[str, Any]) -> str:
 
 
 def _problem(manifest: Manifest) -> str | None:
-    """The first impossible entry, found before anything is allocated for it; or None."""
+    """The first impossible entry, before anything is allocated for it."""
     if not 0 <= manifest.step < 10**15 or not 1 <= manifest.world_size <= _MAX_WORLD:
         return f"step {manifest.step}, {manifest.world_size} ranks"
     problem = _problem_of_files(manifest) or _problem_of_segments(manifest) or _problem_of_parameters(manifest)
