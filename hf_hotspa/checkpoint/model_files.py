@@ -223,8 +223,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> Shards:
-    """Returns name and tensors of each file of a model, in the order of the tensors; for `limit` see
-    `MAX_SHARD_BYTES`."""
+    """Returns name and tensors of each file of a model, in order; for `limit` see `MAX_SHARD_BYTES`."""
     if adapted:  # PEFT reads one file
         return [(ADAPTER_WEIGHTS, entries)]
     shards: list[Entries] = [[]]

@@ -331,8 +331,7 @@ def random_states(world_size: int) -> dict[str, Any]:
 
 
 def state_names(master: MasterStore, optimizer: Optimizer) -> list[str]:
-    """Returns the elementwise states of an optimizer, such as `exp_avg`; equal on all ranks: each store has all
-    parameters."""
+    """Returns an optimizer's elementwise states, such as `exp_avg`: all stores have all parameters, so ranks agree."""
     state = bare_optimizer(optimizer).state
     return sorted({
         key
@@ -358,8 +357,7 @@ def _is_elementwise(value: Any, parameter: Tensor) -> bool:
 
 
 def optimizer_state(optimizer: Optimizer, master: MasterStore, states: Mapping[str, Mapping[str, Tensor]]) -> Any:
-    """Returns the optimizer's `state_dict` with complete parameters, in host memory (`states`: state -> parameter ->
-    it)."""
+    """Returns the optimizer's `state_dict` with complete parameters in host memory (`states[state][parameter]`)."""
     bare, state = bare_optimizer(optimizer), dict[int, dict[str, Any]]()
     described = bare.state_dict()
     for names, group in zip(names_in_groups(bare, master), described["param_groups"], strict=True):

@@ -192,8 +192,7 @@ def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedS
 def saved_parameters(
     vector: ParameterVector, states: Mapping[str, dict[str, str]], dtypes: Mapping[str, str], exported: set[str]
 ) -> tuple[SavedParameter, ...]:
-    """Returns the parameters for the manifest: `states` of a `Share`, dtypes in the model, names that transformers
-    saves."""
+    """Returns the parameters for the manifest: `states` of a `Share`, model dtypes, names that transformers saves."""
     return tuple(
         SavedParameter(
             spec.name,

@@ -194,8 +194,7 @@ class Passes:
 
     @property
     def depth(self) -> int:
-        """How many forward passes the first stage may be ahead: with GPipe as many as the limit allows, on every
-        stage."""
+        """How many forward passes the first stage may be ahead; GPipe: up to the limit, on every stage."""
         return len(self.tokens) + self.num_stages if self.kind == "gpipe" else self.num_stages
 
     def operations(self, stage: int) -> list[Operation]:
@@ -503,8 +502,7 @@ def _ahead(num_packs: int, num_ranks: int, rounds: int, rank: int) -> int:
 
 @lru_cache(maxsize=256)
 def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]:
-    """Returns all passes of torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >=
-    1."""
+    """Returns torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >= 1."""
     orders = [_of_rank(num_packs, num_ranks, rounds, rank) for rank in range(num_ranks)]
     return tuple(turn for turns in at_a_time(orders, num_ranks * rounds) for turn in turns)
 
@@ -552,8 +550,7 @@ class PipeDream:
             )
 
     def delays(self, num_stages: int) -> tuple[int, ...]:
-        """Returns, by stage, how many updates of this mini-batch a pack of a full pipeline misses compared with a
-        sequential run."""
+        """Returns, by stage, how many updates a full pipeline's pack misses, compared with a sequential run."""
         return tuple(num_stages - 1 - (0 if self.vertical_sync else stage) for stage in range(num_stages))
 
     def most_versions(self, num_stages: int, stage: int, num_packs: int | None = None) -> int:

@@ -226,8 +226,7 @@ def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: in
 
 
 def pool_of(choice: Choice, capacities: Capacities) -> tuple[Bucket, ...]:
-    """Returns a search's buckets, and the best static strategy if it needs no more memory: its packs hold any
-    sequence."""
+    """Returns a search's buckets, and the best static strategy (for any sequence) if it needs no more memory."""
     arena = max(capacities.arena(bucket.strategy) for bucket in choice.buckets)
     static, longest = choice.static, choice.buckets[-1].longest
     # strategies that differ in `+sp` only are one: the bucket has it for the capacity

@@ -137,8 +137,7 @@ class FormulaTable:
 
 
 def divisions(world_size: int, batch: int, micro: int, layers: int, heads: int) -> list[tuple[int, int, int]]:
-    """Returns every `(p, t, d)`: p t d = world size, p at most the layers, t divides the heads, b d divides the
-    batch."""
+    """Returns every `(p, t, d)` with p t d devices: p at most the layers, t divides the heads, b d the batch."""
     legal = []
     for pp in range(1, min(world_size, layers) + 1):
         for tp in range(1, heads + 1):

@@ -66,9 +66,8 @@ def chunks_alone(
     *,
     schedule: str = "auto",
 ) -> list[Strategy]:
-    """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: chunked
-    from those that do not hold it, unless a holding one has no more ranks to a replica, no more shards and no
-    recomputation."""
+    """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: chunked from
+    those that do not hold it, unless a holding one has no more ranks to a replica or shards, and no recomputation."""
     holding = [s for s in strategies if tokens(s) >= longest]
     if shape.ck_unsupported_reason or not holding:
         return []

@@ -269,8 +269,7 @@ def limit_text(limit_bytes: float | None, source: str) -> str:
 
 
 def wrapped(text: str, width: int = WIDTH) -> list[str]:
-    """Wraps a text into lines of at most a width, broken at blanks and behind commas; indents all lines but the
-    first."""
+    """Wraps a text at blanks and behind commas into lines of at most a width; indents all but the first."""
     lines = [""]
     for piece in re.findall(r"[^\s,]*,|[^\s,]+|\s+", text):
         if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1].strip():

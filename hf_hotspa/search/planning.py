@@ -316,8 +316,7 @@ def make_plan(
 
 
 def _longest_held(setup: Setup, wanted: int, offload: bool = False) -> int:
-    """The longest sequence, up to the wanted one, that any strategy holds, with `hotspa_offload="master"` if
-    `offload`."""
+    """The longest sequence, at most `wanted`, that any strategy holds; `offload`: with `hotspa_offload="master"`."""
     memory = setup.cost.memory
     tokens = Capacities(
         replace(memory, options=replace(memory.options, offload_master=offload)), setup.limit_bytes

@@ -51,8 +51,7 @@ _MOVED, _BETTER = math.log(1.25), math.log(1.05)
 
 @dataclass(frozen=True)
 class _Run:
-    """A mini-batch of a race: plan and round, measured seconds, predicted seconds under each plan, and whether it
-    counts."""
+    """A mini-batch of a race: plan, round, measured seconds, predicted ones under each plan, whether it counts."""
 
     plan: int
     round: int
@@ -311,8 +310,7 @@ class Race:
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median of pairwise means (Hodges, Lehmann) and its 90 % interval; of fewer than 5 values minimum and
-    maximum."""
+    """The median of pairwise means (Hodges, Lehmann) and its 90 % interval; below 5 values their range."""
     walsh = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
     ways, count = [1] + [0] * len(walsh), len(values)  # how many sets of ranks have each sum
     for rank in range(1, count + 1):

@@ -278,8 +278,7 @@ def _total(phases: _Estimated) -> float:
 
 
 class _Search:
-    """One search; see `search` for the arguments, and `mini_batches` for `drawn`. `exact`: whether all ranges were
-    simulated."""
+    """One search; arguments as for `search`, `drawn` from `mini_batches`. `exact`: all ranges were simulated."""
 
     def __init__(
         self,

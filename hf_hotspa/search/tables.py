@@ -47,8 +47,7 @@ def _notes(notes: Sequence[str]) -> list[str]:
 
 
 def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
-    """Tabulates shares of sequences and tokens by length, in powers of two, with the edges of buckets (if any) as
-    lines."""
+    """Tabulates shares of sequences and tokens by length, in powers of two, with the edges of buckets as lines."""
     ordered = sorted(lengths)
     longest = buckets[-1].longest if buckets else ordered[-1]
     first = 1 << max(0, math.ceil(math.log2(ordered[0])))

@@ -198,8 +198,7 @@ class RunFolder:
         return target
 
     def abandon(self, path: Path) -> None:
-        """Removes a directory of this run that is not a checkpoint, such as a failed save. Ignores errors of the
-        disk."""
+        """Removes a directory of this run that is not a checkpoint, such as a failed save. Ignores disk errors."""
         try:
             if path.exists():
                 self.disk.remove(path)
@@ -209,8 +208,7 @@ class RunFolder:
     # -- which ones are good ------------------------------------------------------------------------------------------
 
     def verified(self, path: Path, reread: bool = False) -> bool:
-        """Returns whether a checkpoint is complete. Reads it once, and again if a file's size, time or identity
-        changes."""
+        """Returns whether a checkpoint is complete. Rereads it only if a file's size, time or identity changes."""
         try:
             manifest = read_manifest(path)
             if reread or self._verified.get(path) != _signature(path, manifest):
@@ -262,8 +260,7 @@ class RunFolder:
 
 
 def may_pass(error: BaseException, folder: Path) -> bool:
-    """Returns whether another save may succeed: the disk failed or memory ran out, not a file elsewhere or a
-    serialiser."""
+    """Returns whether another save may succeed: for a failed disk or no memory, not for files elsewhere or a serialiser."""
     if (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     ):  # torch's; torch is not imported here

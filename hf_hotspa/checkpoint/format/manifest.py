@@ -63,8 +63,7 @@ _OLD_MODEL_FOLDER = "model"
 
 @dataclass(frozen=True)
 class SavedSegment:
-    """Elements `[start, stop)` of the vector; `cuts` [world + 1], counted from `start`, divide them between the
-    ranks."""
+    """Elements `[start, stop)` of the vector; `cuts` [world + 1], counted from `start`, divide them between ranks."""
 
     start: int
     stop: int
@@ -85,8 +84,7 @@ def stored_as(text: str) -> tuple[str, int]:
 
 
 def num_values(low: int, high: int, each: int) -> int:
-    """Returns the number of values of a state for elements `[low, high)` of a parameter, one value for `each`
-    elements."""
+    """Returns a state's values for elements `[low, high)` of a parameter, if one stands for `each` elements."""
     return -(-high // each) - low // each
 
 
@@ -172,8 +170,7 @@ class Manifest:
         return name.removeprefix(f"{STATE_FOLDER}/") if self.schema_version == 1 else name
 
     def model_files(self) -> Iterator[tuple[str, str]]:
-        """Yields the model's files except weights (configs, tokenizer): name in the checkpoint, name in a model
-        folder."""
+        """Yields the model's files except weights (configs, tokenizer): names in the checkpoint and in a model folder."""
         for file in self.files:
             top, _, rest = file.name.partition("/")
             if self.schema_version == 1:
@@ -190,8 +187,7 @@ class Manifest:
         return low, max(low, high)
 
     def holders(self, parameter: SavedParameter, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yields `(rank, low, high)`: the files that hold part of elements `[start, stop)` of a parameter, and
-        which."""
+        """Yields `(rank, low, high)`: which files hold which part of elements `[start, stop)` of a parameter."""
         segment = self.segments[parameter.segment]
         base = parameter.offset - segment.start
         rank = bisect_right(segment.cuts, base + start) - 1
