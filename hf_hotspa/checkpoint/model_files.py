@@ -208,9 +208,9 @@ def check_rewritten(folder: Path, manifest: Manifest, model: Any, failure: Damag
         raise failure from error
     if other is not None:
         raise DamagedCheckpointError(
-            f"{failure.what}, and {other!r} is not in the files of weights as it was saved",
+            f"{failure.what}, and {other!r} in the files of weights is not as it was saved",
             where=str(folder),
-            why="weights may lie in other files than those that were written, but they must be the same",
+            why="weights may be in different files than before, but must have the saved values",
             fix="start a new run with weights that were changed on purpose: from_pretrained, and no resume_from_checkpoint",
         )
     logger.info("%s: another program has written the files of weights; they hold the same", folder)

@@ -105,7 +105,7 @@ class StockCheckpoint:
                 raise ResumeError(
                     f"the checkpoint was written with {other}",
                     where=str(path),
-                    why="the state of its optimizer is divided in another way, and cannot be mapped",
+                    why="the state of its optimizer is divided differently, and cannot be mapped",
                     fix="start a new run with the weights that its own tools convert, and no resume_from_checkpoint",
                 )
         trainer_state = read_object(path, TRAINER_STATE)
@@ -141,8 +141,8 @@ class StockCheckpoint:
             raise ResumeError(
                 f"{OPTIMIZER!r} has parameter groups of {counts[1]} parameters, and the run has groups of {counts[0]}",
                 where=str(self.path),
-                why="the optimizer was made in another way, or the model is another one",
-                fix="resume with the same model, and an optimizer that is made in the same way",
+                why="the optimizer was made differently, or the model differs",
+                fix="resume with the same model, and an optimizer made in the same way",
             )
         states = {}
         for names, group in zip(groups, saved_groups, strict=True):
@@ -254,12 +254,12 @@ class StockCheckpoint:
         epochs = _epochs(step, rows, steps_in_epoch, per_device, mini_batch, drop_last)
         if not any(abs(value - epoch) < 1e-6 for value in epochs):
             raise ResumeError(
-                f"the checkpoint is at epoch {epoch:.4f} after {step} steps with {per_device} rows per device, and a run "
-                f"with mini-batches of {mini_batch} out of {rows} rows never is",
+                f"the checkpoint is at epoch {epoch:.4f} after {step} steps with {per_device} rows per device, which a run "
+                f"with mini-batches of {mini_batch} out of {rows} rows never reaches",
                 where=str(self.path),
                 why="sequences would be trained twice or not at all",
                 fix="use the same data set and set hotspa_mini_batch_size to the rows of one step of that run (rows per "
-                "device x processes x gradient accumulation), or say hotspa_allow_data_order_change=True",
+                "device x processes x gradient accumulation), or set hotspa_allow_data_order_change=True",
             )
 
 
@@ -296,7 +296,7 @@ def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
     )
     for name in differences:
         raise ResumeError(
-            f"{name!r} of the adapter is not the same in the checkpoint and in the model",
+            f"{name!r} of the adapter differs between the checkpoint and the model",
             where=str(files.folder),
             fix="make the adapter with the config that it was saved with",
         )

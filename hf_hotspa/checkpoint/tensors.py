@@ -140,7 +140,7 @@ def _scalar_to_json(value: Any, name: str) -> Any:
         return value
     raise UnsupportedError(
         f"the optimizer state {name} ({type(value).__name__}) cannot be saved",
-        why="it belongs neither to single weights nor to a whole parameter",
+        why="it belongs neither to single weights nor to a complete parameter",
         fix="use one of torch's elementwise optimizers",
     )
 
@@ -254,7 +254,7 @@ class ShareReader:
             return self.read(parameter, state, start, stop)
         if state != WEIGHT and any(stored_as(stored)[1] > 1 for stored in parameter.states.values()):
             raise ResumeError(
-                f"the state {state!r} of {parameter.name!r} has scales for blocks of elements, which lie in another order here",
+                f"the state {state!r} of {parameter.name!r} has scales for blocks of elements, which have another order here",
                 where=str(self.folder),
                 fix="resume with the version of hf_hotspa that wrote the checkpoint, or with save_only_model begin anew",
             )

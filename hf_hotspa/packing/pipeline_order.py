@@ -92,7 +92,7 @@ def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> Non
     if strategy.ck and strategy.pp > 1 and not runs_chunks(schedule):
         raise StrategyError(
             f"strategy {strategy} has token chunks, and the pipeline schedule is {schedule}",
-            why="chunks of a pack go forward in their order and backward against it, which torch's schedules do not know",
+            why="chunks of a pack run forward in order and backward in reverse, which torch's schedules do not support",
             fix=f"use the schedule own, or leave +ck{strategy.ck} out",
         )
     if strategy.v > 1 and not runs_rounds(schedule):
@@ -546,7 +546,7 @@ class PipeDream:
     def __post_init__(self) -> None:
         if self.max_norm is not None and not (isfinite(self.max_norm) and self.max_norm > 0):
             raise HotspaConfigError(
-                f"stages clip to the norm {self.max_norm}", fix="use 1.0, say, or None for no clipping"
+                f"stages clip to the norm {self.max_norm}", fix="use for example 1.0, or None for no clipping"
             )
 
     def delays(self, num_stages: int) -> tuple[int, ...]:
@@ -599,7 +599,7 @@ def check_pipedream(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedul
     if len(buckets) > 1:
         raise StrategyError(
             f"{named} with the strategies {', '.join(str(bucket.strategy) for bucket in buckets)}",
-            why="stages update by themselves and at different times, so that there is no one state to switch from",
+            why="stages update by themselves and at different times, so there is no single state to switch from",
             fix=f"give one strategy with pp of at least 2, such as pp2:{buckets[-1].longest}, {back}",
         )
     if strategy.pp < 2:
@@ -612,7 +612,7 @@ def check_pipedream(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedul
     if strategy != allowed:
         raise StrategyError(
             f"{named} with the strategy {strategy}",
-            why="only dp, tp, pp, +sp and +rc run whole packs with weights that are kept for them",
+            why="only dp, tp, pp, +sp and +rc run uncut packs with weights that are kept for them",
             fix=f"use {allowed}, {back}",
         )
     if not runs_chunks(schedule):

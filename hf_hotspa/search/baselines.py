@@ -258,13 +258,13 @@ class Pricing:
         """
         if buckets[-1].longest < max(self.lengths):
             raise OverlongError(
-                f"--strategies {name!r} takes sequences of {buckets[-1].longest} tokens, and there are some of {max(self.lengths)}",
+                f"--strategies {name!r} takes sequences of {buckets[-1].longest} tokens, and the longest has {max(self.lengths)}",
                 fix="let the last bucket take them, or give --longest and --overlong",
             )
         limit, strategies = self.capacities.limit_bytes, [bucket.strategy for bucket in buckets]
         for bucket, need in zip(buckets, self.cost.rank_bytes(buckets), strict=True):
             if limit is not None and need.total > limit:
-                why = f"{bucket} takes {size(need.total)} of a device, and may {size(limit)}"
+                why = f"{bucket} needs {size(need.total)} of a device, and the limit is {size(limit)}"
                 return Rival(name, buckets, None, why)
         batches, weights = mini_batches(self.lengths, self.mini_batch_size, max(self.lengths))
         switch, quadratic = self.cost.switch_seconds(strategies), self.cost.sizes.shape.quadratic_cost

@@ -250,7 +250,7 @@ class Race:
             return
         moved = median(last) - self._levels[self._kept]
         if abs(moved) > _MOVED:
-            self._again(f"mini-batches take {math.exp(moved):.2f} of what they took")
+            self._again(f"mini-batches take {math.exp(moved):.2f}x their earlier time")
         elif (known := [each for _, each in self._recent if each])[3:] and (better := self._better(known)) is not None:
             self._again(f"for these lengths {self.names[better]} may be faster")
 

@@ -153,7 +153,7 @@ def _phases(calibration: Calibration) -> list[str]:
     for sample in calibration.phases:
         seconds.setdefault(sample.strategy, []).append(f"{sample.seconds:,.3f}")
     each = ", ".join(f"{strategy} {' and '.join(values)} s" for strategy, values in seconds.items())
-    return [f"whole phases of mixed lengths: {each}"] if each else []
+    return [f"complete phases of mixed lengths: {each}"] if each else []
 
 
 def _scaled(*values: float) -> list[str]:

@@ -136,7 +136,7 @@ class RunFolder:
                 else:
                     self.disk.remove(path)
             except OSError as error:
-                logger.warning("%s is left of an earlier run and cannot be removed: %s", path, error)
+                logger.warning("%s was left by an earlier run and cannot be removed: %s", path, error)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,7 @@ def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
         f"{what}: {reason}",
         where=str(path),
         why="earlier checkpoints are untouched",
-        fix="free space on the disk (or memory, where that is missing), or make output_dir a writable directory that all ranks share",
+        fix="free space on the disk (or memory, if that ran out), or make output_dir a writable directory that all ranks share",
     )
 
 

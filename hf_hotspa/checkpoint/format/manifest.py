@@ -84,7 +84,7 @@ def stored_as(text: str) -> tuple[str, int]:
 
 
 def num_values(low: int, high: int, each: int) -> int:
-    """Returns a state's values for elements `[low, high)` of a parameter, if one stands for `each` elements."""
+    """Returns how many values a state has for elements `[low, high)` of a parameter, one for every `each`."""
     return -(-high // each) - low // each
 
 
@@ -299,7 +299,7 @@ def _problem_of_parameters(manifest: Manifest) -> str | None:
     end, seen = 0, set[str]()
     for parameter in manifest.parameters:
         if any(size < 0 for size in parameter.shape) or parameter.offset != end:
-            return f"parameter {parameter.name!r} {parameter.shape} does not start where the one before ends"
+            return f"parameter {parameter.name!r} {parameter.shape} does not start where the previous one ends"
         end += parameter.numel
         if not 0 <= parameter.segment < len(manifest.segments):
             return f"parameter {parameter.name!r} has no segment"
@@ -360,7 +360,7 @@ def _no_checkpoint(folder: Path) -> DamagedCheckpointError:
     return DamagedCheckpointError(
         f"there is no {MANIFEST}",
         where=str(folder),
-        why=f"a checkpoint of hf_hotspa has one, and one of the stock Trainer has a {TRAINER_STATE} in its place",
+        why=f"checkpoints of hf_hotspa have one; the stock Trainer's have a {TRAINER_STATE} instead",
         fix=f"name a checkpoint in it, such as {folder / f'checkpoint-{max(steps)}'}" if steps else None,
     )
 
