@@ -4,11 +4,10 @@ Names are those that `save_pretrained` writes: weights that transformers fuses f
 again, and of tied weights only the one that transformers keeps is written. At most one weight has to be in memory.
 
 `export` writes a checkpoint as a plain Hugging Face model: safetensors shards with their index, configs, tokenizer,
-model card. It joins and writes one parameter at a time, so a model larger than the memory can be exported. The result
-appears under its name when it is complete. Names are the names in memory, as
-`save_pretrained(save_original_format=False)` writes them (or the names in the files of a checkpoint that holds the
-model only). An adapter's checkpoint becomes what `PeftModel.save_pretrained` writes: one file of the trained weights,
-and the adapter's config.
+model card. It joins and writes one parameter at a time, so the model may be larger than the memory. The result appears
+under its name when it is complete. Names are the names in memory, as `save_pretrained(save_original_format=False)`
+writes them (or the names in the files of a checkpoint without shares). An adapter's checkpoint becomes what
+`PeftModel.save_pretrained` writes: one file of the trained weights, and the adapter's config.
 
 `merge` merges an adapter into its base with PEFT and writes a plain Hugging Face model. A base in 4 bits is dequantized
 first, as transformers does it (`PreTrainedModel.dequantize`), and `B A` is added to the result: the weights that the

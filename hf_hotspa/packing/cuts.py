@@ -1,9 +1,8 @@
 """Cuts packs: into chunks of tokens (`+ck`), and into shares for the ranks of cp. Plain numbers, the same on all ranks.
 
 Chunks: sequences no longer than a chunk stay in one, and several share one. A longer sequence is cut; its chunks are a
-*chain*: each needs the keys and values of the earlier ones. A chain holds parts of one sequence only. The short
-sequences that follow fill its last chunk, so at most one sequence's keys and values are kept at a time. Huang et al.
-(2025, "ChunkFlow") cut and fill in this way.
+*chain*: each needs the keys and values of the earlier ones. The short sequences that follow fill a chain's last chunk,
+so at most one sequence's keys and values are kept at a time, as in Huang et al. (2025, "ChunkFlow").
 
 On one stage memory decides, and chunks have equal tokens. In a pipeline stages wait for one another, and chunks have
 equal *time* (Li et al., 2021, "TeraPipe", section 3.3): later tokens attend to more, so later chunks are shorter.

@@ -1,9 +1,9 @@
 """The passes of all replicas of a phase in one agreed order, in which fully sharded strategies load and return units.
 
 All replicas load a unit's weights together and return its gradients together, so replicas with different packs must
-agree in which pass they meet. Merged are the first pack of every replica, then the second, and so on; a replica with
-fewer packs skips a pass. A pack in chunks of tokens is several passes; if some replicas go forward next and others
-backward, forward passes come first.
+agree in which pass they meet: the first pack of every replica, then the second, and so on; a replica with fewer packs
+skips a pass. A pack in chunks of tokens is several passes; if some replicas go forward next and others backward,
+forward passes come first.
 
 In a pipeline replicas meet chunk by chunk: the first chunk of the first chain of every replica's first pack, and so on;
 a replica without such a chunk skips it. Stages run them in our own 1F1B, so each replica keeps its chunk order on every

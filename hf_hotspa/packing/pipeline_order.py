@@ -3,14 +3,14 @@
 Used by the stages and by the cost model that predicts their time and memory. Pure functions, no torch. Arguments:
 `tokens` of each unit (a pack or a chunk of one); `most_tokens`, the most tokens in flight on a stage
 (`Bucket.most_tokens`), None for no limit; `chains`, the number of units of each chain, in order, empty if each unit is
-a chain by itself. Promise, for every schedule: no stage holds more tokens than the limit, including padding, except for
-a single longer pack.
+a chain by itself. No schedule lets a stage hold more tokens than the limit, including padding, except for a single
+longer pack.
 
 **One stage on each rank.** Stage s of p in our 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) runs a
 forward pass as long as fewer than p - s packs are in flight, else the oldest backward pass. Packs in flight hold their
-activations. Sizes may differ much, so a number of tokens limits them, too: a long pack then runs with few or no others,
-and short ones follow one another closely. GPipe runs groups of packs within the limit, one after the other; torch's
-1F1B, which knows no limit, is replaced by ours if its padded packs would exceed it.
+activations, so for packs of different sizes a number of tokens limits them, too: a long pack then runs with few or no
+others. GPipe runs groups of packs within the limit, one after the other; torch's 1F1B, which knows no limit, is
+replaced by ours if its padded packs would exceed it.
 
 A pack cut into chunks of tokens (`+ck`) is a *chain* of units; an uncut pack is a chain of one. Chains run first in,
 first out; the chunks of a chain go backward last in, first out, as each needs the gradients of later ones for its keys
@@ -21,8 +21,7 @@ one forward pass ahead of the next, right before the backward pass that it could
 
 **Several stages on each rank (`+v2`)**: interleaved 1F1B. Stage s of p v is on rank s mod p, so a pack goes round the
 ranks v times, and a stage is 1 / v as long: the pipeline fills and drains v times as fast, for v times the messages
-(bubble (p - 1) / (v m) for m packs). The published schedule requires equal packs and m a multiple of p. Ours takes any
-number of packs of any sizes:
+(bubble (p - 1) / (v m) for m packs). The published schedule requires equal packs and m a multiple of p; ours does not:
 
 * Packs go round in *groups* of p. The last group has the rest, or joins the group before it if that ends sooner; groups
   are smaller if they would exceed the limit. Every rank runs its forward passes in one sequence (a group's packs on its
@@ -32,19 +31,19 @@ number of packs of any sizes:
   most 2 (p - 1 - r) + (v - 1) p + 1 passes and stays within the limit. Tokens on one of v stages count 1 / v.
 
 Nothing waits for itself: a rank may always run what its next backward pass needs, whatever it holds. All ranks share
-one order, so that sends and receives match even if each blocks until its partner arrives
+one order, so sends and receives match even if each blocks until its partner arrives
 (`tests/unit/test_interleaved_order.py`).
 
 torch's `ScheduleInterleaved1F1B` sends packs of one shape round in m // p equal groups, which must divide m. Rank r
 begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups of g, then alternates forward and backward passes
-(`torch_order`). Ours replaces it for fewer packs than ranks, for a number of packs without equal groups, and if the
-padded packs in flight would exceed the limit.
+(`torch_order`). Ours replaces it for fewer packs than ranks, without equal groups, and if the padded packs in flight
+would exceed the limit.
 
-**PipeDream**: which version of a stage's weights each pack uses, if stages update after every backward pass.
-Asynchronous 1F1B with weight stashing (Narayanan et al., SOSP'19, section 3.3) is a separate training mode and *not*
-the synchronous update of everything else here: when stage s of p (from 0) runs a pack forward, it has run p - 1 - s
-fewer backward passes than a sequential optimizer would have. It keeps those weights until the pack's backward pass, so
-that both use the same bits. With vertical sync all stages use the version of the first.
+**PipeDream**: asynchronous 1F1B with weight stashing (Narayanan et al., SOSP'19, section 3.3), a separate training mode
+and *not* the synchronous update of everything else here. Stages update after every backward pass: when stage s of p
+(from 0) runs a pack forward, it has run p - 1 - s fewer backward passes than a sequential optimizer would have. It
+keeps those weights until the pack's backward pass, so that both use the same bits. With vertical sync all stages use
+the version of the first.
 
 * Update k of a stage (k = 0, 1, ...) uses the k-th packs of all replicas: the gradient of the mean loss over their
   label tokens. Without label tokens nothing is updated.

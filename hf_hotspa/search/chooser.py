@@ -2,21 +2,19 @@
 
 A pool is made for a complete data set; a mini-batch without long sequences needs no phase for them, and one with few
 short ones may run them along with the long ones. A sequence may go to any bucket whose packs have room for it. Every
-set of phases is considered, each with its best edges (by estimate); the best of each number of phases and every single
-phase that holds all sequences are packed and simulated. The fastest wins, with more phases only if they gain two
-percent: never slower, under the time model, than the best single phase.
+set of phases is considered with its best edges (by estimate); the best of each number of phases and every single phase
+that holds all sequences are packed and simulated. The fastest wins, with more phases only if they gain two percent:
+never slower, under the time model, than the best single phase.
 
 Hysteresis: the previous phases are kept (with edges for these lengths) unless another choice is faster by a margin, so
 that layouts do not flap. The choice is a pure function of its arguments, including the previous phases: every rank
 computes the same, and a resumed run needs the last choice.
 
-Over a run the choice also depends on the factors on the time model (`online_calibration`). Mini-batches are numbered
-from 0 over the complete run, as the Trainer's global step.
-
-Mini-batches may be planned ahead of training (by a loop; the Trainer does not). So that speed does not affect the
-choice, a correction computed after mini-batch n applies from mini-batch `n + 1 + delay` on, and `delay` is at least as
-far as anybody plans ahead: every rank makes the same choices, and so does a run resumed from `state_dict`. `choose`
-changes nothing and may run in another thread than `trained`. No torch.
+Over a run the choice also depends on the factors on the time model (`online_calibration`). Mini-batches have the
+Trainer's global steps as numbers. They may be planned ahead of training (by a loop; the Trainer does not). So that
+speed does not affect the choice, a correction computed after mini-batch n applies from `n + 1 + delay` on, and `delay`
+is at least as far as anybody plans ahead: every rank makes the same choices, and so does a run resumed from
+`state_dict`. `choose` changes nothing and may run in another thread than `trained`. No torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,13 +4,12 @@ Dividing packs over the ranks of cp, or experts over the ranks of ep, does what 
 layer. So cp pays if a replica does not hold the longest sequence, or if that sequence alone takes longer than each
 replica's share of a mini-batch, so that the others would wait. In a pipeline it also pays if a mini-batch has too few
 packs to fill all replicas' pipelines: the layouts that could be the fastest are searched separately
-(`sharing_layouts`). ep, which needs less memory, pays if the longest sequence does not fit under a strategy that holds
-all experts of its layers, or its columns of each; then the smallest degree that holds it pays.
+(`sharing_layouts`). ep needs less memory. It pays if the longest sequence does not fit under a strategy that holds all
+experts of its layers, or its columns of each, and then in the smallest degree that holds it.
 
 Chunks of tokens (`+ck`) cost a second forward pass. So they are considered if a sequence does not fit otherwise, and as
 single strategies if it fits only with more ranks to a replica, shards or recomputation (`chunks_alone`). Longer chunks
-cost less, kept graphs save a forward pass, and host memory is the last resort. `longest_by_strategy` reports how long a
-sequence each option holds. Plain data.
+cost less, kept graphs save a forward pass, and host memory is the last resort. Plain data.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -66,8 +65,9 @@ def chunks_alone(
     *,
     schedule: str = "auto",
 ) -> list[Strategy]:
-    """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: chunked from
-    those that do not hold it, unless a holding one has no more ranks to a replica or shards, and no recomputation."""
+    """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: chunked
+    from those that do not hold it, unless a holding one has no more ranks to a replica or shards, and no
+    recomputation."""
     holding = [s for s in strategies if tokens(s) >= longest]
     if shape.ck_unsupported_reason or not holding:
         return []

@@ -7,13 +7,12 @@ the machine does to all plans. The noise may have any distribution: a plan leave
 rounds (`_CLEARLY`), and two plans are reported with the median of all pairwise means of the differences and its
 interval (Wilcoxon's signed ranks).
 
-The regret is bounded. The cost of a race, in mini-batches, is the time that other plans took beyond the leader's;
-before each trial its expected cost must fit into the rest of `SHARE` of the run's mini-batches, less `_RESERVE` of it
-for a misjudged last trial. So all races of a run cost at most that share, plus what the last trial exceeds the reserve
-by.
+The regret is bounded. A race costs, in mini-batches, the time that other plans took beyond the leader's; before each
+trial its expected cost must fit into the rest of `SHARE` of the run's mini-batches, less `_RESERVE` of it for a
+misjudged last trial. So all races of a run cost at most that share, plus what the last trial exceeds the reserve by.
 
-Afterwards the winner runs, and a drift opens the race again: its ratio of measured to predicted seconds has moved, or
-the lengths have, so that another plan would be faster by the race's measurements.
+Afterwards the winner runs. A drift opens the race again: its ratio of measured to predicted seconds has moved, or the
+lengths have, so that another plan would be faster by the race's measurements.
 
 A pure function of its inputs in order; a race resumed from `state_dict` decides as if it had not stopped. Plain data,
 no torch.

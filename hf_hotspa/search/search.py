@@ -5,24 +5,24 @@ Exactness:
 * Buckets are contiguous ranges of the sorted lengths, each with a different strategy; at most `max_phases`. Edges are
   lengths that occur: all of them if they are few, else quantiles and the longest sequence each strategy can hold.
 * With few candidates (up to `EXACT_PHASES` phases) every phase is packed and simulated, and the dynamic programme over
-  these times is exact. Otherwise it runs over estimates (`estimate.LengthTable`): the best partitions are packed and
-  simulated, which corrects the estimates of the others, and the edges of the best are moved while that helps: a
-  heuristic. Of strategies that differ in `+sp` only, which costs no time, the one with more capacity is searched, with
-  the packs of both; its `+sp` is removed again if the packs fit without.
-* The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
-  must beat it by `margin`: the answer is never worse than the best static strategy, and may be not to switch. Packs are
-  then made smaller if that costs at most `pack_margin`.
+  these times is exact. Otherwise a heuristic: it runs over estimates (`estimate.LengthTable`), the best partitions are
+  packed and simulated, which corrects the estimates of the others, and the edges of the best are moved while that
+  helps. Of strategies that differ in `+sp` only, which costs no time, the one with more capacity is searched, with the
+  packs of both; its `+sp` is removed again if the packs fit without.
+* The best single strategy is always exact (all whose lower bound can win are packed and simulated), and a pool must
+  beat it by `margin`: the answer is never worse than the best static strategy, and may be not to switch. Packs are then
+  made smaller if that costs at most `pack_margin`.
 * Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best
   single pipeline that can have them (`going_round`). They do not change what is moved and hardly change what is held,
-  so the best strategies and edges without them are taken as the best with them; searching every pipeline both ways
-  would take twice as long.
-* Memory: the strategies of a pool share an arena as large as the largest needs, which reduces the others' capacity. The
-  search runs once for each size of arena (of nearly equal sizes for the largest). A pipeline whose memory does not hold
-  as many of the longest sequences as it has stages uses smaller packs, and runs these sequences one by one (`Bucket`).
+  so the best strategies and edges are taken to be the same; searching every pipeline both ways would take twice as
+  long.
+* Memory: a pool shares an arena as large as its largest strategy needs, which reduces the others' capacity. The search
+  runs once for each size of arena (of nearly equal sizes for the largest). A pipeline whose memory does not hold as
+  many of the longest sequences as it has stages uses smaller packs, and runs these sequences one by one (`Bucket`).
 
 Times are means over mini-batches drawn from the histogram; a phase costs nothing in a mini-batch that does not need it.
-If longer sequences than the drawn ones must fit, one mini-batch in a hundred is assumed to hold one and nothing else:
-enough for a good choice of its strategy, too little to affect other choices. Deterministic; no torch.
+If longer sequences than the drawn ones must fit, one mini-batch in a hundred holds one and nothing else: enough for a
+good choice of its strategy, too little to affect other choices. Deterministic; no torch.
 """
 
 import math

@@ -260,7 +260,8 @@ class RunFolder:
 
 
 def may_pass(error: BaseException, folder: Path) -> bool:
-    """Returns whether another save may succeed: for a failed disk or no memory, not for files elsewhere or a serialiser."""
+    """Returns whether another save may succeed: for a failed disk or no memory, not for files elsewhere or a
+    serialiser."""
     if (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     ):  # torch's; torch is not imported here

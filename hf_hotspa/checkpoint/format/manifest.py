@@ -170,7 +170,8 @@ class Manifest:
         return name.removeprefix(f"{STATE_FOLDER}/") if self.schema_version == 1 else name
 
     def model_files(self) -> Iterator[tuple[str, str]]:
-        """Yields the model's files except weights (configs, tokenizer): names in the checkpoint and in a model folder."""
+        """Yields the model's files except weights (configs, tokenizer): names in the checkpoint and in a model
+        folder."""
         for file in self.files:
             top, _, rest = file.name.partition("/")
             if self.schema_version == 1:
