@@ -164,8 +164,8 @@ class MiniBatchPlan:
 
 # Packing by cost: which sequences share a micro-batch, and which replica runs it.
 #
-# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`). Costs in a pack
-# add up, because packed sequences do not attend to each other. Five deterministic steps, ties by index:
+# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`). Costs
+# in a pack add up, because packed sequences do not attend to each other. Five deterministic steps, ties by index:
 #
 # 1. Best-fit decreasing on tokens: a feasible packing with few packs.
 # 2. Raise the number of packs to balance replicas: to a multiple of dp, and for a pipeline to dp * pp (fewer leave
