@@ -1,22 +1,17 @@
-"""The weights of a model as the files that `from_pretrained` loads (PEFT's, for an adapter), written as they are gathered.
+"""The weights of a model as files for `from_pretrained` (PEFT's, for an adapter), written as they are gathered.
 
-Owns which tensors are in which file, under which names. Those are the names that `save_pretrained` writes: where
-transformers makes one weight of several saved ones (fused experts), it is taken apart again. Of tied weights one is
-written, the one that transformers keeps. No more than one weight has to be in memory at a time.
+Names are those that `save_pretrained` writes: weights that transformers fuses from several (fused experts) are split
+again, and of tied weights only the one that transformers keeps is written. At most one weight has to be in memory.
 
-A checkpoint as a plain Hugging Face model: safetensors shards with their index, configs, tokenizer, model card.
+`export` writes a checkpoint as a plain Hugging Face model: safetensors shards with their index, configs, tokenizer,
+model card. It joins and writes one parameter at a time, so the model may be larger than the memory. The result appears
+under its name when it is complete. Names are the names in memory, as `save_pretrained(save_original_format=False)`
+writes them (or the names in the files of a checkpoint without shares). An adapter's checkpoint becomes what
+`PeftModel.save_pretrained` writes: one file of the trained weights, and the adapter's config.
 
-Streams: one parameter after the other is put together from the ranks' shares and written, so that a model larger than
-the memory can be exported. The result appears under its name when it is complete. Names are those of the model in
-memory, as `save_pretrained(save_original_format=False)` writes them (or, of a checkpoint that holds the model only,
-those of its files); of tied weights one is written, the one that transformers keeps. A checkpoint of an adapter becomes
-what `PeftModel.save_pretrained` writes: one file of the trained weights, and the adapter's config.
-
-The model that an adapter's checkpoint makes of its base: PEFT's own merge, written as a plain Hugging Face model.
-
-A base in 4 bits is dequantized first, as transformers does it (`PreTrainedModel.dequantize`), and `B A` is added to what that
-gives: to the weights that the adapter was trained beside, not to those that were quantized once. The whole model is in memory,
-on the CPU.
+`merge` merges an adapter into its base with PEFT and writes a plain Hugging Face model. A base in 4 bits is dequantized
+first, as transformers does it (`PreTrainedModel.dequantize`), and `B A` is added to the result: the weights that the
+adapter was trained beside, not the original ones. The complete model is in memory, on the CPU.
 """
 
 import itertools
@@ -65,25 +60,25 @@ logger = logging.getLogger(__name__)
 
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""A file is closed before it grows beyond this; a larger tensor has a file of its own."""
+"""A file is closed before it grows beyond this; a larger tensor has a file to itself."""
 
 Weights = Iterable[tuple[str, Tensor]]
-"""Every weight whole, by its name in memory, in the order of the vector; each is valid until the next one."""
+"""Every weight, complete, by its name in memory, in the order of the vector; each is valid until the next one."""
 
 Entries = list[tuple[TensorRecord, Any]]
-"""Tensors in the order of writing, each with anything that gives its bytes."""
+"""Tensors in the order of writing, each with a source of its bytes."""
 
 Shards = list[tuple[str, Entries]]
 """The files of a model: name and tensors."""
 
 
 def adapter_name(name: str) -> str:
-    """The name in PEFT's files, which leave out what the adapter is called, of one in `PeftModel.named_parameters`."""
+    """Returns the name in PEFT's files, without the adapter's name, of a name in `PeftModel.named_parameters`."""
     return re.sub(r"\.(lora_[AB])\.[^.]+\.(?=weight$)", r".\1.", name)
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """What `save_pretrained` saves of a transformers model, by its names in memory: each tied weight once."""
+    """Returns what `save_pretrained` saves of a transformers model, by names in memory: each tied weight once."""
     state: dict[str, Tensor] = remove_tied_weights_from_state_dict(dict(model.state_dict()), model)
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
@@ -91,14 +86,14 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 class ModelWeights:
-    """The files of weights of a model, planned without its weights.
+    """The weight files of a model, planned without its weights.
 
     Args:
-        model: A transformers model, with weights or on the meta device; or a `PeftModel`, where `adapted`.
-        parameters: Their names, in the order in which they are gathered; of an adapter the trained ones.
+        model: A transformers model, with weights or on the meta device; or a `PeftModel`, if `adapted`.
+        parameters: In the order in which they are gathered; of an adapter the trained ones.
 
     Attributes:
-        shards: Each tensor with its name in its file, and that in memory of the weight that it is made of.
+        shards: Each tensor with its name in its file, and the name in memory of its source weight.
     """
 
     def __init__(
@@ -130,8 +125,8 @@ class ModelWeights:
     def write(
         self, disk: Disk, folder: Path, weights: Weights | dict[str, Tensor], part: int = 0, parts: int = 1
     ) -> list[FileRecord]:
-        """Writes every `parts`-th file, from number `part` on, of weights or of what `hold` gave: the ranks share the
-        work. The first part writes the index, too."""
+        """Writes every `parts`-th file, from number `part` on, from weights or the result of `hold`: the ranks share
+        the work. The first part also writes the index."""
         stream = iter(weights.items() if isinstance(weights, dict) else self._made(weights, self.shards[part::parts]))
 
         def data(names: tuple[str, str]) -> Buffer:
@@ -140,15 +135,15 @@ class ModelWeights:
         return write_shards(disk, folder, self.shards, data, part, parts)
 
     def hold(self, weights: Weights, part: int = 0, parts: int = 1) -> dict[str, Tensor]:
-        """What `write` needs for its files, copied to host memory: later steps do not change it."""
+        """Copies what `write` needs for its files to host memory, where later steps do not change it."""
         made = self._made(weights, self.shards[part::parts])
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in made}
 
     def differing(self, files: WeightFiles, weights: Weights) -> str | None:
-        """The first tensor that files do not hold bit for bit as `write` writes it, by its saved name; None where all are there.
+        """Returns the saved name of the first tensor that differs in any bit from what `write` writes, or None.
 
         Args:
-            weights: Those that are expected, buffers among them, in the dtypes of the model.
+            weights: The expected weights, including buffers, in the model's dtypes.
         """
         sources = {source for _, entries in self.shards for _, (_, source) in entries}
         missing = files.tensors.keys() ^ {record.name for _, entries in self.shards for record, _ in entries}
@@ -175,8 +170,8 @@ class ModelWeights:
         return dict(revert_weight_conversion(self._model, {name: tensor})) if self._converts else {name: tensor}
 
     def _is_convertible(self, empty: dict[str, Tensor]) -> bool:
-        """Whether names change at all, and each weight can be converted on its own. `from_pretrained` reads the names in
-        memory, too, so those are kept where it cannot (saved tensors that are split in memory)."""
+        """Whether any name changes, and each weight converts by itself. Otherwise (saved tensors that are split in
+        memory) the names in memory stay: `from_pretrained` reads those, too."""
         try:
             whole = revert_weight_conversion(self._model, dict(empty))
             if whole.keys() == empty.keys():
@@ -189,12 +184,12 @@ class ModelWeights:
 
 
 def check_rewritten(folder: Path, manifest: Manifest, model: Any, failure: DamagedCheckpointError) -> None:
-    """For a checkpoint whose files of weights another program has written: that they hold what the ranks' shares hold.
+    """Checks that weight files written by another program hold the same weights as the ranks' shares.
 
     Args:
-        manifest: That of the checkpoint; all its other files are as it says.
-        model: A model like the one that was saved; its names are compared, not its weights.
-        failure: What the files are otherwise.
+        manifest: The checkpoint's manifest; all other files match it.
+        model: A model like the saved one, for its names only.
+        failure: The error to raise if the files cannot be compared.
 
     Raises:
         DamagedCheckpointError: they do not, or cannot be read.
@@ -208,13 +203,13 @@ def check_rewritten(folder: Path, manifest: Manifest, model: Any, failure: Damag
         files = WeightFiles(folder, ADAPTER_WEIGHTS if manifest.is_adapter else None)
         expected = ModelWeights(model, manifest.parameters, manifest.is_adapter)
         other = expected.differing(files, itertools.chain(weights, buffers.items()))
-    except Exception as error:  # such as of a model of other names, or of no file that can be read
+    except Exception as error:  # such as a model with other names, or an unreadable file
         raise failure from error
     if other is not None:
         raise DamagedCheckpointError(
-            f"{failure.what}, and {other!r} is not in the files of weights as it was saved",
+            f"{failure.what}, and {other!r} in the files of weights is not as it was saved",
             where=str(folder),
-            why="weights may lie in other files than those that were written, but they must be the same",
+            why="weights may be in different files than before, but must have the saved values",
             fix="start a new run with weights that were changed on purpose: from_pretrained, and no resume_from_checkpoint",
         )
     logger.info("%s: another program has written the files of weights; they hold the same", folder)
@@ -227,7 +222,7 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> Shards:
-    """Name and tensors of each file of a model, in the order of the tensors; limit: see `MAX_SHARD_BYTES`."""
+    """Returns name and tensors of each file of a model, in order; for `limit` see `MAX_SHARD_BYTES`."""
     if adapted:  # PEFT reads one file
         return [(ADAPTER_WEIGHTS, entries)]
     shards: list[Entries] = [[]]
@@ -247,10 +242,10 @@ def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool =
 def write_shards(
     disk: Disk, folder: Path, shards: Shards, data: Callable[[Any], Buffer], part: int = 0, parts: int = 1
 ) -> list[FileRecord]:
-    """Writes the files of a model, or every `parts`-th of them; the first part writes the index, too, where there are several.
+    """Writes every `parts`-th file of a model; the first part also writes the index if there are several files.
 
     Args:
-        data: As of `tensor_file`; called once for each tensor, in order.
+        data: As in `tensor_file`; called once for each tensor, in order.
     """
     records = [disk.write(folder, name, tensor_file(entries, data)) for name, entries in shards[part::parts]]
     if part == 0 and len(shards) > 1:
@@ -291,18 +286,18 @@ def export(
     dtype: str | None = None,
     mode: int | None = None,
 ) -> list[Path]:
-    """Writes the model of a checkpoint so that `from_pretrained` loads it (that of `PeftModel` for an adapter).
+    """Writes the model of a checkpoint for `from_pretrained` (`PeftModel.from_pretrained` for an adapter).
 
     Args:
-        checkpoint: The checkpoint; it is verified first.
-        target: A directory that does not exist, or is empty.
-        dtype: Of the exported floating-point weights; that of the model which was trained when None.
-        mode: The permissions of the directory; those of a new one when None, which is not for threads.
+        checkpoint: Verified first.
+        target: New, or empty.
+        dtype: Of the exported floating-point weights; None for the trained model's.
+        mode: The permissions of the directory; None for the default, which is not for threads.
 
     Raises:
         DamagedCheckpointError: the checkpoint does not verify.
-        HotspaConfigError: the target is in use, or the dtype is none.
-        OSError: the disk refuses.
+        HotspaConfigError: the target is in use, or the dtype is not a floating-point dtype.
+        OSError: the disk fails.
     """
     if dtype is not None and not (dtype in DTYPES and getattr(torch, dtype).is_floating_point):
         raise HotspaConfigError(f"dtype {dtype!r}", fix="use float32, bfloat16, float16 or float64")
@@ -394,7 +389,7 @@ def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path
         disk.write(folder, "README.md", [card.encode()])
 
 
-# -- the model that an adapter makes of its base ----------------------------------------------------------------------
+# -- merging an adapter into its base ---------------------------------------------------------------------------------
 
 
 def merge(
@@ -410,21 +405,22 @@ def merge(
     """Writes base and adapter as one plain model.
 
     Args:
-        checkpoint: Of an adapter; it is verified first.
-        target: A directory that does not exist, or is empty.
-        base: A folder or a name on the hub; that of the adapter's config when None.
-        quantization: In what the base was loaded, `nf4` or `fp4`; None where it was not quantized, or its folder is.
+        checkpoint: Of an adapter; verified first.
+        target: New, or empty.
+        base: A folder or a name on the hub; None for the adapter config's.
+        quantization: How the base was quantized at load, `nf4` or `fp4`; None if it was not, or if its folder is.
         double: Whether its scales were quantized, too.
-        dtype: In which the base is loaded, dequantized and merged; that of its config when None.
+        dtype: In which the base is loaded, dequantized and merged; None for its config's.
 
     Raises:
         DamagedCheckpointError: the checkpoint does not verify.
-        HotspaConfigError: it holds no adapter, the base cannot be loaded or is quantized otherwise, or the target is in use.
-        OSError: the disk refuses.
+        HotspaConfigError: it holds no adapter, the base cannot be loaded or is quantized otherwise, or the target is in
+            use.
+        OSError: the disk fails.
     """
     if not read_manifest(checkpoint).is_adapter:
         raise HotspaConfigError(
-            f"{str(checkpoint)!r} holds a whole model, and no adapter to be merged", fix="leave --merge out"
+            f"{str(checkpoint)!r} holds a complete model, not an adapter to merge", fix="leave --merge out"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
@@ -435,7 +431,7 @@ def merge(
         name = base or json.loads((adapter / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
         model = _merged(_loaded(name, quantization, double, dtype), adapter)
         model.save_pretrained(merged, max_shard_size=max_shard_bytes)
-        for file in adapter.iterdir():  # the tokenizer, and the like
+        for file in adapter.iterdir():  # such as the tokenizer
             if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md"):
                 shutil.move(file, merged / file.name)
         if target.exists():
@@ -445,8 +441,8 @@ def merge(
 
 
 def _loaded(name: str | None, quantization: str | None, double: bool, dtype: str | None) -> Any:
-    """The base in plain weights, those of its codes where it is in 4 bits."""
-    if name in (None, "", "None"):  # PEFT writes the name of a model without one so
+    """The base in plain weights, dequantized if it is in 4 bits."""
+    if name in (None, "", "None"):  # PEFT writes "None" for a model without a name
         raise HotspaConfigError("the adapter's config names no base model", fix="add --base FOLDER_OR_NAME")
     try:
         config = AutoConfig.from_pretrained(name)
@@ -469,7 +465,7 @@ def _loaded(name: str | None, quantization: str | None, double: bool, dtype: str
     if not is_packed and quantization is None:
         return model
     model = model.dequantize(kind)
-    # reading codes has no way back in transformers 5.23, and plain weights need none
+    # transformers 5.23 cannot revert the reading of codes, and plain weights do not need it
     packs = [
         c for c in model._weight_conversions if any("4bit" in type(op).__name__ for op in getattr(c, "operations", ()))
     ]

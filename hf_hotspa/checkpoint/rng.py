@@ -1,7 +1,7 @@
-"""The random number generators of a process as plain JSON: Python's, numpy's, torch's, and that of the CUDA device.
+"""The states of a process's random number generators as plain JSON: Python, numpy, torch, and the CUDA device.
 
-They are kept per rank. With another number of ranks, rank r goes on with the saved generators of rank `r mod saved
-ranks`: nothing in training draws from them as long as the model has no dropout, so this only has to be defined.
+One file a rank. With another number of ranks, rank r restores the states of rank `r mod saved ranks`: training without
+dropout draws no numbers, so this only has to be defined.
 """
 
 import base64
@@ -15,7 +15,7 @@ from hf_hotspa.errors import DamagedCheckpointError
 
 
 def random_state() -> dict[str, Any]:
-    """The generators' states, JSON-ready."""
+    """Returns the states of the generators, JSON-ready."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": {"version": version, "words": list(words), "gauss": gauss},
@@ -35,10 +35,10 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], where: str) -> None:
-    """The inverse of `random_state`; a CUDA state is left alone where there is no device.
+    """The inverse of `random_state`; a CUDA state is ignored without a device.
 
     Raises:
-        DamagedCheckpointError: that is no such state.
+        DamagedCheckpointError: `state` is not such a state.
     """
     try:
         python, numpy_state = state["python"], state["numpy"]
@@ -56,7 +56,7 @@ def set_random_state(state: dict[str, Any], where: str) -> None:
 
 
 def set_generators(python: Any, numpy_state: Any, torch_state: torch.Tensor, cuda: torch.Tensor | None) -> None:
-    """Sets the generators to what they themselves gave. Raises whatever they raise for something else."""
+    """Sets the generators to states that they returned. Raises whatever they raise."""
     random.setstate(python)
     np.random.set_state(numpy_state)
     torch.set_rng_state(torch_state)

@@ -1,16 +1,15 @@
-"""A checkpoint of the stock `transformers.Trainer`, to go on from: what is in it, and whose state is whose.
+"""Checkpoints of the stock `transformers.Trainer`: resuming from one, and writing the files that it resumes from.
 
-Promises that nothing of it is left out in silence: weights, optimizer states by parameter, the state of the scheduler,
-step and epoch, random states. What cannot be mapped is refused by name. A checkpoint without the optimizer's state
-(`save_only_model`) starts a new optimizer, as with the stock Trainer, and a warning says so.
+Reading restores everything: weights, optimizer states by parameter, scheduler, step and epoch, random states. Anything
+that cannot be mapped raises an error that names it. A checkpoint without the optimizer's state (`save_only_model`)
+starts a new optimizer, as with the stock Trainer, and logs a warning.
 
-It is the one place that reads pickles. Only tensors and plain values are built (`weights_only=True`): a file that asks for
-anything else is refused. Nothing of our own is a pickle, and `training_args.bin` is never read.
+This is the only module that reads pickles. It builds tensors and plain values only (`weights_only=True`) and rejects
+files with anything else. Our own files contain no pickles, and `training_args.bin` is never read.
 
-The files of a checkpoint that only the stock `transformers.Trainer` reads, so that a run can go on with it.
-
-Promises that what it finds is what it would have written itself at this step: the optimizer's state of whole parameters,
-numbered as by its own groups; the scheduler; the generators of each process; the arguments. Nothing here reads any of it.
+Files that only the stock Trainer reads are what it would have written at this step: the optimizer's state of complete
+parameters, numbered by its own groups; the scheduler; the generators of each process; the arguments. We never read
+them.
 """
 
 import importlib
@@ -53,21 +52,21 @@ _FIRST_STATE = {BITSANDBYTES: {"state1", "step"}, TORCHAO: _ADAM}
 
 
 def is_stock(path: Path) -> bool:
-    """Whether a directory is a checkpoint that we did not write."""
+    """Returns whether a directory is a checkpoint that we did not write."""
     ours = any((path / name).exists() for name in (MANIFEST, STATE_FOLDER)) or any(path.glob("master-rank-*"))
     return (path / TRAINER_STATE).is_file() and not ours
 
 
 def _read_pickle(folder: Path, name: str) -> Any:
-    """The tensors and plain values of a file that `torch.save` wrote; tensors stay on the disk until they are used.
+    """The tensors and plain values of a file from `torch.save`; tensors stay on disk until they are used.
 
     Raises:
         DamagedCheckpointError: it cannot be read, or holds something else.
     """
     if TORCHAO in sys.modules:
-        importlib.import_module("torchao.optim")  # it tells torch that its own tensors are harmless
+        importlib.import_module("torchao.optim")  # registers its tensors as safe with torch
     try:
-        with safe_globals():  # what the saved state of numpy's generator is made of
+        with safe_globals():  # the types in the saved state of numpy's generator
             return torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # whatever a file of unknown contents raises
         text = str(error).partition("\n")[0]
@@ -81,8 +80,8 @@ class StockCheckpoint:
     """An opened checkpoint of the stock Trainer.
 
     Args:
-        optimizer: The optimizer's `state_dict`; its tensors lie in the file. Empty where the checkpoint has none, and then
-            `scheduler` is, too: both start anew, as with the stock Trainer.
+        optimizer: The optimizer's `state_dict`; its tensors stay in the file. Without one in the checkpoint, this and
+            `scheduler` are empty: both start anew, as with the stock Trainer.
         state: What only our checkpoints hold: nothing.
     """
 
@@ -94,10 +93,10 @@ class StockCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> "StockCheckpoint":
-        """Reads everything but the tensors.
+        """Reads everything except the tensors.
 
         Raises:
-            ResumeError: it is one of a wrapper whose state cannot be mapped.
+            ResumeError: a wrapper wrote it whose state cannot be mapped.
             DamagedCheckpointError: a file is missing, damaged, or not what its name says.
             HotspaError: its weights cannot be read; see `WeightFiles`.
         """
@@ -106,13 +105,13 @@ class StockCheckpoint:
                 raise ResumeError(
                     f"the checkpoint was written with {other}",
                     where=str(path),
-                    why="the state of its optimizer is cut in another way, and cannot be mapped",
+                    why="the state of its optimizer is divided differently, and cannot be mapped",
                     fix="start a new run with the weights that its own tools convert, and no resume_from_checkpoint",
                 )
         trainer_state = read_object(path, TRAINER_STATE)
         if not isinstance(trainer_state.get("global_step"), int):
             raise DamagedCheckpointError(f"{TRAINER_STATE!r} has no global_step", where=str(path))
-        WeightFiles(path, ADAPTER_WEIGHTS if (path / ADAPTER_CONFIG).is_file() else None)  # refuses what cannot be read
+        WeightFiles(path, ADAPTER_WEIGHTS if (path / ADAPTER_CONFIG).is_file() else None)  # raises if it is unreadable
         missing = [name for name in (OPTIMIZER, SCHEDULER) if not (path / name).is_file()]
         if missing:
             return cls(path, trainer_state, {}, {})
@@ -126,13 +125,13 @@ class StockCheckpoint:
         return cls(path, trainer_state, optimizer, scheduler)
 
     def restore_optimizer(self, optimizer: Optimizer, master: MasterStore) -> None:
-        """Gives this rank's optimizer its share of the saved states.
+        """Loads this rank's share of the saved states into its optimizer.
 
         Args:
-            optimizer: The optimizer, on the master store; its groups are made as with the stock Trainer.
+            optimizer: On the master store, with groups made as with the stock Trainer.
 
         Raises:
-            ResumeError: it is another optimizer, or one of other parameters.
+            ResumeError: it is another optimizer, or has other parameters.
         """
         bare, saved_groups = bare_optimizer(optimizer), self.optimizer["param_groups"]
         groups = names_in_groups(bare, master)
@@ -140,10 +139,10 @@ class StockCheckpoint:
         counts = [[len(group) for group in side] for side in (groups, [g["params"] for g in saved_groups])]
         if counts[0] != counts[1]:
             raise ResumeError(
-                f"{OPTIMIZER!r} has parameter groups of {counts[1]} parameters, and those of the run are of {counts[0]}",
+                f"{OPTIMIZER!r} has parameter groups of {counts[1]} parameters, and the run has groups of {counts[0]}",
                 where=str(self.path),
-                why="the optimizer was made in another way, or the model is another one",
-                fix="go on with the same model, and an optimizer that is made in the same way",
+                why="the optimizer was made differently, or the model differs",
+                fix="resume with the same model, and an optimizer made in the same way",
             )
         states = {}
         for names, group in zip(groups, saved_groups, strict=True):
@@ -164,20 +163,20 @@ class StockCheckpoint:
             }
         inside = [
             value for value in state.values() if isinstance(value, Mapping)
-        ]  # bitsandbytes hides its own from FSDP
+        ]  # bitsandbytes hides states from FSDP
         flat = {
             key: value for part in (state, *inside) for key, value in part.items() if not isinstance(value, Mapping)
         }
         try:
             return cut_state(optimizer, flat, share)
-        except UnsupportedError as refused:
-            raise ResumeError(refused.what, where=str(self.path), why=refused.why, fix=_NEW_RUN) from refused
+        except UnsupportedError as error:
+            raise ResumeError(error.what, where=str(self.path), why=error.why, fix=_NEW_RUN) from error
 
     def _kind(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str:
-        """The class that wrote the states, as far as the names of its settings tell."""
+        """The class that wrote the states, as far as its settings' names tell."""
 
         def settings(group: Mapping[str, Any]) -> set[str]:
-            # of Adam and AdamW, which older versions of torch told apart by the class alone
+            # older versions of torch distinguished Adam and AdamW by the class alone
             return {*group} - {"params", "initial_lr", "decoupled_weight_decay", *HERE_AND_NOW}
 
         own = kind_of(optimizer)
@@ -189,7 +188,7 @@ class StockCheckpoint:
             f"{OPTIMIZER!r} holds the state of another optimizer than {own}",
             where=str(self.path),
             why=f"its settings are {', '.join(sorted(settings(group)))}",
-            fix="go on with the same optim",
+            fix="resume with the same optim",
         )
 
     def _share(
@@ -201,22 +200,22 @@ class StockCheckpoint:
             raise ResumeError(
                 f"{what} is {list(value.shape)} in {OPTIMIZER!r}, and the parameter is {list(shape)}",
                 where=str(self.path),
-                fix="go on with the same model and the same optim",
+                fix="resume with the same model and the same optim",
             )
         return to_storage(value, shard_dim)[start:stop].clone()
 
     def check_scheduler(self, scheduler: Any) -> None:
-        """Raises `ResumeError` when the saved state is one of another kind of scheduler."""
+        """Raises `ResumeError` if another kind of scheduler saved the state."""
         own = scheduler.state_dict()
         if own.keys() != self.scheduler.keys():
             raise ResumeError(
                 f"{SCHEDULER!r} holds the state of another scheduler than {type(scheduler).__name__}",
                 where=str(self.path),
-                fix="go on with the same lr_scheduler_type",
+                fix="resume with the same lr_scheduler_type",
             )
 
     def set_random_state(self, rank: int) -> bool:
-        """Sets the generators of this process; those of rank `r mod saved ranks`. False where none were saved.
+        """Sets the generators of this process to the states of rank `r mod saved ranks`. False if none were saved.
 
         Raises:
             DamagedCheckpointError: the file holds no such states.
@@ -238,15 +237,15 @@ class StockCheckpoint:
         return True
 
     def check_order(self, rows: int, steps_in_epoch: int, mini_batch: int, drop_last: bool) -> None:
-        """Compares the mini-batches that were trained with those of the run, as far as step and epoch tell.
+        """Compares the trained mini-batches with the run's, as far as step and epoch tell.
 
         Args:
             rows: Rows of the data set.
-            steps_in_epoch: Optimizer steps of an epoch of the run.
-            drop_last: Whether a last one that is not full is left out.
+            steps_in_epoch: Optimizer steps of the run's epoch.
+            drop_last: Whether an incomplete last mini-batch is left out.
 
         Raises:
-            ResumeError: they are others.
+            ResumeError: they differ.
         """
         step, epoch = self.trainer_state["global_step"], self.trainer_state.get("epoch")
         per_device = self.trainer_state.get("train_batch_size")
@@ -255,17 +254,17 @@ class StockCheckpoint:
         epochs = _epochs(step, rows, steps_in_epoch, per_device, mini_batch, drop_last)
         if not any(abs(value - epoch) < 1e-6 for value in epochs):
             raise ResumeError(
-                f"the checkpoint is at epoch {epoch:.4f} after {step} steps with {per_device} rows per device, and a run "
-                f"with mini-batches of {mini_batch} out of {rows} rows never is",
+                f"the checkpoint is at epoch {epoch:.4f} after {step} steps with {per_device} rows per device, which a run "
+                f"with mini-batches of {mini_batch} out of {rows} rows never reaches",
                 where=str(self.path),
                 why="sequences would be trained twice or not at all",
                 fix="use the same data set and set hotspa_mini_batch_size to the rows of one step of that run (rows per "
-                "device x processes x gradient accumulation), or say hotspa_allow_data_order_change=True",
+                "device x processes x gradient accumulation), or set hotspa_allow_data_order_change=True",
             )
 
 
 def _epochs(step: int, rows: int, steps_in_epoch: int, per_device: int, mini_batch: int, drop_last: bool) -> set[float]:
-    """What the stock Trainer says of the epoch at a step, for every split of a mini-batch over processes and accumulation."""
+    """The stock Trainer's epoch at a step, for every split of a mini-batch over processes and accumulation."""
     possible = set[float]()
     share, rest = divmod(mini_batch, per_device)
     if rest or not steps_in_epoch:
@@ -283,7 +282,7 @@ def _epochs(step: int, rows: int, steps_in_epoch: int, per_device: int, mini_bat
 
 @torch.no_grad()
 def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
-    """Fills this rank's share of the trained weights from a file of PEFT's.
+    """Fills this rank's share of the trained weights from a PEFT file.
 
     Raises:
         ResumeError: the file holds another adapter.
@@ -297,7 +296,7 @@ def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
     )
     for name in differences:
         raise ResumeError(
-            f"{name!r} of the adapter is not the same in the checkpoint and in the model",
+            f"{name!r} of the adapter differs between the checkpoint and the model",
             where=str(files.folder),
             fix="make the adapter with the config that it was saved with",
         )
@@ -310,19 +309,19 @@ PICKLED_ARGUMENTS = "training_args.bin"
 
 
 def pickled(value: Any) -> bytes:
-    """What `torch.save` writes of a value."""
+    """Returns the bytes that `torch.save` writes for a value."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def random_file(rank: int, world_size: int) -> str:
-    """The file with the generators of a process."""
+    """Returns the name of the file with the generators of a process."""
     return "rng_state.pth" if world_size == 1 else f"rng_state_{rank}.pth"
 
 
 def random_states(world_size: int) -> dict[str, Any]:
-    """The generators of this process, in the stock Trainer's form."""
+    """Returns the generators of this process, in the stock Trainer's form."""
     states: dict[str, Any] = {
         "python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state(),
     }  # fmt: skip
@@ -332,7 +331,7 @@ def random_states(world_size: int) -> dict[str, Any]:
 
 
 def state_names(master: MasterStore, optimizer: Optimizer) -> list[str]:
-    """The elementwise states of an optimizer, such as `exp_avg`; equal on all ranks: all stores have all parameters."""
+    """Returns an optimizer's elementwise states, such as `exp_avg`: all stores have all parameters, so ranks agree."""
     state = bare_optimizer(optimizer).state
     return sorted({
         key
@@ -343,7 +342,7 @@ def state_names(master: MasterStore, optimizer: Optimizer) -> list[str]:
 
 
 def state_buffers(master: MasterStore, optimizer: Optimizer, key: str) -> list[Tensor | None]:
-    """One of the states, laid out as this rank's share of the weights; zeros where a parameter has none."""
+    """Returns one of the states, laid out as this rank's share of the weights; zeros if a parameter has none."""
     state, buffers = bare_optimizer(optimizer).state, master.empty_buffers()
     for name, parameter in master.parameters.items():
         share, value = master.shares[name], state.get(parameter, {}).get(key)
@@ -358,7 +357,7 @@ def _is_elementwise(value: Any, parameter: Tensor) -> bool:
 
 
 def optimizer_state(optimizer: Optimizer, master: MasterStore, states: Mapping[str, Mapping[str, Tensor]]) -> Any:
-    """The optimizer's `state_dict` with whole parameters (`states`: state -> parameter -> it), in host memory."""
+    """Returns the optimizer's `state_dict` with complete parameters in host memory (`states[state][parameter]`)."""
     bare, state = bare_optimizer(optimizer), dict[int, dict[str, Any]]()
     described = bare.state_dict()
     for names, group in zip(names_in_groups(bare, master), described["param_groups"], strict=True):

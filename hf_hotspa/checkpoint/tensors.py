@@ -1,8 +1,8 @@
-"""Tensors in and out of a checkpoint: each rank writes its share of the master store and reads the slices of its own.
+"""Tensors in and out of a checkpoint: each rank writes its share of the master store and reads its own slices.
 
-A share holds the weights, bit for bit, and every state of the optimizer that has one value for each weight; what an
-optimizer keeps once for a parameter (`step`) goes into `state.json`. Of a model with adapters it holds the trained
-weights only: the base model is not copied into every checkpoint.
+A share holds the weights, bit for bit, and every optimizer state with one value for each weight; a state kept once for
+a parameter (`step`) goes into `state.json`. With adapters it holds the trained weights only: the base model is not
+copied into every checkpoint.
 """
 
 import itertools
@@ -38,19 +38,19 @@ from hf_hotspa.parallel.agreement import Agreement, any_flag, packed_flags
 from hf_hotspa.versions import version_of
 
 HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
-"""Settings of an optimizer that say how it computes, not what: those of the present run stay."""
+"""Settings of an optimizer that say how it computes, not what: the present run's apply."""
 _SAME_STATE = {"AdamW", CPU_ADAM}
-"""Optimizers that go on from one another's state."""
+"""Optimizers that can load one another's state."""
 
 
 def names_in_groups(optimizer: Optimizer, master: MasterStore) -> list[list[str]]:
-    """The names of the parameters of each group of a torch optimizer on the master store, in its order."""
+    """Returns the parameter names of each group of a torch optimizer on the master store, in its order."""
     names = {id(parameter): name for name, parameter in master.parameters.items()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def tensor_bytes(tensor: Tensor) -> Buffer:
-    """The bytes of a tensor, as safetensors stores them; no copy for a contiguous one on the CPU."""
+    """Returns the bytes of a tensor, as safetensors stores them; no copy for a contiguous one on the CPU."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
@@ -64,12 +64,12 @@ def versions() -> dict[str, str]:
 
 @dataclass
 class Share:
-    """What a rank writes: 1-D tensors by name, and the optimizer's states that are no such tensors.
+    """What a rank writes: 1-D tensors by name, and the optimizer's other states.
 
     Args:
         tensors: In the order of the file.
         scalars: Parameter -> state -> value, JSON-ready.
-        states: Parameter -> state -> what is stored, as the manifest lists it (`SavedParameter.states`).
+        states: Parameter -> state -> stored dtype, as in `SavedParameter.states`.
     """
 
     tensors: list[tuple[TensorRecord, Tensor]] = field(default_factory=list)
@@ -77,28 +77,28 @@ class Share:
     states: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def copy(self) -> "Share":
-        """The same with tensors of its own in host memory, which later steps do not change."""
+        """Returns a copy whose tensors are in host memory, where later steps do not change them."""
         copied = [(record, tensor.detach().to("cpu", copy=True)) for record, tensor in self.tensors]
         return Share(copied, self.scalars, self.states)
 
     def file(self) -> Iterator[Buffer]:
-        """The safetensors file, piece by piece."""
+        """Yields the safetensors file, piece by piece."""
         return tensor_file(self.tensors, tensor_bytes)
 
 
 def named_tensors(tensors: Mapping[str, Tensor]) -> list[tuple[TensorRecord, Tensor]]:
-    """Tensors as `tensor_file` takes them."""
+    """Returns tensors in the form that `tensor_file` takes."""
     return [(TensorRecord(n, dtype_name(t.dtype), tuple(t.shape)), t) for n, t in tensors.items()]
 
 
 def saved_vector(vector: ParameterVector, adapted: bool) -> ParameterVector:
-    """The parameters that checkpoints of a model hold: all of them, or with an adapter the trained ones."""
+    """Returns the parameters that checkpoints of a model hold: all of them, or with an adapter the trained ones."""
     return trained_part(vector) if adapted else vector
 
 
 def drop_unstepped(master: MasterStore, optimizer: Optimizer, agreement: Agreement) -> None:
-    """Where stages step by themselves, a rank has a state of all parameters of other stages, of which it owns nothing: drops
-    those that their own stage has none of, since no gradient has ever reached them. Collective."""
+    """Drops states of parameters that no gradient ever reached. If stages step by themselves, a rank has an empty state
+    for all parameters of other stages, even if their own stage has none. Collective."""
     state = bare_optimizer(optimizer).state
     parameters = [master.parameters[name] for name in master.trained]
     stepped = packed_flags(p.numel() > 0 and p in state for p in parameters)
@@ -108,14 +108,14 @@ def drop_unstepped(master: MasterStore, optimizer: Optimizer, agreement: Agreeme
 
 
 def share_of(master: MasterStore, optimizer: Optimizer | None, vector: ParameterVector) -> Share:
-    """This rank's share, as views of the master store and the optimizer's tensors.
+    """Returns this rank's share, as views of the master store and the optimizer's tensors.
 
     Args:
-        optimizer: Its optimizer; None to leave it out.
+        optimizer: None to leave it out.
         vector: What is saved (`saved_vector`).
 
     Raises:
-        UnsupportedError: the optimizer keeps something that belongs neither to one weight nor to one parameter.
+        UnsupportedError: the optimizer has a state that belongs neither to one weight nor to one parameter.
     """
     share = Share()
     bare = bare_optimizer(optimizer) if optimizer is not None else None
@@ -140,7 +140,7 @@ def _scalar_to_json(value: Any, name: str) -> Any:
         return value
     raise UnsupportedError(
         f"the optimizer state {name} ({type(value).__name__}) cannot be saved",
-        why="it belongs neither to single weights nor to a whole parameter",
+        why="it belongs neither to single weights nor to a complete parameter",
         fix="use one of torch's elementwise optimizers",
     )
 
@@ -152,7 +152,7 @@ def _scalar_from_json(value: Any) -> Any:
 
 
 def state_to_json(value: Any) -> Any:
-    """The state of a scheduler as JSON has it: rates that are tensors, as some optimizers want them, say so."""
+    """Returns the state of a scheduler for JSON; rates that are tensors, as some optimizers require, are marked so."""
     if isinstance(value, Tensor):
         return _scalar_to_json(value, "a tensor")
     if isinstance(value, list | tuple):
@@ -170,7 +170,7 @@ def state_from_json(value: Any) -> Any:
 
 
 def optimizer_to_json(optimizer: Optimizer, share: Share) -> dict[str, Any]:
-    """Class, hyperparameters of the groups, and the states that are no tensors."""
+    """Returns class, hyperparameters of the groups, and the states that are not tensors."""
     bare = bare_optimizer(optimizer)
     groups = [{k: v for k, v in group.items() if k != "params"} for group in bare.param_groups]
     for group in groups:
@@ -181,7 +181,7 @@ def optimizer_to_json(optimizer: Optimizer, share: Share) -> dict[str, Any]:
 
 
 def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedSegment, ...]:
-    """How the ranks divide the vector, for the manifest: as the master store divides each of its segments."""
+    """Returns how the ranks divide the vector, for the manifest: as the master store divides each segment."""
     segments, sizes = [], master_layout(vector, master.world_size, master.by_stage).sizes
     for segment in vector.segments:
         cuts = itertools.accumulate((of_rank[segment.index] for of_rank in sizes), initial=0)
@@ -192,7 +192,7 @@ def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedS
 def saved_parameters(
     vector: ParameterVector, states: Mapping[str, dict[str, str]], dtypes: Mapping[str, str], exported: set[str]
 ) -> tuple[SavedParameter, ...]:
-    """The parameters, for the manifest: `states` of a `Share`, dtypes in the model, names that transformers saves."""
+    """Returns the parameters for the manifest: `states` of a `Share`, model dtypes, names that transformers saves."""
     return tuple(
         SavedParameter(
             spec.name,
@@ -214,18 +214,18 @@ def saved_parameters(
 
 
 class ShareReader:
-    """Reads ranges of parameters from all ranks' shares in a verified checkpoint; only what is asked for is read."""
+    """Reads ranges of parameters from all ranks' shares in a verified checkpoint, and nothing else."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._files: dict[int, Any] = {}
 
     def read(self, parameter: SavedParameter, state: str, start: int, stop: int) -> Tensor:
-        """Elements `[start, stop)` of a state of a parameter, in the storage order of the checkpoint.
+        """Reads elements `[start, stop)` of a state of a parameter, in the storage order of the checkpoint.
 
         Returns:
-            1-D, on the CPU, in the dtype in which it was saved; where a value stands for several elements, with the values of
-            the blocks that begin in the range. It must begin with one.
+            1-D, on the CPU, in the saved dtype. If a value stands for several elements: the blocks that begin in the
+            range, which must begin with one.
 
         Raises:
             DamagedCheckpointError: a file does not hold what the manifest says.
@@ -249,19 +249,19 @@ class ShareReader:
         return tensor
 
     def read_as(self, parameter: SavedParameter, state: str, shard_dim: int | None, start: int, stop: int) -> Tensor:
-        """The same in another storage order; where the two differ, the whole parameter is in memory for a moment."""
+        """Reads the same in another storage order; if they differ, the complete parameter is in memory for a moment."""
         if parameter.shard_dim == shard_dim:
             return self.read(parameter, state, start, stop)
         if state != WEIGHT and any(stored_as(stored)[1] > 1 for stored in parameter.states.values()):
             raise ResumeError(
-                f"the state {state!r} of {parameter.name!r} has scales for blocks of elements, which lie in another order here",
+                f"the state {state!r} of {parameter.name!r} has scales for blocks of elements, which have another order here",
                 where=str(self.folder),
                 fix="resume with the version of hf_hotspa that wrote the checkpoint, or with save_only_model begin anew",
             )
         return to_storage(self.whole(parameter, state), shard_dim)[start:stop]
 
     def whole(self, parameter: SavedParameter, state: str = WEIGHT) -> Tensor:
-        """A whole parameter in its Hugging Face shape."""
+        """Reads a complete parameter in its Hugging Face shape."""
         flat = self.read(parameter, state, 0, parameter.numel)
         return from_storage(flat, parameter.shape, parameter.shard_dim)
 
@@ -278,7 +278,7 @@ class ShareReader:
 
 
 def check_model(manifest: Manifest, vector: ParameterVector, where: str) -> None:
-    """Raises `ResumeError`, naming the first difference, when the model is not the one that was saved."""
+    """Raises `ResumeError`, naming the first difference, if the model is not the saved one."""
     saved = {p.name: _described(p, p.states[WEIGHT]) for p in manifest.parameters}
     own = {spec.name: _described(spec, spec.master_dtype) for spec in vector.specs}
     for name in [*own, *saved]:
@@ -287,13 +287,13 @@ def check_model(manifest: Manifest, vector: ParameterVector, where: str) -> None
             raise ResumeError(
                 f"parameter {name!r} is {present} in the checkpoint and {wanted} in the model",
                 where=where,
-                why="a run goes on only with the model that it was saved with",
+                why="a run resumes only with the model that it was saved with",
                 fix="build the model from the config.json of the checkpoint, with the same dtype and frozen parts",
             )
 
 
 def _described(parameter: SavedParameter | ParameterSpec, dtype: str) -> str:
-    """All that must be equal in a checkpoint and the model that goes on from it; the dtype is that of the master store."""
+    """All that a checkpoint and the model that resumes from it must share, with the dtype of the master store."""
     tied = f", tied to {', '.join(sorted(parameter.tied_names))}" if parameter.tied_names else ""
     return f"{dtype} {list(parameter.shape)}{'' if parameter.trainable else ', frozen'}{tied}"
 
@@ -306,9 +306,9 @@ def restore(
 
     Args:
         folder: The checkpoint, verified.
-        manifest: Its manifest, checked against the model.
-        optimizer: Its optimizer; None to restore the weights only.
-        saved: What `optimizer_to_json` gave.
+        manifest: Checked against the model.
+        optimizer: None to restore the weights only.
+        saved: From `optimizer_to_json`.
 
     Raises:
         ResumeError: it is another optimizer.
@@ -337,7 +337,7 @@ def restore(
 
 
 def saved_tensors(folder: Path, manifest: Manifest, name: str) -> dict[str, Tensor]:
-    """All tensors of a file of a checkpoint; none where it has no such file.
+    """Returns all tensors of a file of a checkpoint; none if it has no such file.
 
     Raises:
         DamagedCheckpointError: the file cannot be read.
@@ -354,7 +354,7 @@ def saved_tensors(folder: Path, manifest: Manifest, name: str) -> dict[str, Tens
 
 @torch.no_grad()
 def copy_buffers(saved: Mapping[str, Tensor], models: Iterable[nn.Module]) -> None:
-    """Copies buffers (router biases and the like) by name into models, or into parts of them."""
+    """Copies buffers (such as router biases) by name into models, or into parts of them."""
     for model in models:
         for name, buffer in model.named_buffers():
             if name in saved:
@@ -364,12 +364,11 @@ def copy_buffers(saved: Mapping[str, Tensor], models: Iterable[nn.Module]) -> No
 def load_optimizer(
     optimizer: Optimizer, master: MasterStore, states: dict[str, dict[str, Any]], saved: Mapping[str, Any], where: str
 ) -> None:
-    """Puts states into an optimizer.
+    """Loads states into an optimizer.
 
     Args:
-        optimizer: A torch optimizer on the master store.
-        states: Parameter -> state -> this rank's share of it.
-        saved: As `optimizer_to_json` gives it.
+        states: Parameter -> state -> this rank's share.
+        saved: From `optimizer_to_json`.
 
     Raises:
         ResumeError: it is another optimizer.
@@ -379,7 +378,7 @@ def load_optimizer(
     groups = []
     for group, kept in zip(current["param_groups"], saved["groups"], strict=True):
         restored = {key: _scalar_from_json(value) for key, value in kept.items() if key not in HERE_AND_NOW}
-        if saved["class"] != own:  # settings that only the other one has are at their defaults
+        if saved["class"] != own:  # settings that only the other one has stay at their defaults
             restored = {key: value for key, value in restored.items() if key in group}
         for key, value in restored.items():
             if isinstance(group.get(key), tuple):
@@ -396,7 +395,6 @@ def load_optimizer(
 
 
 def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str) -> None:
-    """Raises `ResumeError` for the state of another optimizer."""
     own, num_groups = kind_of(optimizer), len(optimizer.param_groups)
     same = saved["class"] == own or {saved["class"], own} == _SAME_STATE
     if not same or len(saved["groups"]) != num_groups:
@@ -404,11 +402,11 @@ def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any], where: str) -> N
             f"the checkpoint holds the state of {saved['class']} with {len(saved['groups'])} parameter groups, and the "
             f"run has {own} with {num_groups}",
             where=where,
-            fix="go on with the same optim",
+            fix="resume with the same optim",
         )
     if saved.get("codes", digest := code_digest(optimizer)) != digest:
         raise ResumeError(
             f"the codes of the states of {own} stood for other values when the checkpoint was written",
             where=where,
-            fix="go on with the release of the library that it was written with",
+            fix="resume with the release of the library that it was written with",
         )

@@ -1,21 +1,19 @@
-"""From the rows of a mini-batch to its plan: over-long rows, buckets, packs.
+"""Plans a mini-batch from its rows: over-long rows, buckets, packs.
 
-Owns the policies for rows longer than the longest bucket, the choice of the bucket of a sequence, and
-`plan_mini_batch`, a pure function of plain data which every rank computes for itself with the same result. It reads the
-scanned lengths only, never the rows.
+`plan_mini_batch` is a pure function of plain data: every rank computes the same result. It reads lengths, never rows.
 
-Policies for a row of more tokens than the longest bucket takes:
+Policies for a row with more tokens than the longest bucket takes:
 
-* ``error``: refused by name.
-* ``truncate``: the first `longest` tokens are trained, the rest is not.
-* ``split``: pieces of `longest` tokens (the last one shorter), each trained as a sequence of its own that does not see
-  the others. The first token of a piece has nothing before it in that piece, so it carries no label. Should the last
-  piece be a single token, it is planned and counted like any other and weighs nothing in the loss.
-* ``drop``: the row is left out.
+* ``error``: raises an error that names the row.
+* ``truncate``: trains the first `longest` tokens only.
+* ``split``: trains pieces of `longest` tokens (the last one shorter) as separate sequences that do not see each other.
+  Nothing predicts the first token of a piece, so it carries no label. A last piece of one token is planned and counted
+  like any other and weighs nothing in the loss.
+* ``drop``: leaves the row out.
 
-Every use of a policy is counted in the plan. Rows of one token are sequences without a label. Rows without any token
-are left out under every policy and counted as empty. Where rows are packed already, each of their documents is a sequence
-of its own: in a bucket by its own length, cut and counted by its own length, never joined with another.
+The plan counts every use of a policy. Rows of one token are sequences without a label. Rows without tokens are left out
+under every policy and counted as empty. In packed rows each document is a separate sequence: bucketed, cut and counted
+by its own length, and never joined with another.
 """
 
 import hashlib
@@ -34,26 +32,23 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 
-# The plan of one mini-batch as plain data: which slices of which rows run where, and what they weigh.
-#
-# Owns the value types that travel from `plan_mini_batch` to the collator and the engine. They are frozen and
-# know neither tensors nor processes. A plan is the same on every rank; `MiniBatchPlan.digest` lets ranks prove it.
+# Value types that travel from `plan_mini_batch` to the collator and the engine: frozen, without tensors or processes. A
+# plan says which slices of which rows run where, and their weights. It is the same on every rank; ranks compare
+# `MiniBatchPlan.digest` to prove it.
 
 
 _count = object.__setattr__
-"""Fills in what a frozen value counts when it is made."""
+"""Sets a field that a frozen value computes when it is made."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """The slice ``[start, stop)`` of one dataset row, trained as a sequence of its own.
+    """The slice ``[start, stop)`` of one dataset row, trained as a separate sequence.
 
     Args:
-        row: Index of the row in the dataset.
-        start: First token of the slice.
-        stop: One past its last token; at least one token more than `start`.
-        num_labels: Tokens that count in the loss: ``labels[start + 1:stop] != -100``. The first token of a sequence has
-            nothing before it that could predict it, so it never counts.
+        stop: Above `start`.
+        num_labels: Tokens that count in the loss: ``labels[start + 1:stop] != -100``. Nothing predicts the first token
+            of a sequence, so it never counts.
     """
 
     row: int
@@ -68,7 +63,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The sequences of one micro-batch, as concatenated; `lengths` are their tokens. Never empty."""
+    """The concatenated sequences of one micro-batch; `lengths` are their tokens. Never empty."""
 
     sequences: tuple[Sequence, ...]
     lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -87,7 +82,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """What one bucket runs: packs by replica, in the order of dp coordinates; some may have fewer, or none."""
+    """What one bucket runs: packs by replica, in dp order. A replica may have fewer packs than others, or none."""
 
     bucket: Bucket
     replicas: tuple[tuple[Pack, ...], ...]
@@ -112,7 +107,7 @@ class PhasePlan:
         _count(self, "num_labels", num_labels)
 
     def sequences(self) -> Iterator[Sequence]:
-        """Every sequence of the phase: replica by replica, pack by pack."""
+        """Yields all sequences: replica by replica, pack by pack."""
         for packs in self.replicas:
             for pack in packs:
                 yield from pack.sequences
@@ -120,16 +115,16 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class MiniBatchPlan:
-    """Everything that is trained in one optimizer step.
+    """What one optimizer step trains.
 
     Args:
-        phases: One for each bucket that has sequences, in the order of the buckets; buckets without any are left out.
-        num_labels: Label tokens of the whole mini-batch: the N of the loss `sum(CE) / N`. Zero is legal.
-        num_rows: Dataset rows of the mini-batch, also those that ended up empty or dropped.
-        num_truncated: Rows (of packed rows: documents) of which only the beginning is trained (policy `truncate`).
-        num_split: Those cut into several sequences (policy `split`).
-        num_dropped: Over-long ones left out (policy `drop`).
-        num_empty: Rows without any token, left out.
+        phases: For each bucket with sequences, in the order of the buckets.
+        num_labels: Label tokens of the mini-batch: the N of the loss `sum(CE) / N`. May be zero.
+        num_rows: Rows of the mini-batch, including empty and dropped ones.
+        num_truncated: Rows (of packed rows: documents) of which only the beginning is trained.
+        num_split: Rows or documents cut into several sequences.
+        num_dropped: Over-long rows or documents left out.
+        num_empty: Rows without tokens, left out.
     """
 
     phases: tuple[PhasePlan, ...]
@@ -148,7 +143,7 @@ class MiniBatchPlan:
         assert counted == self.num_labels, f"the phases hold {counted} label tokens and N is {self.num_labels}"
 
     def sequences(self) -> Iterator[Sequence]:
-        """Every sequence of the mini-batch, phase by phase."""
+        """Yields all sequences, phase by phase."""
         for phase in self.phases:
             yield from phase.sequences()
 
@@ -161,7 +156,7 @@ class MiniBatchPlan:
         return sum(phase.num_tokens for phase in self.phases)
 
     def digest(self) -> str:
-        """Hex sha256 of all of it; equal plans, equal digests."""
+        """Returns the hex sha256 of the plan."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
@@ -169,36 +164,37 @@ class MiniBatchPlan:
 
 # Packing by cost: which sequences share a micro-batch, and which replica runs it.
 #
-# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`); costs of a pack
-# add up, because packed sequences do not attend to each other. Five steps, all deterministic, ties by index:
+# The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`). Costs
+# in a pack add up, because packed sequences do not attend to each other. Five deterministic steps, ties by index:
 #
 # 1. Best-fit decreasing on tokens: a feasible packing with few packs.
-# 2. The number of packs is raised so that replicas can be balanced: to a multiple of dp, and for a pipeline to dp * pp
-#    (fewer packs leave stages idle) while packs keep `MIN_PIPELINE_PACK_TOKENS` on average. Never more than sequences.
-# 3. Longest first, each sequence goes to the cheapest pack that has room. Where that does not work out (packs nearly
-#    full), the packs of step 1 are kept and the costliest are halved up to the number of step 2.
+# 2. Raise the number of packs to balance replicas: to a multiple of dp, and for a pipeline to dp * pp (fewer leave
+#    stages idle) while packs keep `MIN_PIPELINE_PACK_TOKENS` on average. Never more than sequences.
+# 3. Longest first, each sequence goes to the cheapest pack that has room. If that fails (packs nearly full), keep the
+#    packs of step 1 and halve the costliest up to the number of step 2.
 # 4. Packs go to replicas, costliest first, each to the replica with the least cost so far.
-# 5. A pipeline of three packs or more begins with its second cheapest: the stages behind the first wait for all of the
-#    first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `costs.time`).
+# 5. A pipeline of three packs or more begins with its second cheapest: later stages wait for the complete first forward
+#    pass, earlier ones for the complete last backward pass (1 to 5 % of a phase, by `costs.time`).
 #
-# Where replicas differ in speed (`stragglers/`), each sequence first goes to a replica, longest first, to the one that would
-# be done with it first; each replica then packs what it has by itself.
+# If replicas differ in speed (`stragglers/`), each sequence, longest first, goes to the replica that would finish it
+# first; each replica then packs its own.
 #
-# In a pipeline a sequence above the capacity, up to a given length, has a pack of its own; the rest is packed beside.
+# In a pipeline a sequence above the capacity, up to a given length, has a pack to itself.
 #
-# Promises: no pack of several sequences exceeds the capacity, every sequence is in exactly one pack, no pack is empty, and the
-# packs of a replica come in descending cost but for that one (the largest at once, so that a lack of memory shows). O(n log n).
+# Promises: no pack of several sequences exceeds the capacity; every sequence is in exactly one pack; no pack is empty;
+# a replica's packs come in descending cost, except for step 5 (large packs run early, so that a lack of memory shows).
+# O(n log n).
 
 
 MIN_PIPELINE_PACK_TOKENS = 256
-"""Tokens a pack should keep on average when packs are made smaller only to fill a pipeline: below that, a stage is
-bound by launch overhead and a shorter bubble buys nothing."""
+"""Least mean tokens of packs that are made smaller only to fill a pipeline: below, a stage is bound by launch overhead
+and a shorter bubble gains nothing."""
 
 Packs = list[list[int]]
 
 
 def sequence_cost(num_tokens: int, quadratic_cost: float) -> float:
-    """Cost of one sequence, in units of the linear cost of a token."""
+    """Returns the cost of one sequence, in units of the linear cost of a token."""
     return num_tokens + quadratic_cost * num_tokens * num_tokens
 
 
@@ -212,14 +208,14 @@ def pack_sequences(
     longest: int = 0,
     speeds: abc.Sequence[float] | None = None,
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Packs sequences and hands the packs to replicas.
+    """Packs sequences and assigns the packs to replicas.
 
     Args:
         lengths: Tokens of each sequence, each at least 1.
-        capacity: Most tokens in one pack.
+        capacity: Most tokens of a pack.
         quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
-        longest: Sequences above the capacity that are no longer than this have packs of their own.
-        speeds: Of each replica, relative to one another; None where they are equal.
+        longest: A sequence above the capacity that is no longer than this has a pack to itself.
+        speeds: Relative speed of each replica; None if they are equal.
 
     Returns:
         `replicas[dp coordinate][pack]` = indices into `lengths`. A replica may hold no pack.
@@ -227,7 +223,7 @@ def pack_sequences(
     Raises:
         OverlongError: a sequence is longer than both the capacity and `longest`.
     """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # those of one length in their order
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # equal lengths in their order
     if order and lengths[order[0]] > max(capacity, longest):
         raise OverlongError(
             f"a sequence of {lengths[order[0]]} tokens does not fit into a pack of {capacity}",
@@ -270,8 +266,8 @@ def _of_share(
 
 
 def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds: abc.Sequence[float]) -> Packs:
-    """Each sequence to the replica that would be done with it first; those of a replica in their order. None is left
-    without work where there is enough: nobody would see it recover."""
+    """Assigns each sequence to the replica that would finish it first; a replica's sequences stay in order. No replica
+    is left without work if there is enough: its recovery would go unnoticed."""
     shares: Packs = [[] for _ in speeds]
     loads = [0.0] * len(speeds)
     for i in order:
@@ -285,7 +281,6 @@ def divide_by_speed(order: abc.Sequence[int], costs: abc.Sequence[float], speeds
 
 
 def _best_fit(order: abc.Sequence[int], lengths: abc.Sequence[int], capacity: int) -> Packs:
-    """Each sequence into the fullest pack that has room, a new one when none has."""
     packs: Packs = []
     free: list[tuple[int, int]] = []  # (free tokens, pack), ascending
     for i in order:
@@ -302,7 +297,7 @@ def _best_fit(order: abc.Sequence[int], lengths: abc.Sequence[int], capacity: in
 
 
 def _fitted_between(order: abc.Sequence[int], lengths: abc.Sequence[int], capacity: int) -> tuple[int, int]:
-    """How many packs `_best_fit` makes at least and at most. A sequence of l tokens opens a pack where all others have less
+    """Bounds the number of packs that `_best_fit` makes. A sequence of l tokens opens a pack if all others have less
     than l left, so they hold `capacity - l + 1` tokens each."""
     if not order:
         return 0, 0
@@ -318,7 +313,7 @@ def _fitted_between(order: abc.Sequence[int], lengths: abc.Sequence[int], capaci
 
 
 def _num_packs(num_fitted: int, num_sequences: int, num_tokens: int, dp: int, pp: int) -> int:
-    """How many packs to aim for; between the feasible number of step 1 and the number of sequences."""
+    """The number of packs to aim for; between the feasible number of step 1 and the number of sequences."""
     target = -(-num_fitted // dp) * dp
     if pp > 1:
         affordable = num_tokens // MIN_PIPELINE_PACK_TOKENS // dp * dp
@@ -332,15 +327,15 @@ def _num_packs(num_fitted: int, num_sequences: int, num_tokens: int, dp: int, pp
 def _cheapest_that_fits(
     order: abc.Sequence[int], lengths: abc.Sequence[int], costs: abc.Sequence[float], capacity: int, num_packs: int
 ) -> Packs | None:
-    """Longest first into the cheapest pack that has room; None when some sequence finds no room.
+    """Puts each sequence, longest first, into the cheapest pack that has room; None if a sequence finds no room.
 
-    A pack without room for the sequence at hand waits aside, by free tokens. Lengths only fall, so once it has room again it
-    keeps it until it is given a sequence: each pack moves at most once for each sequence placed.
+    A pack without room waits aside, by free tokens. Lengths only fall, so once it has room it keeps it until it gets a
+    sequence: each pack moves at most once for each sequence placed.
     """
     packs: Packs = []
     free: list[int] = []
     ready: list[tuple[float, int]] = []  # heap by cost
-    for number in range(num_packs):  # the first ones have a pack each
+    for number in range(num_packs):  # the first sequences have a pack each
         pack = list(order[number : number + 1])
         packs.append(pack)
         free.append(capacity - lengths[pack[0]] if pack else capacity)
@@ -365,12 +360,11 @@ def _cheapest_that_fits(
 
 
 def _halve_to(packs: Packs, costs: abc.Sequence[float], target: int) -> Packs:
-    """Halves the costliest packs of two or more sequences until there are `target` packs."""
     packs = [list(pack) for pack in packs]
     heap = [(-sum(costs[i] for i in pack), index) for index, pack in enumerate(packs) if len(pack) > 1]
     heapq.heapify(heap)
     while len(packs) < target:
-        # There is always one to halve: `target` is at most the number of sequences.
+        # one can always be halved: `target` is at most the number of sequences
         _, index = heapq.heappop(heap)
         halves: Packs = [[], []]
         loads = [0.0, 0.0]
@@ -404,9 +398,9 @@ def _to_replicas(packs: Packs, costs: abc.Sequence[float], dp: int) -> tuple[tup
 def _filling_soon(
     packs: tuple[tuple[int, ...], ...], lengths: abc.Sequence[int], most_tokens: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The second cheapest of descending packs first, where there are enough to fill a pipeline with.
+    """Moves the second cheapest of descending packs to the front, if enough packs fill a pipeline.
 
-    Not before one that nothing may be in flight with (`packing.pipeline_order`): that would wait for the whole of both.
+    Not before a pack that must run alone (`packing.pipeline_order`): that would wait for both to end.
     """
     if len(packs) < 3 or sum(lengths[i] for pack in (packs[0], packs[-2]) for i in pack) > most_tokens:
         return packs
@@ -417,15 +411,15 @@ def _filling_soon(
 
 
 OVERLONG_POLICIES = ("error", "truncate", "split", "drop")
-"""The `policy` of the functions here."""
+"""The values of `policy`."""
 
 
 def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool = False) -> None:
-    """Under the policy `error`, looks at the whole table before training starts; other policies accept any length.
+    """Checks the table before training starts, under the policy `error`; other policies accept any length.
 
     Args:
         longest: The longest bucket.
-        chosen: Whether the buckets are those of `hotspa_strategies="auto"`: the message says what to change.
+        chosen: Whether `hotspa_strategies="auto"` chose the buckets, which changes the fix in the message.
 
     Raises:
         HotspaConfigError: unknown policy.
@@ -446,11 +440,11 @@ def cut_rows(
     """Turns rows into sequences of at most `longest` tokens.
 
     Args:
-        rows: Dataset rows, in the order of the mini-batch.
+        rows: In the order of the mini-batch.
         longest: The longest bucket.
 
     Returns:
-        The sequences, in the order of the rows, and what it took: the counters of `MiniBatchPlan` by name.
+        The sequences, in the order of the rows, and the counters of `MiniBatchPlan` by name.
 
     Raises:
         HotspaConfigError: unknown policy.
@@ -501,13 +495,13 @@ def plan_mini_batch(
 ) -> MiniBatchPlan:
     """Plans one mini-batch. Pure: the same arguments give the same plan on every rank.
 
-    A sequence goes to the shortest bucket that takes it; those of a bucket stay in their order.
+    A sequence goes to the shortest bucket that takes it; a bucket's sequences stay in their order.
 
     Args:
-        rows: Dataset rows of the mini-batch, in order.
-        buckets: In any order; phases come in theirs.
+        rows: Dataset rows, in order.
+        buckets: In any order, which the phases keep.
         quadratic_cost: See `ModelShape.quadratic_cost`.
-        speeds: Where some ranks are slow, by what packs are divided over replicas.
+        speeds: If some ranks are slow: divides packs over replicas.
 
     Raises:
         HotspaConfigError: no bucket, or an unknown policy.

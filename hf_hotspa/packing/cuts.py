@@ -1,21 +1,20 @@
-"""How packs are cut: into chunks of tokens (`+ck`), and into what each rank of cp has. Plain numbers, the same on all ranks.
+"""Cuts packs: into chunks of tokens (`+ck`), and into shares for the ranks of cp. Plain numbers, the same on all ranks.
 
-Chunks: a sequence that is no longer than a chunk stays whole, and several share one; a longer one is cut, and the chunks that it is
-in are a *chain*: each needs the keys and values of those before it. A chain holds parts of one sequence only, and what is
-left of its last chunk is filled with the short ones that follow, so that no more than one sequence's keys and values are
-kept at a time. Huang et al. (2025, "ChunkFlow") cut and fill in this way.
+Chunks: sequences no longer than a chunk stay in one, and several share one. A longer sequence is cut; its chunks are a
+*chain*: each needs the keys and values of the earlier ones. The short sequences that follow fill a chain's last chunk,
+so at most one sequence's keys and values are kept at a time, as in Huang et al. (2025, "ChunkFlow").
 
-On one stage memory decides, and chunks have equal tokens. In a pipeline stages wait for one another, and chunks have equal
-*time* (Li et al., 2021, "TeraPipe", section 3.3): later tokens attend to more, so later chunks are shorter.
+On one stage memory decides, and chunks have equal tokens. In a pipeline stages wait for one another, and chunks have
+equal *time* (Li et al., 2021, "TeraPipe", section 3.3): later tokens attend to more, so later chunks are shorter.
 
-Ranks of cp divide a pack in one of two ways. By tokens: the row is cut into stretches of equal length, for attention whose heads are divided
-instead (Ulysses). By cost: sequences stay whole on one rank where that is balanced, and the others are cut into 2 * cp
-slices of which rank r has the r-th and the r-th from the end, so that each rank has as many pairs of tokens to look at as
-tokens (the zigzag of Llama 3: Grattafiori et al., 2024, section 3.3.2).
+Shares of cp have two forms. By tokens: stretches of equal length, for attention that divides heads (Ulysses). By cost:
+sequences stay on one rank if that is balanced; the others are cut into 2 * cp slices, and rank r has the r-th and the
+r-th from the end, for an equal share of tokens and of token pairs (the zigzag of Llama 3: Grattafiori et al., 2024,
+section 3.3.2).
 
-Promises: every token is in one piece; a rank's pieces stand in the order of the pack; no row is empty, and each is a
-multiple of what it must be a multiple of, with padding at its end where it has to be; by cost, the fullest rank has at
-most `SLACK` more cost and more tokens than the mean, but for what one token more or less of each cut slice makes.
+Promises: every token is in one piece; a rank's pieces keep the order of the pack; no row is empty; each row is padded
+at its end to the required multiple; by cost, the fullest rank exceeds the mean cost and tokens by at most `SLACK`,
+apart from one token of each cut slice.
 """
 
 import heapq
@@ -28,7 +27,7 @@ from hf_hotspa.packing.bucketing import sequence_cost
 from hf_hotspa.strategy import Strategy
 
 Chain = tuple[tuple[int, int], ...]
-"""Chunks as tokens `[first, last + 1)` of their pack: one that stands alone, or those of a sequence that is cut."""
+"""Chunks as tokens `[first, last + 1)` of their pack: a single one, or the chunks of one cut sequence."""
 
 
 def cut_into_chains(lengths: Sequence[int], most: int, pair_cost: float | None = None) -> list[Chain]:
@@ -36,13 +35,12 @@ def cut_into_chains(lengths: Sequence[int], most: int, pair_cost: float | None =
 
     Args:
         lengths: Tokens of each sequence, each at least 1.
-        most: At least 1.
-        pair_cost: Cost of a pair of tokens relative to the cost of one token: chunks of a sequence then cost the same, and
-            none more than `most` tokens that begin a sequence. None for chunks of equal tokens.
+        pair_cost: Cost of a pair of tokens relative to the cost of one token: chunks of a sequence then cost the same,
+            and none more than `most` tokens that begin a sequence. None for chunks of equal tokens.
 
     Returns:
-        Chains in the order of the row: together their chunks are the row. Only the last chunk of a chain holds more than
-        one sequence.
+        Chains in the order of the row, which their chunks make up. Only the last chunk of a chain holds several
+        sequences.
     """
     chains: list[list[tuple[int, int]]] = []
     end, cost, limit = 0, 0.0, _cost(most, pair_cost)
@@ -63,18 +61,18 @@ def cut_into_chains(lengths: Sequence[int], most: int, pair_cost: float | None =
 
 
 def cut_for(strategy: Strategy, lengths: Sequence[int], pair_cost: float) -> list[Chain]:
-    """The chains of a pack under a strategy with `+ck`: of equal tokens on one stage, of equal time in a pipeline."""
+    """Cuts a pack under a strategy with `+ck`: chunks of equal tokens on one stage, of equal time in a pipeline."""
     return cut_into_chains(lengths, strategy.ck, pair_cost if strategy.pp > 1 else None)
 
 
 def num_chunks(length: int, most: int, pair_cost: float = 0.0) -> int:
-    """How many chunks a sequence is cut into (`cut_into_chains`)."""
+    """Returns the number of chunks of a sequence (`cut_into_chains`)."""
     _, shared, alone_from = _shares(length, most, pair_cost)
     return shared + 1 + length - alone_from
 
 
 def squared_lengths(lengths: Sequence[int], chains: Sequence[Chain]) -> list[list[int]]:
-    """By chunk of each chain what its tokens add to the sum of squared lengths: its attention, in pairs of tokens."""
+    """Returns, by chunk of each chain, its part of the sum of squared lengths: its attention, in pairs of tokens."""
     begins, total = [0], 0
     for length in lengths:
         total += length
@@ -100,10 +98,11 @@ def _cost(length: int, pair_cost: float | None) -> float:
 
 
 def _shares(length: int, most: int, pair_cost: float) -> tuple[float, int, int]:
-    """How a sequence is divided: what each chunk costs, how many ends there are where that is reached, and the token from
-    which on each is a chunk of its own; the length where none is.
+    """The cost of each chunk of a sequence, how many chunks end where it is reached, and the first token from which on
+    each is a chunk by itself (the length if none is).
 
-    Tokens cost ever more. Those that cost more than a share are alone; up to there an end a share is a token's at most.
+    Each token costs more than the previous one. A token above the cost of a chunk is a chunk by itself; before those,
+    at most one token crosses a chunk's end.
     """
     total = _cost(length, pair_cost)
     count = max(1, math.ceil(total / _cost(most, pair_cost) * (1 - 1e-12)))
@@ -120,16 +119,16 @@ def _shares(length: int, most: int, pair_cost: float) -> tuple[float, int, int]:
 def _ends_of_equal_cost(length: int, most: int, pair_cost: float) -> list[int]:
     """Where the chunks of one sequence end: as few as cost no more than `most` tokens that begin it.
 
-    A chunk of tokens `[a, b)` costs `_cost(b) - _cost(a)`, so an end is where `_cost` reaches its share. Ends are rounded
-    down: as no chunk is longer than `most` before, none is after.
+    Tokens `[a, b)` cost `_cost(b) - _cost(a)`, so a chunk ends where `_cost` reaches its share, rounded down: no chunk
+    is longer than `most` before rounding, so none is after.
     """
     share, shared, alone_from = _shares(length, most, pair_cost)
     ends, end = [], 0
     for index in range(1, shared + 1):
         cost = share * index
-        # the root of pair_cost * y**2 + y = cost, in the form that is right for pair_cost = 0, too
+        # the root of pair_cost * y**2 + y = cost, in the form that also holds for pair_cost = 0
         root = int(2 * cost / (1 + math.sqrt(1 + 4 * pair_cost * cost)) + 1e-9)
-        end = min(max(root, end + 1), alone_from - 1 - (shared - index))  # rounding leaves each a token
+        end = min(max(root, end + 1), alone_from - 1 - (shared - index))  # each keeps at least one token
         ends.append(end)
     return [*ends, *range(alone_from, length + 1)]
 
@@ -143,7 +142,7 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Shares:
-    """What each rank has of a pack with sequences of these lengths: pieces, and tokens of padding behind them."""
+    """Each rank's share of a pack with sequences of these lengths: pieces, and tokens of padding behind them."""
 
     lengths: tuple[int, ...]
     pieces: tuple[tuple[Piece, ...], ...]
@@ -151,7 +150,7 @@ class Shares:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """Tokens of each rank's row, padding included."""
+        """Tokens of each rank's row, including padding."""
         own = (sum(stop - first for _, first, stop in pieces) for pieces in self.pieces)
         return tuple(tokens + pad for tokens, pad in zip(own, self.pads, strict=True))
 
@@ -190,11 +189,11 @@ def share_by_tokens(lengths: Sequence[int], cp: int, multiple: int = 1) -> Share
 def share_by_cost(lengths: Sequence[int], cp: int, quadratic_cost: float, multiple: int = 1) -> Shares:
     """Divides a pack so that ranks have equal tokens and equal cost.
 
-    The longest sequences are cut, as few as it takes; each of the others goes to the rank with the least cost so far.
-    Arguments as for `share_by_tokens`, and
+    Cuts the longest sequences, as few as necessary; each of the others goes to the rank with the least cost so far.
 
     Args:
         quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
+        multiple: See `share_by_tokens`.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     costs = [sequence_cost(length, quadratic_cost) for length in lengths]
@@ -214,7 +213,7 @@ def share_by_cost(lengths: Sequence[int], cp: int, quadratic_cost: float, multip
     for turn, i in enumerate(order[:num_cut]):
         bounds = [lengths[i] * slice_ // (2 * cp) for slice_ in range(2 * cp + 1)]
         for place in range(cp):
-            # slices differ by a token: in turns, so that not always the same ranks have more
+            # slices differ by a token: alternates the ranks that have more
             rank = place if turn % 2 == 0 else cp - 1 - place
             for slice_ in (place, 2 * cp - 1 - place):
                 if bounds[slice_ + 1] > bounds[slice_]:
@@ -223,7 +222,6 @@ def share_by_cost(lengths: Sequence[int], cp: int, quadratic_cost: float, multip
 
 
 def _whole_on_ranks(order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], cp: int) -> list[list[int]]:
-    """Longest first to the rank with the least cost, then the fewest tokens, so far."""
     owners: list[list[int]] = [[] for _ in range(cp)]
     heap = [(0.0, 0, rank) for rank in range(cp)]
     for i in order:

@@ -1,13 +1,13 @@
-"""The passes of all replicas of a phase in one agreed order: what fully sharded strategies load and return units by.
+"""The passes of all replicas of a phase in one agreed order, in which fully sharded strategies load and return units.
 
-A unit's weights come to all replicas at a time, and its gradients leave all of them at a time, so replicas that run
-different packs must agree in which pass they meet. Here their passes are merged: the first pack of every replica, the
-second one, and so on; one that has fewer packs, or none, sits a pass out. A pack in chunks of tokens is several passes;
-where some replicas go forward next and others backward, forward passes are met first.
+All replicas load a unit's weights together and return its gradients together, so replicas with different packs must
+agree in which pass they meet: the first pack of every replica, then the second, and so on; a replica with fewer packs
+skips a pass. A pack in chunks of tokens is several passes; if some replicas go forward next and others backward,
+forward passes come first.
 
-In a pipeline replicas meet chunk by chunk: the first chunk of the first chain of every replica's first pack, and so on; one
-that has no such chunk sits it out. Stages run what any replica has, in our own 1F1B, so each replica keeps the order of its
-own chunks on every stage: forward in that of their tokens, backward against it (`JointPasses`).
+In a pipeline replicas meet chunk by chunk: the first chunk of the first chain of every replica's first pack, and so on;
+a replica without such a chunk skips it. Stages run them in our own 1F1B, so each replica keeps its chunk order on every
+stage: forward in token order, backward in reverse (`JointPasses`).
 
 A pure function of the plan, the same on every rank; no torch.
 """
@@ -25,7 +25,7 @@ Lengths = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass over the units of a stage, forward or backward, of the replicas (dp coordinates) that compute in it."""
+    """One forward or backward pass over the units of a stage, and the replicas (dp coordinates) that compute in it."""
 
     stage: int
     is_backward: bool
@@ -33,24 +33,24 @@ class Pass:
 
 
 Beat = tuple[Pass, ...]
-"""Passes of different stages that run at a time."""
+"""Passes of different stages that run at the same time."""
 
 
 def pack_lengths(phase: PhasePlan) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The lengths in every pack of every replica: all that the order of passes depends on."""
+    """Returns the lengths in every pack of every replica: all that the order of passes depends on."""
     return tuple(tuple(pack.lengths for pack in packs) for packs in phase.replicas)
 
 
 @dataclass(frozen=True)
 class JointPasses:
-    """The packs, or chunks, of all replicas of a pipeline, as its stages keep step with them: passes as large as the
-    largest of any replica, and the replicas that have each."""
+    """The packs, or chunks, that all replicas of a pipeline run together: each pass as large as the largest of any
+    replica, and the replicas that take part in it."""
 
     passes: Passes
     replicas: tuple[tuple[int, ...], ...]
 
     def operations(self, stage: int, replica: int) -> list[Operation]:
-        """What a stage of a replica runs, in order, by the numbers of its own packs (or chunks)."""
+        """Returns what a stage of a replica runs, in order, by the replica's numbers of packs (or chunks)."""
         own: dict[int, int] = {}
         for unit, having in enumerate(self.replicas):
             if replica in having:
@@ -61,7 +61,7 @@ class JointPasses:
 def joint_passes(
     strategy: Strategy, replicas: Sequence[Sequence[Lengths]], most_tokens: int | None, pair_cost: float
 ) -> JointPasses:
-    """How packs, or their chunks, run through stages where all replicas keep step (arguments: see `beats`)."""
+    """Plans the passes of packs, or of their chunks, with all replicas together (arguments: see `beats`)."""
     tokens: list[int] = []
     sizes: list[int] = []
     having: list[tuple[int, ...]] = []
@@ -91,15 +91,15 @@ def beats(
     is_trained: bool = True,
     pair_cost: float = 0.0,
 ) -> list[Beat]:
-    """All passes of a phase, with backward ones if `is_trained`. See `pack_lengths` for `replicas`; for pipelines,
-    `pipeline_order` for `most_tokens` and `cut_into_chains` for `pair_cost`."""
+    """Returns all passes of a phase, with backward ones if `is_trained`. See `pack_lengths` for `replicas`; for
+    pipelines, `pipeline_order` for `most_tokens` and `cut_into_chains` for `pair_cost`."""
     if strategy.pp > 1:
         return _of_stages(strategy, joint_passes(strategy, replicas, most_tokens, pair_cost), is_trained)
     return _of_chunks([_passes(strategy, packs, is_trained) for packs in replicas])
 
 
 def _passes(strategy: Strategy, packs: Sequence[Lengths], is_trained: bool) -> list[bool]:
-    """The passes of a replica, whether each is backward: those of `token_chunks.PackRunner` for every chain of a pack."""
+    """Whether each pass of a replica is backward, as `token_chunks.PackRunner` runs every chain."""
     passes: list[bool] = []
     for lengths in packs:
         for chunks in map(len, cut_into_chains(lengths, strategy.ck)) if strategy.ck else (1,):

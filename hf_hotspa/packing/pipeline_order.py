@@ -1,56 +1,54 @@
-"""Which schedule runs the packs of a pipeline, and in which order each stage runs them, within a number of tokens.
+"""The schedule of a pipeline's packs, and the order in which each stage runs them, within a number of tokens.
 
-Owns the choice of the schedule and the order of its passes, for the stages that run them and for the cost model that
-predicts what they take and hold. Pure functions, no torch. In them `tokens` are those of each unit, a pack or a chunk of one;
-`most_tokens` the most of them in flight on a stage (`Bucket.most_tokens`), None for no limit; `chains` how many units each chain
-has, in order, none where each stands alone. Promises, for every schedule: no stage holds more tokens at a time than the limit,
-padding included, but for one pack that is longer alone.
+Used by the stages and by the cost model that predicts their time and memory. Pure functions, no torch. Arguments:
+`tokens` of each unit (a pack or a chunk of one); `most_tokens`, the most tokens in flight on a stage
+(`Bucket.most_tokens`), None for no limit; `chains`, the number of units of each chain, in order, empty if each unit is
+a chain by itself. No schedule lets a stage hold more tokens than the limit, including padding, except for a single
+longer pack.
 
-**One stage on each rank.** Stage s of p in our 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) runs a forward pass as
-long as fewer than p - s packs are in flight, else the oldest backward pass. What is in flight holds its activations; where a
-mini-batch has packs of very different sizes, a number of tokens limits it, too: a long pack then goes through with few or no
-others beside it, and short ones follow one another closely. GPipe runs its packs in groups that are within the limit, one
-group after the other; torch's 1F1B, which knows no limit, gives way to ours where its padded packs would pass it.
+**One stage on each rank.** Stage s of p in our 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) runs a
+forward pass as long as fewer than p - s packs are in flight, else the oldest backward pass. Packs in flight hold their
+activations, so for packs of different sizes a number of tokens limits them, too: a long pack then runs with few or no
+others. GPipe runs groups of packs within the limit, one after the other; torch's 1F1B, which knows no limit, is
+replaced by ours if its padded packs would exceed it.
 
-A pack that is cut into chunks of tokens (`+ck`) is a *chain* of them, and they are what our 1F1B runs: chains come first in,
-first out, and the chunks of a chain go backward last in, first out, as each needs the gradients that later ones have for
-its keys and values. All chunks of a chain are forward before the first is backward, so a stage runs n - 1 more forward
-passes ahead for chains of n (Sun et al., 2024, "Seq1F1B"). Whole packs are chains of one. No stage waits for itself, also where a
-message occupies both ends until it is received (`tests/unit/test_pipeline_order.py`): the limit is the same for all stages, so
-a stage is ahead of the next by one forward pass at most, and that one comes right before the backward pass that it could wait for.
+A pack cut into chunks of tokens (`+ck`) is a *chain* of units; an uncut pack is a chain of one. Chains run first in,
+first out; the chunks of a chain go backward last in, first out, as each needs the gradients of later ones for its keys
+and values. All chunks of a chain are forward before the first is backward, so a stage runs n - 1 more forward passes
+ahead for chains of n (Sun et al., 2024, "Seq1F1B"). No stage waits for itself, even if a message occupies both ends
+until it is received (`tests/unit/test_pipeline_order.py`): the limit is the same for all stages, so a stage is at most
+one forward pass ahead of the next, right before the backward pass that it could wait for.
 
-**Several stages on each rank (`+v2`)**: interleaved 1F1B. Stage s of p v is on rank s mod p, so a pack goes round the ranks v times,
-and a stage is 1 / v as long: the pipeline fills and drains v times as fast, for v times the messages (bubble (p - 1) / (v m) for
-m packs). The published schedule wants m to be a multiple of p, and equal packs. Ours takes any number of packs of any sizes:
+**Several stages on each rank (`+v2`)**: interleaved 1F1B. Stage s of p v is on rank s mod p, so a pack goes round the
+ranks v times, and a stage is 1 / v as long: the pipeline fills and drains v times as fast, for v times the messages
+(bubble (p - 1) / (v m) for m packs). The published schedule requires equal packs and m a multiple of p; ours does not:
 
-* packs go round in *groups* of p, the last one of what is left, or with the group before it, where that ends sooner; a pack is
-  in a smaller group where more tokens than the limit would be held. Every rank runs its forward passes in one sequence (a
-  group's packs on its first stage, then on its second one, ...) and its backward passes in another one (from its last
-  stage to its first);
-* which of the two goes on next is found by running all ranks against the clock of a model in which a forward pass takes as
-  long as it has tokens, and a backward pass twice that: forward and backward in turn where both could, forward as long as
-  the rank holds no more passes than 2 (p - 1 - r) + (v - 1) p + 1 and no more tokens than the limit. Tokens on one of v
-  stages count 1 / v.
+* Packs go round in *groups* of p. The last group has the rest, or joins the group before it if that ends sooner; groups
+  are smaller if they would exceed the limit. Every rank runs its forward passes in one sequence (a group's packs on its
+  first stage, then on its second, ...) and its backward passes in another (from its last stage to its first).
+* A simulation of all ranks decides which of the two comes next. A forward pass takes as long as it has tokens, a
+  backward pass twice that. Forward and backward alternate if both can run; forward runs as long as the rank holds at
+  most 2 (p - 1 - r) + (v - 1) p + 1 passes and stays within the limit. Tokens on one of v stages count 1 / v.
 
-Nothing waits for itself: a rank may always run what the next backward pass of its sequence needs, whatever it holds. There is one
-order for *all* ranks, so that sends and receives posted in it match where each blocks until its partner is there, too
+Nothing waits for itself: a rank may always run what its next backward pass needs, whatever it holds. All ranks share
+one order, so sends and receives match even if each blocks until its partner arrives
 (`tests/unit/test_interleaved_order.py`).
 
-torch's `ScheduleInterleaved1F1B` sends packs of one shape round in m // p groups of equal size, so m must be a multiple of that
-number. A rank r begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups of g, then one forward and one backward pass in
-turn (`torch_order`). Ours runs in its place for fewer packs than ranks, for a number of packs that makes no equal groups, and
-where the padded packs in flight would be more than the limit.
+torch's `ScheduleInterleaved1F1B` sends packs of one shape round in m // p equal groups, which must divide m. Rank r
+begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups of g, then alternates forward and backward passes
+(`torch_order`). Ours replaces it for fewer packs than ranks, without equal groups, and if the padded packs in flight
+would exceed the limit.
 
-**PipeDream**: which version of a stage's weights each pack uses, where stages update after every backward pass. Asynchronous 1F1B
-with weight stashing (Narayanan et al., SOSP'19, section 3.3) is a training mode of its own and *not* the synchronous update of
-everything else here: stage s of p (from 0) has run the backward passes of p - 1 - s packs less than a sequential optimizer would
-have when it runs a pack forward. It keeps the weights of that moment until the pack's backward pass, so that both use the same
-bits. With vertical sync all stages use the version of the first one.
+**PipeDream**: asynchronous 1F1B with weight stashing (Narayanan et al., SOSP'19, section 3.3), a separate training mode
+and *not* the synchronous update of everything else here. Stages update after every backward pass: when stage s of p
+(from 0) runs a pack forward, it has run p - 1 - s fewer backward passes than a sequential optimizer would have. It
+keeps those weights until the pack's backward pass, so that both use the same bits. With vertical sync all stages use
+the version of the first.
 
-* Update k of a stage (k = 0, 1, ...) is that of the k-th packs of all replicas together: the gradient of the mean loss over
-  their label tokens. Where they have none, nothing is updated.
-* Version v of its weights has seen the updates 0 to v - 1 of the mini-batch. Version 0 is the same point on all stages: a
-  pipeline runs empty at the end of every mini-batch.
+* Update k of a stage (k = 0, 1, ...) uses the k-th packs of all replicas: the gradient of the mean loss over their
+  label tokens. Without label tokens nothing is updated.
+* Version v of its weights has seen the updates 0 to v - 1 of the mini-batch. Version 0 is the same point on all stages:
+  a pipeline runs empty at the end of every mini-batch.
 """
 
 import heapq
@@ -64,36 +62,36 @@ from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
 from hf_hotspa.strategy import Bucket, Strategy
 
 SCHEDULES = ("auto", "own", "1f1b", "gpipe")
-"""`own`: our 1F1B, for packs of any sizes; `auto` is the same. `1f1b`, `gpipe`: those of `torch.distributed.pipelining`,
-which want packs of one size: shorter ones are padded. With several stages on a rank (`+v2`) both `own` and `1f1b` are interleaved."""
+"""`own`: our 1F1B, for packs of any sizes; `auto` is the same. `1f1b`, `gpipe`: the schedules of
+`torch.distributed.pipelining`, which pad packs to one size. With `+v2` both `own` and `1f1b` are interleaved."""
 
 Operation = tuple[int, bool]
-"""A pack (or chunk of one), and whether it is its backward pass."""
+"""A pack (or chunk of one), and whether the pass is backward."""
 
 
 def runs_chunks(schedule: str) -> bool:
-    """Whether a schedule runs chunks of packs (`+ck`), too."""
+    """Returns whether a schedule supports chunks of packs (`+ck`)."""
     return schedule in ("auto", "own")
 
 
 def runs_rounds(schedule: str) -> bool:
-    """Whether a schedule runs several stages on each rank (`+v`), too."""
+    """Returns whether a schedule supports several stages on each rank (`+v`)."""
     return schedule != "gpipe"
 
 
 def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> None:
-    """Refuses a schedule that cannot run a pipeline: torch's run whole packs, its GPipe through one stage on each rank.
+    """Rejects an unsupported schedule: torch's run whole packs, its GPipe one stage on each rank.
 
     Args:
-        flexible: Whether ranks of tp may give work away.
+        flexible: Whether ranks of tp may offload work.
 
     Raises:
-        StrategyError: torch's schedule under `+ck` in a pipeline, GPipe under `+v`, or `+v` where ranks give work away.
+        StrategyError: torch's schedule under `+ck` in a pipeline, GPipe under `+v`, or `+v` if ranks offload work.
     """
     if strategy.ck and strategy.pp > 1 and not runs_chunks(schedule):
         raise StrategyError(
             f"strategy {strategy} has token chunks, and the pipeline schedule is {schedule}",
-            why="chunks of a pack go forward in their order and backward against it, which torch's schedules do not know",
+            why="chunks of a pack run forward in order and backward in reverse, which torch's schedules do not support",
             fix=f"use the schedule own, or leave +ck{strategy.ck} out",
         )
     if strategy.v > 1 and not runs_rounds(schedule):
@@ -104,14 +102,14 @@ def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> Non
         )
     if strategy.v > 1 and flexible:
         raise StrategyError(
-            f"strategy {strategy} has several stages on each rank, beside ranks that give work away (hotspa_stragglers)",
-            why="what a rank gives away is chosen for one stage",
+            f"strategy {strategy} has several stages on each rank, beside ranks that offload work (hotspa_stragglers)",
+            why="what a rank offloads is chosen for one stage",
             fix=f"use hotspa_stragglers=balance or watch, or leave +v{strategy.v} out",
         )
 
 
 def backward_order(chains: Sequence[int]) -> list[int]:
-    """Units in the order of their backward passes."""
+    """Returns the units in the order of their backward passes."""
     order: list[int] = []
     for num in chains:
         order += range(len(order) + num - 1, len(order) - 1, -1)
@@ -119,11 +117,11 @@ def backward_order(chains: Sequence[int]) -> list[int]:
 
 
 def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
-    """How many forward passes the first stage has begun before each backward pass, where nothing limits them; each stage
-    behind it one less.
+    """Returns how many forward passes the first stage has begun before each backward pass without a limit; each later
+    stage has begun one less.
 
-    A stage runs all of a chain before its first backward pass, and one forward pass at least for each backward pass: none
-    is ahead of the next by more than that one, which is what keeps sends that block from waiting for each other.
+    A stage runs all of a chain before its first backward pass, and at least one forward pass for each backward pass: no
+    stage is more than one pass ahead of the next, so blocking sends do not wait for each other.
 
     Args:
         depth: See `Passes.depth`.
@@ -138,33 +136,33 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
 
 
 def reaches(tokens: Sequence[int], most_tokens: int | None = None, chains: Sequence[int] = ()) -> list[int]:
-    """How many forward passes may have begun before each backward pass, in order: the number k of units so that the
-    first k, without those whose backward pass came before, are within the limit; a whole chain at least."""
+    """Returns how many forward passes may have begun before each backward pass, in order: the number k of units so that
+    the first k, without those already backward, are within the limit; at least a complete chain."""
     total = len(tokens)
     if most_tokens is None:
         return [total] * total
     ends: list[int] = []
-    first = end = held = 0
+    first = end = in_flight = 0
     for num in chains or [1] * total:
         last = first + num
         while end < last:
-            held, end = held + tokens[end], end + 1
+            in_flight, end = in_flight + tokens[end], end + 1
         for backward in range(last - 1, first - 1, -1):
-            while end < total and held + tokens[end] <= most_tokens:
-                held, end = held + tokens[end], end + 1
+            while end < total and in_flight + tokens[end] <= most_tokens:
+                in_flight, end = in_flight + tokens[end], end + 1
             ends.append(end)
-            held -= tokens[backward]
+            in_flight -= tokens[backward]
         first = last
     return ends
 
 
 def delays(reach: Sequence[int], num_stages: int) -> bool:
-    """Whether a forward pass waits that the plain schedule would not let wait (`reach`: see `reaches`)."""
+    """Returns whether the limit delays a forward pass of the plain schedule (`reach`: see `reaches`)."""
     return any(most < min(len(reach), backward + num_stages) for backward, most in enumerate(reach))
 
 
 def operations(reach: Sequence[int], num_stages: int, stage: int, chains: Sequence[int] = ()) -> list[Operation]:
-    """What a stage, counted from 0, runs, in order (`reach`: see `reaches`)."""
+    """Returns what a stage, counted from 0, runs, in order (`reach`: see `reaches`)."""
     order: list[Operation] = []
     forwards, chains = 0, chains or [1] * len(reach)
     for backward, most, ahead in zip(backward_order(chains), reach, most_ahead(chains, num_stages), strict=True):
@@ -177,13 +175,13 @@ def operations(reach: Sequence[int], num_stages: int, stage: int, chains: Sequen
 
 @dataclass(frozen=True)
 class Passes:
-    """How the packs of a replica run through its stages.
+    """How a replica's packs run through its stages.
 
     Args:
-        kind: The schedule: `own`, `1f1b` or `gpipe`.
-        tokens: Of each unit as it runs, padding included.
+        kind: `own`, `1f1b` or `gpipe`.
+        tokens: Of each unit, including padding.
         reach: See `reaches`.
-        replaced: Whether it is ours because the one that was asked for would pass the limit.
+        replaced: Whether our schedule runs because the requested one would exceed the limit.
     """
 
     kind: str
@@ -195,7 +193,7 @@ class Passes:
 
     @property
     def depth(self) -> int:
-        """How many forward passes the first stage may be ahead: GPipe goes as far as it may, on every stage."""
+        """How many forward passes the first stage may be ahead; GPipe: up to the limit, on every stage."""
         return len(self.tokens) + self.num_stages if self.kind == "gpipe" else self.num_stages
 
     def operations(self, stage: int) -> list[Operation]:
@@ -203,7 +201,7 @@ class Passes:
 
     @property
     def groups(self) -> list[tuple[int, int]]:
-        """The packs `[first, last + 1)` that are through before the next begin: several only with GPipe."""
+        """The packs `[first, last + 1)` that complete before the next begin: several groups only with GPipe."""
         if self.kind != "gpipe":
             return [(0, len(self.tokens))] if self.tokens else []
         ends = sorted(set(self.reach))
@@ -213,7 +211,7 @@ class Passes:
 def choose_passes(
     schedule: str, tokens: Sequence[int], num_stages: int, most_tokens: int | None = None, chains: Sequence[int] = ()
 ) -> Passes:
-    """How the packs of a replica will run, by one of `SCHEDULES`."""
+    """Decides how the packs of a replica run, by one of `SCHEDULES`."""
     reach = tuple(reaches(tokens, most_tokens, chains))
     own = Passes("own", num_stages, tuple(tokens), reach, chains=tuple(chains))
     if chains:
@@ -221,7 +219,7 @@ def choose_passes(
     if schedule == "gpipe" and num_stages > 1 and tokens:
         padded, reach = _groups(tokens, most_tokens)
         return Passes("gpipe", num_stages, padded, reach)
-    # torch's 1F1B refuses fewer packs than stages
+    # torch's 1F1B requires at least as many packs as stages
     if schedule == "1f1b" and len(tokens) >= num_stages:
         padded = (max(tokens),) * len(tokens)
         if not delays(reaches(padded, most_tokens), num_stages):
@@ -231,7 +229,7 @@ def choose_passes(
 
 
 def _groups(tokens: Sequence[int], most_tokens: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of packs that are padded to the longest of their group, and where each pack's group ends."""
+    """The tokens of packs padded to the longest of their group, and where each pack's group ends."""
     padded: list[int] = []
     reach: list[int] = []
     begin = 0
@@ -251,14 +249,14 @@ def _groups(tokens: Sequence[int], most_tokens: int | None) -> tuple[tuple[int, 
 def most_packs(
     schedule: str, num_stages: int, stage: int, num_packs: int | None, chain: int = 1, rounds: int = 1
 ) -> int | None:
-    """The most units that a stage, counted from 0, holds at a time, where tokens do not limit them; None for any number.
+    """Returns the most units that a stage, counted from 0, holds at a time without a token limit; None for any number.
 
-    A rank with several stages holds a pack on some of them only: it counts by their share, rounded up in all.
+    A rank with several stages holds a pack on some of them only: it counts by their share, rounded up.
 
     Args:
         num_packs: Units of a replica; None for any number.
         chain: Units of the longest chain.
-        rounds: Stages on each rank; then `stage` is the rank, of `num_stages`.
+        rounds: Stages on each rank. If above 1, `stage` is the rank, of `num_stages`.
     """
     if rounds > 1:  # see `interleaved_order`: no group is larger than 2 p - 1
         passes = 2 * (num_stages - 1 - stage) + (rounds - 1) * (2 * num_stages - 1) + chain
@@ -271,7 +269,7 @@ def most_packs(
 
 
 _BACKWARD = 2
-"""Backward passes take this many times as long as forward ones, in the model that decides the order."""
+"""Time of a backward pass in forward passes, in the model that decides the order."""
 
 
 class Turn(NamedTuple):
@@ -283,7 +281,7 @@ class Turn(NamedTuple):
 
 
 def at_a_time(orders: Sequence[Sequence[Turn]], num_stages: int) -> list[list[Turn]]:
-    """What several ranks run, each in an order of its own, as lists of what can run at a time, one turn a rank at most."""
+    """Groups the passes of several ranks, each in its order, into lists that can run at the same time: one a rank."""
     left = [list(reversed(order)) for order in orders]
     done: set[Turn] = set()
     beats = []
@@ -307,8 +305,8 @@ def interleaved_order(
     chains: Sequence[int] = (),
     is_trained: bool = True,
 ) -> tuple[Turn, ...]:
-    """All passes of a replica, backward ones too if `is_trained`, in the one order that all ranks of its pipeline (at
-    least 2) follow, with `rounds` stages on each."""
+    """Returns all passes of a replica, with backward ones if `is_trained`, in the one order of all ranks of its
+    pipeline (at least 2), with `rounds` stages on each."""
     sizes = tuple(chains) or (1,) * len(tokens)
     return _order(tuple(tokens), num_ranks, rounds, most_tokens if is_trained else None, sizes, is_trained)
 
@@ -318,7 +316,7 @@ def _order(
     tokens: tuple[int, ...], num_ranks: int, rounds: int, most: int | None, chains: tuple[int, ...], is_trained: bool
 ) -> tuple[Turn, ...]:
     groups: list[_Group] = []
-    first = 0  # unit of the group that is filled
+    first = 0  # first unit of the open group
     for num in chains:
         if groups and sum(groups[-1]) < num_ranks and _holds([*groups[-1], num], tokens[first:], rounds, most):
             groups[-1].append(num)
@@ -340,8 +338,8 @@ _Group = list[int]
 
 
 def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int | None) -> bool:
-    """Whether a group that begins with some tokens is within the limit when its first backward pass comes: all of it on all
-    stages of a rank but the last, and there one chain."""
+    """Whether a group is within the limit at its first backward pass: all of it is then held on all stages of a rank
+    but the last, and one chain there. `tokens` begin with the group's."""
     if most is None:
         return True
     own, first = [], 0
@@ -353,18 +351,18 @@ def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int |
 
 @dataclass
 class _Rank:
-    """Where one rank is in its two sequences, and what it holds."""
+    """A rank's place in its two sequences, and the tokens that it holds."""
 
     most_passes: int
     num_forward: int = 0
     num_backward: int = 0
-    held: int = 0
+    held_tokens: int = 0
     free_at: int = 0
     was_forward: bool = False
 
 
 class _Run:
-    """All ranks against the clock of the model: by when `turns` end, and the `seconds` when the last one does."""
+    """Simulates all ranks: `turns` in the order of their ends, and `seconds` until the last end."""
 
     def __init__(
         self,
@@ -379,7 +377,7 @@ class _Run:
         self._most = None if most is None else rounds * most
         self._forward: list[tuple[int, int]] = []  # (round, unit)
         self._backward: list[tuple[int, int]] = []
-        self._needed: list[int] = []  # forward passes of its rank that a backward pass comes after
+        self._needed: list[int] = []  # forward passes of its rank before each backward pass
         self._ends: dict[Turn, int] = {}
         self._queue(groups, is_trained)
         largest = max([num_ranks, *map(sum, groups)])
@@ -421,7 +419,7 @@ class _Run:
                 rank.free_at = self._ends[turn] = now + tokens * (_BACKWARD if turn.is_backward else 1)
                 rank.num_backward += turn.is_backward
                 rank.num_forward += not turn.is_backward
-                rank.held += -tokens if turn.is_backward else tokens
+                rank.held_tokens += -tokens if turn.is_backward else tokens
                 rank.was_forward = not turn.is_backward
                 heapq.heappush(events, rank.free_at)
             while events and events[0] == now:
@@ -435,7 +433,7 @@ class _Run:
         part, unit = self._forward[rank.num_forward]
         if self._is_trained and rank.num_forward >= self._needed[rank.num_backward]:
             is_full = rank.num_forward - rank.num_backward >= rank.most_passes
-            if is_full or (self._most is not None and rank.held + self._tokens[unit] > self._most):
+            if is_full or (self._most is not None and rank.held_tokens + self._tokens[unit] > self._most):
                 return None
         stage = part * self._num_ranks + index
         before = Turn(stage - 1, unit, False)
@@ -457,13 +455,13 @@ class _Run:
 
 @dataclass(frozen=True)
 class InterleavedPasses:
-    """How the packs of a replica run.
+    """How a replica's packs run, with several stages on each rank.
 
     Args:
-        kind: The schedule: `own` or `1f1b` (torch's).
-        tokens: Of each unit as it runs, padding included.
-        order: All passes, in one order in which each comes behind what it needs; of each rank in the order that it runs them.
-        replaced: Whether it is ours because the one that was asked for would pass the limit.
+        kind: `own` or `1f1b` (torch's).
+        tokens: Of each unit, including padding.
+        order: All passes, each after the passes it needs; each rank runs its own in this order.
+        replaced: Whether our schedule runs because the requested one would exceed the limit.
     """
 
     kind: str
@@ -480,12 +478,12 @@ def choose_interleaved(
     most_tokens: int | None = None,
     chains: Sequence[int] = (),
 ) -> InterleavedPasses:
-    """How a replica's packs run by a schedule that `check_runs` allows; otherwise as `interleaved_order`."""
+    """Decides how a replica's packs run by a schedule that `check_runs` allows; otherwise as `interleaved_order`."""
     total, replaced = len(tokens), False
     if schedule == "1f1b" and total >= num_ranks and total % (total // num_ranks) == 0:
         longest = max(tokens)
-        held = min(_ahead(total, num_ranks, rounds, 0) + 1, total * rounds)  # passes, 1 / rounds of a pack each
-        if most_tokens is None or held * longest <= rounds * most_tokens:
+        passes = min(_ahead(total, num_ranks, rounds, 0) + 1, total * rounds)  # in flight, 1 / rounds of a pack each
+        if most_tokens is None or passes * longest <= rounds * most_tokens:
             return InterleavedPasses("1f1b", (longest,) * total, torch_order(total, num_ranks, rounds))
         replaced = True
     order = interleaved_order(tokens, num_ranks, rounds, most_tokens, chains)
@@ -497,13 +495,13 @@ def _group(num_packs: int, num_ranks: int) -> int:
 
 
 def _ahead(num_packs: int, num_ranks: int, rounds: int, rank: int) -> int:
-    """Forward passes of a rank before the first one that a backward pass follows."""
+    """Forward passes before the first one that a backward pass follows."""
     return min((rounds - 1) * _group(num_packs, num_ranks) + 2 * (num_ranks - 1 - rank), num_packs * rounds)
 
 
 @lru_cache(maxsize=256)
 def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]:
-    """All passes of torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >= 1."""
+    """Returns torch's schedule in a valid order; `num_packs` is a multiple of `num_packs // num_ranks` >= 1."""
     orders = [_of_rank(num_packs, num_ranks, rounds, rank) for rank in range(num_ranks)]
     return tuple(turn for turns in at_a_time(orders, num_ranks * rounds) for turn in turns)
 
@@ -534,11 +532,11 @@ class PipeDream:
     """How stages update in this mode.
 
     Args:
-        vertical_sync: Whether all stages use, of each pack, the version that the first stage has.
-        max_norm: To what 2-norm a stage scales the gradient of each of its updates down, by itself; None for not.
+        vertical_sync: Whether all stages use, for each pack, the weight version of the first stage.
+        max_norm: The 2-norm to which each stage by itself clips the gradient of each update; None for no clipping.
 
     Raises:
-        HotspaConfigError: the norm is no positive number.
+        HotspaConfigError: the norm is not a positive number.
     """
 
     vertical_sync: bool = False
@@ -547,15 +545,15 @@ class PipeDream:
     def __post_init__(self) -> None:
         if self.max_norm is not None and not (isfinite(self.max_norm) and self.max_norm > 0):
             raise HotspaConfigError(
-                f"stages clip to the norm {self.max_norm}", fix="use 1.0, say, or None for no clipping"
+                f"stages clip to the norm {self.max_norm}", fix="use for example 1.0, or None for no clipping"
             )
 
     def delays(self, num_stages: int) -> tuple[int, ...]:
-        """By stage, how many updates of this mini-batch a full pipeline's pack does not see that a sequential one would."""
+        """Returns, by stage, how many updates a full pipeline's pack misses, compared with a sequential run."""
         return tuple(num_stages - 1 - (0 if self.vertical_sync else stage) for stage in range(num_stages))
 
     def most_versions(self, num_stages: int, stage: int, num_packs: int | None = None) -> int:
-        """The most versions of its weights that a stage holds at a time, for so many packs; None for any number."""
+        """Returns the most versions of its weights that a stage holds, for so many packs (None: any number)."""
         most = num_stages if self.vertical_sync else num_stages - stage
         if num_packs is None:
             return most
@@ -564,7 +562,7 @@ class PipeDream:
         )  # the last updates come after the last forward
 
     def pack_versions(self, passes: Passes, stage: int) -> list[int]:
-        """For each pack the version of the weights that a stage runs it with, forward and backward. Never falls."""
+        """Returns the weight version that a stage runs each pack with, forward and backward. Never falls."""
         done, versions = 0, list[int]()
         for _, is_backward in passes.operations(0 if self.vertical_sync else stage):
             if is_backward:
@@ -574,7 +572,7 @@ class PipeDream:
         return versions
 
     def text(self, num_stages: int) -> str:
-        """What the mode does to a run, for its log."""
+        """Describes the mode, for a run's log."""
         synced = ", all stages with the weights of the first" if self.vertical_sync else ""
         delays = ", ".join(map(str, self.delays(num_stages)))
         return (
@@ -585,13 +583,13 @@ class PipeDream:
 
 
 def check_pipedream(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedule: str = "auto") -> Strategy:
-    """Refuses what stages cannot update by themselves; returns the strategy.
+    """Returns the strategy, if its stages can update by themselves.
 
     Args:
         tied: The weights that embedding and head share.
 
     Raises:
-        StrategyError: several strategies, no pipeline, or an option that does not go together with it.
+        StrategyError: several strategies, no pipeline, or an incompatible option.
         UnsupportedError: a weight on two stages, or another schedule.
     """
     strategy = buckets[0].strategy
@@ -600,7 +598,7 @@ def check_pipedream(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedul
     if len(buckets) > 1:
         raise StrategyError(
             f"{named} with the strategies {', '.join(str(bucket.strategy) for bucket in buckets)}",
-            why="stages update by themselves and at different times, so that there is no one state to switch from",
+            why="stages update by themselves and at different times, so there is no single state to switch from",
             fix=f"give one strategy with pp of at least 2, such as pp2:{buckets[-1].longest}, {back}",
         )
     if strategy.pp < 2:
@@ -613,7 +611,7 @@ def check_pipedream(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedul
     if strategy != allowed:
         raise StrategyError(
             f"{named} with the strategy {strategy}",
-            why="only dp, tp, pp, +sp and +rc run whole packs with weights that are kept for them",
+            why="only dp, tp, pp, +sp and +rc run uncut packs with weights that are kept for them",
             fix=f"use {allowed}, {back}",
         )
     if not runs_chunks(schedule):

@@ -1,8 +1,8 @@
 """The plan behind `hotspa_strategies=auto`: from scanned lengths and cost models to a pool of buckets.
 
-Owns which sequences must fit, which lengths the search looks at, and the pool that mini-batches choose from: the buckets
-of the search, and the best static strategy where the memory of the pool allows it, so that every mini-batch may also
-decide against switching. A pure function of plain data, equal on all ranks. No torch.
+Decides which sequences must fit, which lengths the search uses, and the pool of mini-batches: the buckets of the
+search, and the best static strategy if the pool's memory allows it, so that a mini-batch may choose not to switch. A
+pure function of plain data, equal on all ranks. No torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,14 +24,13 @@ from hf_hotspa.search.search import Choice
 from hf_hotspa.strategy import Bucket, Strategy
 
 PACK_MARGIN = 0.01
-"""How much slower a bucket may be with packs of half the size or less, by the time model: they take less memory."""
+"""How much slower, by the time model, a bucket may be with packs of at most half the size, which use less memory."""
 NEAR = 0.5
-"""How much slower than the chosen one a plan may be predicted and still be raced: so far was a time model off that was calibrated
-on a machine whose cores others use, too."""
+"""Up to how much slower than the chosen plan others are raced: the error of a time model calibrated on shared cores."""
 _PACK_SHARE = 0.75
-"""What share of their tokens the packs of the chosen plan keep, so that a plan with more weights on a rank can be raced."""
+"""The share of their tokens that the chosen plan's packs keep when a plan with more weights on a rank is raced."""
 SCALES = (0.25, 4.0)
-"""Where longer or shorter rows may come than were seen, plans for lengths so many times as long are kept ready."""
+"""Factors on the lengths of plans that are kept ready, if longer or shorter rows than the scanned ones may come."""
 _SEQUENCES = 2048
 _MIB = 1 << 20
 
@@ -59,19 +58,20 @@ def make_auto_plan(
     """Plans a run.
 
     Args:
-        limit_bytes: Memory of a device for this program; None for no limit. `limit_source` says where it is from.
-        longest: The longest sequence that must fit, in tokens. None: the data's, or with a policy what model and memory allow.
+        limit_bytes: Memory of a device for this program; None for no limit. `limit_source` names its origin.
+        longest: The longest sequence that must fit, in tokens. None: the data's, or with a policy what model and memory
+            allow.
         policy: One of `OVERLONG_POLICIES`.
         most_tokens: See `Capacities.most`.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
-        sampled: Whether longer rows may come than those of the tables: all that model and memory allow must fit.
+        sampled: Whether longer rows than the scanned ones may come: all that model and memory allow must fit.
         may_chunk: As for `offers.choose`, like `has_host_memory` and `may_go_round`.
-        near: Up to how much slower other plans are raced, as a share (`Plan.raced`); none when 0.
+        near: Up to how much slower other plans are raced, as a share (`Plan.raced`); none if 0.
         beside: Strategies that share the arena.
 
     Raises:
         DataError: there is nothing to train on.
-        OverlongError, DeviceMemoryError: as of `longest_wanted`; no strategy holds the longest sequence.
+        OverlongError, DeviceMemoryError: see `longest_wanted`; no strategy holds the longest sequence.
     """
     arena = max(map(cost.memory.arena_bytes, beside), default=0)
     capacities = Capacities(cost.memory, limit_bytes, most_tokens or {}, arena)
@@ -94,20 +94,22 @@ def make_auto_plan(
     if smaller != pool:
         pool, choice = smaller, choice.with_packs_of(smaller)
     _, ready = fitting_beside([pool, *raced], others, capacities)
-    held = _held(cost, [pool, *raced, *ready])
-    return Plan(choice, pool, held, mini_batch_size, limit_bytes, limit_source, raced=tuple(raced), ready=tuple(ready))
+    memory = _fullest_memory(cost, [pool, *raced, *ready])
+    return Plan(
+        choice, pool, memory, mini_batch_size, limit_bytes, limit_source, raced=tuple(raced), ready=tuple(ready)
+    )
 
 
 def _scaled(lengths: Sequence[int], by: float, longest: int) -> list[int]:
     return [min(max(1, int(length * by)), longest) for length in lengths]
 
 
-def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBreakdown, ...]:
-    """What each of `all_buckets` holds on its fullest rank with the packs of the pool where it holds most."""
+def _fullest_memory(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBreakdown, ...]:
+    """For each of `all_buckets`, the memory of its fullest rank in the pool whose packs need most."""
     every = [bucket for pool in pools for bucket in pool]
-    held = list(zip(every, cost.rank_bytes(every), strict=True))
+    needs = list(zip(every, cost.rank_bytes(every), strict=True))
     return tuple(
-        max((need for own, need in held if own.strategy == bucket.strategy), key=lambda need: need.total)
+        max((need for own, need in needs if own.strategy == bucket.strategy), key=lambda need: need.total)
         for bucket in all_buckets(pools)
     )
 
@@ -115,8 +117,8 @@ def _held(cost: CostModel, pools: Sequence[Sequence[Bucket]]) -> tuple[MemoryBre
 def fitting_beside(
     pools: Sequence[tuple[Bucket, ...]], plans: Sequence[tuple[Bucket, ...]], capacities: Capacities, least: float = 1.0
 ) -> tuple[list[tuple[Bucket, ...]], list[tuple[Bucket, ...]]]:
-    """The pools, and the plans that fit beside them in one arena, with packs that are smaller where they must be; those
-    of the pools keep the share `least` of their tokens, where a plan needs a larger arena."""
+    """Returns the pools, and the plans that fit beside them in one arena, with smaller packs if necessary. If the arena
+    must grow, the pools' packs keep at least the share `least` of their tokens."""
     arena = max(capacities.arena(bucket.strategy) for pool in pools for bucket in pool)
     kept, fitting = list(pools), list[tuple[Bucket, ...]]()
     there = {frozenset(bucket.strategy for bucket in pool) for pool in pools}
@@ -135,7 +137,7 @@ def fitting_beside(
 
 
 def _within(pool: Sequence[Bucket], capacities: Capacities, arena: int, least: float) -> tuple[Bucket, ...] | None:
-    """The buckets with packs that fit in that arena; None where one does not hold its sequences, or that share of its packs."""
+    """The buckets with packs that fit in that arena; None if one cannot hold its sequences or keep that share."""
     buckets = []
     for bucket in pool:
         tokens = min(bucket.pack_tokens, capacities.pack_tokens(bucket.strategy, arena, bucket.longest))
@@ -161,15 +163,15 @@ def _naming_limit(limit_source: str) -> Iterator[None]:
 def longest_wanted(
     tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None = None, policy: str = "error"
 ) -> int | None:
-    """The longest sequence that must fit, in tokens; None where the policy takes care of what does not.
+    """Returns the longest sequence that must fit, in tokens; None if the policy handles longer ones.
 
     Args:
         tables: The scans of the data sets.
-        asked: What the user says it is.
+        asked: The user's value.
 
     Raises:
         DataError: there is no token.
-        OverlongError: it is more than the model has positions, or than what was asked for, and no policy says what to do.
+        OverlongError: it exceeds the model's positions or the user's value, and no policy handles it.
     """
     data = max(int(table.longest_of_rows.max(initial=0)) for table in tables)
     positions = shape.max_position_embeddings
@@ -195,14 +197,13 @@ def longest_wanted(
 def _longest(
     tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, capacity: int, sampled: bool
 ) -> int:
-    """The longest sequence that must fit."""
     if sampled and asked is None:
         longest_wanted(tables, shape, asked, policy)
         return min((n for n in (shape.max_position_embeddings, capacity) if n), default=_longest_of(tables))
     wanted = longest_wanted(tables, shape, asked, policy)
     if wanted is not None:
         return wanted
-    # what fits nowhere is what the policy is for; with no capacity at all the search says what is missing
+    # the policy handles what fits nowhere; without any capacity the search reports what is missing
     data = _longest_of(tables)
     return max(1, min(data, shape.max_position_embeddings or data, capacity or data))
 
@@ -212,7 +213,7 @@ def _longest_of(tables: Sequence[SequenceTable]) -> int:
 
 
 def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: int) -> tuple[list[int], int]:
-    """Lengths of random rows as the policy cuts them, some mini-batches at least; and how many a mini-batch has."""
+    """Lengths of random rows as the policy cuts them, at least several mini-batches; and how many a mini-batch has."""
     rows = np.random.default_rng(0).permutation(len(table))[: max(_SEQUENCES, mini_batch_size)]
     sequences, _ = cut_rows(rows.tolist(), table, longest, policy)
     if not sequences:
@@ -225,10 +226,10 @@ def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: in
 
 
 def pool_of(choice: Choice, capacities: Capacities) -> tuple[Bucket, ...]:
-    """The buckets of a search, and the best static strategy where it needs no more memory: its packs hold any sequence."""
+    """Returns a search's buckets, and the best static strategy (for any sequence) if it needs no more memory."""
     arena = max(capacities.arena(bucket.strategy) for bucket in choice.buckets)
     static, longest = choice.static, choice.buckets[-1].longest
-    # strategies that differ in `+sp` alone are one: the bucket has it because it needs the capacity
+    # strategies that differ in `+sp` only are one: the bucket has it for the capacity
     plain = replace(static.strategy, sp=False)
     same = next((bucket for bucket in choice.buckets if replace(bucket.strategy, sp=False) == plain), None)
     if same is not None:
@@ -238,7 +239,7 @@ def pool_of(choice: Choice, capacities: Capacities) -> tuple[Bucket, ...]:
     capacity = min(capacities.pack_tokens(static.strategy, arena, longest), static.pack_tokens)
     spare = replace(static, pack_tokens=capacity)
     others = [bucket for bucket in choice.buckets if bucket is not same]
-    # packs that hold any sequence serve both; in a pipeline these may have to be the smaller ones
+    # packs that hold any sequence serve both; in a pipeline the smaller ones may be necessary
     if same is not None and capacity >= longest:
         spare = replace(same, pack_tokens=max(same.pack_tokens, capacity))
     elif same is not None:

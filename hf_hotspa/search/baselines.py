@@ -1,21 +1,21 @@
-"""What people run without switching, and what a user writes, priced like a plan: packed as well as it can be.
+"""What people run without switching, and what a user writes, priced like a plan: packed as well as possible.
 
-Data parallelism over all devices with ZeRO (DeepSpeed) or FSDP is given the best of conditions: packs as large as memory allows
-(or halves of that, where faster), balanced by our packer, aligned over the replicas so that heavy packs meet heavy ones, a loss
-that never holds all logits, and transfers that hide behind computation as far as they can:
+Data parallelism over all devices with ZeRO (DeepSpeed) or FSDP gets the best conditions: packs as large as memory
+allows (or halves of that, if faster), balanced by our packer, aligned over the replicas so that heavy packs meet heavy
+ones, a loss that never holds all logits, and transfers that overlap with computation as far as possible:
 
-* stage 1: gradients are reduced behind the backward pass of the last pack, and the trained weights gathered at the end;
+* stage 1: gradients are reduced behind the last backward pass, and the trained weights gathered at the end;
 * stage 2: gradients are reduced behind each backward pass;
 * stage 3 (FSDP's full shard): weights are gathered behind each forward and each backward pass, and gradients reduced.
 
-Under stages 2 and 3 all replicas wait for one another in each pack. Bytes are those of `formulas`; on top of the model
-states come the activations of the memory model, and what is whole for a moment: under stage 2 the gradients of one unit
-(a layer, or embedding and head), under stage 3 the weights of the layer that runs, of the next one and of embedding
-and head, too. Where a run is faster with gradient checkpointing, or fits with it only, it has it.
+Under stages 2 and 3 all replicas wait for one another in each pack. Bytes come from `formulas`, plus the activations of
+the memory model and temporary full tensors: under stage 2 the gradients of one unit (a layer, or embedding and head),
+under stage 3 the weights of the running layer, the next one and embedding and head. A run uses gradient checkpointing
+if it is faster with it, or fits only with it.
 
-Beside it stand `people_run` (tensor parallelism in a node with replicas, Megatron-like degrees that never change, and dynamic
-context parallelism: one layout, whose replicas share packs where rows are long) and `priced` (strategies, or buckets, in the words
-of `hotspa_strategies`). Times and memory are those of the plan beside them. Plain data, no torch.
+`people_run` adds tensor parallelism in a node with replicas, constant Megatron-like degrees, and dynamic context
+parallelism: one layout, whose replicas share packs of long rows. `Pricing` prices strategies, or buckets, in the syntax
+of `hotspa_strategies`. Times and memory use the plan's models. Plain data, no torch.
 """
 
 from collections.abc import Sequence
@@ -55,11 +55,11 @@ class Baseline:
     """One way to run everything under data parallelism.
 
     Args:
-        stage: The stage of ZeRO.
-        recompute: Whether it has gradient checkpointing.
-        pack_tokens: Tokens of its packs; of the largest that fits, where the longest sequence does not.
-        seconds: Predicted mean seconds of a mini-batch; None where the longest sequence does not fit.
-        memory: What a device holds with these packs.
+        stage: Of ZeRO.
+        recompute: With gradient checkpointing.
+        pack_tokens: Of the largest pack that fits, if the longest sequence does not.
+        seconds: Predicted mean of a mini-batch; None if the longest sequence does not fit.
+        memory: Of a device with these packs.
     """
 
     stage: int
@@ -74,11 +74,11 @@ class Baseline:
 
     @property
     def arguments(self) -> str:
-        """What it is in `TrainingArguments`."""
+        """The arguments for `TrainingArguments`."""
         return _ARGUMENTS[self.stage] + (", gradient_checkpointing=True" if self.recompute else "")
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data; bytes and seconds."""
+        """Returns bytes and seconds as plain data."""
         return {
             "name": self.name,
             "stage": self.stage,
@@ -93,7 +93,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class DataParallel:
-    """Data parallelism of a model over all devices, each a replica; of the memory model, what is not a model state."""
+    """Data parallelism of a model over all devices, each a replica. The memory model gives all but the model states."""
 
     memory: MemoryModel
     time: TimeModel
@@ -101,13 +101,13 @@ class DataParallel:
 
     @property
     def dtype(self) -> str:
-        """Of computation, of weights and of gradients."""
+        """The dtype of computation, weights and gradients."""
         return self.memory.options.compute_dtype
 
     def breakdown(self, stage: int, recompute: bool, pack_tokens: int) -> MemoryBreakdown:
-        """Bytes on a device with packs of so many tokens."""
+        """Returns the bytes on a device with packs of so many tokens."""
         width, dp = dtype_bytes(self.dtype), self.memory.world_size
-        held = self.memory.breakdown(self._strategy(recompute), pack_tokens)
+        breakdown = self.memory.breakdown(self._strategy(recompute), pack_tokens)
         (trained, frozen), sizes, optimizer = self._parameters, self.memory.sizes, self.memory.options.optimizer
 
         def states(weights: float = 0, gradients: float = 0, optimizer: float = 0, of: float = trained) -> float:
@@ -120,8 +120,8 @@ class DataParallel:
         gathered = (2 * layer + ends) * width if stage == 3 and dp > 1 else 0
         reduced = max(layer, ends) * (trained / (trained + frozen)) * width if stage >= 2 and dp > 1 else 0
         return replace(
-            held,
-            # fp32 weights beside those of computation, where these are not fp32 themselves
+            breakdown,
+            # fp32 weights beside the weights for computation, unless these are fp32
             master_weights=states(optimizer=_MASTER_BYTES if width < _MASTER_BYTES else 0),
             master_gradients=0.0,
             optimizer=states(optimizer=sizes.master(1, optimizer).optimizer_bytes / trained),
@@ -132,20 +132,20 @@ class DataParallel:
         )
 
     def largest_pack(self, stage: int, recompute: bool, limit_bytes: float | None) -> int:
-        """The most tokens that a pack may have; 0 when not even one fits."""
+        """Returns the most tokens that a pack may have; 0 if not even one fits."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         return most_within(lambda tokens: self.breakdown(stage, recompute, tokens).total, limit_bytes, UNLIMITED_TOKENS)
 
     def seconds(self, stage: int, recompute: bool, replicas: _Packs) -> float:
-        """Seconds of a mini-batch whose packs lie on the replicas like that, `[replica][pack][sequence]`."""
+        """Returns the seconds of a mini-batch with these packs, `[replica][pack][sequence]`."""
         (cost,) = self.time.stage_costs(self._strategy(recompute))
         costs = [sorted(map(cost.of, packs), reverse=True) for packs in replicas]
         steps = max(map(len, costs))
-        # what all replicas wait for, pack by pack; those that have none left join transfers only
+        # what all replicas wait for, pack by pack; replicas without packs left only join transfers
         busiest = [self._together([of_batch[i] for of_batch in costs if i < len(of_batch)]) for i in range(steps)]
         forward_share = self.time.forward_share
-        if recompute:  # the backward pass has another forward pass in it
+        if recompute:  # the backward pass includes another forward pass
             forward_share /= 1 + forward_share
         sent = traffic(*self._parameters, self.memory.world_size, stage, steps)
         gather, reduce = self._link_seconds(sent.gathers), self._link_seconds(sent.reduces)
@@ -154,7 +154,7 @@ class DataParallel:
             alone = self._together([sum(of_batch) for of_batch in costs])
             last = (1 - forward_share) * busiest[-1]
             return fixed + alone + max(0.0, reduce - last) + gather
-        # of each pack
+        # for each pack
         reduce /= steps
         backward = [max((1 - forward_share) * t, reduce + (gather / steps / 2 if stage == 3 else 0)) for t in busiest]
         if stage == 2:
@@ -169,8 +169,8 @@ class DataParallel:
         longest: int,
         limit_bytes: float | None,
     ) -> Baseline:
-        """The fastest run under a stage, with or without gradient checkpointing, or how much of it fits; `weights` say
-        what each batch counts."""
+        """Returns the fastest run under a stage, with or without gradient checkpointing, or how much of it fits;
+        `weights` weigh the batches."""
         most, plain = max(longest, *map(sum, batches)), self._strategy(False)
         quadratic_cost = self.memory.sizes.shape.quadratic_cost
         capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
@@ -186,7 +186,7 @@ class DataParallel:
         if runs:
             fastest, again, tokens = min(runs, key=lambda run: run[0])
         else:
-            again, tokens = max(capacities.items(), key=lambda held: held[1])
+            again, tokens = max(capacities.items(), key=lambda each: each[1])
         return Baseline(stage, again, tokens, fastest, self.breakdown(stage, again, tokens))
 
     def _strategy(self, recompute: bool) -> Strategy:
@@ -210,8 +210,8 @@ MEGATRON, IN_NODE, DYNAMIC = "Megatron-like dp x tp x pp", "tp in a node + dp", 
 
 @dataclass(frozen=True)
 class Rival:
-    """Something to compare a plan with: its buckets, of what does not fit what was asked for if anything, predicted
-    mean seconds of a mini-batch with switches, None where it does not fit, and why not."""
+    """An alternative to a plan: its buckets (the requested ones, if any, if it does not fit), predicted mean seconds of
+    a mini-batch with switches (None if it does not fit), and why not."""
 
     name: str
     buckets: tuple[Bucket, ...]
@@ -225,7 +225,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class Pricing:
-    """Prices strategies for lengths in random order, of which the longest, in tokens, must fit."""
+    """Prices strategies for lengths in random order; `longest`, in tokens, is the longest sequence that must fit."""
 
     cost: CostModel
     capacities: Capacities
@@ -238,7 +238,7 @@ class Pricing:
         return make_evaluator(self.lengths, self.cost, self.mini_batch_size, self.longest)
 
     def best(self, name: str, strategies: Sequence[Strategy], max_phases: int = 1) -> Rival:
-        """The fastest that can be made of some strategies."""
+        """Returns the fastest alternative made of some strategies."""
         time, switch = self.cost.time, self.cost.switch_seconds(strategies)
         try:
             choice = search(
@@ -251,20 +251,20 @@ class Pricing:
         return Rival(name, choice.buckets, choice.seconds)
 
     def buckets(self, name: str, buckets: tuple[Bucket, ...]) -> Rival:
-        """These buckets as they are: every sequence goes to the first one that is long enough.
+        """Prices these buckets as they are: every sequence goes to the first one that is long enough.
 
         Raises:
             OverlongError: sequences are longer than the last one.
         """
         if buckets[-1].longest < max(self.lengths):
             raise OverlongError(
-                f"--strategies {name!r} takes sequences of {buckets[-1].longest} tokens, and there are some of {max(self.lengths)}",
+                f"--strategies {name!r} takes sequences of {buckets[-1].longest} tokens, and the longest has {max(self.lengths)}",
                 fix="let the last bucket take them, or give --longest and --overlong",
             )
         limit, strategies = self.capacities.limit_bytes, [bucket.strategy for bucket in buckets]
         for bucket, need in zip(buckets, self.cost.rank_bytes(buckets), strict=True):
             if limit is not None and need.total > limit:
-                why = f"{bucket} takes {size(need.total)} of a device, and may {size(limit)}"
+                why = f"{bucket} needs {size(need.total)} of a device, and the limit is {size(limit)}"
                 return Rival(name, buckets, None, why)
         batches, weights = mini_batches(self.lengths, self.mini_batch_size, max(self.lengths))
         switch, quadratic = self.cost.switch_seconds(strategies), self.cost.sizes.shape.quadratic_cost
@@ -274,11 +274,11 @@ class Pricing:
         )
 
     def written(self, text: str, world_size: int, schedule: str = "auto") -> Rival:
-        """Strategies in the words of `hotspa_strategies`: buckets as they are, or names alone, of which the best edges and packs are
-        found.
+        """Prices strategies in the syntax of `hotspa_strategies`: buckets as they are, or names, for which the best
+        edges and packs are searched.
 
         Raises:
-            HotspaError: they are none, or cannot run this model on so many devices.
+            HotspaError: they are invalid, or cannot run this model on so many devices.
         """
         shape: ModelShape = self.cost.sizes.shape
         as_given = ":" in text
@@ -290,21 +290,21 @@ class Pricing:
             if not self.cost.time.knows(bucket.strategy):
                 raise HotspaConfigError(
                     f"{bucket.strategy} was not measured",
-                    fix="calibrate it, or use --hardware in the place of --calibration",
+                    fix="calibrate it, or use --hardware instead of --calibration",
                 )
         return self.buckets(text, known) if as_given else self.best(text, named, len(named))
 
 
 def people_run(pricing: Pricing, strategies: Sequence[Strategy], devices_per_node: int) -> tuple[Rival, ...]:
-    """What a user would run in the place of a plan, beside data parallelism (`DataParallel`)."""
-    # they have sequence parallelism and recomputation; what is sharded or in chunks is no part of them
+    """Returns what a user would run instead of a plan, besides data parallelism (`DataParallel`)."""
+    # with sequence parallelism and recomputation; without sharding or chunks
     plain = [s for s in strategies if s.is_common]
     whole = [s for s in plain if s.cp == 1]
     in_node = [s for s in whole if s.pp == 1 and 1 < s.tp <= devices_per_node]
     rivals = [pricing.best(IN_NODE, in_node)] if in_node else []
     rivals += [pricing.best(MEGATRON, megatron)] if (megatron := [s for s in whole if s.tp * s.pp > 1]) else []
     if any(s.cp > 1 for s in plain):
-        # one layout, whose replicas share the packs of long rows: the way of Megatron and verl
+        # one layout, whose replicas share the packs of long rows, as in Megatron and verl
         layouts = sharing_layouts(plain, pricing.cost, pricing.longest, pricing.capacities.tokens, pricing.evaluator)
         priced = [pricing.best(DYNAMIC, own, max_phases=3) for own in layouts]
         known = [rival for rival in priced if rival.seconds is not None]

@@ -1,6 +1,6 @@
-"""How long sequences and packs may be under a limit of memory, and the error for a sequence that fits nowhere.
+"""How long sequences and packs may be under a memory limit, and the error for a sequence that fits nowhere.
 
-The memory model answers; a pool of strategies shares one arena. Plain data, no torch.
+The memory model answers; the strategies of a pool share one arena. Plain data, no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,28 +16,28 @@ class Capacities:
     """How many tokens a sequence and a pack of a strategy may have inside a pool.
 
     Args:
-        most: The most tokens of a pack of strategies that ran out of memory before; 0 where not even the weights fitted.
-        least_arena: Bytes of the arena that is there already, for other strategies of the engine.
+        most: The most tokens of a pack, for strategies that ran out of memory; 0 if not even the weights fitted.
+        least_arena: Bytes of the existing arena, for other strategies of the engine.
     """
 
     model: MemoryModel
     limit_bytes: float | None
     most: Mapping[Strategy, int] = field(default_factory=dict)
     least_arena: int = 0
-    # answers of the memory model, by strategy, arena and longest sequence: searches ask again and again
+    # answers of the memory model, by strategy, arena and longest sequence: searches ask repeatedly
     _known: dict[tuple[Strategy, int, int | None], int] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def arena(self, strategy: Strategy) -> int:
-        """Bytes that a pool must keep for the strategy's weights and gradients."""
+        """Returns the bytes that a pool must keep for the strategy's weights and gradients."""
         return max(self.model.arena_bytes(strategy), self.least_arena)
 
     def tokens(self, strategy: Strategy, arena: int | None = None) -> int:
-        """The longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena (its own when
-        None); 0 when it cannot run."""
+        """Returns the longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena
+        (None: its own); 0 if it cannot run."""
         if strategy.ck and strategy.ck > self.most.get(replace(strategy, ck=0, kg=0, kh=False), strategy.ck):
-            return 0  # what ran out of memory would do so again as a chunk
+            return 0  # a pack that ran out of memory would do so again as a chunk
         capacity = self._by_model(strategy, self.arena(strategy) if arena is None else arena)
         return min(capacity, self.most.get(strategy, capacity))
 
@@ -52,7 +52,7 @@ class Capacities:
         return self._known[key]
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
-        """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
+        """Returns the most tokens of packs beside sequences up to `longest`, which fit; see `Bucket`."""
         key = strategy, arena, longest
         if key not in self._known:
             self._known[key] = self.model.largest_pack(strategy, self.limit_bytes, longest=longest, arena_bytes=arena)
@@ -60,8 +60,8 @@ class Capacities:
         return min(tokens, self.most.get(strategy, tokens))
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> DeviceMemoryError:
-        """The error for a sequence that no strategy holds: names what ran out of memory where the model alone would have
-        allowed it, else the smallest changes that would work."""
+        """Returns the error for a sequence that no strategy holds: names strategies that ran out of memory although the
+        model allows it, else the smallest changes that would work."""
         failed = [s for s in strategies if self.tokens(s, 0) < longest <= self._by_model(s, 0)]
         if failed:
             return DeviceMemoryError(
@@ -71,11 +71,11 @@ class Capacities:
                 "hotspa_out_of_memory.json in the output directory",
             )
         needed = {s: self.model.breakdown(s, longest, num_packs=1).total for s in strategies}
-        held = {s: self._by_model(s, 0) for s in strategies}
-        cheapest, largest = min(needed, key=needed.__getitem__), max(held, key=held.__getitem__)
-        shorter = f"sequences of at most {held[largest]} tokens ({largest} holds them under this limit)"
+        capacities = {s: self._by_model(s, 0) for s in strategies}
+        cheapest, largest = min(needed, key=needed.__getitem__), max(capacities, key=capacities.__getitem__)
+        shorter = f"sequences of at most {capacities[largest]} tokens ({largest} holds them under this limit)"
         return DeviceMemoryError(
             f"no strategy holds a sequence of {longest} tokens in {size(self.limit_bytes or 0.0)} a device",
-            why=f"the smallest need is that of {cheapest}: {size(needed[cheapest])}",
-            fix=f"a limit of {round_up(needed[cheapest])} with {cheapest}, or {shorter if held[largest] else 'more devices'}",
+            why=f"{cheapest} needs least: {size(needed[cheapest])}",
+            fix=f"a limit of {round_up(needed[cheapest])} with {cheapest}, or {shorter if capacities[largest] else 'more devices'}",
         )

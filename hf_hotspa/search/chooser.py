@@ -1,22 +1,20 @@
-"""The phases of one mini-batch after the other: which of the pool are worth running for these lengths, and the edges between.
+"""The phases of each mini-batch: which buckets of the pool to run for its lengths, and the edges between them.
 
-A pool is made for a whole data set; a mini-batch without long sequences needs no phase for them, and one with few short
-ones may run them along with the long ones. A sequence may go to any bucket whose packs have room for it. Every set of
-phases of the pool is looked at, each with its best edges (by estimate); the best of each number of phases and every
-single phase that holds all sequences are packed and simulated. The fastest wins, more phases only when they gain two
-percent: never slower, under the time model, than the best single phase.
+A pool is made for a complete data set; a mini-batch without long sequences needs no phase for them, and one with few
+short ones may run them along with the long ones. A sequence may go to any bucket whose packs have room for it. Every
+set of phases is considered with its best edges (by estimate); the best of each number of phases and every single phase
+that holds all sequences are packed and simulated. The fastest wins, with more phases only if they gain two percent:
+never slower, under the time model, than the best single phase.
 
-Hysteresis: the phases of the mini-batch before are kept (with edges for these lengths) unless another choice is faster
-by a margin, so that layouts do not flap for nothing. The choice is a pure function of its arguments, the phases before
-among them: every rank computes the same, and a resumed run needs the last choice to repeat the one it continues.
+Hysteresis: the previous phases are kept (with edges for these lengths) unless another choice is faster by a margin, so
+that layouts do not flap. The choice is a pure function of its arguments, including the previous phases: every rank
+computes the same, and a resumed run needs the last choice.
 
-Over a run the choice depends on the strategies of the mini-batch before, and on the factors on the time model
-(`online_calibration`). Mini-batches are numbered from 0 over the whole run, which is the Trainer's global step.
-
-Mini-batches may be planned ahead of training (by a loop; the Trainer does not). So that the choice does not depend on how
-fast anybody runs, a correction found after mini-batch n holds from mini-batch `n + 1 + delay` on, and `delay` is at
-least as far as anybody plans ahead: every rank chooses alike, and so does a run that goes on from `state_dict`.
-`choose` changes nothing and may run in another thread than `trained`. No torch.
+Over a run the choice also depends on the factors on the time model (`online_calibration`). Mini-batches have the
+Trainer's global steps as numbers. They may be planned ahead of training (by a loop; the Trainer does not). So that
+speed does not affect the choice, a correction computed after mini-batch n applies from `n + 1 + delay` on, and `delay`
+is at least as far as anybody plans ahead: every rank makes the same choices, and so does a run resumed from
+`state_dict`. `choose` changes nothing and may run in another thread than `trained`. No torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +33,7 @@ from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.typed import reading_state
 
 MARGIN = 0.03
-"""How much faster than the phases of the mini-batch before another choice must be, as a share."""
+"""How much faster than the previous phases another choice must be, as a share."""
 _WORTH_A_PHASE = 0.02
 """How much faster a choice with more phases must be: less is within the error of any time model."""
 _MOST_EDGES = 16
@@ -47,11 +45,11 @@ class Selection:
     """The phases of one mini-batch.
 
     Args:
-        buckets: Those to run, by length, with the edges for this mini-batch: what `plan_mini_batch` takes.
-        seconds: Predicted seconds, switches included.
+        buckets: By length, with the edges for this mini-batch: input of `plan_mini_batch`.
+        seconds: Predicted seconds, including switches.
         switch_seconds: The switches in it.
-        single_seconds: Those of the best single phase; infinite when none holds all sequences.
-        kept: Whether the phases of the mini-batch before were kept although others are faster.
+        single_seconds: Predicted seconds of the best single phase; infinite if none holds all sequences.
+        kept: Whether the previous phases were kept although others are faster.
     """
 
     buckets: tuple[Bucket, ...]
@@ -62,7 +60,7 @@ class Selection:
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
-        """What the next call takes as `previous`."""
+        """The argument `previous` of the next call."""
         return tuple(bucket.strategy for bucket in self.buckets)
 
 
@@ -74,7 +72,7 @@ class Selector:
     """Chooses among the buckets of a pool.
 
     Args:
-        pool: The buckets. Their longest lengths are only the order; `Bucket.capacity` says what fits.
+        pool: Longest lengths define the order only; `Bucket.capacity` decides what fits.
 
     Raises:
         HotspaConfigError: no bucket, a strategy without coefficients or switch seconds, or a negative margin.
@@ -93,7 +91,7 @@ class Selector:
         if not pool or margin < 0 or max_phases < 1:
             raise HotspaConfigError(f"{len(pool)} buckets, margin {margin}, max_phases {max_phases}: nothing to select")
         for bucket in pool:
-            time.stage_costs(bucket.strategy)  # names what has no coefficients
+            time.stage_costs(bucket.strategy)  # raises an error without coefficients
             if bucket.strategy not in switch:
                 raise HotspaConfigError(f"there are no switch seconds for {bucket.strategy}", fix="calibrate switches")
         self.pool = tuple(sorted(pool, key=lambda bucket: (bucket.longest, bucket.pack_tokens)))
@@ -102,11 +100,11 @@ class Selector:
         self.margin, self.max_phases = margin, max_phases
 
     def select(self, lengths: Iterable[int], previous: Iterable[Strategy] = ()) -> Selection:
-        """The phases for one mini-batch.
+        """Chooses the phases for one mini-batch.
 
         Args:
             lengths: Tokens of its sequences, after the policy for over-long rows (`bucketing.cut_rows`).
-            previous: The strategies of the mini-batch before; empty for none.
+            previous: The strategies of the previous mini-batch; empty for none.
 
         Raises:
             OverlongError: a sequence is longer than the pool's longest bucket.
@@ -138,7 +136,7 @@ class Selector:
         same = again is not None and {index for index, *_ in again} == {index for index, *_ in best}
         if again is not None and not same and seconds(again) <= seconds(best) * (1 + self.margin):
             best, kept = again, True
-        best = tuple(phase for phase in best if self._cost(evaluator, phase).num_packs)  # kept ones may be without work
+        best = tuple(phase for phase in best if self._cost(evaluator, phase).num_packs)  # kept phases may have no work
         return Selection(
             self._buckets(best),
             seconds(best),
@@ -152,7 +150,7 @@ class Selector:
         return evaluator.phase(self.pool[index].strategy, low, high, self.pool[index].pack_tokens)
 
     def _candidates(self, batch: list[int], before: list[int]) -> tuple[list[_Phases], _Phases | None]:
-        """The best phases of each number, by estimate; and the best edges for the phases of the mini-batch before."""
+        """The best phases of each number, by estimate; and the best edges for the previous phases."""
         if len(self.pool) == 1:
             return [], None
         edges = choose_edges([batch], [bucket.capacity for bucket in self.pool], batch[-1], _MOST_EDGES)
@@ -177,8 +175,8 @@ class Selector:
     def _buckets(self, phases: _Phases) -> tuple[Bucket, ...]:
         """The buckets with the edges of the phases.
 
-        The last one reaches as far as its packs allow, the longest sequence of the pool at most: rows that the policy
-        for over-long sequences cut to that length were counted with it, so what `plan_mini_batch` cuts stays the same.
+        The last one extends as far as its packs allow, at most to the pool's longest sequence: rows that the over-long
+        policy cut to that length were counted with it, so `plan_mini_batch` cuts the same.
         """
         buckets = [replace(self.pool[index], low=low, longest=high) for index, low, high in phases]
         buckets[-1] = replace(buckets[-1], longest=min(self.pool[phases[-1][0]].capacity, self.longest))
@@ -186,7 +184,7 @@ class Selector:
 
 
 def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: MiniBatchPlan) -> list[PhaseSeconds]:
-    """What the phases of a plan will take, in the order of the plan."""
+    """Predicts the seconds of the phases of a plan, in the order of the plan."""
     seconds = []
     for phase in plan.phases:
         strategy = phase.bucket.strategy
@@ -201,17 +199,17 @@ class PhaseChooser:
     """Chooses the buckets of mini-batches.
 
     Args:
-        pool: The buckets to choose from, each with a strategy of its own.
+        pool: Each bucket has a different strategy.
         refit: Whether measured seconds correct the time model.
         delay: See the head of the file.
         options: For `Selector`.
 
     Attributes:
         num_trained: Mini-batches trained so far: the number of the next one.
-        previous: The strategies of the one that was trained last.
+        previous: The strategies of the last trained mini-batch.
 
     Raises:
-        HotspaConfigError: what `Selector` refuses.
+        HotspaConfigError: see `Selector`.
     """
 
     def __init__(
@@ -230,7 +228,7 @@ class PhaseChooser:
         self._options = {"quadratic_cost": quadratic_cost, **options}
         self._online = OnlineCalibration(bucket.strategy for bucket in pool) if refit else None
         self._fingerprint = fingerprint(time, {b.strategy: switch[b.strategy] for b in pool if b.strategy in switch})
-        # (first mini-batch, factors, selector) of each correction that may still be needed, the oldest first
+        # (first mini-batch, factors, selector) of each correction that may still be needed, oldest first
         self._in_force: list[tuple[int, Factors, Selector]] = [(0, Factors(), self._selector(Factors()))]
         self.num_trained = 0
         self.previous: tuple[Strategy, ...] = ()
@@ -242,16 +240,16 @@ class PhaseChooser:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that some bucket takes."""
+        """Tokens of the longest sequence that fits a bucket."""
         return max(bucket.longest for bucket in self.pool)
 
     def restart(self) -> None:
-        """Counts from 0 again: another run begins. What was learnt stays."""
+        """Counts from 0 again: another run begins. Corrections stay."""
         self._in_force = [(0, *self._in_force[-1][1:])]
         self.num_trained = 0
 
     def choose(self, number: int, lengths: Iterable[int], previous: Sequence[Strategy]) -> Selection:
-        """The phases of a mini-batch of sequences of these lengths, none longer than `longest`."""
+        """Chooses the phases of a mini-batch with sequences of these lengths, none longer than `longest`."""
         return self._entry(number)[1].select(lengths, previous)
 
     def _entry(self, number: int) -> tuple[Factors, Selector]:
@@ -260,31 +258,31 @@ class PhaseChooser:
         return last[1:]
 
     def predict(self, number: int, plan: MiniBatchPlan) -> list[PhaseSeconds]:
-        """What the phases of a plan will take, by the constants with which mini-batch `number` was chosen."""
+        """Predicts the seconds of a plan's phases, with the constants that chose mini-batch `number`."""
         factors = self._entry(number)[0]
         return [factors.apply(phase) for phase in predict_phases(self._time, self._switch, plan)]
 
     def forecast(self, number: int, lengths: Sequence[int]) -> float:
-        """Seconds of a mini-batch as the uncorrected time model has them, in the phases that would be chosen for it."""
+        """Returns a mini-batch's seconds by the uncorrected time model, in the phases that would be chosen for it."""
         buckets = self.choose(number, lengths, self.previous).buckets
         evaluator = Evaluator([lengths], self._time, self._switch, self._options["quadratic_cost"])
-        # the last one reaches as far as its packs allow
+        # the last one extends as far as its packs allow
         phases = [(b.strategy, b.low, min(b.longest, max(lengths)), b.pack_tokens) for b in buckets]
         return sum(evaluator.phase(*phase).seconds for phase in phases)
 
     def has_run(self, strategies: Iterable[Strategy]) -> bool:
-        """Whether all of them have run before: the first run pays for memory and kernels."""
+        """Returns whether all have run before: the first run pays for memory and kernels."""
         return self._seen.issuperset(strategies)
 
-    def takes_over(self, others: Iterable["PhaseChooser"]) -> None:
-        """What others have run need not warm up here."""
+    def continue_from(self, others: Iterable["PhaseChooser"]) -> None:
+        """Treats strategies that the others have run as warm."""
         self._seen.update(*(other._seen for other in others))
 
     def trained(
         self, number: int, plan: MiniBatchPlan, measured: Mapping[Strategy, PhaseSeconds] | None
     ) -> Refit | None:
-        """Takes what mini-batch `number` took, in seconds by strategy, equal on all ranks; None corrects nothing.
-        Returns a correction that follows, which holds from `number + 1 + delay` on."""
+        """Records the measured seconds of mini-batch `number` by strategy, equal on all ranks; None corrects nothing.
+        Returns the resulting correction, if any; it applies from `number + 1 + delay` on."""
         self.num_trained = number + 1
         self.previous = strategies = tuple(phase.bucket.strategy for phase in plan.phases)
         warm = self.has_run(strategies)
@@ -294,7 +292,7 @@ class PhaseChooser:
         predicted = predict_phases(self._time, self._switch, plan)
         refit = self._online.observe(predicted, [measured[strategy] for strategy in strategies])
         if refit is not None:
-            # never in place: another thread may be looking
+            # never in place: another thread may be reading
             needed = max(i for i, entry in enumerate(self._in_force) if i == 0 or entry[0] <= number + 1)
             new = number + 1 + self.delay, refit.factors, self._selector(refit.factors)
             self._in_force = [*self._in_force[needed:], new]
@@ -303,7 +301,7 @@ class PhaseChooser:
     # ------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next choices depend on, JSON-ready."""
+        """Returns everything that the next choices depend on, JSON-ready."""
         return {
             "num_trained": self.num_trained,
             "previous": [str(strategy) for strategy in self.previous],
@@ -314,13 +312,13 @@ class PhaseChooser:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Goes on from a state.
+        """Restores a state.
 
         Returns:
-            Whether the time model is the same; the corrections of another one are left.
+            Whether the time model is the same; corrections of another model are ignored.
 
         Raises:
-            HotspaConfigError: it is not one.
+            HotspaConfigError: the state is invalid.
         """
         with reading_state("the choice of phases", "the choice starts anew"):
             num_trained = int(state["num_trained"])

@@ -1,8 +1,8 @@
 """Fast estimates of phases for many length ranges at once, and the exact evaluation of one.
 
-`LengthTable` estimates a phase for every pair of edges from sums (sequences, tokens, squared lengths) without packing
-anything: what a search needs thousands of. `Evaluator` packs with the packer of the data pipeline and simulates the
-pipeline, and caches: what decides. Both look at the same mini-batches and the same time model.
+`LengthTable` estimates a phase for every pair of edges from sums (sequences, tokens, squared lengths) without packing:
+a search needs thousands. `Evaluator` packs with the data pipeline's packer, simulates the pipeline and caches the
+result, which decides. Both use the same mini-batches and time model.
 """
 
 import math
@@ -22,16 +22,16 @@ from hf_hotspa.strategy import Bucket, Strategy
 Array = npt.NDArray[np.float64]
 
 _AT_A_TIME = 1 << 14
-"""Estimates that are made at a time."""
+"""Estimates computed at a time."""
 _ROUNDING = 1e-9
-"""What sums of seconds may be off by, as a share."""
+"""Rounding error of sums of seconds, as a share."""
 
 
 def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
-    """Pack sizes worth trying: the capacity and its halves, as long as they hold the longest sequence.
+    """Returns the pack sizes worth trying: the capacity and its halves, as long as they hold the longest sequence.
 
-    Memory bounds a pack; smaller ones fill a pipeline better and balance replicas better. Where the longest sequence has
-    a pack of its own (`Bucket`), as long as they are worth a micro-batch of a pipeline.
+    Memory bounds a pack; smaller packs fill a pipeline and balance replicas better. If the longest sequence has a pack
+    to itself (`Bucket`), the others need only be worth a micro-batch of a pipeline.
     """
     choices = [capacity]
     least = max(longest, 1) if longest <= capacity else MIN_PIPELINE_PACK_TOKENS
@@ -43,7 +43,7 @@ def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
 def packed(
     lengths: Sequence[int], strategy: Strategy, pack_tokens: int, quadratic_cost: float, longest: int
 ) -> list[list[list[int]]]:
-    """Lengths in the packs of each replica, as the data pipeline makes them: `[replica][pack][sequence]`."""
+    """Returns the lengths in each replica's packs, as the data pipeline makes them: `[replica][pack][sequence]`."""
     dp, pp = strategy.dp, strategy.pp
     replicas = pack_sequences(
         lengths, capacity=pack_tokens, dp=dp, pp=pp, quadratic_cost=quadratic_cost, longest=longest
@@ -56,7 +56,7 @@ class LengthTable:
 
     Args:
         edges: Ascending lengths, the first one 0; range (i, j) holds the lengths in `(edges[i], edges[j]]`.
-        weights: What each mini-batch counts; equal, with sum 1, when None.
+        weights: Weight of each mini-batch; None for equal weights with sum 1.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LengthTable:
         at = np.stack([np.searchsorted(lengths, self.edges, side="right") for lengths in self._sorted])
         sums = [np.concatenate(([0.0], np.cumsum(lengths, dtype=np.float64))) for lengths in self._sorted]
         squares = [np.concatenate(([0.0], np.cumsum(lengths.astype(np.float64) ** 2))) for lengths in self._sorted]
-        # the pairs of edges of which the first is below the second, by the second; everything below is [mini-batch, pair]
+        # all pairs of edges (low, high), sorted by the high one; everything below is [mini-batch, pair]
         self._high, self._low = np.tril_indices(len(edges), -1)
         self._low_at, self._high_at = at[:, self._low], at[:, self._high]
         self._from, self._to = self._low_at.astype(np.float64), self._high_at.astype(np.float64)
@@ -86,7 +86,7 @@ class LengthTable:
         self._padded = np.stack(
             [np.pad(lengths.astype(np.float64), (0, size - len(lengths))) for lengths in self._sorted]
         )
-        # all mini-batches in one ascending array, each above the one before
+        # all mini-batches in one ascending array, each offset above the previous one
         self._apart = np.arange(len(batches))[:, None] * (self._most + 1)
         self._joined = np.concatenate(
             [lengths + apart for lengths, apart in zip(self._sorted, self._apart[:, 0], strict=True)]
@@ -103,14 +103,14 @@ class LengthTable:
     def phase_seconds(
         self, time: TimeModel, strategy: Strategy, sizes: Sequence[tuple[int, int]], switch_s: float
     ) -> Array:
-        """Estimated (weighted) mean seconds of the phase of each range with the best of some pack sizes, switch included; [low
-        edge, high edge].
+        """Returns estimated (weighted) mean seconds of each range's phase with the best of some pack sizes, including
+        the switch; [low edge, high edge].
 
-        Tokens and squares are spread evenly over the replicas, packs are as full as tokens allow (a pack holds one
-        sequence of more than half the capacity), their number follows the rule of `packing.bucketing`, and a pipeline
-        takes its slowest stage once for each pack and the others once. Where ranks share cores, no phase is shorter than
-        its work on all of them. Infinite where the range is empty by
-        construction or holds a length above both the capacity and the longest sequence.
+        Tokens and squares are spread evenly over the replicas. Packs are as full as tokens allow (a pack holds one
+        sequence of more than half the capacity); their number follows `packing.bucketing`. A pipeline takes its slowest
+        stage once for each pack and the others once. If ranks share cores, no phase is shorter than its work on all of
+        them. Infinite for empty ranges (low edge not below high) and lengths above both the capacity and the longest
+        sequence.
 
         Args:
             sizes: `(capacity, longest sequence)` of each pack size.
@@ -128,12 +128,12 @@ class LengthTable:
     def _compute_seconds(self, time: TimeModel, strategy: Strategy, sizes: Sequence[tuple[int, int]]) -> Array:
         """The same without the switch, for each pack size and each pair of edges; [pack size, pair]."""
         dp, pp = strategy.dp, strategy.pp
-        held = int(np.searchsorted(self._high, np.searchsorted(self.edges, max(map(max, sizes)), side="right")))
-        tokens, squares, count = self.tokens[:, :held], self.squares[:, :held], self.count[:, :held]
+        fitting = int(np.searchsorted(self._high, np.searchsorted(self.edges, max(map(max, sizes)), side="right")))
+        tokens, squares, count = self.tokens[:, :fitting], self.squares[:, :fitting], self.count[:, :fitting]
         capacities = np.array([capacity for capacity, _ in sizes])
-        capacity = capacities[:, None, None]  # all below is [pack size, mini-batch, pair], up to where the longest fits
+        capacity = capacities[:, None, None]  # all below is [pack size, mini-batch, pair], for the pairs that fit
         half = np.searchsorted(self._joined, np.minimum(capacity // 2, self._most) + self._apart, side="right")
-        large = self._to[:, :held] - np.maximum(self._from[:, :held], (half - self._first).astype(np.float64))
+        large = self._to[:, :fitting] - np.maximum(self._from[:, :fitting], (half - self._first).astype(np.float64))
         packs = np.maximum(np.ceil(tokens / capacity), large)
         if dp > 1:
             packs = np.ceil(packs / dp) * dp
@@ -160,9 +160,9 @@ class LengthTable:
             seconds = slowest + (total - slowest) / sooner + passing
             full = int(np.searchsorted(capacities, self._most))
             if full:
-                seconds[:full] += self._alone_seconds(greatest, capacities[:full], pp)[:, :, :held] / dp
+                seconds[:full] += self._alone_seconds(greatest, capacities[:full], pp)[:, :, :fitting] / dp
         seconds = np.maximum(
-            seconds, through.a * self._longest_squares[:, :held] + through.b * self.longest[:, :held] + through.c
+            seconds, through.a * self._longest_squares[:, :fitting] + through.b * self.longest[:, :fitting] + through.c
         )
         if strategy.z and time.streams is not None:
             moving = each * time.streams.pack_s(strategy)
@@ -170,17 +170,17 @@ class LengthTable:
         if strategy.world_size > time.slots:
             seconds = np.maximum(seconds, total * spread * strategy.tp * strategy.cp / time.slots)
         mean = np.full((len(sizes), len(self._high)), np.inf)
-        mean[:, :held] = self._weights @ ((seconds + time.fixed_s) * self._used[:, :held])
+        mean[:, :fitting] = self._weights @ ((seconds + time.fixed_s) * self._used[:, :fitting])
         mean[self.edges[self._high] > np.array([[max(size)] for size in sizes])] = np.inf
         return mean
 
     def _alone_seconds(self, costs: Iterable[Cost], capacities: npt.NDArray[np.int64], pp: int) -> Array:
-        """What stages wait because sequences longer than the packs leave little room for others in the pipeline: with
-        room for 1 / n of as many packs as there are stages, each of them takes n times as long; [pack size, mini-batch, pair]."""
+        """Seconds that stages wait because sequences longer than the packs leave little room in the pipeline: with room
+        for 1 / n of as many packs as there are stages, each takes n times as long; [pack size, mini-batch, pair]."""
         tokens = self._padded
         slowest = np.maximum.reduce([cost.a * tokens**2 + cost.b * tokens + cost.c for cost in costs])
         wait = np.zeros((len(capacities), len(tokens), tokens.shape[1] + 1))
-        # shorter ones wait for nothing
+        # shorter sequences cause no wait
         np.cumsum(slowest * (np.clip(tokens / capacities[:, None, None], 1, pp) - 1), axis=2, out=wait[:, :, 1:])
         reached = np.take_along_axis(wait, self._at[None], axis=2)  # [pack size, mini-batch, edge]
         between: Array = reached[:, :, self._high] - reached[:, :, self._low]
@@ -197,8 +197,8 @@ def _greatest(costs: Iterable[Cost]) -> list[Cost]:
 
 @dataclass(frozen=True)
 class PhaseCost:
-    """The weighted mean of a phase over the mini-batches: seconds of its packs on the busiest replica and of its
-    switch, where it runs at all, and packs over all replicas."""
+    """The weighted mean of a phase over the mini-batches: seconds of its packs on the busiest replica, of its switch if
+    it runs, and packs over all replicas."""
 
     compute_s: float
     switch_s: float
@@ -210,12 +210,12 @@ class PhaseCost:
 
 
 class Evaluator:
-    """Packs and simulates phases of some mini-batches, and remembers the result.
+    """Packs and simulates phases of some mini-batches, and caches the result.
 
     Args:
         switch: Load and return seconds of each strategy; more may be added.
-        quadratic_cost: See `ModelShape.quadratic_cost`; what packs are balanced with.
-        weights: What each mini-batch counts; equal, with sum 1, when None.
+        quadratic_cost: See `ModelShape.quadratic_cost`; balances the packs.
+        weights: Weight of each mini-batch; None for equal weights with sum 1.
     """
 
     def __init__(
@@ -233,17 +233,16 @@ class Evaluator:
         self._cubes = [[0, *accumulate(length**3 for length in batch)] for batch, _ in self._batches]
         self._time, self.switch, self._quadratic_cost = time, dict(switch), quadratic_cost
         self._known: dict[tuple[Strategy, int, int, int], tuple[float, float, float]] = {}
-        self._above: dict[
-            tuple[Strategy, int, int, int], float
-        ] = {}  # seconds that a phase takes at least, without its switch
+        # least seconds of a phase without its switch
+        self._above: dict[tuple[Strategy, int, int, int], float] = {}
 
     @property
     def num_simulated(self) -> int:
-        """Phases that were packed and simulated, whole or in part."""
+        """Phases that were packed and simulated, completely or in part."""
         return len(self._known.keys() | self._above.keys())
 
     def phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> PhaseCost:
-        """The phase that runs the lengths in `(low, high]`; see `Bucket` for `pack_tokens`."""
+        """Returns the phase that runs the lengths in `(low, high]`; see `Bucket` for `pack_tokens`."""
         key = self._time.kind(strategy), low, high, pack_tokens
         if key not in self._known:
             self._simulate(key, self.switch[strategy], math.inf)
@@ -251,7 +250,7 @@ class Evaluator:
         return PhaseCost(compute, self.switch[strategy] * used, num_packs)
 
     def seconds_within(self, strategy: Strategy, low: int, high: int, pack_tokens: int, most: float) -> float:
-        """Seconds of the phase, or infinite where they are more than `most`: then no more is simulated than shows it."""
+        """Returns the seconds of the phase, or infinity if above `most`, for which it simulates only enough."""
         key, switch_s = (self._time.kind(strategy), low, high, pack_tokens), self.switch[strategy]
         if key not in self._known and self._above.get(key, 0.0) + switch_s * self._used(low, high) <= most:
             self._simulate(key, switch_s, most)
@@ -286,8 +285,8 @@ class Evaluator:
         self._known[key] = computed, used, num_packs
 
     def _queueing(self, index: int, strategy: Strategy, low: int, high: int, pack_tokens: int) -> float:
-        """Seconds of a mini-batch, times what it counts, below which a pipeline cannot be: tokens are in flight for as long as their
-        sequence takes through all stages, and no more of them at a time than `Bucket.most_tokens` (Little's law)."""
+        """Lower bound of a pipeline's seconds for a mini-batch, times its weight: tokens are in flight for as long as
+        their sequence takes through all stages, and at most `Bucket.most_tokens` at a time (Little's law)."""
         batch, weight = self._batches[index]
         first, end = bisect_right(batch, low), bisect_right(batch, high)
         tokens, squares, cubes = (
@@ -295,19 +294,19 @@ class Evaluator:
         )
         _, through = self._time.different_costs(strategy)
         most_tokens = Bucket(strategy, high, pack_tokens).most_tokens
-        held = through.a * cubes + through.b * squares + through.c * tokens
-        return weight * (held / strategy.dp / most_tokens + self._time.fixed_s)
+        token_seconds = through.a * cubes + through.b * squares + through.c * tokens
+        return weight * (token_seconds / strategy.dp / most_tokens + self._time.fixed_s)
 
     def _used(self, low: int, high: int) -> float:
         return sum(weight for batch, weight in self._batches if bisect_right(batch, low) < bisect_right(batch, high))
 
     def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int, shares: bool = False) -> float:
-        """Seconds below which `phase` cannot be, nor the same with several stages on a rank: the work of the busiest stage
-        spread evenly over the replicas, or the longest sequence through all stages, or all work spread over the cores that ranks
-        share; and what moves beside it in the place of a switch (`+z2`, `+z3`).
+        """Returns a lower bound of `phase` in seconds, also with several stages on a rank: the largest of the busiest
+        stage's work spread evenly over the replicas, the longest sequence through all stages, and all work spread over
+        shared cores; and the transfers that replace a switch (`+z2`, `+z3`).
 
         Args:
-            shares: Whether replicas may share packs (cp), which divides what one sequence takes: without that sequence.
+            shares: Whether replicas may share packs (cp), which divides one sequence's time: ignores that sequence.
         """
         computed = self._bounds(strategy, low, high, pack_tokens, shares)
         return sum(computed.values()) + self.switch[strategy] * self._used(low, high)
@@ -315,7 +314,7 @@ class Evaluator:
     def _bounds(
         self, strategy: Strategy, low: int, high: int, pack_tokens: int, shares: bool = False
     ) -> dict[int, float]:
-        """The same without the switch, of each mini-batch that holds such lengths, times what it counts."""
+        """The same without the switch, for each mini-batch that holds such lengths, times its weight."""
         bounds = dict[int, float]()
         (costs, through), streams = self._time.different_costs(strategy), self._time.streams
         slots, z = self._time.slots, strategy.z
@@ -342,10 +341,10 @@ class Evaluator:
 
 
 def choose_edges(batches: Sequence[Sequence[int]], capacities: Sequence[int], longest: int, most: int) -> list[int]:
-    """Candidate edges: 0, then at most about `most` lengths that occur, then `longest`.
+    """Chooses candidate edges: 0, then at most about `most` lengths that occur, then `longest`.
 
-    All different lengths where they are few. Otherwise the longest sequence that each capacity holds, and quantiles: half
-    of them by number of sequences, half by tokens, because a few long sequences hold much of the work.
+    All different lengths if they are few. Otherwise the longest sequence that each capacity holds, and quantiles: half
+    by number of sequences, half by tokens, because a few long sequences hold much of the work.
     """
     lengths = sorted(length for batch in batches for length in batch)
     unique = sorted(set(lengths))
@@ -353,9 +352,9 @@ def choose_edges(batches: Sequence[Sequence[int]], capacities: Sequence[int], lo
         chosen = set(unique)
     else:
         chosen = {lengths[bisect_right(lengths, capacity) - 1] for capacity in capacities if capacity >= lengths[0]}
-        if len(chosen) > most:  # of many strategies, capacities lie close together
-            held = sorted(chosen)
-            chosen = {held[step * (len(held) - 1) // (most - 1)] for step in range(most)}
+        if len(chosen) > most:  # capacities of many strategies lie close together
+            ordered = sorted(chosen)
+            chosen = {ordered[step * (len(ordered) - 1) // (most - 1)] for step in range(most)}
         tokens = np.cumsum(lengths)
         slices = max(2, (most - len(chosen)) // 2 + 1)
         for step in range(1, slices):

@@ -1,8 +1,8 @@
-"""The textbook's numbers of 3D parallelism for a model and a cluster, beside what our own models say: `hf-hotspa formulas`.
+"""Textbook formulas of 3D parallelism for a model and a cluster, beside our own models: `hf-hotspa formulas`.
 
-A row for each (p, t, d) with p t d devices: every division that the textbook's formulas know, whether we can train it or
-not. Micro-batches are b sequences of s tokens, layers recompute everything but their inputs (`+rc`), everything is in 16
-bits. The formulas explain and are coarse: they know neither kernels nor kinds of layers; ours are what `plan` uses.
+One row for each (p, t, d) with p t d devices: every division that the formulas cover, whether we can train it or not.
+Micro-batches are b sequences of s tokens, layers recompute everything but their inputs (`+rc`), all in 16 bits. The
+formulas explain and are coarse: they know neither kernels nor kinds of layers. `plan` uses our models.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _FULL = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One division. Elements, bytes and seconds are those of the fullest device, or of all together where it says batch.
+    """One division. Elements, bytes and seconds are for the fullest device, or for all devices if "of a batch".
 
     Args:
         tp: Ranks that share a layer.
@@ -43,13 +43,13 @@ class Row:
         dp_seconds: T_dp.
         pp_seconds: T_pp.
         parameters: Of a device, N / (p t).
-        state_bytes: 20 bytes for each of them: gradients accumulate in fp32.
+        state_bytes: 20 bytes for each parameter: gradients accumulate in fp32.
         zero_bytes: 16 bytes for each, divided by ZeRO stage 0, 1, 2 and 3 over dp.
         activation_bytes: M_transformer of as many micro-batches as there are stages (at most m), and M_emb of one.
-        intensity: Operations a byte of a product of h x h under t, over those without.
-        our_seconds: Of a batch, by our time model; None where we cannot train it.
+        intensity: Operations a byte of a product of h x h under t, relative to t = 1.
+        our_seconds: Of a batch, by our time model; None if we cannot train it.
         our_bytes: Of the fullest device, by our memory model.
-        unsupported_reason: Why we cannot.
+        unsupported_reason: Why we cannot train it.
     """
 
     pp: int
@@ -77,8 +77,8 @@ class PipeDream:
     """What unequal replication of stages would give, beside what layouts can run.
 
     Args:
-        best: The best partition of the layers on all devices, every stage replicated by itself (`layout.stages.partition`).
-        equal_seconds: Of a micro-batch, with one dp for all stages, at its best.
+        best: The best partition of the layers on all devices, each stage with its own replication.
+        equal_seconds: Of a micro-batch, with the best single dp for all stages.
         equal: `(p, d)` of that.
     """
 
@@ -106,13 +106,13 @@ class PipeDream:
 
 @dataclass(frozen=True)
 class FormulaTable:
-    """The rows, and what they are of.
+    """The rows and their inputs.
 
     Args:
         batch: Sequences of an optimizer step, B.
         micro: Sequences of a micro-batch, b.
         tokens: Tokens of a sequence, s.
-        pipedream: Where it was asked for.
+        pipedream: If requested.
     """
 
     setup: Setup
@@ -137,7 +137,7 @@ class FormulaTable:
 
 
 def divisions(world_size: int, batch: int, micro: int, layers: int, heads: int) -> list[tuple[int, int, int]]:
-    """Every `(p, t, d)` with p t d = world size, p at most the layers, t dividing the heads, b d dividing the batch."""
+    """Returns every `(p, t, d)` with p t d devices: p at most the layers, t divides the heads, b d the batch."""
     legal = []
     for pp in range(1, min(world_size, layers) + 1):
         for tp in range(1, heads + 1):
@@ -150,7 +150,7 @@ def divisions(world_size: int, batch: int, micro: int, layers: int, heads: int) 
 
 
 def make_table(setup: Setup, batch: int, micro: int, tokens: int) -> FormulaTable:
-    """The rows for a model on a cluster.
+    """Makes the rows for a model on a cluster.
 
     Args:
         setup: With hardware.
@@ -193,7 +193,7 @@ def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp
         return intra if span <= setup.devices_per_node else inter
 
     parameters = formulas.parameters_per_device(setup.sizes.num_parameters, tp, pp)
-    seconds, held, unsupported_reason = _ours(setup, Strategy(dp, tp, pp, rc=1), micro, tokens, m)
+    seconds, fullest_bytes, unsupported_reason = _ours(setup, Strategy(dp, tp, pp, rc=1), micro, tokens, m)
     return Row(
         pp,
         tp,
@@ -212,17 +212,17 @@ def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp
         + formulas.logit_bytes(in_flight_tokens, shape.vocab_size, tp),
         formulas.Matmul.of(hidden, tp).intensity / formulas.Matmul.of(hidden).intensity,
         seconds,
-        held,
+        fullest_bytes,
         unsupported_reason,
     )
 
 
 def pipedream(setup: Setup, micro: int, tokens: int) -> PipeDream:
-    """PipeDream's programme for a model on a cluster, without tensor parallelism, by our time model.
+    """Runs PipeDream's dynamic programme for a model on a cluster, without tensor parallelism, by our time model.
 
-    Layers take their seconds forward and backward, the first one also the embedding's, the last one the head's; a pass
-    between stages goes over the links between nodes, where there are several; a stage of m replicas sums the gradients of
-    its layers by a ring.
+    Layer seconds are forward and backward; the first layer includes the embedding, the last one the head. A pass
+    between stages uses the links between nodes if there are several; a stage of m replicas sums the gradients of its
+    layers by a ring.
     """
     shape, time, hardware = setup.model.shape, setup.cost.time, setup.hardware
     assert hardware is not None
@@ -259,16 +259,16 @@ def _ours(
         if unsupported_reason:
             return None, None, unsupported_reason
         pack = (tokens,) * micro
-        held = setup.memory.breakdown(strategy, micro * tokens, longest=tokens, num_packs=m).total
+        fullest_bytes = setup.memory.breakdown(strategy, micro * tokens, longest=tokens, num_packs=m).total
 
         def seconds(packs: int) -> float:
             return setup.cost.time.phase_seconds(strategy, [[pack] * packs] * strategy.dp)
 
         full = _FULL * strategy.pp
         if m <= full:
-            return seconds(m), held, None
+            return seconds(m), fullest_bytes, None
         late, later = seconds(full - strategy.pp), seconds(full)
-        return later + (m - full) * (later - late) / strategy.pp, held, None
+        return later + (m - full) * (later - late) / strategy.pp, fullest_bytes, None
     except HotspaError as error:
         return None, None, error.what
 
@@ -302,7 +302,7 @@ def formulas_text(result: FormulaTable) -> str:
                 *ours,
             ]
         )
-    refused = sorted({row.unsupported_reason for row in result.rows if row.unsupported_reason})
+    reasons = sorted({row.unsupported_reason for row in result.rows if row.unsupported_reason})
     return "\n".join(
         [
             f"{setup.model.name}: {setup.sizes.num_parameters / 1e9:,.2f}B parameters on {setup.nodes} x "
@@ -318,7 +318,7 @@ def formulas_text(result: FormulaTable) -> str:
             "ours: the models that `hf-hotspa plan` uses, for the same micro-batches with +rc; the master store is always "
             "divided over all devices.",
             *([str(result.pipedream)] if result.pipedream is not None else []),
-            *(f"- : {text}" for text in refused),
+            *(f"- : {text}" for text in reasons),
             *(f"misprint in a source: {text}" for text in MISPRINTS),
         ]
     )

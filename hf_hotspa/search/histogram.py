@@ -1,12 +1,12 @@
-"""Lengths to plan for: named synthetic distributions, JSON histograms, or a data set's; and what becomes of long ones.
+"""Lengths to plan for: named synthetic distributions, JSON histograms, or a data set's; and the policy for long ones.
 
-The two long-tailed ones are log-normal with the parameters that make the published stage times of a 32B model
-reproduce the published step times of HotSPa (SOSP'24, Table 3); they stand in for corpora whose lengths nobody
-published. Deterministic for a seed; no torch.
+The two long-tailed distributions are log-normal, with parameters that make the published stage times of a 32B model
+reproduce the published step times of HotSPa (SOSP'24, Table 3); the lengths of these corpora are not published.
+Deterministic for a seed; no torch.
 
-Where nobody knew the lengths of a run before, a plan was made for the first ones, and they may move: `LengthsSeen` keeps the last
-sequences and how far they are from those of the plan, half the sum of the differences of both histograms, tokens by powers of the
-root of two. It is a pure function of what it was shown, in that order, equal on all ranks.
+If a run's lengths are unknown, its plan is made for the first ones, and they may shift. `LengthsSeen` keeps the last
+sequences and their distance from the plan's: half the sum of the absolute differences of both histograms (shares of
+tokens, with bins at powers of the root of two). A pure function of its inputs in order, equal on all ranks.
 """
 
 import os
@@ -30,24 +30,25 @@ SHORTEST = 16
 """Tokens of the shortest synthetic sequence."""
 _MOST_DIGITS = 12
 LONGEST = 32768
-"""The longest sequence of synthetic lengths, where a model has positions for it."""
+"""The longest synthetic sequence, if the model has enough positions."""
 _SEQUENCES = 2048
 _MINI_BATCHES = 64
-"""Lengths are drawn for so many sequences, or so many mini-batches where these are small."""
+"""Lengths are drawn for so many sequences, or for so many mini-batches if these are small."""
 MOST_SEQUENCES = 1 << 14
 
 DISTRIBUTIONS = ("commoncrawl", "github", "uniform", "chat")
 """`commoncrawl`: log-normal, median 326, sigma 1.33. `github`: log-normal, median 1441, sigma 1.46. `uniform`: all
-lengths alike. `chat`: three quarters short turns around 180 tokens, a quarter long conversations around 1500."""
+lengths equally likely. `chat`: three quarters short turns around 180 tokens, a quarter long conversations around
+1500."""
 
 _LOG_NORMAL = {"commoncrawl": (326.0, 1.33), "github": (1441.0, 1.46)}
 
 
 def synthetic_lengths(name: str, count: int, longest: int = 32768, seed: int = 0) -> list[int]:
-    """Lengths from a named distribution; what would be longer than `longest` is cut there, as a tokenizer does.
+    """Draws lengths from a named distribution; lengths above `longest` are cut to it, as a tokenizer does.
 
-    Draws are stratified (one from each of `count` equal slices of probability, in random order), so that a few
-    hundred lengths already have the shape of the distribution.
+    Draws are stratified (one from each of `count` equal slices of probability, in random order), so that a few hundred
+    lengths already have the distribution's shape.
 
     Raises:
         HotspaConfigError: no such distribution, or a number below 1.
@@ -82,8 +83,8 @@ def _log_normal(uniform: np.typing.NDArray[np.float64], median: float, sigma: fl
 
 @dataclass(frozen=True)
 class Counts:
-    """How many sequences (`sizes` [N] int64) of each length (`lengths` [N] int64, different, at least 1 token) there
-    are, and where they are from, in words."""
+    """The number of sequences (`sizes` [N] int64) of each length (`lengths` [N] int64, different, at least 1 token),
+    and their origin in words."""
 
     lengths: np.typing.NDArray[np.int64]
     sizes: np.typing.NDArray[np.int64]
@@ -91,7 +92,7 @@ class Counts:
 
     @classmethod
     def of(cls, lengths: Iterable[int] | np.typing.NDArray[np.int64], source: str = "") -> "Counts":
-        """The counts of some lengths; those of 0 tokens are left out."""
+        """Counts some lengths; lengths of 0 tokens are left out."""
         different, sizes = np.unique(np.fromiter(lengths, np.int64), return_counts=True)
         some = different > 0
         return cls(different[some], sizes[some].astype(np.int64), source)
@@ -101,11 +102,11 @@ class Counts:
         return int(self.sizes.sum())
 
     def drawn(self, most: int | None = None, seed: int = 0) -> list[int]:
-        """At most so many lengths in random order, always with the longest one; all of them without a number."""
+        """Draws at most `most` lengths (None: all) in random order, always including the longest one."""
         count, total = min(self.total, most or self.total), self.total
         rng, order = np.random.default_rng(seed), np.argsort(self.lengths)
         ends, lengths = np.cumsum(self.sizes[order]), self.lengths[order]
-        # one draw from each of `count` equal slices of the sorted lengths; with count == total these are all of them
+        # one draw from each of `count` equal slices of the sorted lengths; with count == total these are all lengths
         at = (np.arange(count) * total) // count + (
             rng.integers(0, max(1, total // count), count) if count < total else 0
         )
@@ -138,7 +139,7 @@ def load_counts(path: str | os.PathLike[str]) -> Counts:
     lengths, sizes = [], []
     for key, count in counts.items():
         if not str(key).isdecimal() or len(str(key)) > _MOST_DIGITS or int(key) < 1:
-            raise HotspaConfigError(f"{key!r} is no length in tokens", where=where, fix=remedy)
+            raise HotspaConfigError(f"{key!r} is not a length in tokens", where=where, fix=remedy)
         is_number = isinstance(count, int | float) and not isinstance(count, bool)
         if not is_number or not 0 <= count < 10**_MOST_DIGITS or count != int(count):
             raise HotspaConfigError(f"the count of length {key} is {count!r}", where=where, fix=remedy)
@@ -152,13 +153,13 @@ def load_counts(path: str | os.PathLike[str]) -> Counts:
 def read_lengths(
     given: str | Counts, mini_batch_size: int, longest: int | None, positions: int | None, overlong: str = "error"
 ) -> tuple[list[int], int]:
-    """Lengths to plan for, in random order, and the longest sequence that must fit.
+    """Returns the lengths to plan for, in random order, and the longest sequence that must fit.
 
     Args:
         given: One of `DISTRIBUTIONS`, the path of a histogram, or counts.
-        longest: The longest sequence that must fit; that of the lengths when None.
-        positions: Those of the model, which synthetic lengths keep to; None for no limit.
-        overlong: What becomes of longer ones, one of `bucketing.OVERLONG_POLICIES`.
+        longest: The longest sequence that must fit; None for the longest given.
+        positions: The model's positions, which limit synthetic lengths; None for no limit.
+        overlong: The policy for longer ones, one of `bucketing.OVERLONG_POLICIES`.
 
     Raises:
         HotspaConfigError: no such distribution or file, an impossible size or policy, or the policy leaves nothing.
@@ -196,7 +197,6 @@ def read_lengths(
 
 
 def _fitting(lengths: Iterable[int], longest: int, policy: str) -> Iterable[int]:
-    """What a policy makes of lengths."""
     for length in lengths:
         if length <= longest:
             yield length
@@ -209,16 +209,16 @@ def _fitting(lengths: Iterable[int], longest: int, policy: str) -> Iterable[int]
 
 
 _KEPT, _LEAST = 2048, 256
-"""Sequences that are looked at, the last ones, and how many there must be."""
+"""How many of the last sequences are compared, and the least number for a comparison."""
 _EVERY = 8
-"""Mini-batches between two looks."""
+"""Mini-batches between two comparisons."""
 _FAR = 0.3
-"""A distance, of at most 1, that asks for another plan: two draws from one distribution are nearer."""
+"""A distance, of at most 1, that requires another plan: two draws from one distribution are nearer."""
 _BINS = 64
 
 
 class LengthsSeen:
-    """Watches the lengths of mini-batches against those, in tokens, that were `planned_for`."""
+    """Compares the lengths of mini-batches with the lengths, in tokens, in `planned_for`."""
 
     def __init__(self, planned_for: Iterable[int]) -> None:
         self._basis = _histogram(planned_for)
@@ -227,32 +227,32 @@ class LengthsSeen:
 
     @property
     def recent(self) -> list[int]:
-        """The last ones, in the order in which they were trained."""
+        """The last lengths, in the order of training."""
         return list(self._recent)
 
     def add(self, lengths: Iterable[int]) -> bool:
-        """Takes a mini-batch; says whether another plan is due."""
+        """Adds a mini-batch; returns whether another plan is due."""
         self._recent = [*self._recent, *map(int, lengths)][-_KEPT:]
         self._mini_batches += 1
         return self._mini_batches % _EVERY == 0 and len(self._recent) >= _LEAST and self.distance > _FAR
 
     @property
     def distance(self) -> float:
-        """How far the last lengths are from those of the plan, from 0 to 1."""
+        """The distance of the last lengths from the plan's, from 0 to 1."""
         return float(np.abs(_histogram(self._recent) - self._basis).sum() / 2)
 
     def planned(self) -> None:
-        """Another plan was made, of the last ones."""
+        """Makes the last lengths the basis, after another plan was made for them."""
         self._basis = _histogram(self._recent)
 
     def state_dict(self) -> dict[str, Any]:
         return {"basis": self._basis.tolist(), "recent": self._recent, "mini_batches": self._mini_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state.
+        """Restores a state.
 
         Raises:
-            HotspaConfigError: it is not one.
+            HotspaConfigError: the state is invalid.
         """
         with reading_state("the lengths that were trained", "lengths are watched anew"):
             basis = np.array(state["basis"], np.float64)

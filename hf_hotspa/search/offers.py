@@ -1,16 +1,15 @@
-"""Strategies that a search is offered beside plain ones, which of them can pay, and the choice among those that can.
+"""Strategies offered to a search besides plain ones, which of them can pay, and the choice among those.
 
-Dividing packs over the ranks of cp, or experts over those of ep, does what replicas (dp) do, at the price of exchanges in each
-layer. So cp pays in two cases: a replica does not hold the longest sequence, or that sequence alone takes longer than the
-share of a mini-batch that every replica has, so that the others would wait for the one that trains it. In a pipeline it pays also
-where a mini-batch has too few packs to fill the pipelines of all replicas: the layouts that could be fastest so are searched by
-themselves (`sharing_layouts`). ep, which needs less memory, pays where a strategy that holds all experts of its layers, or its
-columns of each, does not hold the longest sequence, and then as little of it as holds that sequence.
+Dividing packs over the ranks of cp, or experts over the ranks of ep, does what replicas (dp) do, for exchanges in each
+layer. So cp pays if a replica does not hold the longest sequence, or if that sequence alone takes longer than each
+replica's share of a mini-batch, so that the others would wait. In a pipeline it also pays if a mini-batch has too few
+packs to fill all replicas' pipelines: the layouts that could be the fastest are searched separately
+(`sharing_layouts`). ep needs less memory. It pays if the longest sequence does not fit under a strategy that holds all
+experts of its layers, or its columns of each, and then in the smallest degree that holds it.
 
-Chunks of tokens (`+ck`) cost a second forward pass, so they are looked at where a sequence would not fit otherwise, and as single
-strategies where it fits only with more ranks to a replica, shards or recomputation (`chunks_alone`). Longer ones
-cost less than shorter ones, graphs that are kept spare a forward pass, and host memory is the last resort. How long a sequence
-each way holds says `longest_by_strategy`. Plain data.
+Chunks of tokens (`+ck`) cost a second forward pass. So they are considered if a sequence does not fit otherwise, and as
+single strategies if it fits only with more ranks to a replica, shards or recomputation (`chunks_alone`). Longer chunks
+cost less, kept graphs save a forward pass, and host memory is the last resort. Plain data.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +26,7 @@ from hf_hotspa.search.search import Choice, mini_batches, search
 from hf_hotspa.strategy import Strategy, expert_strategies
 
 CHUNK_SIZES = (16384, 8192, 4096, 2048, 1024, 512, 256)
-"""Tokens of chunks that are looked at: below, launches and the second pass over keys and values cost more than they save."""
+"""Chunk sizes tried, in tokens: below, launches and the second pass over keys and values cost more than they save."""
 _GRAPHS = (15, 7, 3, 1)
 
 
@@ -40,15 +39,15 @@ def with_chunks(
     schedule: str = "auto",
     has_host_memory: bool = True,
 ) -> list[Strategy]:
-    """The strategies, and where none of them holds a sequence, by `tokens`, those in chunks that do; or that come
-    nearest to it. Keys and values may go to host memory only where there is some."""
+    """Returns the strategies; if none of them holds a sequence, by `tokens`, also those in chunks that do, or that come
+    nearest. Keys and values may go to host memory only if there is any."""
     if shape.ck_unsupported_reason or any(tokens(strategy) >= longest for strategy in strategies):
         return list(strategies)
     plain = _that_may_chunk(strategies, schedule)
     chunked = _that_hold(plain, longest, tokens, in_host=False)
     if not chunked and has_host_memory:
         chunked = _that_hold([s for s in plain if s.pp == 1], longest, tokens, in_host=True)
-    if not chunked:  # what is missing is said of those that need the least
+    if not chunked:  # the error then reports what the smallest ones lack
         chunked = [replace(s, ck=CHUNK_SIZES[-1], kh=has_host_memory and s.pp == 1) for s in plain]
     return [*strategies, *chunked]
 
@@ -66,8 +65,9 @@ def chunks_alone(
     *,
     schedule: str = "auto",
 ) -> list[Strategy]:
-    """Strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: of those that do not hold it,
-    unless one does that has no more ranks to a replica, no more shards, and recomputes nothing."""
+    """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: chunked
+    from those that do not hold it, unless a holding one has no more ranks to a replica or shards, and no
+    recomputation."""
     holding = [s for s in strategies if tokens(s) >= longest]
     if shape.ck_unsupported_reason or not holding:
         return []
@@ -83,8 +83,8 @@ def chunks_alone(
 def longest_by_strategy(
     asked: Strategy, shape: ModelShape, tokens: Callable[[Strategy], int], *, schedule: str = "auto"
 ) -> list[tuple[Strategy, int]]:
-    """The longest sequence of some strategies: of the one asked for, of dp alone, and of as much of tp, of cp and of pp as
-    divides the devices and the model allows. Each as it is, with `+rc`, and in the chunks that hold most, then with keys
+    """Returns the longest sequence of some strategies: the requested one, dp alone, and the largest tp, cp and pp that
+    divides the devices and runs the model. Each as it is, with `+rc`, and in the chunks that hold most, then with keys
     and values in host memory.
 
     Args:
@@ -106,13 +106,13 @@ def longest_by_strategy(
 
 
 def pipelines_alone(strategies: Iterable[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """What is tried as a single strategy where plans are raced, although `that_pay` has it as a last resort: cp with a pipeline, not
-    sharded. On busy cores it was the fastest, where its predicted seconds were 9 % behind."""
+    """Returns cp with a pipeline, not sharded, to try as single strategies if plans are raced, although `that_pay`
+    treats it as a last resort: on busy cores it was the fastest, although predicted 9 % behind."""
     return [s for s in strategies if s.cp > 1 and s.pp > 1 and s.is_common and tokens(s) >= longest]
 
 
 def _shapes_beside(asked: Strategy, shape: ModelShape) -> list[Strategy]:
-    """A strategy, and those that spread over one axis; the rest of the devices are dp."""
+    """A strategy, and those that spread over one axis; the other devices are dp."""
     world, shapes = asked.world_size, [asked, Strategy(dp=asked.world_size)]
     degrees = [degree for degree in range(world, 1, -1) if world % degree == 0]
     for axis in ("tp", "cp", "pp"):
@@ -127,7 +127,7 @@ def _shapes_beside(asked: Strategy, shape: ModelShape) -> list[Strategy]:
 def _that_hold(
     strategies: Iterable[Strategy], longest: int, tokens: Callable[[Strategy], int], *, in_host: bool
 ) -> list[Strategy]:
-    """Of each strategy the longest chunks that hold the sequence, with as many graphs as do."""
+    """For each strategy the longest chunks that hold the sequence, with as many graphs as fit."""
     chunked = []
     for strategy in strategies:
         sized = (replace(strategy, ck=size, kh=in_host) for size in CHUNK_SIZES if size < longest)
@@ -140,19 +140,19 @@ def _that_hold(
 
 
 MARGIN = 0.03
-"""How much better than the best single strategy a pool must be, in a run and in a plan, and in a run a single one than one with fewer
-ranks to a replica: less is within the error of a calibrated time model."""
+"""How much better than the best single strategy a pool must be; and, in a run, a single strategy than one with fewer
+ranks to a replica. Less is within the error of a calibrated time model."""
 _FAMILIES = 3
-"""Layouts whose replicas share packs that are searched by themselves: those that could be the fastest."""
+"""How many layouts whose replicas share packs are searched separately: those that could be the fastest."""
 _DEGREES = 2
-"""How many degrees of ep are looked at beside one strategy: the smallest that holds the sequence, and one more."""
+"""How many degrees of ep are tried beside one strategy: the smallest that holds the sequence, and one more."""
 
 
 def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
-    """The strategies that divide the tokens of packs over some or all of the replicas of given ones: every cp above 1 that
-    divides their dp and runs the model, with their other degrees and options.
+    """Returns the strategies that divide packs over some or all replicas of given ones: every cp above 1 that divides
+    their dp and runs the model, with their other degrees and options.
 
-    Their weights lie as those of the given ones, see `Strategy.layout`.
+    Their weights lie as under the given ones, see `Strategy.layout`.
     """
     candidates = (
         replace(strategy, dp=strategy.dp // cp, cp=cp)
@@ -164,8 +164,7 @@ def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> lis
 
 
 def divided(strategies: Sequence[Strategy], shape: ModelShape, options: RunOptions) -> list[Strategy]:
-    """Every strategy that the given ones come to when their replicas share packs (cp) or experts (ep), not both, and that
-    can run."""
+    """Returns every runnable strategy in which a given one's replicas share packs (cp) or experts (ep), not both."""
     whole = [strategy for strategy in strategies if strategy.cp == 1]
     candidates = [*context_strategies(whole, shape), *expert_strategies(whole, shape)]
     return [strategy for strategy in candidates if options.runs(strategy, shape)]
@@ -185,13 +184,12 @@ def choose(
     evaluator: Evaluator | None = None,
     **options: Any,
 ) -> Choice:
-    """The answer of a search among those strategies that can pay, in chunks of tokens where nothing else holds the longest
-    sequence.
+    """Searches among those strategies that can pay, in chunks of tokens if nothing else holds the longest sequence.
 
     Args:
         may_chunk: Whether a sequence may be trained in chunks (`+ck`).
-        has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
-        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`), where the schedule runs them.
+        has_host_memory: Whether their keys and values may go to host memory (`+kh`).
+        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`), if the schedule runs them.
         evaluator: See `search`.
         options: And the other arguments: as for `search`.
     """
@@ -224,7 +222,7 @@ def choose(
 
 
 def make_evaluator(lengths: Sequence[int], cost: CostModel, mini_batch_size: int, longest: int) -> Evaluator:
-    """What the search and all that is compared with it pack and simulate by, so that nothing is simulated twice."""
+    """Makes the evaluator for the search and all alternatives, so that nothing is simulated twice."""
     batches, weights = mini_batches(lengths, mini_batch_size, longest)
     return Evaluator(batches, cost.time, {}, cost.sizes.shape.quadratic_cost, weights)
 
@@ -236,8 +234,8 @@ def sharing_layouts(
     tokens: Callable[[Strategy], int],
     evaluator: Evaluator,
 ) -> list[list[Strategy]]:
-    """The strategies of each layout whose replicas share the packs of long rows, and which could be the fastest of these: the
-    way of Megatron and verl, who know neither fully sharded strategies nor chunks nor experts that replicas divide.
+    """Returns the strategies of each layout whose replicas share the packs of long rows, for the layouts that could be
+    the fastest. As in Megatron and verl: without fully sharded strategies, chunks, or divided experts.
 
     Args:
         tokens: The longest sequence that a strategy holds.
@@ -261,8 +259,8 @@ def that_pay(
     tokens: Callable[[Strategy], int],
     quadratic_cost: float,
 ) -> list[Strategy]:
-    """The strategies without those with cp that cannot pay beside the others, for drawn lengths (at least one); one
-    whose layout has no other stays. `tokens` gives the longest sequence that a strategy holds."""
+    """Drops strategies with cp that cannot pay, for drawn lengths (at least one); a strategy stays if its layout has no
+    other. `tokens` returns the longest sequence that a strategy holds."""
 
     def cost(length: int) -> float:
         return length * (1 + quadratic_cost * length)
@@ -276,9 +274,9 @@ def that_pay(
     for whole, family in families.items():
         most = _most(whole, sorted(family, key=lambda s: s.cp), share, longest, tokens)
         kept.update(s for s in family if s.cp <= most)
-    # beside cp, pipelines, units that come and go and layers that recompute are for where nothing else holds the sequence
+    # with cp, pipelines, shards that come and go and recomputation are for when nothing else holds the sequence
     holding = {s for s in kept if tokens(s) >= longest}
-    if not holding:  # what comes nearest to it is said of all
+    if not holding:  # the error then names what comes nearest of all
         return list(strategies)
     has_plain, has_whole = any(s.pp == 1 for s in holding), any(not s.z for s in holding)
 
@@ -294,13 +292,13 @@ def that_pay(
 def _most(
     whole: Strategy, family: Sequence[Strategy], share: float, longest: int, tokens: Callable[[Strategy], int]
 ) -> int:
-    """The largest cp of a family that can pay: with it no replica waits for the longest sequence, and that sequence fits with
-    room for one more division; the largest there is where it never fits, as others may that run beside it.
+    """The largest cp of a family that can pay: with it no replica waits for the longest sequence, and that sequence
+    fits with room for one more division. If it never fits, the largest cp: others beside it may fit.
 
     Args:
         whole: The family's member without cp.
         family: Strategies of one layout and the same options, in ascending order of cp.
-        share: Cost of the longest sequence over that of a mini-batch.
+        share: Cost of the longest sequence over the cost of a mini-batch.
     """
     degrees = [s.cp for s in family]
     if degrees[0] > 1 or len(degrees) == 1:
@@ -314,8 +312,8 @@ def _most(
 
 
 def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """The strategies without those with ep that cannot pay beside the others; one that has no other without ep stays.
-    `tokens` gives the longest sequence that a strategy holds."""
+    """Drops strategies with ep that cannot pay; a strategy stays if it has no counterpart without ep. `tokens` returns
+    the longest sequence that a strategy holds."""
     divided: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
         if strategy.ep > 1:
@@ -326,9 +324,9 @@ def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Calla
         sorted(own, key=lambda s: s.ep) for whole, own in divided.items() if whole in there and tokens(whole) < longest
     ]
     holding = [those for own in wanting if (those := [s for s in own if tokens(s) >= longest][:_DEGREES])]
-    # beside ep, pipelines and layers that recompute are for where nothing else holds the sequence
+    # with ep, pipelines and recomputation are for when nothing else holds the sequence
     plain = [own for own in holding if own[0].pp == 1 and not own[0].rc]
     if not holding and not any(tokens(s) >= longest for s in strategies):
-        plain = [own[-1:] for own in wanting]  # what comes nearest to it is said of all
+        plain = [own[-1:] for own in wanting]  # the error then names what comes nearest of all
     kept = alone.union(*(plain or holding))
     return [strategy for strategy in strategies if strategy.ep == 1 or strategy in kept]

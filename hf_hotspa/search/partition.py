@@ -1,8 +1,7 @@
-"""The dynamic programme over sorted lengths: contiguous ranges, each with a strategy of its own.
+"""The dynamic programme over sorted lengths: contiguous ranges, each with a different strategy.
 
-Given the cost of every (strategy, range of lengths), it finds the cheapest way to cut all lengths in at most
-`max_phases` ranges whose strategies differ. Exact for these costs, whatever the order of the strategies, for up to
-`EXACT_RANGES`.
+Given the cost of every (strategy, range of lengths), it finds the cheapest way to cut all lengths into at most
+`max_phases` ranges with different strategies. Exact for these costs, for any order of strategies, up to `EXACT_RANGES`.
 """
 
 from collections.abc import Sequence
@@ -18,26 +17,26 @@ EXACT_RANGES, _MOST_CHOICES = 3, 500
 
 @dataclass(frozen=True, order=True)
 class Partition:
-    """A way to cut the lengths: `(strategy, low edge, high edge)` of each range by length, as indices; cost in all."""
+    """A way to cut the lengths: `(strategy, low edge, high edge)` of each range by length, as indices; total cost."""
 
     seconds: float
     ranges: tuple[tuple[int, int, int], ...]
 
 
 def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partition]:
-    """The cheapest partitions with 1, 2, ... ranges, for up to `keep` different choices of strategies of each number.
+    """Returns the cheapest partitions with 1, 2, ... ranges, for up to `keep` choices of strategies of each number.
 
     `f(s_1 .. s_k, j) = min over i < j of f(s_1 .. s_{k-1}, i) + cost(s_k, i, j)`, over all ordered choices of
-    different strategies; memory and time grow with the number of strategies to the power `max_phases`, up to `EXACT_RANGES`. Of
-    choices of so many strategies those go on that are nearest to the best at any edge: what is found of more is a heuristic.
+    different strategies; memory and time grow with the number of strategies to the power `max_phases`, up to
+    `EXACT_RANGES`. Beyond, only the choices nearest to the best at any edge are extended: a heuristic.
 
     Args:
-        costs: [strategies, edges, edges]: seconds of running the lengths between two edges; infinite where impossible.
+        costs: [strategies, edges, edges]: seconds of running the lengths between two edges; infinite if impossible.
         keep: Choices of strategies kept for each number of ranges.
 
     Returns:
-        Finite ones, cheapest first; ties in the order of strategies and edges. The first is the best of all; for the
-        others only strategies are looked at that the first might have had (`_useful`).
+        Finite ones, cheapest first; ties in the order of strategies and edges. The first is the overall best; the
+        others use only strategies that the first might have used (`_useful`).
     """
     useful = _useful(costs, max_phases)
     partitions = _best(costs[useful], max_phases, keep)
@@ -45,8 +44,8 @@ def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partit
 
 
 def _useful(costs: Array, max_phases: int) -> npt.NDArray[np.intp]:
-    """The strategies that a best partition may need: not those that, for every range, `max_phases` others are as cheap
-    as, of which one would be free to take the place. Of equal ones the first count as cheaper."""
+    """The strategies that a best partition may need: not those with `max_phases` others as cheap for every range, one
+    of which would be free to replace them. Of equal strategies the first count as cheaper."""
     low, high = np.triu_indices(costs.shape[1], 1)
     ranges = costs[:, low, high]  # below the diagonal all are infinite
     dearer = np.stack([(own >= ranges).all(axis=1) for own in ranges])  # [strategy, other]
@@ -78,7 +77,7 @@ def _best(costs: Array, max_phases: int, keep: int) -> list[Partition]:
 
 
 def _nearest(chosen: npt.NDArray[np.int64], reached: Array) -> tuple[npt.NDArray[np.int64], Array]:
-    """The choices that cost least beyond the best one, at the edge where they do best; no more than `_MOST_CHOICES`."""
+    """The choices that cost least beyond the best one, at their best edge; no more than `_MOST_CHOICES`."""
     best = reached.min(axis=0)
     beyond = (reached[:, np.isfinite(best)] - best[np.isfinite(best)]).min(axis=1, initial=np.inf)
     kept = np.sort(np.argsort(beyond, kind="stable")[:_MOST_CHOICES])
@@ -88,8 +87,8 @@ def _nearest(chosen: npt.NDArray[np.int64], reached: Array) -> tuple[npt.NDArray
 def _hopeful(
     costs: Array, chosen: npt.NDArray[np.int64], reached: Array, keep: int
 ) -> tuple[npt.NDArray[np.int64], Array]:
-    """The choices of which one more range, the last one, can make some of the `keep` cheapest: those that the cheapest range of all
-    strategies would not make dearer than so many are that have been looked at."""
+    """The choices that one more range, the last one, can make one of the `keep` cheapest: with the cheapest last range
+    of all strategies they cost no more than the `keep` best of a sample."""
     least = (reached[:, :-1] + costs[:, :-1, -1].min(axis=0)).min(axis=1)
     first = np.argsort(least, kind="stable")[:keep]
     last = costs.shape[1] - 1
@@ -103,7 +102,7 @@ def _hopeful(
 def _extend(
     costs: Array, chosen: npt.NDArray[np.int64], reached: Array, ends: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], Array]:
-    """One more range behind every choice that reaches some edge."""
+    """Adds one more range behind every choice that reaches some edge."""
     num_strategies, num_edges = costs.shape[:2]
     alive = np.isfinite(reached).any(axis=1)
     chosen, reached = chosen[alive], reached[alive]

@@ -1,6 +1,6 @@
-"""The answer of a search, whoever asked: buckets, what each of them takes and holds, and what to compare with.
+"""The answer of a search: buckets, the time and memory of each, and what to compare with.
 
-`hf-hotspa plan` prints it, the Trainer logs it, and the record of a run keeps it for the report; all say the same.
+`hf-hotspa plan` prints it, the Trainer logs it, and the record of a run keeps it for the report.
 """
 
 import re
@@ -15,14 +15,14 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 _GIB, _MIB = 1 << 30, 1 << 20
 _SAME = 0.02
-"""Seconds that differ by less are the same."""
+"""Seconds that differ by less, as a share, count as equal."""
 _COLUMNS = ["up to", "strategy", "pack", "rows", "packs", "compute s", "switch s"]
 _LINKS = ["seconds of switches", "links in nodes", "links between nodes"]
 _LINK_KEYS = ("switch_seconds_in_nodes", "switch_seconds_between_nodes")
 WIDTH = 80
-"""Columns of a terminal that what is printed keeps to."""
+"""Columns of a terminal that printed text keeps to."""
 _LABEL = 54
-"""Of these the first column of the table of seconds."""
+"""Columns of these for the first column of the table of seconds."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Plan:
 
     Args:
         choice: What the search chose.
-        pool: The buckets that mini-batches choose from, each with a strategy of its own; the last takes the longest. Those of
-            the choice, and perhaps the best single strategy beside them.
+        pool: The buckets that mini-batches choose from, each with a different strategy; the last takes the longest. The
+            choice's buckets, and perhaps the best single strategy.
         memory: What each bucket of `buckets` holds on its fullest rank with full packs.
-        limit_bytes: What may be filled of a device; None for no limit.
-        limit_source: Where that is from, in words.
-        baselines: What others would make of it under data parallelism, by stage of ZeRO.
-        raced: The pools of other plans, which fit beside this one: the first mini-batches try them, too.
-        ready: Pools for other lengths, where these may move.
-        rivals: What people run beside data parallelism, and `written`, what a user wants to know the price of.
-        links: Of the switch of each row of the choice, link seconds inside nodes and between them; empty on one node.
+        limit_bytes: Of a device; None for no limit.
+        limit_source: Its origin, in words.
+        baselines: Data parallelism by others, by stage of ZeRO.
+        raced: Pools of other plans, which fit beside this one: the first mini-batches try them, too.
+        ready: Pools for other lengths, if lengths may shift.
+        rivals: What people run besides data parallelism; `written`: strategies that a user wants priced.
+        links: Seconds of each row's switch on links inside nodes and between them; empty on one node.
     """
 
     choice: Choice
@@ -58,20 +58,20 @@ class Plan:
 
     @property
     def _others(self) -> list[Baseline | Rival]:
-        """What people run that holds the longest sequence, the fastest first."""
+        """Alternatives that hold the longest sequence, fastest first."""
         everything: list[Baseline | Rival] = [*self.baselines, *self.rivals]
         fitting = [other for other in everything if other.seconds is not None]
         return sorted(fitting, key=lambda other: other.seconds or 0.0)
 
     @property
     def pays(self) -> bool:
-        """Whether the plan is predicted to be faster than all that people run."""
+        """Whether the plan is predicted to be faster than all alternatives."""
         best = self._others[:1]
         return not best or (best[0].seconds or 0.0) >= self.choice.seconds * (1 + _SAME)
 
     @property
     def answer(self) -> str:
-        """Whether the plan is worth it, in one line: against what a user would run instead."""
+        """One line: whether the plan is worth it, compared with what a user would run."""
         if not (others := self._others):
             return f"Yes: nothing that people run holds a sequence of {self.longest} tokens here"
         gains = {other.name: (other.seconds or 0.0) / self.choice.seconds for other in others}
@@ -84,12 +84,14 @@ class Plan:
 
     @property
     def why(self) -> str:
-        """The reason of the answer, in a sentence or two."""
+        """The reason for the answer, in a sentence or two."""
         choice, step = self.choice, self._seconds(self.choice.seconds)
         if not self.pays:
             best = self._others[0]
-            held = f"{best.name} holds the longest sequence ({self.longest} tokens)"
-            return f"{held} and takes {self._seconds(best.seconds or 0.0)} s a step; the best plan takes {step} s."
+            best_holds = f"{best.name} holds the longest sequence ({self.longest} tokens)"
+            return (
+                f"{best_holds} and takes {self._seconds(best.seconds or 0.0)} s a step; the best plan takes {step} s."
+            )
         first, last = choice.rows[0], choice.rows[-1]
         if first is last:
             alone = f"{first.bucket.strategy} alone trains all rows in {step} s a step; switching would not gain more."
@@ -110,7 +112,7 @@ class Plan:
 
     @property
     def to_copy(self) -> str:
-        """The line that a script takes over."""
+        """The line to copy into a script."""
         best = self._others[0] if not self.pays else None
         if isinstance(best, Baseline):
             return f"the stock Trainer: {best.arguments}"
@@ -119,7 +121,7 @@ class Plan:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Of all pools: what an engine has to hold."""
+        """The buckets of all pools: what an engine has to hold."""
         return all_buckets([self.pool, *self.raced, *self.ready])
 
     @property
@@ -129,13 +131,13 @@ class Plan:
 
     @property
     def rival(self) -> tuple[str, float]:
-        """What to compare with, and its seconds: the best of a single strategy and the baselines."""
+        """The best of a single strategy and the baselines, and its seconds."""
         others = [(baseline.name, baseline.seconds) for baseline in self.baselines if baseline.seconds is not None]
         return min([("the best static strategy", self.choice.static_seconds), *others], key=lambda each: each[1])
 
     @property
     def verdict(self) -> str:
-        """What the plan gains, and over what."""
+        """What the plan gains, and compared with what."""
         choice, (name, seconds) = self.choice, self.rival
         gain = choice.static_seconds / choice.seconds
         if seconds < choice.seconds * (1 - _SAME):
@@ -149,7 +151,7 @@ class Plan:
         return f"{gain:.2f}x the best static strategy"
 
     def __str__(self) -> str:
-        """The buckets, seconds beside those of others, and memory."""
+        """The buckets, seconds beside the alternatives, and memory."""
         rows = [_COLUMNS]
         for row in self.choice.rows:
             bucket = row.bucket
@@ -200,7 +202,7 @@ class Plan:
         return text_table("", rows)
 
     def to_dict(self) -> dict[str, object]:
-        choice, held = self.choice, dict(zip((bucket.strategy for bucket in self.pool), self.memory, strict=True))
+        choice, need_of = self.choice, dict(zip((bucket.strategy for bucket in self.pool), self.memory, strict=True))
         buckets = [
             {
                 "strategy": str(row.bucket.strategy),
@@ -213,7 +215,7 @@ class Plan:
                 "compute_seconds": row.compute_s,
                 "switch_seconds": row.switch_s,
                 **dict(zip(_LINK_KEYS, links, strict=False)),
-                "memory": memory_dict(held[row.bucket.strategy]),
+                "memory": memory_dict(need_of[row.bucket.strategy]),
             }
             for row, links in zip(choice.rows, self.links or [()] * len(choice.rows), strict=True)
         ]
@@ -235,7 +237,7 @@ class Plan:
         }
 
     def summary(self) -> dict[str, object]:
-        """What the record of a run keeps of it."""
+        """Returns what the record of a run keeps of the plan."""
         choice = self.choice
         return {
             "seconds": choice.seconds,
@@ -251,7 +253,7 @@ class Plan:
 
 
 def all_buckets(pools: Sequence[Sequence[Bucket]]) -> tuple[Bucket, ...]:
-    """A bucket for each strategy of some pools, with the longest sequence and the largest packs that it has in any of them."""
+    """Returns a bucket for each strategy of some pools, with its longest sequence and largest packs in any of them."""
     known: dict[Strategy, Bucket] = {}
     for bucket in (bucket for pool in pools for bucket in pool):
         other = known.get(bucket.strategy, bucket)
@@ -261,13 +263,13 @@ def all_buckets(pools: Sequence[Sequence[Bucket]]) -> tuple[Bucket, ...]:
 
 
 def limit_text(limit_bytes: float | None, source: str) -> str:
-    """What may be filled of a device, and where that number is from."""
+    """Describes how much of a device may be filled, and the origin of that number."""
     at_most = "" if limit_bytes is None else f"{size(limit_bytes)}, "
     return f"memory limit of a device: {at_most}{source}"
 
 
 def wrapped(text: str, width: int = WIDTH) -> list[str]:
-    """A text in lines of at most a width, broken at blanks and behind commas; lines but the first are indented."""
+    """Wraps a text at blanks and behind commas into lines of at most a width; indents all but the first."""
     lines = [""]
     for piece in re.findall(r"[^\s,]*,|[^\s,]+|\s+", text):
         if len(lines[-1]) + len(piece.rstrip()) > width and lines[-1].strip():
@@ -279,12 +281,12 @@ def wrapped(text: str, width: int = WIDTH) -> list[str]:
 
 
 def memory_table(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str:
-    """What each strategy holds, part by part, in GiB, or in MiB where all of it is less."""
+    """Tabulates what each strategy holds, part by part, in GiB, or in MiB if all of it is less."""
     unit, name = (_GIB, "GiB") if max(need.total for need in memory) >= _GIB else (_MIB, "MiB")
     rows = [[f"{name} a device", *names]]
     parts = [need.parts() for need in memory]
     for part in parts[0]:
-        if any(need[part] >= unit / 200 for need in parts):  # what would be printed as 0.00 is left out
+        if any(need[part] >= unit / 200 for need in parts):  # skips what would print as 0.00
             rows.append([part.replace("_", " "), *(f"{need[part] / unit:,.2f}" for need in parts)])
     rows.append(["total", *(f"{need.total / unit:,.2f}" for need in memory)])
     rows.append(["fullest stage", *(f"{need.stage}" for need in memory)])
@@ -294,6 +296,6 @@ def memory_table(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str
 
 
 def memory_dict(memory: MemoryBreakdown) -> dict[str, object]:
-    """A breakdown as plain data, in bytes."""
+    """Returns a breakdown as plain data, in bytes."""
     place = {"stage": memory.stage, "in_flight": memory.in_flight, "held_tokens": memory.held_tokens}
     return {"total": memory.total, **memory.parts(), **place}

@@ -1,9 +1,8 @@
 """A plan before any device is rented: from a model's config, a kind of machine and lengths to buckets and numbers.
 
-Owns what a plan is asked about (`Setup`) and the answers of `hf-hotspa plan` (`PlannedSetup`) and `hf-hotspa estimate`
-(`Estimate`), both as plain data. Times come from data sheets, so they compare
-strategies better than they predict seconds, or from a calibration of such a machine. Recomputation runs every layer forward once more: its layers take 4/3 of
-their time.
+Defines the input (`Setup`) and the answers of `hf-hotspa plan` (`PlannedSetup`) and `hf-hotspa estimate` (`Estimate`),
+as plain data. Times come from a calibration of such a machine, or from data sheets, which compare strategies better
+than they predict seconds. Recomputation runs every layer forward once more: its layers take 4/3 of their time.
 """
 
 from collections.abc import Sequence
@@ -35,10 +34,10 @@ from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_
 PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
 SCHEMA_VERSION = 1
 DTYPE = "bfloat16"
-"""Of weights and activations, where nobody says."""
+"""The default dtype of weights and activations."""
 _MOST_DEVICES = 1 << 15
 NEAR = 0.02
-"""Up to how much slower than the chosen one plans are told, as a share: training would try them."""
+"""Up to how much slower than the chosen plan others are reported, as a share: training would try them."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +45,18 @@ class Setup:
     """A model on a number of machines.
 
     Args:
-        hardware: What they are, with the given devices a node; None where only memory is asked for.
-        limit_bytes: What a plan may fill of a device; None for no limit.
-        limit_source: Where that is from, in words.
+        hardware: The machines, with the given devices a node; None if only memory is needed.
+        limit_bytes: Of a device; None for no limit.
+        limit_source: Its origin, in words.
         recompute: Whether layers keep their input only.
         sequence_parallel: Whether norms and residuals are divided over tp.
-        calibration: What was measured of the model on such a machine; where there is one, nothing is from data sheets.
+        calibration: Measurements of the model on such a machine; replaces all data sheets.
         gradients: The dtypes in which gradients accumulate and travel.
-        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
-        adapter: What is trained instead of the model; None where the model is.
+        schedule: One of `pipeline_order.SCHEDULES`.
+        adapter: None to train the model.
         pipedream: How stages update by themselves; None for the synchronous update.
         optim: The optimizer, by the name of `--optim`.
-        task: What is trained, one of `scoring.TASKS`.
+        task: One of `scoring.TASKS`.
         four_bits: The layers of a frozen model that are in 4 bits.
     """
 
@@ -92,7 +91,7 @@ class Setup:
         quantization: str | None = None,
         **options: Any,
     ) -> "Setup":
-        """From the words of a command line.
+        """Reads a setup from the words of a command line.
 
         Args:
             model: See `load_model`.
@@ -100,12 +99,13 @@ class Setup:
             hardware: See `load_hardware`; not with a calibration.
             memory_limit: See `parse_bytes`.
             calibration: A file of `hf-hotspa calibrate`.
-            dtype: The dtype of computation; that of the calibration, else bfloat16, when None.
+            dtype: The dtype of computation; None for the calibration's, else bfloat16.
             lora: See `Adapter.read`.
-            quantization: One of `costs.adapter.KINDS`, with an adapter; None where the frozen model is in the dtype of computation.
+            quantization: One of `costs.adapter.KINDS`, with an adapter; None if the frozen model is in the dtype of
+                computation.
 
         Raises:
-            HotspaConfigError: one of them names nothing, or cannot be.
+            HotspaConfigError: a word is unknown or impossible.
         """
         shape = load_model(model)
         count, devices = parse_nodes(nodes)
@@ -156,7 +156,7 @@ class Setup:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """The memory model; all that is known without a machine."""
+        """The memory model: all that is known without a machine."""
         return (
             self.cost.memory if self.hardware is not None else MemoryModel(self.sizes, self.world_size, self._options)
         )
@@ -182,13 +182,13 @@ class Setup:
         return MemoryOptions(optimizer, self.dtype, schedule=self.schedule, pipedream=self.pipedream, scoring=scoring)
 
     def strategies(self) -> list[Strategy]:
-        """Every legal strategy with every choice of options, but for those that are asked for of all."""
+        """Returns every legal strategy with every choice of options, except options that are fixed for all."""
         options = strategies_with_options(self.world_size, self.model.shape)
         plain = list(dict.fromkeys(map(self.with_options, options)))
         return [*plain, *divided(plain, self.model.shape, RunOptions(self.schedule))]
 
     def with_options(self, strategy: Strategy) -> Strategy:
-        """A strategy with its own options and those that are asked for of all."""
+        """Returns a strategy with its own options and the options fixed for all strategies."""
         sp = strategy.sp or (self.sequence_parallel and strategy.tp > 1)
         return replace(strategy, sp=sp, rc=strategy.rc or int(self.recompute))
 
@@ -232,7 +232,7 @@ def _of_adapter(
         return adapter, None
     if adapter is None:
         raise HotspaConfigError(
-            f"--quantization {quantization} goes without an adapter",
+            f"--quantization {quantization} needs an adapter",
             why="weights in 4 bits are frozen, and nothing would be trained",
             fix="add --lora 16",
         )
@@ -249,12 +249,12 @@ class PlannedSetup:
     plan: Plan
 
     def notes(self) -> list[str]:
-        """What the reader must know before using the plan."""
+        """Returns what the reader must know before using the plan."""
         positions = self.setup.model.shape.max_position_embeddings
         if positions is None or self.plan.longest <= positions:
             return []
         return [
-            f"The model has {positions} positions: the trainer refuses longer buckets until "
+            f"The model has {positions} positions: the trainer rejects longer buckets until "
             "max_position_embeddings is raised."
         ]
 
@@ -281,8 +281,8 @@ def make_plan(
     """Chooses buckets for a setup with hardware.
 
     Args:
-        lengths: See `read_lengths`, and for `longest` and `overlong`, too.
-        written: Strategies in the words of `hotspa_strategies`, to be priced beside the plan.
+        lengths: See `read_lengths`, also for `longest` and `overlong`.
+        written: Strategies in the syntax of `hotspa_strategies`, to be priced beside the plan.
 
     Raises:
         HotspaError: no lengths, or nothing holds the longest one; the message names the smallest change that works.
@@ -316,7 +316,7 @@ def make_plan(
 
 
 def _longest_held(setup: Setup, wanted: int, offload: bool = False) -> int:
-    """The longest sequence, up to the wanted one, that any strategy holds, with `hotspa_offload="master"` if asked."""
+    """The longest sequence, at most `wanted`, that any strategy holds; `offload`: with `hotspa_offload="master"`."""
     memory = setup.cost.memory
     tokens = Capacities(
         replace(memory, options=replace(memory.options, offload_master=offload)), setup.limit_bytes
@@ -327,7 +327,7 @@ def _longest_held(setup: Setup, wanted: int, offload: bool = False) -> int:
 
 
 def _what_would_fit(setup: Setup, longest: int) -> str:
-    """What a person can change so that the longest sequence fits: each of it was tried on the memory model."""
+    """Changes with which the longest sequence fits, each tried on the memory model."""
     ways = []
     if setup.calibration is None:
         if setup.adapter is None:
@@ -348,8 +348,8 @@ def _what_would_fit(setup: Setup, longest: int) -> str:
         if larger.world_size <= _MOST_DEVICES and _longest_held(larger, longest) >= longest:
             fitting.append(f"{larger.world_size} devices")
             break
-    if held := _longest_held(setup, longest):
-        fitting.append(f"--longest {held} --overlong truncate (or split, drop)")
+    if shorter := _longest_held(setup, longest):
+        fitting.append(f"--longest {shorter} --overlong truncate (or split, drop)")
     return "; or ".join(fitting) if fitting else "a smaller model, or devices with more memory"
 
 
@@ -358,10 +358,10 @@ class Estimate:
     """The answer of `hf-hotspa estimate`.
 
     Args:
-        pack_tokens: Tokens of the pack that was asked about.
-        memory: What its fullest rank holds.
-        largest_pack: The most tokens that a pack may have; None without a limit.
-        longest: Tokens of the longest sequence that fits, of this strategy and others; nothing without a limit.
+        pack_tokens: Of the requested pack.
+        memory: Of its fullest rank.
+        largest_pack: The most tokens of a pack; None without a limit.
+        longest: Tokens of the longest sequence that fits, for this strategy and others; empty without a limit.
     """
 
     setup: Setup
@@ -391,11 +391,11 @@ class Estimate:
 
 
 def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
-    """Memory of one strategy, alone in its pool.
+    """Estimates the memory of one strategy, alone in its pool.
 
     Raises:
         HotspaConfigError: no such strategy for this model and these machines, or an impossible pack.
-        UnsupportedError: a strategy that does not run, see `RunOptions.check`.
+        UnsupportedError: a strategy that cannot run, see `RunOptions.check`.
     """
     if not 1 <= pack_tokens < UNLIMITED_TOKENS:
         raise HotspaConfigError(f"a pack of {pack_tokens} tokens is impossible", fix="use at least 1 token")

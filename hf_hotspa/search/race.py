@@ -1,20 +1,21 @@
-"""The race of the nearest plans: which of them is the fastest, found on the first mini-batches of a run.
+"""The race of the nearest plans: finds the fastest on the first mini-batches of a run.
 
-A time model cannot tell neighbours apart, and all plans train the same. So the mini-batches run them in turn, round after round,
-every second round backwards. What counts of a mini-batch is the logarithm of its measured seconds over those predicted for its
-lengths under its plan, which takes the lengths out; plans are compared round by round, which takes out what the machine does to all of them. Nothing
-is assumed of the noise: a plan leaves when it was slower in each of some rounds (`_CLEARLY`), and of two plans the median of all
-pairwise means of the differences is told, with its interval (Wilcoxon's signed ranks).
+A time model cannot distinguish neighbours, and all plans train the same. So the mini-batches run them in turn, round
+after round, every second round backwards. Each counts with the logarithm of its measured seconds over the seconds
+predicted for its lengths under its plan, which removes the effect of the lengths. Comparing round by round removes what
+the machine does to all plans. The noise may have any distribution: a plan leaves if it was slower in each of some
+rounds (`_CLEARLY`), and two plans are reported with the median of all pairwise means of the differences and its
+interval (Wilcoxon's signed ranks).
 
-The regret is bounded. What a race has cost, in mini-batches, is what other plans took longer than the leader would have; before
-each trial what is expected of it must fit into what is left of `SHARE` of the run's mini-batches, less `_RESERVE` of it for what the
-last trial is misjudged by. So all races of a run together cost at most that share, or what the last trial exceeded this reserve by.
+The regret is bounded. A race costs, in mini-batches, the time that other plans took beyond the leader's; before each
+trial its expected cost must fit into the rest of `SHARE` of the run's mini-batches, less `_RESERVE` of it for a
+misjudged last trial. So all races of a run cost at most that share, plus what the last trial exceeds the reserve by.
 
-Afterwards the winner runs, and a drift opens the race again: its seconds over predicted ones have moved, or the lengths have, so that
-by what the race has measured another plan would be faster.
+Afterwards the winner runs. A drift opens the race again: its ratio of measured to predicted seconds has moved, or the
+lengths have, so that another plan would be faster by the race's measurements.
 
-Promises: a pure function of what it was shown, in that order; a race that goes on from `state_dict` does as if it had not stopped.
-Plain data, no torch.
+A pure function of its inputs in order; a race resumed from `state_dict` decides as if it had not stopped. Plain data,
+no torch.
 """
 
 import math
@@ -27,29 +28,29 @@ from hf_hotspa.report import RaceReport
 from hf_hotspa.typed import reading_state
 
 SHARE = 0.01
-"""Of the mini-batches of a run: what all its races may cost."""
+"""What all races of a run may cost, as a share of its mini-batches."""
 _RESERVE = 0.15
-"""Of what races may cost: kept back, because a trial can take longer than expected."""
+"""The share of that budget kept back, because a trial can take longer than expected."""
 _CLEARLY = (math.inf, 0.12, 0.06, 0.03, 0.0)
-"""By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; in more, as in the last. One round says
-nothing: somebody else may have held the machine. With noise of 10 % a plan that is as fast as another leaves by chance in one of
-30 races, where nothing is lost, and seldom one that is faster."""
+"""By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; the last value holds
+for more rounds. One round decides nothing: another process may have used the machine. With noise of 10 % a plan as fast
+as another leaves by chance in one of 30 races, where nothing is lost, and a faster plan seldom."""
 _SAME = 0.02
-"""Plans that were less apart than this in each of `_ENOUGH` rounds are the same."""
+"""Plans that differed by less than this in each of `_ENOUGH` rounds count as equal."""
 _ENOUGH, _MOST_ROUNDS = 3, 8
 _COLD = 0.25
-"""What the first mini-batch of a strategy is expected to take longer, as a share of one: memory and kernels."""
+"""Expected extra time of the first mini-batch of a strategy, as a share of one: memory and kernels."""
 _FAR = math.log(1.6)
 """How far behind, as a logarithm, the first run of a plan decides alone."""
 _WATCHED, _REST = 8, 32
-"""Mini-batches that tell a drift, and that must have passed since the last race."""
+"""Mini-batches that show a drift, and that must have passed since the last race."""
 _MOVED, _BETTER = math.log(1.25), math.log(1.05)
 """How far the winner's seconds must have moved, and how much better another plan must look, to race again."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A mini-batch of a race: its plan, its round, measured seconds, those predicted under each plan, and whether it counts."""
+    """A mini-batch of a race: plan, round, measured seconds, predicted ones under each plan, whether it counts."""
 
     plan: int
     round: int
@@ -62,12 +63,12 @@ class Race:
     """Decides which plan runs next.
 
     Args:
-        names: Of the plans, the nearest as predicted first.
+        names: The plans, the nearest as predicted first.
         num_steps: Mini-batches of the run.
 
     Attributes:
-        plan: The index of the plan for the next mini-batch.
-        wants: Whether `observe` needs the predictions of all plans for the next mini-batch, not of its own alone.
+        plan: The index of the next mini-batch's plan.
+        wants: Whether `observe` needs the predictions of all plans for the next mini-batch, not only of its plan.
     """
 
     def __init__(self, names: Sequence[str], num_steps: int) -> None:
@@ -75,7 +76,7 @@ class Race:
         self._spent, self._why, self._number, self._kept = 0.0, "", 0, 0
         self._levels: dict[int, float] = {}
         self._open()
-        if len(names) < 2 or self._budget < _COLD:  # a race that a short run cannot afford is none
+        if len(names) < 2 or self._budget < _COLD:  # a short run cannot afford a race
             self._queue.clear()
 
     def _open(self) -> None:
@@ -87,7 +88,7 @@ class Race:
         self._since = 0
 
     def of_others(self, names: Sequence[str], why: str) -> "Race":
-        """A race of other plans in the same run, with what is left for races."""
+        """Returns a race of other plans in the same run, with the remaining budget."""
         race = Race(names, 0)
         race._budget, race._spent = self._budget, self._spent
         if len(names) > 1 and self._budget - self._spent >= _COLD:
@@ -95,7 +96,7 @@ class Race:
         return race
 
     def go_on(self, num_steps: int) -> None:
-        """The same plans train again, so many mini-batches."""
+        """Extends the budget: the same plans train again, for so many mini-batches."""
         self._budget += SHARE * num_steps
 
     @property
@@ -112,15 +113,15 @@ class Race:
         return len(self.names) > 1 and (self.is_on or self._since % _WATCHED == 0)
 
     def observe(self, seconds: float, predicted: Sequence[float], warm: bool) -> RaceReport | None:
-        """Takes what the next mini-batch took.
+        """Records the next mini-batch.
 
         Args:
             seconds: The same on all ranks.
-            predicted: Under each plan where it `wants` them; else under its own alone. All positive.
+            predicted: Under each plan if it `wants` them; else under its plan only. All positive.
             warm: Whether all strategies of the mini-batch have run before.
 
         Returns:
-            How the race has ended, where it has with this mini-batch.
+            The result of the race, if it ends with this mini-batch.
         """
         if len(self.names) < 2 or not seconds > 0 or not all(each > 0 for each in predicted):
             return None
@@ -129,7 +130,7 @@ class Race:
             return None
         plan = self._queue.pop(0)
         self._runs.append(_Run(plan, self._round, seconds, tuple(predicted), warm))
-        if not warm:  # again, when all have run once
+        if not warm:  # again, after all have run once
             self._queue.append(plan)
         if not self._queue:
             self._end_round()
@@ -140,7 +141,7 @@ class Race:
                 self._end_round()
         return None if self.is_on else self._ended()
 
-    # -- what is known of a race --------------------------------------------------------------------------------------
+    # -- measurements of a race ---------------------------------------------------------------------------------------
 
     def _weights(self) -> list[float]:
         return [math.log(mean(run.predicted[plan] for run in self._runs)) for plan in range(len(self.names))]
@@ -149,8 +150,8 @@ class Race:
         return {r.round: math.log(r.seconds / r.predicted[plan]) for r in self._runs if r.warm and r.plan == plan}
 
     def _score(self, plan: int, weights: Sequence[float]) -> float:
-        """The logarithm of a mean mini-batch's seconds. Of a plan that has been cold only: as far from the fastest as it was from that
-        one's cold run; of one that has not run, as prediction and the levels of others have it."""
+        """The logarithm of a mean mini-batch's seconds. A plan that has only run cold is as far from the fastest as
+        from that plan's cold run. A plan that has not run follows its prediction and the levels of the others."""
         plans = range(len(self.names))
         warm = {p: median(values.values()) for p in plans if (values := self._of_rounds(p))}
         if plan in warm:
@@ -173,7 +174,7 @@ class Race:
         return min(ran or self._live, key=lambda plan: self._score(plan, weights))
 
     def _differences(self, plan: int, other: int) -> list[float]:
-        """By how much a plan was slower than another in the rounds of both, as logarithms."""
+        """How much slower a plan was than another in the rounds of both, as logarithms."""
         weights, mine, theirs = self._weights(), self._of_rounds(plan), self._of_rounds(other)
         shift = weights[plan] - weights[other]
         return [mine[number] - theirs[number] + shift for number in sorted(mine.keys() & theirs.keys())]
@@ -186,7 +187,7 @@ class Race:
         return sum(r.seconds / (r.predicted[leader] * math.exp(level)) - 1 for r in own)
 
     def _is_worth(self, plan: int) -> bool:
-        """Whether to try a plan: its expected cost is within what is left, and its first run was not far behind."""
+        """Whether to try a plan: its expected cost is within the budget, and its first run was not far behind."""
         leader, weights = self._leader(), self._weights()
         if plan == leader:
             return True
@@ -199,7 +200,7 @@ class Race:
         return self._spent + expected <= (1 - _RESERVE) * self._budget
 
     def _end_round(self) -> None:
-        """Lets plans leave that are clearly slower; begins another round where there is something left to find out."""
+        """Removes plans that are clearly slower; begins another round if anything is left to find out."""
         self._round += 1
         leader = self._leader()
         apart = {plan: self._differences(plan, leader) for plan in self._live if plan != leader}
@@ -214,7 +215,7 @@ class Race:
 
     def _ended(self) -> RaceReport | None:
         leader, weights = self._leader(), self._weights()
-        for plan in self._live:  # round by round, which leaves out what the machine did to all, another may be ahead
+        for plan in self._live:  # round by round, which removes what the machine did to all, another may be ahead
             if (apart := self._differences(plan, leader)) and _middle(apart)[0] < 0:
                 leader = plan
         self._levels = {p: self._score(p, weights) - weights[p] for p in range(len(self.names)) if self._of_rounds(p)}
@@ -236,7 +237,7 @@ class Race:
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def _watch(self, seconds: float, predicted: Sequence[float], warm: bool) -> None:
-        """Opens the race again where a drift makes it worth it."""
+        """Opens the race again if a drift makes it worth it."""
         every = predicted if len(predicted) == len(self.names) else ()
         own = predicted[self._kept] if every else predicted[0]
         self._since += 1
@@ -248,7 +249,7 @@ class Race:
             return
         moved = median(last) - self._levels[self._kept]
         if abs(moved) > _MOVED:
-            self._again(f"mini-batches take {math.exp(moved):.2f} of what they took")
+            self._again(f"mini-batches take {math.exp(moved):.2f}x their earlier time")
         elif (known := [each for _, each in self._recent if each])[3:] and (better := self._better(known)) is not None:
             self._again(f"for these lengths {self.names[better]} may be faster")
 
@@ -283,13 +284,13 @@ class Race:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Goes on from a state.
+        """Restores a state.
 
         Returns:
-            Whether its plans are these; else the race is held from its beginning.
+            Whether its plans are these; otherwise the race starts from its beginning.
 
         Raises:
-            HotspaConfigError: it is not one.
+            HotspaConfigError: the state is invalid.
         """
         with reading_state("the race of plans", "plans are raced anew"):
             if list(state["names"]) != list(self.names):
@@ -308,7 +309,7 @@ class Race:
 
 
 def _middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """The median of pairwise means (Hodges, Lehmann) and its 90 % interval; of fewer than 5 values least and most."""
+    """The median of pairwise means (Hodges, Lehmann) and its 90 % interval; below 5 values their range."""
     walsh = sorted((a + b) / 2 for i, a in enumerate(values) for b in values[i:])
     ways, count = [1] + [0] * len(walsh), len(values)  # how many sets of ranks have each sum
     for rank in range(1, count + 1):

@@ -1,28 +1,28 @@
 """The search: which strategies, which bucket edges and which pack sizes, for a histogram of lengths.
 
-What is exact and what is not:
+Exactness:
 
-* Buckets are contiguous ranges of the sorted lengths, each with a strategy of its own; at most `max_phases`. Edges are
-  lengths that occur: all of them where they are few, else quantiles and the longest sequence each strategy can hold.
-* With few candidates (`EXACT_PHASES` phases to look at) every phase is packed and simulated, and the dynamic programme
-  over these times is exact. Otherwise the dynamic programme runs over estimates (`estimate.LengthTable`), the best
-  partitions are packed and simulated, which corrects the estimates of the others, and the edges of the best are moved
-  while that helps: a heuristic. Of strategies that differ in `+sp` alone, which costs no time, the one with more capacity is looked
-  at, with the packs of both, and its `+sp` left out again where the packs fit without.
-* The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
-  is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
-  switch" is an answer like any other. Packs are made smaller after that, where it costs at most `pack_margin`.
-* Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best single
-  pipeline that can have them (`going_round`). They change neither what is moved nor, by much, what is held, so the strategies and
-  edges that are best without are taken to be the best with them; looking at every pipeline both ways would take twice as long.
-* Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others capacity. The search
-  runs once for each size of arena (those that hardly differ count as one, the larger holds). A pipeline whose memory does not hold
-  as many of the longest sequences as it has stages takes smaller packs, and these sequences one by one (`Bucket`).
+* Buckets are contiguous ranges of the sorted lengths, each with a different strategy; at most `max_phases`. Edges are
+  lengths that occur: all of them if they are few, else quantiles and the longest sequence each strategy can hold.
+* With few candidates (up to `EXACT_PHASES` phases) every phase is packed and simulated, and the dynamic programme over
+  these times is exact. Otherwise a heuristic: it runs over estimates (`estimate.LengthTable`), the best partitions are
+  packed and simulated, which corrects the estimates of the others, and the edges of the best are moved while that
+  helps. Of strategies that differ in `+sp` only, which costs no time, the one with more capacity is searched, with the
+  packs of both; its `+sp` is removed again if the packs fit without.
+* The best single strategy is always exact (all whose lower bound can win are packed and simulated), and a pool must
+  beat it by `margin`: the answer is never worse than the best static strategy, and may be not to switch. Packs are then
+  made smaller if that costs at most `pack_margin`.
+* Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best
+  single pipeline that can have them (`going_round`). They do not change what is moved and hardly change what is held,
+  so the best strategies and edges are taken to be the same; searching every pipeline both ways would take twice as
+  long.
+* Memory: a pool shares an arena as large as its largest strategy needs, which reduces the others' capacity. The search
+  runs once for each size of arena (of nearly equal sizes for the largest). A pipeline whose memory does not hold as
+  many of the longest sequences as it has stages uses smaller packs, and runs these sequences one by one (`Bucket`).
 
-Times are means over mini-batches drawn from the histogram; a phase that a mini-batch does not need costs it nothing.
-Where sequences longer than all drawn ones must fit, one mini-batch in a hundred is taken to hold one and nothing else:
-enough that the strategy for them is a good one, too little to decide anything else.
-Deterministic; no torch.
+Times are means over mini-batches drawn from the histogram; a phase costs nothing in a mini-batch that does not need it.
+If longer sequences than the drawn ones must fit, one mini-batch in a hundred holds one and nothing else: enough for a
+good choice of its strategy, too little to affect other choices. Deterministic; no torch.
 """
 
 import math
@@ -44,15 +44,10 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 @dataclass(frozen=True)
 class Row:
-    """One bucket of the answer, over the mini-batches looked at.
+    """One bucket of the answer: numbers and seconds are means a mini-batch; packs are over all replicas.
 
     Args:
         bucket: Strategy, edges and pack size.
-        num_sequences: Sequences a mini-batch.
-        num_tokens: Tokens a mini-batch.
-        num_packs: Packs a mini-batch, over all replicas.
-        compute_s: Seconds of its computation.
-        switch_s: Seconds of its switch.
     """
 
     bucket: Bucket
@@ -65,7 +60,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Near:
-    """Another plan, whose predicted mean seconds of a mini-batch, switches included, are near the chosen one's."""
+    """Another plan, whose predicted mean seconds of a mini-batch, including switches, are near the chosen plan's."""
 
     buckets: tuple[Bucket, ...]
     seconds: float
@@ -79,14 +74,13 @@ class Choice:
     """The answer of a search.
 
     Args:
-        seconds: Predicted mean seconds of a mini-batch, switches included.
+        seconds: Predicted mean seconds of a mini-batch, including switches.
         switch_seconds: The switches in it.
         static: The best single strategy, its packs and its lengths.
-        static_seconds: Its seconds, its own switch included.
-        rows: One for each bucket.
+        static_seconds: Its seconds, including its switch.
         exact: Whether all ranges of lengths were simulated, see `search`.
-        num_simulated: Phases that were packed and simulated to find it.
-        near: Other plans, the fastest first, as far as they were asked for.
+        num_simulated: Phases that were packed and simulated in the search.
+        near: Other plans, fastest first, if requested.
     """
 
     buckets: tuple[Bucket, ...]
@@ -105,7 +99,7 @@ class Choice:
         return len(self.buckets) > 1
 
     def with_packs_of(self, pool: Sequence[Bucket]) -> "Choice":
-        """The same with packs no larger than those of a pool with its strategies."""
+        """Returns the same choice with packs no larger than in a pool with its strategies."""
         most = {bucket.strategy: bucket.pack_tokens for bucket in pool}
 
         def smaller(bucket: Bucket) -> Bucket:
@@ -115,7 +109,7 @@ class Choice:
         return replace(self, buckets=tuple(map(smaller, self.buckets)), static=smaller(self.static), rows=rows)
 
     def __str__(self) -> str:
-        """What `hotspa_strategies` takes."""
+        """The value for `hotspa_strategies`."""
         return ",".join(map(str, self.buckets))
 
 
@@ -124,7 +118,7 @@ Phases = tuple[tuple[Strategy, int, int, int], ...]
 
 
 def can_go_round(strategy: Strategy, num_layers: int) -> bool:
-    """Whether the ranks of its pipeline can have two stages each."""
+    """Returns whether the ranks of its pipeline can have two stages each."""
     return strategy.can_go_round and 2 * strategy.pp <= num_layers
 
 
@@ -136,12 +130,12 @@ def going_round(
     switch: dict[Strategy, float],
     seconds: Callable[[Phases], float],
 ) -> Phases:
-    """The same phases, with two stages on each rank of the pipelines that are faster so and fit.
+    """Returns the same phases, with two stages on each rank of the pipelines that are faster with them and fit.
 
     Args:
         margin: How much faster a phase must be, as a share.
-        switch: Load and return seconds of each strategy; those that are tried are added, like their own with one stage.
-        seconds: Of phases, together.
+        switch: Load and return seconds of each strategy; tried strategies are added, with their one-stage seconds.
+        seconds: Total seconds of phases.
     """
     for index, (strategy, low, high, tokens) in enumerate(phases):
         if not can_go_round(strategy, num_layers):
@@ -164,28 +158,29 @@ def going_round(
 
 
 MOST_PHASES = 8
-"""More than anything has gained from; the time of a search grows with them."""
+"""More phases have never gained; the time of a search grows with them."""
 EXACT_PHASES = 600
 """Phases (strategies x ranges x pack sizes) up to which every one is packed and simulated."""
 _MOST_EDGES = 24
 _SEQUENCES_EVALUATED = 2048
 _KEPT = 32
-"""Pools kept of each arena and number of phases, by estimate."""
+"""Pools kept for each arena and number of phases, by estimate."""
 _PATIENCE = 7
 """Pools that are simulated in vain before the search ends."""
 _STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)
 """By how many candidates an edge is moved at a time."""
 MOST_SINGLES, MOST_POOLS = 3, 1
-"""How many other plans are told that are near the best one: with a single strategy, and with several."""
+"""How many other plans near the best one are reported: with a single strategy, and with several."""
 _SOME = 0.05
-"""What every phase of a plan that is near another one takes at least, as a share of its seconds."""
+"""The least time of every phase of a plan near another one, as a share of the plan's seconds."""
 _KNOWN = 2
-"""How many times as far behind replicas alone, which everybody knows, may be predicted to be and are still near; and the fastest
-strategy that moves no layers while it computes, beside one that does: what moving takes on busy cores is the hardest to predict."""
+"""By how many times the usual margin two kinds may be behind and still be near: replicas alone, which everybody knows;
+and the fastest strategy that moves no layers while it computes, beside one that does (the time of moving on busy cores
+is the hardest to predict)."""
 _SAME_ARENA = 0.01
-"""By how much of the limit of memory arenas must differ to be looked at one by one."""
+"""By how much of the memory limit arenas must differ to be searched separately."""
 _RARE = 0.01
-"""What a mini-batch with a longest sequence counts that the histogram does not show."""
+"""The weight of a mini-batch with a longest sequence that the histogram does not show."""
 
 
 def search(
@@ -211,26 +206,28 @@ def search(
     """Chooses strategies, edges and pack sizes.
 
     Args:
-        lengths: Lengths in random order, each at least 1: a sample of the data set.
+        lengths: In random order, each at least 1: a sample of the data set.
         strategies: The legal ones; those without coefficients in the time model are left out.
         capacities: How long packs may be.
         switch: Load and return seconds of each strategy.
-        mini_batch_size: Sequences of a mini-batch; all lengths when None.
-        longest: The longest sequence that must fit, where it is longer than those given.
+        mini_batch_size: Sequences of a mini-batch; None for all lengths.
+        longest: The longest sequence that must fit, if longer than the given ones.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         margin: How much better than the best single strategy a pool must be, as a share.
-        pack_margin: How much slower a bucket may be with smaller packs, which take less memory and are nearer to what was measured.
-        plain_margin: How much better than a single strategy with fewer ranks to a replica one with more must be: ranks that wait
+        pack_margin: How much slower a bucket may be with smaller packs, which use less memory and are nearer to what
+            was measured.
+        plain_margin: How much better a single strategy must be than one with fewer ranks to a replica: ranks that wait
             for one another are harder to predict.
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
-        near: Up to how much slower other plans are told, as a share; `MOST_SINGLES` with one strategy, and `MOST_POOLS` with several.
-        families: Strategies of one layout each that are searched by themselves, too: see `offers.sharing_layouts`.
-        alone: Strategies that are single ones or none: in pools they are not looked at.
-        evaluator: Of the same lengths, mini-batches and models, which knows what others have simulated.
+        near: Up to how much slower other plans are reported, as a share; `MOST_SINGLES` with one strategy, and
+            `MOST_POOLS` with several.
+        families: Strategies of one layout each that are also searched separately: see `offers.sharing_layouts`.
+        alone: Strategies that are never in pools.
+        evaluator: For the same lengths, mini-batches and models; knows what others have simulated.
 
     Raises:
         HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
-        HotspaError: no strategy holds the longest sequence; what `capacities` says about it.
+        HotspaError: no strategy holds the longest sequence; from `capacities`.
     """
     sample = [int(length) for length in lengths]
     _check(sample, max_phases, margin, mini_batch_size)
@@ -260,11 +257,11 @@ def _check(sample: list[int], max_phases: int, margin: float, mini_batch_size: i
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
-    """The mini-batches of `size` lengths (all when None) of a random sample, and what each counts: equal, but for one
-    that holds nothing but a longest sequence, where all others are shorter."""
+    """Returns mini-batches of `size` lengths (None: all) of a random sample, and their weights: equal, plus a rare one
+    with only a longest sequence, if all others are shorter."""
     size = size or len(sample)
     count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
-    stream = cycle(sample)  # a histogram that is smaller than a mini-batch is repeated
+    stream = cycle(sample)  # repeats a histogram that is smaller than a mini-batch
     batches, weights = [list(islice(stream, size)) for _ in range(count)], [1 / count] * count
     if longest > max(map(max, batches)):
         batches.append([longest])
@@ -281,7 +278,7 @@ def _total(phases: _Estimated) -> float:
 
 
 class _Search:
-    """One search; see `search` for the arguments, and `mini_batches` for what is drawn. `exact` says whether all ranges were simulated."""
+    """One search; arguments as for `search`, `drawn` from `mini_batches`. `exact`: all ranges were simulated."""
 
     def __init__(
         self,
@@ -299,10 +296,10 @@ class _Search:
         self.families: list[list[Strategy]] = []
         self.alone: list[Strategy] = []
         self.most_tokens = max(longest, *map(sum, self.batches))
-        # the same without `+z2` and `+z3` is never slower: shards are for where memory limits it
+        # the same without `+z2` and `+z3` is never slower: shards are for limited memory
         unlimited = {s for s in pool if not s.z and capacities.tokens(s) >= self.most_tokens}
         pool = [s for s in pool if not s.z or replace(s, z=0) not in unlimited]
-        # what `+sp` changes is the memory: it is looked at in place of the same without, and left out where packs fit
+        # `+sp` changes memory only: it is searched instead of its twin without, and removed if packs fit without
         twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
         self.plain = {
             sp: plain
@@ -316,7 +313,7 @@ class _Search:
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
 
     def take(self, families: Sequence[Sequence[Strategy]], alone: Iterable[Strategy]) -> None:
-        """What is looked at beside the pools, as far as the time model knows it; see `search`."""
+        """Adds what is considered beside the pools, as far as the time model knows it; see `search`."""
         self.alone = [s for s in alone if self.time.knows(s)]
         self.families = [own for each in families if (own := sorted({s for s in each if self.time.knows(s)}))]
 
@@ -330,7 +327,7 @@ class _Search:
         best_seconds, static_seconds = self._seconds(best), self._seconds(static)
         if may_go_round:
             known = margin, len(self.time.cut.layers), self.capacities, self.switch, self._seconds
-            # another single pipeline may be the fastest so: not all strategies can have two stages on a rank
+            # another single pipeline may be the fastest then: not all strategies can have two stages on a rank
             best, static, other = (going_round(phases, *known) for phases in (best, static, self._pipeline or static))
             if self._seconds(other) < self._seconds(static) * (1 - margin):
                 static = other
@@ -362,8 +359,8 @@ class _Search:
         return chosen
 
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
-        """Other plans that are hardly slower than the best one; of those with the same degrees, whatever their options, which are for
-        the memory, the fastest. A phase with next to no work makes no other plan."""
+        """Other plans that are hardly slower than the best one; of plans with the same degrees the fastest, whatever
+        their options, which are for memory. A phase with next to no work does not make another plan."""
         least, moves = self._seconds(best), any(phase[0].z == 3 for phase in best)
         whole = min((each for each in singles if each[0][0].z < 3), key=self._seconds, default=None) if moves else None
         taken, chosen = {self._kinds(best)}, list[Phases]()
@@ -393,7 +390,7 @@ class _Search:
         return phase
 
     def _plainest(self, phases: Sequence[tuple[Strategy, int, int, int]]) -> Phases:
-        """The same without `+sp` where the packs fit without."""
+        """The same without `+sp` if the packs fit without."""
         arena, plainest = max(self.capacities.arena(phase[0]) for phase in phases), []
         for strategy, low, high, tokens in phases:
             plain = self.plain.get(strategy)
@@ -407,7 +404,7 @@ class _Search:
         return sum(self.evaluator.phase(*phase).seconds for phase in phases)
 
     def _may_take(self, phases: Phases, most: float) -> bool:
-        """Whether phases take no more than so many seconds together; what shows that they take more is enough."""
+        """Whether phases take no more than so many seconds together; stops as soon as they take more."""
         for phase in phases:
             most -= self.evaluator.seconds_within(*phase, most)
         return most > -math.inf
@@ -416,7 +413,7 @@ class _Search:
         return min(self.capacities.tokens(strategy, arena), self.most_tokens)
 
     def _packs(self, strategy: Strategy, arena: int, high: int) -> list[int]:
-        """Pack sizes worth trying with sequences up to `high`; none where these do not fit."""
+        """Pack sizes worth trying with sequences up to `high`; none if these do not fit."""
         key = strategy, arena, high
         if key not in self._known_packs:
             fits = high <= self._capacity(strategy, arena)
@@ -428,9 +425,9 @@ class _Search:
         return self._known_packs[key]
 
     def _best_static(self, plain_margin: float, near: float) -> Phases:
-        """All single strategies and pack sizes, those with the lowest bound first, until no bound can win, or can be near.
+        """Tries all single strategies and pack sizes, lowest bound first, until no bound can win, or be near.
 
-        The fastest, or of those that are less than the margin behind it one with the fewest ranks to a replica.
+        Returns the fastest, or of those behind it by less than the margin one with the fewest ranks to a replica.
         """
         whole = 0, self.longest
         options = []
@@ -454,7 +451,7 @@ class _Search:
             most, far = min(most, seconds * (1 + plain_margin)), min(far, seconds * (1 + near))
             round_s = min(round_s, seconds) if rounds else round_s
         self._singles: list[Phases] = [((strategy, *whole, tokens),) for _, strategy, tokens in timed]
-        # what everybody knows is tried also where it is predicted to be far behind, and what moves no layers
+        # tried even if predicted to be far behind: what everybody knows, and what moves no layers
         replicas = [each for each in options if each[1].ranks_of_a_replica == 1 and not each[1].ck]
         unmoved = [each for each in options if each[1].z < 3]
         for known in (replicas, unmoved) if near else ():
@@ -483,8 +480,8 @@ class _Search:
         return self._best_first(list(candidates.values()))
 
     def _arenas(self) -> list[int]:
-        """Sizes of arena that are worth a search, descending. One of nearly that size, or of which the difference is hardly anything
-        of the limit, tells the same strategies apart; the pools are packed with what they need themselves."""
+        """Sizes of arena that are worth a search, descending. Nearly equal sizes, or a difference small against the
+        limit, give the same strategies; the pools are packed with the arena that they need."""
         sizes, limit = sorted({self.capacities.arena(s) for s in self.pool}, reverse=True), self.capacities.limit_bytes
         if limit is None:
             return sizes[:1]
@@ -495,10 +492,10 @@ class _Search:
         return arenas
 
     def _best_first(self, left: list[_Estimated]) -> list[Phases]:
-        """Simulates pools, that with the best estimate first, until the best is not beaten for a while.
+        """Simulates pools, best estimate first, until the best is not beaten for a while.
 
-        By how much a strategy takes longer than was estimated is about the same for other lengths; so what was
-        simulated corrects the estimates of all pools that have the strategy.
+        A strategy's ratio of simulated to estimated seconds is about the same for other lengths; so each simulation
+        corrects the estimates of all pools with the same strategies.
         """
         packed: list[Phases] = []
         error: dict[Strategy, float] = {}
@@ -544,7 +541,7 @@ class _Search:
     def _estimated(
         self, table: LengthTable, strategy: Strategy, capacity: int, arena: int
     ) -> np.typing.NDArray[np.float64]:
-        """Seconds of every range with its best pack size, by estimate; [low edge, high edge]."""
+        """Estimated seconds of every range with its best pack size; [low edge, high edge]."""
         longest = min(capacity, self.longest)
         pack_tokens = min(self.capacities.pack_tokens(strategy, arena, 0), self.most_tokens)
         sizes = {(tokens, 0) for tokens in pack_choices(pack_tokens, 1)} if pack_tokens else set()
@@ -572,7 +569,7 @@ class _Search:
         return strategy, low, high, best
 
     def _moved(self, phases: Phases) -> Phases:
-        """The same strategies with edges moved to neighbouring candidates while that helps."""
+        """The same strategies, with edges moved to neighbouring candidates while that helps."""
         best, best_seconds = phases, self._seconds(phases)
         edges = choose_edges(self.batches, [max(phase[2:]) for phase in phases], self.longest, 2 * _MOST_EDGES)
         improved = True
@@ -598,12 +595,12 @@ class _Search:
         for strategy, low, high, tokens in phases:
             cost = self.evaluator.phase(strategy, low, high, tokens)
             num = self.num_drawn
-            held = [[length for length in batch if low < length <= high] for batch in self.batches[:num]]
+            lengths = [[length for length in batch if low < length <= high] for batch in self.batches[:num]]
             rows.append(
                 Row(
                     Bucket(strategy, high, tokens, low),
-                    sum(map(len, held)) / num,
-                    sum(map(sum, held)) / num,
+                    sum(map(len, lengths)) / num,
+                    sum(map(sum, lengths)) / num,
                     cost.num_packs,
                     cost.compute_s,
                     cost.switch_s,

@@ -1,7 +1,7 @@
-"""The single strategies that fit: which they are, and what the best of them would take for the rows of a mini-batch.
+"""The single strategies that fit, and the predicted seconds of the best one for the rows of a mini-batch.
 
-What switching is compared with, whoever chose the strategies: the best single one as predicted, and those that people run
-and know by name. The time model and the packer are those of the choice itself. No torch.
+Switching is compared with the best single one as predicted, and with those that people know by name, by the choice's
+time model and packer. No torch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 @dataclass(frozen=True)
 class SingleStrategy:
-    """One strategy that would train everything, with its packs balanced by `quadratic_cost`; `switch` has load and
-    return seconds of it and of the strategies of the mini-batches."""
+    """One strategy that would train everything, with its packs balanced by `quadratic_cost`; `switch` has the load and
+    return seconds of this strategy and the mini-batches' strategies."""
 
     bucket: Bucket
     time: TimeModel
@@ -30,8 +30,8 @@ class SingleStrategy:
     quadratic_cost: float
 
     def seconds_by(self, plan: MiniBatchPlan) -> tuple[float, float] | None:
-        """Predicted seconds for the rows of a mini-batch, loads and returns included, by this time model: of this strategy
-        alone, and of the phases of the plan. None where a row does not fit."""
+        """Predicts seconds for the rows of a mini-batch, including loads and returns: for this strategy alone, and for
+        the phases of the plan. None if a row does not fit."""
         lengths = [sequence.num_tokens for phase in plan.phases for sequence in phase.sequences()]
         if not lengths or max(lengths) > self.bucket.capacity:
             return None
@@ -41,7 +41,7 @@ class SingleStrategy:
 
 
 def with_single(report: StepReport, single: SingleStrategy, plan: MiniBatchPlan) -> StepReport:
-    """The report of a mini-batch with what the single strategy would have taken, corrected as its phases' predictions are."""
+    """Adds the single strategy's predicted seconds to a report, corrected like the predictions of its phases."""
     pair = single.seconds_by(plan)
     if pair is None or report.predicted_s is None or pair[1] <= 0:
         return report
@@ -49,13 +49,13 @@ def with_single(report: StepReport, single: SingleStrategy, plan: MiniBatchPlan)
 
 
 def known_strategies(world_size: int) -> tuple[Strategy, ...]:
-    """What people run: DDP, FSDP (ZeRO-3), tensor parallelism alone, a pipeline alone."""
+    """Returns what people run: DDP, FSDP (ZeRO-3), tensor parallelism alone, a pipeline alone."""
     return Strategy(world_size), Strategy(world_size, z=3), Strategy(tp=world_size), Strategy(pp=world_size)
 
 
 def _kind(strategy: Strategy) -> tuple[int, ...]:
-    """What tells those apart that have a name: their degrees, and of replicas alone how they are sharded. Nothing that is
-    computed in chunks has one."""
+    """What distinguishes strategies with a name: their degrees, and for replicas alone how they are sharded. Chunked
+    strategies have no name."""
     return *strategy.degrees, strategy.ck, strategy.z if strategy.dp == strategy.world_size else 0
 
 
@@ -64,13 +64,13 @@ class Singles:
     """Single strategies to compare with.
 
     Args:
-        fitting: Those that hold every row, each with the packs that suit it best; the fastest as predicted first.
-        refused: Why others do not.
-        otherwise: Why one is not measured that is in neither.
+        fitting: Strategies that hold every row, each with its best packs; the fastest as predicted first.
+        rejected: Why others do not fit.
+        otherwise: Why a strategy in neither is not measured.
     """
 
     fitting: tuple[Bucket, ...] = ()
-    refused: Mapping[Strategy, str] = field(default_factory=dict)
+    rejected: Mapping[Strategy, str] = field(default_factory=dict)
     otherwise: str = "the flags or the calibration of this run leave it out"
 
     @classmethod
@@ -81,34 +81,34 @@ class Singles:
         shape: ModelShape,
         limit_bytes: float | None,
     ) -> "Singles":
-        """Looks at every strategy under the limit; `plan` plans a run, or raises a `HotspaError` where none fits."""
+        """Checks every strategy under the limit; `plan` plans a run, or raises a `HotspaError` if none fits."""
         room = size(limit_bytes).replace(".0 ", " ") if limit_bytes is not None else "memory"
         timed: list[tuple[float, Bucket]] = []
-        refused: dict[Strategy, str] = {}
+        rejected: dict[Strategy, str] = {}
         for strategy in strategies:
             try:
                 choice = plan(strategy).choice
                 timed.append((choice.static_seconds, choice.static))
                 if choice.static.strategy.ck:
-                    refused[strategy] = f"does not fit in {room}, but in chunks"
+                    rejected[strategy] = f"does not fit in {room}, but in chunks"
             except DeviceMemoryError:
-                refused[strategy] = f"does not fit in {room}"
+                rejected[strategy] = f"does not fit in {room}"
             except HotspaError as error:
-                refused[strategy] = error.what
+                rejected[strategy] = error.what
         for world_size in {strategy.world_size for strategy in strategies}:
             reasons = {known: known.unsupported_reason(shape) for known in known_strategies(world_size)}
-            refused |= {known: reason for known, reason in reasons.items() if reason is not None}
-        return cls(tuple(bucket for _, bucket in sorted(timed, key=lambda each: each[0])), refused)
+            rejected |= {known: reason for known, reason in reasons.items() if reason is not None}
+        return cls(tuple(bucket for _, bucket in sorted(timed, key=lambda each: each[0])), rejected)
 
     def rivals(self, world_size: int) -> tuple[list[Bucket], dict[str, str]]:
-        """Those to measure: the fastest of all as predicted, and the fastest of each kind that people know; and why one of
-        such a kind is not among them, by its strategy."""
+        """Returns the strategies to measure: the fastest of all as predicted, and the fastest of each known kind; and,
+        by strategy, why a known kind is missing."""
         chosen, left_out = dict.fromkeys(self.fitting[:1]), dict[str, str]()
         for known in known_strategies(world_size):
             own = next((bucket for bucket in self.fitting if _kind(bucket.strategy) == _kind(known)), None)
             if own is not None:
                 chosen[own] = None
             else:
-                reasons = (why for strategy, why in self.refused.items() if _kind(strategy) == _kind(known))
+                reasons = (why for strategy, why in self.rejected.items() if _kind(strategy) == _kind(known))
                 left_out[str(known)] = next(reasons, self.otherwise)
         return list(chosen), left_out

@@ -47,7 +47,7 @@ def _notes(notes: Sequence[str]) -> list[str]:
 
 
 def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
-    """Shares of sequences and tokens by length, in powers of two, with the edges of buckets (if any) as lines."""
+    """Tabulates shares of sequences and tokens by length, in powers of two, with the edges of buckets as lines."""
     ordered = sorted(lengths)
     longest = buckets[-1].longest if buckets else ordered[-1]
     first = 1 << max(0, math.ceil(math.log2(ordered[0])))
@@ -71,7 +71,7 @@ def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
 
 
 def calibration_text(calibration: Calibration) -> str:
-    """A calibration for people: coefficients, links, switches and memory."""
+    """Formats a calibration: coefficients, links, switches and memory."""
     key = calibration.key
     layers, ends = calibration.fitted
     rows = [["tp", "a ns", "b us", "c ms", "head b us", "head c ms", "bytes/token", "head bytes"]]
@@ -153,7 +153,7 @@ def _phases(calibration: Calibration) -> list[str]:
     for sample in calibration.phases:
         seconds.setdefault(sample.strategy, []).append(f"{sample.seconds:,.3f}")
     each = ", ".join(f"{strategy} {' and '.join(values)} s" for strategy, values in seconds.items())
-    return [f"whole phases of mixed lengths: {each}"] if each else []
+    return [f"complete phases of mixed lengths: {each}"] if each else []
 
 
 def _scaled(*values: float) -> list[str]:
@@ -185,7 +185,7 @@ def estimate_text(estimate: Estimate) -> str:
     memory, setup = estimate.memory, estimate.setup
     lines = [_heading(setup), "", memory_table([f"{estimate.strategy}@{estimate.pack_tokens}"], [memory]), ""]
     if estimate.largest_pack is None:
-        lines.append("No limit was given; --memory-limit or --hardware tell how long a pack may be.")
+        lines.append("No limit was given; --memory-limit or --hardware show how long a pack may be.")
     elif not estimate.largest_pack:
         lines.append("Not even a pack of one token fits.")
     else:

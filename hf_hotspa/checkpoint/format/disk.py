@@ -1,7 +1,7 @@
-"""Every change that checkpoints make on disk, one method each: what is written is synced and hashed as it is written.
+"""Every change that checkpoints make on disk, one method each; files are synced and hashed as they are written.
 
-`Disk.before` is called ahead of each change. It does nothing; tests replace it to count the changes and to fail or die
-at any of them, so that "whatever happens, the last good checkpoint is there" is tried at every point.
+Each change calls `Disk.before` first. It does nothing; tests replace it to count the changes and to fail or die at any
+of them, to check that the last good checkpoint always survives.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, TypeVar
 from hf_hotspa.errors import DamagedCheckpointError
 
 MAX_JSON_BYTES = 256 << 20
-"""A JSON file that says it is larger is refused before it is read."""
+"""A larger JSON file is rejected before it is read."""
 
 MAX_HEADER_BYTES = 100_000_000
 """The largest header of a safetensors file that the safetensors library reads."""
@@ -47,7 +47,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """What a safetensors file says of one tensor: its name, dtype (such as `float32`) and shape."""
+    """One tensor's entry in a safetensors file: name, dtype (such as `float32`) and shape."""
 
     name: str
     dtype: str
@@ -55,7 +55,7 @@ class TensorRecord:
 
 
 def check_name(name: str, where: str) -> str:
-    """Returns a relative path whose every part is harmless (letters, digits, `.`, `_`, `-`).
+    """Returns a relative path if all its parts are harmless (letters, digits, `.`, `_`, `-`).
 
     Raises:
         DamagedCheckpointError: it could lead out of the checkpoint.
@@ -68,10 +68,10 @@ def check_name(name: str, where: str) -> str:
 
 @contextlib.contextmanager
 def open_inside(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Opens a file below a checkpoint for reading; links are not followed, wherever in the name they stand.
+    """Opens a file below a checkpoint for reading; no part of the path may be a link.
 
     Raises:
-        DamagedCheckpointError: it is missing, unreadable, no regular file, or its name is not allowed.
+        DamagedCheckpointError: it is missing, unreadable, not a regular file, or its name is not allowed.
     """
     check_name(name, str(folder))
     path = folder / name
@@ -79,7 +79,7 @@ def open_inside(folder: Path, name: str) -> Iterator[BinaryIO]:
         for parent in list(path.parents)[: name.count("/")]:
             if parent.is_symlink():
                 raise OSError("a symbolic link")
-        # a named pipe would be waited for until somebody writes into it
+        # without O_NONBLOCK, opening a named pipe would wait for a writer
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError("not a regular file")
@@ -91,7 +91,7 @@ def open_inside(folder: Path, name: str) -> Iterator[BinaryIO]:
 
 
 def read_text(folder: Path, name: str, limit: int = MAX_JSON_BYTES) -> str:
-    """The text of a file of a checkpoint.
+    """Returns the text of a file of a checkpoint.
 
     Raises:
         DamagedCheckpointError: it cannot be read, is larger than `limit` bytes, or is not UTF-8.
@@ -108,7 +108,7 @@ def read_text(folder: Path, name: str, limit: int = MAX_JSON_BYTES) -> str:
 
 
 def parse_object(text: str, name: str, where: str) -> dict[str, Any]:
-    """A JSON object.
+    """Parses a JSON object.
 
     Raises:
         DamagedCheckpointError: the text is something else.
@@ -123,19 +123,18 @@ def parse_object(text: str, name: str, where: str) -> dict[str, Any]:
 
 
 def read_object(folder: Path, name: str) -> dict[str, Any]:
-    """A file of a checkpoint that holds a JSON object. Raises `DamagedCheckpointError` otherwise."""
+    """Reads a file of a checkpoint that holds a JSON object. Raises `DamagedCheckpointError` otherwise."""
     return parse_object(read_text(folder, name), name, str(folder))
 
 
 def tensor_file(tensors: Sequence[tuple[TensorRecord, T]], data: Callable[[T], Buffer]) -> Iterator[Buffer]:
-    """A safetensors file as a stream: its header, then the bytes of one tensor after the other.
+    """Yields a safetensors file: its header, then the bytes of one tensor after the other.
 
-    The writer of the safetensors library wants all tensors in memory at once; this one takes them as they come. The
-    library reads the result.
+    The writer of the safetensors library needs all tensors in memory at once; this one does not.
 
     Args:
-        tensors: What the file holds, in this order, each with anything that `data` understands.
-        data: Gives the bytes of a tensor for the second member of its pair; called once for each, in order.
+        tensors: The records of the file, in order, each with a source for `data`.
+        data: Returns the bytes of a tensor from its source; called once for each, in order.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -153,18 +152,18 @@ def tensor_file(tensors: Sequence[tuple[TensorRecord, T]], data: Callable[[T], B
 
 
 class Disk:
-    """Changes of the disk. Whatever the system refuses is raised as it comes (`OSError`)."""
+    """Changes of the disk. Errors of the system pass through (`OSError`)."""
 
     def before(self, change: str, path: Path) -> None:
         """Called ahead of every change; for tests."""
 
     def make_directory(self, path: Path) -> None:
-        """A new directory that only this user can enter; it must not exist."""
+        """Makes a directory that only this user can enter; it must not exist."""
         self.before("mkdir", path)
         os.mkdir(path, 0o700)
 
     def write(self, folder: Path, name: str, chunks: Iterable[Buffer]) -> FileRecord:
-        """Writes a new file of chunks, hashed and written one after the other, and syncs it."""
+        """Writes a new file chunk by chunk, hashes it and syncs it."""
         path = folder / check_name(name, str(folder))
         digest, size = hashlib.sha256(), 0
         self.before("create", path)
@@ -181,7 +180,7 @@ class Disk:
         return FileRecord(name, size, digest.hexdigest())
 
     def adopt(self, folder: Path, skipped: Collection[str] = ()) -> list[FileRecord]:
-        """Syncs and hashes every file that somebody else's code wrote in a folder, which is itself not synced."""
+        """Syncs and hashes every file in a folder that other code wrote. Does not sync the folder itself."""
         records = []
         entries = [path for path in folder.iterdir() if path.name not in skipped]
         for path in sorted([*entries, *(below for top in entries if top.is_dir() for below in top.rglob("*"))]):
@@ -196,7 +195,7 @@ class Disk:
         return records
 
     def sync_directory(self, path: Path) -> None:
-        """Makes the names in a directory last."""
+        """Syncs the names in a directory."""
         self.before("sync", path)
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -210,7 +209,7 @@ class Disk:
         os.rename(path, target)
 
     def remove(self, path: Path) -> None:
-        """Removes a directory and what is in it, never through a link."""
+        """Removes a directory and its contents, never through a link."""
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):
                 self.remove(Path(entry.path))
@@ -222,14 +221,14 @@ class Disk:
 
 
 def directory_mode() -> int:
-    """The permissions that a new directory gets from this process. Not for threads: asks by setting."""
+    """Returns the permissions of a new directory of this process. Not for threads: it sets the umask to read it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return 0o777 & ~mask
 
 
 def file_digest(file: BinaryIO) -> str:
-    """SHA-256, in hex, of a file from its beginning."""
+    """Returns the SHA-256, in hex, of a file from its beginning."""
     file.seek(0)
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK):

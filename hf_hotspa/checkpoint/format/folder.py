@@ -1,11 +1,11 @@
-"""The directory of a run: its lock, the commit of a checkpoint, which one is the newest good one, and rotation.
+"""The directory of a run: its lock, the commit of a checkpoint, the newest good checkpoint, and rotation.
 
-A checkpoint is written under another name and becomes `checkpoint-<step>` by a rename, after everything in it has been
-synced: what carries that name is complete. Names that begin with a dot are leftovers of a save or a removal that did
-not end; the next run that holds the lock clears them away:
+A checkpoint is written under another name, synced, and renamed to `checkpoint-<step>`: a directory of that name is
+complete. Names that begin with a dot are leftovers of an interrupted save or removal; the next run that holds the lock
+removes them:
 
     .tmp-checkpoint-20-<run>   being written
-    .old-checkpoint-20-<run>   replaced by a new one of the same step; put back when that one did not arrive
+    .old-checkpoint-20-<run>   replaced by a new one of the same step; put back if that one did not arrive
     .del-checkpoint-20-<run>   being removed
 
 One process of a run (rank 0) works with this class. No torch.
@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 LOCK = LOCK_NAME
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 _LEFTOVER = re.compile(r"\.(tmp|old|del)-(checkpoint-\d{1,15})-[A-Za-z0-9]+")
-_OF_SYSTEM = re.compile(r"\(os error \d+\)")  # as libraries in Rust tell of a disk
+_OF_SYSTEM = re.compile(r"\(os error \d+\)")  # how Rust libraries report a disk error
 _CLOCK_S = 1.0
-_LOCK_PATIENCE_S = 5.0  # a killed run's lock is free as soon as the system has buried the process
+_LOCK_PATIENCE_S = 5.0  # the system frees a killed run's lock once it has removed the process
 
 
 def checkpoint_name(step: int) -> str:
@@ -42,7 +42,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The committed checkpoints of a run, newest step first. What is in them has not been looked at."""
+    """Returns the committed checkpoints of a run, newest step first. Does not look into them."""
     numbered = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(folder):
@@ -53,8 +53,8 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def latest_first(folders: Iterable[Path]) -> list[Path]:
-    """Checkpoints by when they were written, the latest first, as the stock Trainer rotates them: those of an earlier run may
-    have higher steps. By step where all times are within a second, as where a file system has none."""
+    """Sorts checkpoints by time of writing, latest first, as the stock Trainer rotates them: an earlier run's may have
+    higher steps. By step if all times are within a second, as on a file system without times."""
     by_step = sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
     times = {path: path.stat().st_mtime for path in by_step}
     if not times or max(times.values()) - min(times.values()) < _CLOCK_S:
@@ -63,7 +63,7 @@ def latest_first(folders: Iterable[Path]) -> list[Path]:
 
 
 def check_step(path: Path, manifest: Manifest) -> None:
-    """Raises `DamagedCheckpointError` when a directory carries the name of another step than it holds."""
+    """Raises `DamagedCheckpointError` if a directory's name has another step than its manifest."""
     match = _CHECKPOINT.fullmatch(path.name)
     if match and int(match[1]) != manifest.step:
         raise DamagedCheckpointError(f"the directory {path.name!r} holds step {manifest.step}", where=str(path))
@@ -88,20 +88,20 @@ class RunFolder:
     # -- the lock -----------------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether this process may write here."""
-        return self._lock.held
+        return self._lock.is_locked
 
     def lock(self) -> None:
-        """Takes the run lock and clears away what dead runs have left. Nothing happens when it is held already.
+        """Takes the run lock and removes what dead runs left. Does nothing if this process holds it already.
 
-        The lock ends with the process, however that dies, so there are no stale ones.
+        The lock ends with the process, however it dies, so there are no stale locks.
 
         Raises:
             CheckpointLockError: another run holds it.
-            CheckpointError: the directory cannot be written to.
+            CheckpointError: the directory is not writable.
         """
-        if self.held:
+        if self.is_locked:
             return
         owner = {"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}
         try:
@@ -115,7 +115,7 @@ class RunFolder:
                 f"another run writes its checkpoints into {str(self.path)!r}",
                 where=_in_words(self._lock.owner()),
                 why="two runs would replace and remove each other's checkpoints",
-                fix="give every run an output_dir of its own, or stop the other one",
+                fix="give every run its own output_dir, or stop the other one",
             )
         self._clear_leftovers()
 
@@ -123,7 +123,7 @@ class RunFolder:
         self._lock.release()
 
     def _clear_leftovers(self) -> None:
-        """Removes what dead runs left, and puts a replaced checkpoint back where its successor never arrived."""
+        """Removes what dead runs left, and restores a replaced checkpoint if its successor never arrived."""
         for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name):
             match = _LEFTOVER.fullmatch(entry.name)
             if not match or not entry.is_dir(follow_symlinks=False):
@@ -136,12 +136,12 @@ class RunFolder:
                 else:
                     self.disk.remove(path)
             except OSError as error:
-                logger.warning("%s is left of an earlier run and cannot be removed: %s", path, error)
+                logger.warning("%s was left by an earlier run and cannot be removed: %s", path, error)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
-        """A fresh directory in which the checkpoint of a step is written; in it is an empty `hotspa/`.
+        """Makes a directory in which the checkpoint of a step is written, with an empty `hotspa/` in it.
 
         Raises:
             CheckpointError: it cannot be made.
@@ -150,7 +150,7 @@ class RunFolder:
         self.lock()
         path = self.path / f".tmp-{checkpoint_name(step)}-{self.run}"
         try:
-            if path.exists():  # of a save of ours that could not even be removed
+            if path.exists():  # an earlier save of this run that could not be removed
                 self.disk.remove(path)
             self.disk.make_directory(path)
             self.disk.make_directory(path / STATE_FOLDER)
@@ -160,10 +160,10 @@ class RunFolder:
         return path
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
-        """Writes the manifest and gives the checkpoint its name, which makes it exist.
+        """Writes the manifest and renames the directory, which commits the checkpoint.
 
         Args:
-            temporary: From `begin`; every file of the manifest is in it and synced.
+            temporary: From `begin`; holds every file of the manifest, synced.
 
         Raises:
             CheckpointError: something failed; the caller abandons the directory.
@@ -180,7 +180,7 @@ class RunFolder:
             temporary.chmod(self._mode)
             self.disk.sync_directory(temporary)
             replaced = None
-            if target.exists():  # of an earlier run, or damaged: never written into
+            if target.exists():  # from an earlier run, or damaged: never written into
                 replaced = self.path / f".old-{target.name}-{self.run}"
                 self.disk.rename(target, replaced)
             try:
@@ -198,8 +198,7 @@ class RunFolder:
         return target
 
     def abandon(self, path: Path) -> None:
-        """Removes a directory of ours that is no checkpoint, such as what a failed save has left. Never raises for what the
-        disk refuses."""
+        """Removes a directory of this run that is not a checkpoint, such as a failed save. Ignores disk errors."""
         try:
             if path.exists():
                 self.disk.remove(path)
@@ -209,7 +208,7 @@ class RunFolder:
     # -- which ones are good ------------------------------------------------------------------------------------------
 
     def verified(self, path: Path, reread: bool = False) -> bool:
-        """Whether a checkpoint is whole. Read once; later only when a file's size, time or identity has changed."""
+        """Returns whether a checkpoint is complete. Rereads it only if a file's size, time or identity changes."""
         try:
             manifest = read_manifest(path)
             if reread or self._verified.get(path) != _signature(path, manifest):
@@ -222,14 +221,14 @@ class RunFolder:
         return True
 
     def rotate(self, newest: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
-        """Removes checkpoints, oldest first, until `limit` good ones are left. Never raises for what the disk refuses.
+        """Removes checkpoints, oldest first, until `limit` good ones are left. Ignores errors of the disk.
 
-        Only checkpoints that verify count as left. The newest one and those to keep are never removed; when the newest
-        one would be the only one left, it is read back first. Directories without a manifest of ours are not touched.
+        Only checkpoints that verify count. The newest one and those to keep stay; if only the newest one would be left,
+        it is read back first. Directories without a manifest of ours are not touched.
 
         Args:
             newest: The checkpoint just committed.
-            limit: How many stay, those to keep included; None or less than 1 for all.
+            limit: How many stay, including those to keep; None or less than 1 for all.
             keep: Further ones that stay (the best model).
         """
         if limit is None or limit < 1:
@@ -250,7 +249,7 @@ class RunFolder:
             victims = [path for path in victims if _is_ours(path)]
             if not victims or (len(good) < 2 and not self.verified(newest, reread=True)):
                 return
-            # the oldest first: whenever this ends, the newer ones are there
+            # the oldest first: if this is interrupted, the newer ones remain
             for path in reversed(victims):
                 grave = self.path / f".del-{path.name}-{self.run}"
                 self.disk.rename(path, grave)
@@ -261,7 +260,8 @@ class RunFolder:
 
 
 def may_pass(error: BaseException, folder: Path) -> bool:
-    """Whether another save may succeed: a disk has refused this one, or memory ran out; not a file elsewhere, or a serialiser."""
+    """Returns whether another save may succeed: for a failed disk or no memory, not for files elsewhere or a
+    serialiser."""
     if (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     ):  # torch's; torch is not imported here
@@ -275,7 +275,7 @@ def may_pass(error: BaseException, folder: Path) -> bool:
 
 
 def unsavable(what: str, folder: Path, error: BaseException) -> UnsavableError:
-    """What to raise for what no disk could take."""
+    """Returns the error for something that no disk could store."""
     return UnsavableError(
         f"{what} cannot be written: {type(error).__name__}: {error}",
         where=str(folder),
@@ -285,7 +285,7 @@ def unsavable(what: str, folder: Path, error: BaseException) -> UnsavableError:
 
 
 def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
-    """What to raise for a save that failed: `UnsavableError` where no other save can succeed."""
+    """Returns the error for a failed save: `UnsavableError` if no other save can succeed."""
     if not may_pass(error, path):
         return unsavable("something that is saved beside the weights", path, error)
     reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
@@ -293,7 +293,7 @@ def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
         f"{what}: {reason}",
         where=str(path),
         why="earlier checkpoints are untouched",
-        fix="free space on the disk (or memory, where that is missing), or make output_dir a writable directory that all ranks share",
+        fix="free space on the disk (or memory, if that ran out), or make output_dir a writable directory that all ranks share",
     )
 
 
@@ -314,6 +314,6 @@ def _is_ours(path: Path) -> bool:
 
 
 def _signature(path: Path, manifest: Manifest) -> object:
-    """Changes whenever a file of the checkpoint is written to or replaced."""
+    """Changes whenever a file of the checkpoint is written or replaced."""
     stats = [(path / name).stat() for name in (MANIFEST, *(file.name for file in manifest.files))]
     return manifest, [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]

@@ -1,14 +1,14 @@
 """`MANIFEST.json`: what a checkpoint holds, and where each element of each parameter lies in it.
 
-The file is read strictly: it carries its own SHA-256, and it must be, byte for byte, what `Manifest.text` writes. So no
-change of it goes unnoticed, doubled keys included. A hash finds damage, not forgery by who can write there.
+The file carries its own SHA-256, and it must be, byte for byte, what `Manifest.text` writes. So every change is
+noticed, including doubled keys. A hash finds damage, not forgery by someone with write access.
 
-The parameters of a checkpoint lie end to end in one vector, as in `layout.vector`, divided in segments. Rank r holds
-the elements `[start + cuts[r], start + cuts[r + 1])` of every segment, and its file holds the part of each parameter
-that falls in there, as 1-D tensors in storage order (the sharded dim outermost).
+The parameters lie end to end in one vector, as in `layout.vector`, divided in segments. Rank r holds the elements
+`[start + cuts[r], start + cuts[r + 1])` of every segment; its file holds the part of each parameter in that range, as
+1-D tensors in storage order (the sharded dim outermost).
 
-In formats 2 and 3 the root of a checkpoint is a Hugging Face model (or adapter) folder, and what only we read lies in
-`hotspa/`. Format 1 had our files at the root and the configs in `model/`; it is read, no longer written.
+In formats 2 and 3 the root is a Hugging Face model (or adapter) folder, and files that only we read lie in `hotspa/`.
+Format 1 had our files at the root and the configs in `model/`; it is read, no longer written.
 """
 
 import hashlib
@@ -41,9 +41,9 @@ from hf_hotspa.typed import typed
 MANIFEST = "MANIFEST.json"
 KIND = "hf_hotspa checkpoint"
 SCHEMA_VERSION, WITH_BLOCKS = 2, 3
-"""The format; and that of checkpoints in which a value of a state stands for several elements, which 2 does not know."""
+"""The format; and the one for checkpoints in which a value of a state stands for several elements (unknown to 2)."""
 STATE_FOLDER = "hotspa"
-"""What only we read; the names below it are as in `Manifest.located`."""
+"""The folder of files that only we read; the names below it are as in `Manifest.located`."""
 STATE = f"{STATE_FOLDER}/state.json"
 BUFFERS = f"{STATE_FOLDER}/buffers.safetensors"
 TRAINER_STATE = "trainer_state.json"
@@ -53,7 +53,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 """The names under which transformers saves weights."""
 WEIGHT = "weight"
-"""The state of a parameter that is the parameter itself; the others are the optimizer's (`exp_avg`, ...)."""
+"""The state of a parameter that is the parameter itself; the other states are the optimizer's (`exp_avg`, ...)."""
 
 _MAX_WORLD = 1 << 17
 _AT_MOST = msgspec.Meta(max_length=1 << 20)
@@ -63,7 +63,7 @@ _OLD_MODEL_FOLDER = "model"
 
 @dataclass(frozen=True)
 class SavedSegment:
-    """Elements `[start, stop)` of the vector; `cuts` [world + 1], counted from `start`, divide them between the ranks."""
+    """Elements `[start, stop)` of the vector; `cuts` [world + 1], counted from `start`, divide them between ranks."""
 
     start: int
     stop: int
@@ -71,10 +71,10 @@ class SavedSegment:
 
 
 def stored_as(text: str) -> tuple[str, int]:
-    """The dtype of a state of a parameter, and for how many elements a value of it stands.
+    """Parses the dtype of a parameter's state, and how many elements one value stands for.
 
     Raises:
-        ValueError: the text says neither.
+        ValueError: the text is invalid.
     """
     dtype, slash, each = text.partition("/")
     number = int(each) if slash else 1
@@ -84,7 +84,7 @@ def stored_as(text: str) -> tuple[str, int]:
 
 
 def num_values(low: int, high: int, each: int) -> int:
-    """Values of a state for elements `[low, high)` of a parameter, where one stands for so many."""
+    """Returns how many values a state has for elements `[low, high)` of a parameter, one for every `each`."""
     return -(-high // each) - low // each
 
 
@@ -97,11 +97,11 @@ class SavedParameter:
         shard_dim: The dim that is outermost in storage; None for the natural order.
         offset: Where it starts in the vector.
         trainable: False for a frozen one, which has no optimizer state.
-        model_dtype: The dtype in which the Hugging Face model holds it.
+        model_dtype: Its dtype in the Hugging Face model.
         tied_names: Further names of it.
         exported_name: The one of its names under which transformers saves it.
-        states: Name -> dtype of what is stored: `weight`, and the states of the optimizer. A value for each element; or for each
-            so many, from the first one on, where a number follows (`float32/256`: the scales of 8-bit states).
+        states: Name -> stored dtype: `weight`, and the optimizer's states. One value for each element; with a number,
+            one for each so many, counted from the first (`float32/256`: the scales of 8-bit states).
     """
 
     name: str
@@ -121,7 +121,7 @@ class SavedParameter:
 
 
 def format_of(parameters: Iterable[SavedParameter]) -> int:
-    """The oldest format that such parameters can be written in."""
+    """Returns the oldest format that can hold such parameters."""
     blocks = any(stored_as(stored)[1] > 1 for parameter in parameters for stored in parameter.states.values())
     return WITH_BLOCKS if blocks else SCHEMA_VERSION
 
@@ -133,8 +133,8 @@ class Manifest:
     Args:
         step: Optimizer steps made.
         world_size: Ranks that wrote it.
-        strategies: The strategies of the run, as the user writes them.
-        resumable: False where only the model was saved.
+        strategies: As the user writes them.
+        resumable: False if only the model was saved.
         versions: Of hf_hotspa, torch and transformers.
         files: Every file but the manifest.
         schema_version: The format, 1 to 3; `format_of`.
@@ -157,20 +157,21 @@ class Manifest:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the ranks' shares are there: with `save_only_model`, format 2 has the Hugging Face files alone."""
+        """Whether it holds the ranks' shares: with `save_only_model`, format 2 has the Hugging Face files only."""
         return self.resumable or self.schema_version == 1
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the model is an adapter of PEFT."""
+        """Whether the model is a PEFT adapter."""
         return any(name == ADAPTER_CONFIG for _, name in self.model_files())
 
     def located(self, name: str) -> str:
-        """Where a file of `hotspa/` lies in this checkpoint."""
+        """Returns the path of a file of `hotspa/` in this checkpoint."""
         return name.removeprefix(f"{STATE_FOLDER}/") if self.schema_version == 1 else name
 
     def model_files(self) -> Iterator[tuple[str, str]]:
-        """What belongs to the model but its weights (configs, tokenizer): name in the checkpoint, name in a model folder."""
+        """Yields the model's files except weights (configs, tokenizer): names in the checkpoint and in a model
+        folder."""
         for file in self.files:
             top, _, rest = file.name.partition("/")
             if self.schema_version == 1:
@@ -180,14 +181,14 @@ class Manifest:
                 yield file.name, file.name
 
     def share(self, parameter: SavedParameter, rank: int) -> tuple[int, int]:
-        """Elements `[low, high)` of a parameter's storage that lie in the file of a rank."""
+        """Returns elements `[low, high)` of a parameter's storage that lie in the file of a rank."""
         segment = self.segments[parameter.segment]
         base = parameter.offset - segment.start
         low, high = (min(max(segment.cuts[rank + i] - base, 0), parameter.numel) for i in (0, 1))
         return low, max(low, high)
 
     def holders(self, parameter: SavedParameter, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """`(rank, low, high)`: the files that hold something of elements `[start, stop)` of a parameter, and what."""
+        """Yields `(rank, low, high)`: which files hold which part of elements `[start, stop)` of a parameter."""
         segment = self.segments[parameter.segment]
         base = parameter.offset - segment.start
         rank = bisect_right(segment.cuts, base + start) - 1
@@ -208,11 +209,11 @@ class Manifest:
         """The inverse of `text`.
 
         Raises:
-            DamagedCheckpointError: the text is not what `text` writes, or says something impossible.
+            DamagedCheckpointError: the text is not an output of `text`, or is impossible.
         """
         data = parse_object(text, MANIFEST, where)
         if data.get("kind") != KIND:
-            raise DamagedCheckpointError(f"{MANIFEST} is no {KIND}", where=where)
+            raise DamagedCheckpointError(f"{MANIFEST} is not a {KIND}", where=where)
         if data.get("schema_version") not in (1, SCHEMA_VERSION, WITH_BLOCKS):
             raise DamagedCheckpointError(
                 f"the checkpoint has format {data.get('schema_version')!r}, and this version reads 1 to {WITH_BLOCKS}",
@@ -233,17 +234,17 @@ class Manifest:
 
 
 def rank_tensors(rank: int, world_size: int) -> str:
-    """The name of the file with a rank's share of the weights and optimizer states."""
+    """Returns the name of the file with a rank's share of the weights and optimizer states."""
     return f"{STATE_FOLDER}/master-rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def rank_state(rank: int, world_size: int) -> str:
-    """The name of the file with a rank's random number generators."""
+    """Returns the name of the file with a rank's random number generators."""
     return f"{STATE_FOLDER}/random-rank-{rank:05d}-of-{world_size:05d}.json"
 
 
 def rank_columns(rank: int, world_size: int) -> str:
-    """The name of the file with what a rank's columns are chosen by, where slow devices leave columns out."""
+    """Returns the name of the file that chooses a rank's columns, if slow devices leave columns out."""
     return f"{STATE_FOLDER}/columns-rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
@@ -256,7 +257,7 @@ def _render(data: dict[str, Any]) -> str:
 
 
 def _problem(manifest: Manifest) -> str | None:
-    """The first thing that cannot be in a checkpoint, so that nothing is allocated for it; or None."""
+    """The first impossible entry, before anything is allocated for it."""
     if not 0 <= manifest.step < 10**15 or not 1 <= manifest.world_size <= _MAX_WORLD:
         return f"step {manifest.step}, {manifest.world_size} ranks"
     problem = _problem_of_files(manifest) or _problem_of_segments(manifest) or _problem_of_parameters(manifest)
@@ -299,7 +300,7 @@ def _problem_of_parameters(manifest: Manifest) -> str | None:
     end, seen = 0, set[str]()
     for parameter in manifest.parameters:
         if any(size < 0 for size in parameter.shape) or parameter.offset != end:
-            return f"parameter {parameter.name!r} {parameter.shape} does not start where the one before ends"
+            return f"parameter {parameter.name!r} {parameter.shape} does not start where the previous one ends"
         end += parameter.numel
         if not 0 <= parameter.segment < len(manifest.segments):
             return f"parameter {parameter.name!r} has no segment"
@@ -330,7 +331,7 @@ def _problem_of_parameters(manifest: Manifest) -> str | None:
 
 
 def _problem_of_sizes(manifest: Manifest) -> str | None:
-    """The first file that is too small for its rank's share; segments and parameters have been looked at."""
+    """The first file that is too small for its rank's share. Call after the checks of segments and parameters."""
     sizes = {file.name: file.size for file in manifest.files}
     needed = [0] * manifest.world_size
     for parameter in manifest.parameters:
@@ -344,10 +345,10 @@ def _problem_of_sizes(manifest: Manifest) -> str | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint; the other files are not looked at.
+    """Reads the manifest of a checkpoint; does not look at the other files.
 
     Raises:
-        DamagedCheckpointError: there is none, or it was changed.
+        DamagedCheckpointError: it is missing, or was changed.
     """
     if not os.path.lexists(folder / MANIFEST):
         raise _no_checkpoint(folder)
@@ -355,12 +356,12 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _no_checkpoint(folder: Path) -> DamagedCheckpointError:
-    """What to raise for a folder without a manifest: a checkpoint was perhaps meant that lies in it."""
+    """The error for a folder without a manifest; if checkpoints lie in the folder, it names one."""
     steps = [int(name) for path in folder.glob("checkpoint-*") if (name := path.name.partition("-")[2]).isdigit()]
     return DamagedCheckpointError(
         f"there is no {MANIFEST}",
         where=str(folder),
-        why=f"a checkpoint of hf_hotspa has one, and one of the stock Trainer has a {TRAINER_STATE} in its place",
+        why=f"checkpoints of hf_hotspa have one; the stock Trainer's have a {TRAINER_STATE} instead",
         fix=f"name a checkpoint in it, such as {folder / f'checkpoint-{max(steps)}'}" if steps else None,
     )
 
@@ -376,8 +377,8 @@ def verify_files(
 
     Args:
         part: Compare only every `parts`-th file, from this one on: the ranks share the work.
-        rewritten: Told that the model's files of weights are other ones, once everything else is right, where the ranks'
-            shares hold the weights as well; returns when they hold the same.
+        rewritten: Called after all other files have passed, with the error of a changed file of model weights, if the
+            ranks' shares hold the weights, too. Returns if the file holds the same weights.
 
     Raises:
         DamagedCheckpointError: naming the file that differs.
@@ -406,7 +407,7 @@ def _verify_file(folder: Path, record: FileRecord) -> None:
 
 
 def verify(folder: Path) -> Manifest:
-    """Reads a whole checkpoint and compares it with its manifest.
+    """Reads a complete checkpoint and compares it with its manifest.
 
     Raises:
         DamagedCheckpointError: naming the file that is missing or differs.
