@@ -530,7 +530,7 @@ def cut_unsupported_reason(
         layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]
         return (
             f"{type(layer).__name__} {alone[0]} of {family} is given whole sequences (for a convolution, a state, linear "
-            f"attention or its own mask), so they cannot be {how}"
+            f"attention or a custom mask), so they cannot be {how}"
         )
     if len(layers) > 1:
         return f"the layers of {family} run in cycles, so sequences cannot be {how}"
