@@ -268,7 +268,7 @@ class ModelSizes:
         """Parameters of the adapter of one layer on the fullest of tp coordinates."""
         if self.adapter is None:
             return 0
-        return math.ceil(self.adapter.held(self._cut(tp)) - 1e-3)
+        return math.ceil(self.adapter.held_numel(self._cut(tp)) - 1e-3)
 
     def _cut(self, tp: int) -> dict[str | None, float]:
         shape, (queries, keys) = self.shape, self._head_shares(tp)
@@ -284,7 +284,7 @@ class ModelSizes:
             return num_bytes
         cut = self._cut(tp)
         packed = self.four_bits.cut(cut) * dtype_bytes(self.compute_dtype)
-        return math.ceil(num_bytes - packed + self.four_bits.held(cut) * WEIGHT_BYTES - 1e-3)
+        return math.ceil(num_bytes - packed + self.four_bits.held_numel(cut) * WEIGHT_BYTES - 1e-3)
 
     def dequantized(self, tp: int) -> float:
         """The most weights that a rank has dequantized at a time, in elements."""
@@ -299,7 +299,7 @@ class ModelSizes:
 
     def made_of_codes(self, tp: int) -> float:
         """Weights of one layer that the fullest of tp coordinates dequantizes for a product of each, by arithmetic."""
-        return self.four_bits.held(self._cut(tp)) if self.four_bits is not None else 0.0
+        return self.four_bits.held_numel(self._cut(tp)) if self.four_bits is not None else 0.0
 
     def _layer(self, tp: int, ep: int = 1) -> int:
         """Parameters of one layer on the fullest of tp coordinates, by arithmetic; of ep, experts are cut alike."""

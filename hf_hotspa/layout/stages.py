@@ -142,7 +142,7 @@ class Partition:
     stages: tuple[tuple[range, int], ...]
 
 
-_Found = tuple[float, int, tuple[tuple[int, int], ...]]
+_Candidate = tuple[float, int, tuple[tuple[int, int], ...]]
 """Seconds, number of stages, and (last layer + 1, replicas) of each."""
 
 
@@ -173,10 +173,10 @@ def partition(
     def stage(start: int, stop: int, m: int) -> float:
         return max(prefix[stop] - prefix[start], synced[m - 1][stop] - synced[m - 1][start]) / m
 
-    best: dict[tuple[int, int], _Found] = {}
+    best: dict[tuple[int, int], _Candidate] = {}
     for j in range(1, count + 1):
         for m in range(1, machines + 1):
-            candidate: _Found = (stage(0, j, m), 1, ((j, m),))
+            candidate: _Candidate = (stage(0, j, m), 1, ((j, m),))
             for i in range(1, j):
                 passing = 2 * sends[i - 1] if sends else 0.0
                 for own in range(1, m):
