@@ -632,7 +632,7 @@ def time_phases(
     """Measures complete phases; the fastest run counts. Collective."""
     if len(strategies) < 2:  # there is no choice to make
         return ()
-    measuring.say(f"whole phases under {len(strategies)} strategies")
+    measuring.say(f"complete phases under {len(strategies)} strategies")
     world_size, quadratic = strategies[0].world_size, probe.engine.description.shape.quadratic_cost
     works: dict[Strategy, list[tuple[tuple[tuple[int, ...], ...], ...]]] = {s: [] for s in strategies}
     for lengths in mixed_lengths(longest, world_size):

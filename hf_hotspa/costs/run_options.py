@@ -118,7 +118,7 @@ class RunOptions:
             raise UnsupportedError(
                 f"a capacity of experts (hotspa_expert_capacity) under {strategy}"
                 + ("" if cutting else f" with the pipeline schedule {self.schedule!r}"),
-                why="which tokens are dropped is decided for a whole pack, and "
+                why="which tokens are dropped is decided for a complete pack, and "
                 + (f"{cutting} computes parts of packs" if cutting else "it pads packs to one shape"),
                 fix=f"leave {cutting} out" if cutting else _OWN_SCHEDULE,
             )

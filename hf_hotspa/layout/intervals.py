@@ -32,10 +32,9 @@ class Interval:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The intervals of one segment on all ranks. `place` sorts them by rank and start and joins adjacent ones.
+    """The intervals of one segment on all ranks: sorted by rank and start, adjacent ones joined (see `place`).
 
     Args:
-        ranks: The rank that holds each interval.
         starts: First element of each interval, relative to the segment.
         stops: One past its last element.
         offsets: Its position in the rank's buffer.
@@ -61,12 +60,12 @@ class Placement:
         return hash(self.key)
 
     def rows(self, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int, int, int]]:
-        """Yields `(rank, start, stop, offset)` of the intervals `[low, high)`; of all by default."""
+        """Yields `(rank, start, stop, offset)` of intervals `[low, high)`."""
         columns = (self.ranks, self.starts, self.stops, self.offsets)
         return zip(*(column[low:high].tolist() for column in columns), strict=True)
 
     def check(self, name: str, segment: int, base: int = 0) -> None:
-        """Checks that no rank holds an element twice, and that intervals do not overlap in a buffer or exceed it.
+        """Checks that no rank holds an element twice, and that intervals neither overlap in a buffer nor exceed it.
 
         Args:
             base: Start of the segment in the vector.

@@ -1,14 +1,12 @@
 """Layouts: which intervals of the parameter vector each rank holds, and where in its buffers.
 
-Layouts are pure functions of plain data:
+* `strategy_layout`: the weights under one strategy; `trained_layout`: only trained weights,
+* `gradient_layout`: which gradient elements each rank contributes to,
+* `master_layout`: the master store, where every element has exactly one owner.
 
-* `strategy_layout`: the weights under one strategy; `trained_layout`: only its trained weights,
-* `gradient_layout`: which gradient elements each rank of a strategy contributes to,
-* `master_layout`: the master store, in which every element has exactly one owner.
-
-Planners see only layouts, not degrees, so any placement that intervals can express is planned by the same code.
-Segments with equal placements (such as the layers of a pipeline stage) share one `Placement` object: a hundred layers
-cost a planner as much as one. No torch; sizes are in elements.
+Planners see only layouts, not degrees, so they support any placement that intervals can express. Segments with equal
+placements (such as the layers of a stage) share one `Placement` object: a hundred layers cost a planner as much as one.
+Pure functions of plain data, no torch; sizes are in elements.
 """
 
 import math
@@ -25,8 +23,8 @@ from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVec
 from hf_hotspa.strategy import Strategy
 
 MASTER_ALIGNMENT = 256
-"""The master store is cut at multiples of this many elements of a parameter, or between parameters. Optimizers with 8-bit
-or 4-bit state scale blocks of 256 (or 128) elements; so no block spans two ranks, whatever the world size."""
+"""The master store is cut at multiples of this many elements of a parameter, or between parameters. So no 256-element (or
+128-element) scale block of 8-bit or 4-bit optimizer state spans two ranks, whatever the world size."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Slot:
     """One parameter, or its shard, on one rank.
 
     Args:
-        segment: Index of its segment.
         offset: Start in the rank's buffer for that segment.
         shape: Local shape in the Hugging Face order of dims.
         dim: The dim of `shape` that is outermost in storage (`ParameterSpec.storage_dim`).
@@ -84,7 +81,7 @@ class Layout:
     Args:
         name: For messages and the names of plans.
         bases: Start of each segment in the parameter vector.
-        placements: The intervals of each segment on all ranks, relative to its base.
+        placements: The placement of each segment, relative to its base.
     """
 
     name: str
@@ -124,7 +121,7 @@ def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int
 def _slots(
     vector: ParameterVector, specs: Sequence[ParameterSpec], segment: int, strategy: Strategy, rank: int
 ) -> list[Slot]:
-    """Packs a rank's shards of the parameters of a segment in vector order."""
+    """Packs a rank's shards in vector order."""
     ep, expert_shard, filled, slots = strategy.ep, strategy.expert_shard(rank), 0, []
     for spec in specs:
         runs: tuple[Run, ...]
@@ -153,11 +150,10 @@ def _expert_run(spec: ParameterSpec, ep: int, shard: int) -> Run:
 def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: int | None = None) -> tuple[Slot, ...]:
     """Returns the parameters that a rank holds under a strategy, in vector order.
 
-    Ranks that differ only in dp hold the same slots, except for experts under ep and MLPs that are divided by the
-    relative step times of devices.
+    Ranks that differ only in dp hold the same slots, except experts under ep and MLPs divided by relative step times.
 
     Args:
-        stage: One of the rank's stages; None for all of them.
+        stage: One of the rank's stages; None for all.
     """
     coord = strategy.coord(rank)
     slots: list[Slot] = []
@@ -257,14 +253,14 @@ def trained_layout(vector: ParameterVector, layout: Layout) -> Layout:
 def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
     """Returns what each rank adds to the gradient, as intervals of its gradient buffers (shaped like its weight buffers).
 
-    * Sharded parameters and parameters with partial gradients: every holder adds all it has. Replicated key/value heads
-      hold different parts of the sum. With sequence parallelism all parameters do: each tp coordinate sees other tokens.
-    * Parameters with identical gradients on all tp coordinates: each coordinate adds a disjoint 1/tp stretch, so nothing
-      counts twice and all send equal shares.
-    * Experts divided by ep: every holder adds them, as each has computed other tokens.
-    * Frozen parameters: nobody adds them.
+    * Sharded parameters, and parameters with partial gradients: every holder adds everything. Replicated key/value heads
+      hold different parts of the sum. With sequence parallelism all parameters do: tp coordinates see different tokens.
+    * Parameters with identical gradients on all tp coordinates: each adds a disjoint 1/tp stretch, so nothing counts twice
+      and all send equal shares.
+    * Experts divided by ep: every holder adds them, for different tokens.
+    * Frozen parameters are not added.
 
-    Ranks of cp add like ranks of dp: each has the gradient of different tokens.
+    Ranks of cp and dp all add: each has the gradient of different tokens.
     """
     tp = strategy.tp
 
@@ -283,10 +279,10 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
 
 
 def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy | None = None) -> Layout:
-    """Returns the layout of the master store: every segment is cut evenly over all ranks, so all help to load a layer.
+    """Returns the layout of the master store: segments are cut evenly over all ranks, so all help to load a layer.
 
     Args:
-        by_stage: A pipeline whose stages update independently: cuts each segment over its stage's ranks. None: over all.
+        by_stage: A pipeline with independently updated stages: cuts each segment over its stage's ranks.
     """
     known: dict[tuple[range, int, tuple[int, ...]], Placement] = {}
     placements = []

@@ -1,10 +1,9 @@
 """How many MLP columns each rank of a tensor-parallel group has when a device of the group is slow.
 
-Layouts, replicas and the time and memory models all use this rule. It assigns the columns between an MLP's projections
-(`Part.by_step_time`) so that the last rank of the group finishes as early as possible. Attention and vocabulary stay
-evenly divided, so the columns also compensate a slow rank for its heads. Costs are in parameters, as for stages without
-measurements. Groups are independent: a group without a slow device stays even. Integer arithmetic, so all ranks compute
-the same shares. No torch.
+Layouts, replicas and the cost models share this rule. It assigns the columns between an MLP's projections
+(`Part.by_step_time`) so that the last rank of the group finishes as early as possible. Attention and vocabulary stay evenly
+divided; the columns compensate for them. Costs are in parameters, as for stages without measurements. Groups without a slow
+device stay even. Integer arithmetic, so all ranks compute the same shares. No torch.
 """
 
 from collections.abc import Sequence
@@ -102,9 +101,8 @@ def beside(costs: UnitCosts, columns: int, tp: int) -> int:
 def cut_columns(columns: int, beside: int, step_times: tuple[int, ...]) -> tuple[int, ...]:
     """Cuts columns so that `max over ranks of step_time * (beside + columns)` is least, in steps that suit matrix products.
 
-    Assigns steps one by one to the rank that would finish first with it; this greedy rule is optimal for a maximum of
-    times that each grow with their own columns. Each rank has at least one step. Ranks with equal relative step times
-    differ by at most one step.
+    Assigns steps one by one to the rank that would finish first with it, which is optimal for a maximum of increasing
+    times. Each rank has at least one step. Ranks with equal relative step times differ by at most one.
 
     Args:
         beside: Fixed work of each rank, in columns.
@@ -162,8 +160,8 @@ def largest_share(vector: ParameterVector, strategy: Strategy) -> float:
 
 
 def step_times_of_groups(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Returns the relative step time of each rank's tensor-parallel group under the current division of MLPs, from the
-    relative step time of each rank (`ranks`). `USUAL_STEP_TIME` for usual devices and even shares."""
+    """Returns the relative step time of each rank's tensor-parallel group under the vector's division of MLPs, from the
+    relative step times of `ranks`. `USUAL_STEP_TIME` for usual devices and even shares."""
     taken = [step_time * work for step_time, work in zip(ranks, works(vector, strategy), strict=True)]
     groups = [max(taken[first : first + strategy.tp]) for first in range(0, strategy.world_size, strategy.tp)]
     return tuple(max(round(groups[rank // strategy.tp]), 1) for rank in range(strategy.world_size))

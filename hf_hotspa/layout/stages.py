@@ -1,14 +1,12 @@
 """Which pipeline stage holds which layer (used by layouts, replicas and checkpoints), and the nested shard order.
 
-Stage partition: layers are weighed by measured seconds of the model if present, otherwise by parameters (`StageCosts`).
-Stages with slow devices (`stragglers.speeds`) are weighed with their relative step time. `partition` is the full PipeDream
-programme with unequally replicated stages. Layouts have one dp for all stages and cannot run its result; it shows how much
-that costs.
+Stage partition: layers are weighed by measured seconds if present, otherwise by parameters (`StageCosts`). Stages with slow
+devices (`stragglers.speeds`) are weighed with their relative step time. `partition` is the full PipeDream programme with
+unequally replicated stages. Layouts have one dp for all stages and cannot run its result; it shows how much that costs.
 
-Nested shard order: which tp shard each tp coordinate holds, so that most data stays in place between strategies. Rank r
-has tp coordinate r mod tp. In the plain order, a rank's shard at tp 4 is rarely inside its shard at tp 2. With the digits
-of the coordinate reversed (bit reversal for powers of two), the shard at the higher degree lies inside the shard at the
-lower degree on every rank, and growing tp moves nothing. Integer arithmetic on plain data.
+Nested shard order: which tp shard each tp coordinate (rank mod tp) holds. In the plain order, a rank's shard at tp 4 is
+rarely inside its shard at tp 2. With the digits of the coordinate reversed (bit reversal for powers of two), it is on every
+rank, and growing tp moves nothing. Integer arithmetic on plain data.
 """
 
 import math
@@ -36,8 +34,8 @@ class StageCosts:
         head: Cost of the head, on the last stage.
         embedding: Cost of the embedding, on the first stage; a table look-up is nearly free.
         sends: `sends[i]`: cost of sending the hidden state after layer i, one way; empty if free.
-        step_times: Relative step times of the stages of pipelines with slow devices (see `USUAL_STEP_TIME`): one tuple for
-            each depth, with one entry for each stage. A depth without a tuple has no slow stage.
+        step_times: Relative step times of the stages (see `USUAL_STEP_TIME`), one tuple for each pipeline depth with slow
+            devices.
     """
 
     layers: tuple[int, ...]
@@ -82,7 +80,7 @@ class StageCosts:
         return replace(self, step_times=tuple(sorted(step_times)))
 
     def ranks(self, pp: int, v: int = 1) -> tuple[tuple[int, ...], ...]:
-        """The layers of each pipeline rank, ascending: stage s of pp * v is on rank s mod pp.
+        """Layers of each pipeline rank, ascending: stage s of pp * v is on rank s mod pp.
 
         Raises:
             StrategyError: more stages than layers.
@@ -103,7 +101,7 @@ class StageCosts:
         return sums
 
     def slowest(self, stages: Sequence[range]) -> int:
-        """Cost of the slowest stage at the usual relative step time, or of the slowest send between two, there and back."""
+        """Cost of the slowest stage at the usual relative step time, or of the slowest send, there and back."""
         return max(*self.of_stages(stages), *self.passes(stages), 0)
 
     def passes(self, stages: Sequence[range]) -> list[int]:
@@ -205,10 +203,10 @@ def nested_orders(
     """Chooses the shard order of each strategy of a pool, one per tp degree.
 
     Maximises what stays in place, summed over all pairs of strategies and all ranks: the overlap of the two tp shards (as
-    fractions of a layer) times the weight of the layers that both stages hold. The candidates of a degree are the identity
-    and the digit reversals over the orders of its prime factors. A coordinate ascent over the degrees with the exact score
-    starts from the identity and from the reversals. Ties: the most identities. Replicated key/value heads are also cut by
-    shard index and change nothing.
+    fractions of a layer) times the weight of the layers that both stages hold. Candidates are the identity and the digit
+    reversals over the orders of the prime factors of a degree. A coordinate ascent over the degrees with the exact score
+    starts from the identity and from the reversals. Ties: the most identities. Replicated key/value heads change nothing:
+    they are also cut by shard index.
 
     Args:
         strategies: The pool, with one world size. Existing shard orders are ignored.
@@ -309,10 +307,8 @@ def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[
 def _pair_scores(
     strategies: Sequence[Strategy], candidates: dict[int, list[Order]], layer_sizes: Sequence[int], costs: StageCosts
 ) -> dict[tuple[int, int], _Table]:
-    """Scores every pair of candidates for each pair of degrees a < b.
-
-    Strategies of equal degree share one order, and keep the same amount in place with any order.
-    """
+    """Scores every pair of candidates for each pair of degrees a < b. Equal degrees share one order, so any order keeps the
+    same amount in place."""
     largest = max(max(layer_sizes, default=0), 1)
     weights = np.array([max(1, size * _FINEST_WEIGHT // largest) for size in layer_sizes], np.int64)
     ranks = {(pp, v): costs.ranks(pp, v) for pp, v in sorted({(s.pp, s.v) for s in strategies})}

@@ -5,9 +5,8 @@ one contiguous interval of the vector, or one interval for each part of a fused 
 *segments*: the parameters of one unit (embedding, each layer, head) that share a dtype and are trained or frozen together.
 Segments are the granularity of all buffers: layouts bind, switches move and the master store cuts by segment.
 
-`GradientDtypes` holds the dtypes in which gradients accumulate and travel to the master store. Sums in the master store
-and in relay buffers, and the master weights, always have the master's precision. Plain data, no torch, shared by the
-engine and the cost models; sizes are in elements.
+`GradientDtypes` holds the dtypes in which gradients accumulate and travel to the master store. Master weights and sums in
+the master store and in relay buffers always have the master's precision. Plain data, no torch; sizes are in elements.
 """
 
 import hashlib
@@ -126,8 +125,8 @@ class ParameterSpec:
 
     Args:
         name: Its Hugging Face name (the first one if weights are tied).
-        shape: Its shape in the Hugging Face model.
-        dtype: Name of the dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``).
+        shape: Its Hugging Face shape.
+        dtype: Dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``).
         unit: The layer index, `EMBEDDING` or `HEAD`.
         shard_dim: The tensor dim that tensor parallelism cuts; None if every tp coordinate holds the complete parameter.
         parts: How `shard_dim` is cut; empty exactly if `shard_dim` is None.
@@ -135,12 +134,10 @@ class ParameterSpec:
         trainable: False for a frozen parameter: moved, but without gradient and optimizer state.
         tied_names: Further names of the same parameter.
         in_head: Also used by the head, so the last pipeline stage holds it too (tied embeddings).
-        offset: Its start in the parameter vector.
         experts: Number of experts along its first dim; 0 for other parameters.
-        frozen_dtype: Name of the dtype in which the master store keeps it while frozen: the dtype of the given model, so
-            nothing is rounded. None for `dtype`.
-        packed: The 4-bit matrix that it is a part of; None for other parameters. `shape` is the shape of the stored bytes
-            or scales, while `parts` count rows (or columns) of the matrix.
+        frozen_dtype: Dtype in the master store while frozen: the given model's, so nothing is rounded. None for `dtype`.
+        packed: The 4-bit matrix that it is a part of, if any. `shape` is then of the stored bytes or scales, while `parts`
+            count rows (or columns) of the matrix.
     """
 
     name: str
@@ -244,8 +241,8 @@ class ParameterVector:
     """All parameters of a model in canonical order; made by `build_vector`.
 
     Args:
-        specs: The parameters by offset.
-        segments: The segments by offset; they tile the vector.
+        specs: Sorted by offset.
+        segments: Sorted by offset; they tile the vector.
         layer_costs: Relative compute cost of each decoder layer for one token.
         head_cost: The same for the head (final norm and vocabulary projection).
         measured: Measured costs that replace both for the stage partition. They move layers between stages and change no
