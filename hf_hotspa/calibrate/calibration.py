@@ -98,15 +98,15 @@ def calibrate(
 
     Args:
         strategies: Strategies that must be predictable; all legal ones if None.
-        compute_dtype: The compute dtype; the config's, otherwise float32, if None.
-        device: The device of this rank; if None, its CUDA device if present, otherwise the CPU.
-        cache: The folder of calibrations; `costs.calibration.cache_folder()` if None.
+        compute_dtype: If None the config's, otherwise float32.
+        device: Of this rank; if None its CUDA device if present, otherwise the CPU.
+        cache: Folder of calibrations; `costs.calibration.cache_folder()` if None.
         force: Whether to measure even if the cache has the calibration.
         progress: Called on rank 0 with each step as text.
-        devices_per_node: Ranks on one node; detected if None.
+        devices_per_node: Detected if None.
         rounds: How often everything is measured.
         pack_tokens: Tokens of the longest pack; determined by trial if None.
-        longest: Limit of the tokens of a pack; None for no limit.
+        longest: Most tokens of a pack; None for no limit.
         seconds: Approximate time limit: packs are shorter, rounds fewer, and no complete phases are measured. None: no limit.
         base: The frozen 4-bit base of a trained adapter; None if the model is trained.
 

@@ -6,9 +6,9 @@ several kinds, a layer of each kind alone, as a one-layer stage (`time_layers`);
 Everything except `small_copy`, `layer_counts` and `kinds_of_layers` is collective.
 
 All ranks start at the same time, and measurements take turns in rounds, so that disturbances affect all equally. Messages use
-the transport of switches. In `measure_link` every rank sends to one neighbour and receives from the other at the same time,
-as in a switch. In `measure_hop` one message goes to the neighbour and back without other traffic, as in a pipeline. cp
-exchanges are the engine's (`parallel.context`), all groups of a strategy at the same time, as in training.
+the transport of switches. `measure_link`: every rank sends to one neighbour and receives from the other at the same time, as
+in a switch. `measure_hop`: one message goes to the neighbour and back without other traffic, as in a pipeline. cp exchanges
+are the engine's (`parallel.context`), all groups of a strategy at the same time, as in training.
 """
 
 import copy
@@ -230,14 +230,13 @@ def layer_counts(config: PreTrainedConfig) -> tuple[int, int]:
 def small_copy(
     config: PreTrainedConfig, num_layers: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Makes a model of `num_layers` layers with the widths of the config and random weights, equal on all ranks.
+    """Makes a model of `num_layers` decoder layers with the widths of the config and random weights, equal on all ranks.
 
     Does not change torch's random state. Weights repeat one block: drawing billions of numbers takes minutes.
 
     Args:
         config: The config of the complete model; not changed.
-        num_layers: Decoder layers of the copy.
-        device: Device of the weights; the CPU if None. The meta device allocates nothing.
+        device: The CPU if None. On the meta device weights are not allocated.
     """
     small = copy.deepcopy(config)
     if hasattr(small, "quantization_config"):  # products of the compute dtype are measured

@@ -42,11 +42,11 @@ class CalibrationKey:
     Args:
         device: Name of the processor or accelerator.
         kind: `cpu` or `cuda`.
-        cores: Processor cores that a node's processes may use.
-        memory_bytes: Memory of a device; on CPU, of a node.
+        cores: Cores that a node's processes may use.
+        memory_bytes: Of a device; on CPU, of a node.
         threads: Compute threads of a rank.
         model: Digest of the model's config.
-        versions: Library versions by name.
+        versions: By library.
         base: The frozen base and its adapter (`FrozenBase`); empty if the model is trained.
     """
 
@@ -65,7 +65,7 @@ class CalibrationKey:
 
     @property
     def slots(self) -> float:
-        """How many ranks compute at the same time; on CPU, as many as have cores for their threads."""
+        """How many ranks compute at the same time: on CPU, as many as have cores for their threads."""
         if self.kind != "cpu":
             return math.inf
         return self.cores / self.threads * self.world_size / self.devices_per_node
@@ -80,8 +80,7 @@ class CalibrationKey:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Digest of a model config (of `to_dict`) without fields that change no cost: names, versions and dtypes (the key has
-    the compute dtype)."""
+    """Digest of a model config's `to_dict` without names, versions and dtypes (the key has the compute dtype)."""
     left_out = {
         "_name_or_path",
         "transformers_version",
@@ -118,8 +117,7 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class SwitchSample:
-    """One load and one return of gradients of the busiest rank under a strategy, such as `dp4`; otherwise raises
-    `StrategyError`."""
+    """One load and one return of gradients of the busiest rank. Raises `StrategyError` if `strategy` is invalid."""
 
     strategy: str
     num_parameters: PositiveCount
@@ -135,7 +133,7 @@ class PhaseSample:
     """One complete phase as in training: packs of mixed lengths, all replicas at the same time.
 
     Args:
-        strategy: Such as `dp2pp2`; otherwise raises `StrategyError`.
+        strategy: Such as `dp2pp2`; an invalid one raises `StrategyError`.
         num_layers: Decoder layers of the measured copy.
         replicas: Packs of each replica, as sequence lengths.
         seconds: Until the last rank finished, without the switch.
@@ -196,7 +194,7 @@ _NOT_IN_OLDER_FILES = ("phases", "layers", "exchanges")
 
 
 def cache_folder() -> Path:
-    """Returns the folder of calibrations: `$HF_HOTSPA_CACHE/calibration`, or `~/.cache/hf_hotspa/calibration`."""
+    """Returns `$HF_HOTSPA_CACHE/calibration`, or `~/.cache/hf_hotspa/calibration`."""
     folder = os.environ.get(CACHE_VARIABLE)
     return (Path(folder).expanduser() if folder else Path.home() / ".cache" / "hf_hotspa") / "calibration"
 
@@ -206,16 +204,15 @@ class Calibration:
     """Measurements of one model on one machine. `calibrate/calibration.py` takes them.
 
     Args:
-        samples: Seconds of packs with embedding, head and loss, all ranks busy; core time if ranks share cores.
+        samples: Packs with embedding, head and loss, all ranks busy; core time if ranks share cores.
         slots: How many ranks compute at the same time; infinite if each has its own core or device.
+        inter: Links between nodes; None with one node.
         hop_intra: Sending a hidden state inside a node.
-        inter: The links between nodes; None with one node.
         hop_inter: Sending a hidden state between nodes; None with one node.
         fixed_s: Seconds of a phase besides its packs and its switch.
         pipeline_factor: Relative cost of packs in stages.
         phases: Complete phases under several strategies, which correct predictions from single packs.
-        switches: Seconds of switches.
-        memory: Memory of packs; empty if it could not be measured.
+        memory: Empty if it could not be measured.
         layers: Layers of each kind, timed one by one; empty if all layers are of one kind.
         exchanges: All-to-all and gather in cp groups; empty in older files and with one rank.
         measured_at: UTC, ISO 8601.
@@ -277,8 +274,8 @@ class Calibration:
     def stage_costs(self, layer_costs: Sequence[int]) -> StageCosts:
         """Returns the costs of the stage partition in nanoseconds, for the largest measured pack.
 
-        Layers are weighed by their separate measurements, otherwise by `layer_costs`. Head, loss and embedding were measured
-        together and count on the head's stage. Uses the least measured tp: one partition serves all.
+        Layers are weighed by their separate measurements if present, otherwise by `layer_costs`. Head, loss and embedding
+        were measured together and count for the head. Uses the least measured tp: one partition serves all.
 
         Args:
             layer_costs: Relative cost of each layer, by its parameters.
@@ -339,10 +336,9 @@ class Calibration:
     def _phase_factors(self, of_packs: TimeModel) -> dict[tuple[int, int], float]:
         """Returns the correction of seconds by (tp, pp): the geometric mean of measured over predicted phases.
 
-        Predictions sum packs that were measured one by one with the same pack on all ranks. They do not include waiting
-        for other ranks or shared cores and caches with packs of different lengths, which differ between replicas, stages
-        and tensor parallelism. Samples are of copies with few layers, cut into stages like the complete model. Samples
-        without coefficients in the time model are skipped.
+        Predictions sum packs that were measured with the same pack on all ranks. They miss waiting for other ranks and
+        shared cores and caches with packs of different lengths, which depend on dp, pp and tp. Samples are of copies with
+        few layers, cut into stages like the complete model. Those without coefficients in the time model are skipped.
         """
         ratios: dict[tuple[int, int], list[float]] = {}
         for sample in self.phases:

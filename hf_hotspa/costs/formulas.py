@@ -28,9 +28,8 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True)
 class Matmul:
-    """The product of two n x n matrices in 16 bits, on one device under tensor parallelism of degree t.
-
-    Each device has the complete first matrix, and a shard of the second matrix and of the result.
+    """The product of two n x n matrices in 16 bits, on one device under tensor parallelism of degree t. Each device has the
+    complete first matrix, and a shard of the second and of the result.
 
     Args:
         flops: `2 n^3 / t`.
@@ -101,8 +100,8 @@ def stage_seconds(
 
     Args:
         message: Bytes.
-        inter_bandwidth: Bytes per second of the links between stages.
-        intra_bandwidth: The same between tp ranks.
+        inter_bandwidth: Between stages, in bytes per second.
+        intra_bandwidth: Between tp ranks, in bytes per second.
     """
     if pp == 1:
         return 0.0
@@ -157,12 +156,11 @@ def model_state_bytes(
     """Bytes of model states on one device.
 
     Args:
-        num_parameters: Parameters of the model, or of its part at a device's tp and pp coordinates.
-        dp: Data-parallel degree.
+        num_parameters: Of the model, or of its part at a device's tp and pp coordinates.
         stage: ZeRO stage, 0 (nothing is divided) to 3 (everything is).
-        weight_bytes: Bytes of weights per parameter.
-        gradient_bytes: Bytes of gradients per parameter.
-        optimizer_bytes: Bytes of optimizer state per parameter, fp32 master weights included.
+        weight_bytes: Per parameter.
+        gradient_bytes: Per parameter.
+        optimizer_bytes: Per parameter, fp32 master weights included.
 
     Raises:
         HotspaConfigError: there is no such stage, or dp is below 1.
@@ -185,11 +183,11 @@ class Traffic(NamedTuple):
 
 
 def traffic(trained: float, frozen: float, dp: int, stage: int, packs: int) -> Traffic:
-    """Returns what each device sends in a step of `packs` packs (micro-batches) per device.
+    """Returns the traffic of a step of `packs` packs (micro-batches) per device.
 
-    An all-gather and a reduce-scatter of n elements send n (dp - 1) / dp each. Stages 0 and 1: gradients once, trained
-    weights once. Stage 2: gradients once per pack, as no device keeps all of them; weights once. Stage 3: all weights for
-    each forward and backward pass, gradients once per pack. For one pack plain data parallelism sends two thirds of that.
+    An all-gather and a reduce-scatter of n elements send n (dp - 1) / dp each. Stages 0 and 1: gradients and trained weights
+    once. Stage 2: gradients once per pack, as no device keeps all of them; weights once. Stage 3: all weights for each
+    forward and backward pass, gradients once per pack; for one pack, 3 / 2 of the traffic of plain data parallelism.
 
     Raises:
         HotspaConfigError: there is no such stage.

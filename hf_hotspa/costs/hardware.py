@@ -34,7 +34,7 @@ _UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}} 
 
 @dataclass(frozen=True)
 class Device:
-    """One device. `peak_flops`: matrix-product operations per second by dtype name; `memory_bandwidth`: bytes per second."""
+    """One device. `peak_flops`: matrix products, operations per second by dtype; `memory_bandwidth`: bytes per second."""
 
     memory_bytes: int
     peak_flops: Mapping[str, float]
@@ -59,11 +59,11 @@ class Hardware:
     """A kind of machine.
 
     Args:
-        intra_bandwidth: Bytes per second, per direction, of a device's port inside its node.
-        inter_bandwidth: Bytes per second, per direction, of one NIC.
-        nics_per_node: NICs of a node; None for one per device.
-        intra_latency_s: Latency of one collective inside a node.
-        inter_latency_s: The same across nodes.
+        intra_bandwidth: Bytes per second and direction of a device's port inside its node.
+        inter_bandwidth: Bytes per second and direction of one NIC.
+        nics_per_node: None for one per device.
+        intra_latency_s: Of one collective inside a node.
+        inter_latency_s: Of one collective across nodes.
     """
 
     name: str
@@ -211,7 +211,7 @@ _LIST = "`hf-hotspa hardware` lists the named machines, and prints the fields of
 
 
 def find_preset(text: str) -> Hardware | None:
-    """Returns the machine with this name, or with this first part (`l40s`) if unique; otherwise None.
+    """Returns the machine with this name or unique first part (`l40s`), or None.
 
     Ignores case, spaces and the words NVIDIA, RTX, GeForce and AMD.
 

@@ -27,7 +27,9 @@ def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str
     """
     data, where = read_object(path, kind, remedy), str(path)
     if data.get("kind") != kind:
-        raise HotspaConfigError(f"the file is not of kind {kind}; it holds {data.get('kind')!r}", where=where, fix=remedy)
+        raise HotspaConfigError(
+            f"the file is not of kind {kind}; it holds {data.get('kind')!r}", where=where, fix=remedy
+        )
     if data.get("schema_version") != version:
         raise HotspaConfigError(
             f"{kind} has schema version {data.get('schema_version')!r}, and this program reads {version}",

@@ -1,13 +1,13 @@
 """The memory model: bytes on the fullest rank under a strategy, their breakdown, and the largest possible pack.
 
 A rank holds its share of the master store (fp32 weights and gradients) and of the optimizer state; weights and gradients of
-the active strategy, in an arena sized for the largest strategy of the pool; activations of the micro-batches in flight on
-its stage; on the last stage the logits of one pack; switch buffers. `PLANNED_SHARE` leaves room for everything else (device
-context, communicators, fragmentation, kernel workspaces).
+the active strategy, in an arena sized for the pool's largest strategy; activations of the micro-batches in flight on its
+stage; on the last stage the logits of one pack; switch buffers. `PLANNED_SHARE` leaves room for the rest (device context,
+communicators, fragmentation, kernel workspaces).
 
-With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et al., SC'21, section 2.2); with GPipe
-every stage keeps all of a group. Neither keeps more tokens than `Bucket.most_tokens`. A rank with v stages (`+v2`) holds a
-pack on some of them at a time, and more packs: up to p + (p - 1) / v full ones (`packing.pipeline_order`).
+With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et al., SC'21, section 2.2); with GPipe,
+all of a group. Neither keeps more tokens than `Bucket.most_tokens`. A rank with v stages (`+v2`) holds up to p + (p - 1) / v
+full packs, each on some of its stages (`packing.pipeline_order`).
 
 Activations are linear in the tokens of a pack (attention keeps no score matrix), so the largest pack has a closed form and
 never shrinks when the limit rises. Plain data, no torch.
@@ -38,17 +38,17 @@ class MemoryBreakdown:
 
     Args:
         master_weights: Its share of the master store.
-        master_gradients: The gradients of that share.
-        optimizer: The optimizer state of that share.
-        weights: Weights of the strategy.
-        gradients: Gradients of the strategy.
+        master_gradients: Of that share.
+        optimizer: Of that share.
+        weights: Of the strategy.
+        gradients: Of the strategy.
         arena: What the pool's largest strategy needs beyond these weights and gradients.
-        activations: Activations of all micro-batches in flight.
-        logits: Logits of one pack on the last stage, plus what the losses of other packs in flight keep.
+        activations: Of all micro-batches in flight.
+        logits: Of one pack on the last stage, plus what the losses of other packs in flight keep.
         switch: Switch buffers.
         in_flight: Most micro-batches in flight.
         held_tokens: Most tokens in flight.
-        pack_tokens: Tokens of the largest pack.
+        pack_tokens: Of the largest pack.
     """
 
     master_weights: float
@@ -83,7 +83,7 @@ _PARTS = tuple(f.name for f in fields(MemoryBreakdown)[:-4])
 
 
 def size(num_bytes: float) -> str:
-    """Formats bytes in GiB, or in MiB below one GiB."""
+    """Formats bytes in GiB, or MiB if less than one."""
     return f"{num_bytes / _GIB:,.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:,.1f} MiB"
 
 
@@ -156,9 +156,8 @@ class MemoryOptions:
     """Options of a run that affect memory.
 
     Args:
-        optimizer: Size of the optimizer state.
         compute_dtype: The dtype of activations.
-        activation_bytes: Measured bytes per token and layer by tp; for a missing tp the formula is used.
+        activation_bytes: Measured bytes per token and layer by tp; a formula is used for a missing tp.
         end_bytes: Measured bytes per token beyond what the layers keep, by tp: on a last stage for the logits; on other
             stages for the backward pass of one layer, which needs no more than a layer keeps. For a missing tp
             `logit_copies` is used, on last stages.
@@ -166,11 +165,11 @@ class MemoryOptions:
             with their gradient in the compute dtype.
         switch_bytes: Largest size of the staging and relay buffers of switches.
         weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
-        schedule: The pipeline schedule, one of `pipeline_order.SCHEDULES`.
+        schedule: One of `pipeline_order.SCHEDULES`.
         offload_master: Whether the master store and the optimizer state are in host memory.
         context_parallel: The cp method, one of `costs.divided.WAYS`.
-        pipedream: Asynchronous updates of stages, each with the master store of its stage and several versions of its
-            weights; None for synchronous updates.
+        pipedream: Asynchronous updates: each stage has a separate master store and several versions of its weights. None for
+            synchronous updates.
         scoring: Forward passes of a step besides training.
     """
 
@@ -274,8 +273,7 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> MemoryBreakdown:
-        """Returns the bytes on the fullest rank of all stages. In a pipeline a sequence longer than `pack_tokens` is a
-        separate pack (`Bucket`)."""
+        """Returns the fullest of `stages`. In a pipeline a sequence longer than `pack_tokens` is a separate pack."""
         stages = self.stages(Bucket(strategy, longest, pack_tokens), num_packs, arena_bytes)
         return max(stages, key=lambda stage: stage.total)
 
@@ -400,10 +398,8 @@ class MemoryModel:
         return activations, logits
 
     def _most_moved(self, stage: StageSizes, arena_bytes: int) -> float:
-        """Returns the most bytes that a rank sends and receives in a switch; small models need less than full buffers.
-
-        Both are at most the weights, or the gradients, of the pool's largest strategy.
-        """
+        """Returns the most bytes that a rank sends and receives in a switch: each at most the weights, or the gradients, of
+        the pool's largest strategy. Small models need less than full buffers."""
         own = self._stage_arena(stage)
         return 2 * max(arena_bytes, own) * max(stage.weight_bytes, stage.gradient_bytes) / own
 
@@ -529,8 +525,8 @@ class MemoryModel:
             where: Source of the limit, for the message.
 
         Raises:
-            DeviceMemoryError: naming the strategy, its memory breakdown, the part that does not fit, and the largest pack
-                that does.
+            DeviceMemoryError: naming the strategy, its memory breakdown, the part that does not fit, and the largest
+                possible pack.
         """
         if limit_bytes is None:
             return

@@ -5,11 +5,11 @@ real transfers reach `efficiency` of its speed, and every switch has a fixed cos
 
 Fully sharded strategies (`+z2`, `+z3`) move their units during computation instead (`Streams`). For every pack they load all
 units for the forward and the backward pass (`+z3`), and return their gradients (`+z2`, `+z3`), except for units that are
-already present (`plan.units`). Transfers of all stages run one after the other. They overlap with their pass; if ranks share
-cores, nothing overlaps. All replicas run in lockstep with the slowest, pack by pack.
+already present (`plan.units`). Transfers of all stages run one after the other. They overlap with their pass, unless ranks
+share cores. Replicas run in lockstep with the slowest, pack by pack.
 
-A strategy with `+z2` or `+z3` is never predicted to be faster than the same strategy without, load and return included: the
-only reason to choose it is memory. Plain data, no torch.
+`+z2` and `+z3` are never predicted to be faster than the same strategy without, load and return included: the only reason to
+choose them is memory. Plain data, no torch.
 """
 
 import math
@@ -40,8 +40,8 @@ def estimate(
 
     A rank receives 1 / (tp pp) of the model, less the share that it owns. Between nodes, a relayed load sends what a node
     lacks across its NICs once: the tp shards and stages in the node, less what its devices own. Returning gradients is the
-    reverse flow; a node's replicas are summed before the NIC. Within about a factor of two of the plans. `+z2` returns
-    nothing and `+z3` also loads nothing: units move while the phase computes (`Streams`).
+    reverse flow, with a node's replicas summed before the NIC. Within about a factor of two of the plans. `+z2` returns
+    nothing and `+z3` also loads nothing, as units move during the phase (`Streams`).
 
     Args:
         efficiency: Measured speed relative to the port model.

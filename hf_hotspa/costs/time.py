@@ -232,7 +232,7 @@ class _Rank:
         self.busy = False
 
     def start(self) -> float | None:
-        """Starts the next pass and returns its seconds; None if there is none or its input is missing."""
+        """Starts the next pass and returns its seconds; None if there is none, or its input is missing."""
         if self._ended == len(self._turns):
             return None
         turn = self._turns[self._ended]
@@ -267,10 +267,10 @@ class TimeModel:
 
     Args:
         source: Source of the coefficients, in words.
-        cut: Costs of the stage partition and of layers relative to each other; its `step_times` slow down stages.
+        cut: Costs of the stage partition and relative costs of layers; its `step_times` slow down stages.
         layers: One layer (of mean cost), forward and backward, by tp.
         heads: Final norm, vocabulary projection and loss, by tp.
-        embeddings: The embedding, by tp.
+        embeddings: By tp.
         hop_intra: Sending a hidden state inside a node.
         hop_inter: The same between nodes.
         devices_per_node: Decides which hop a pipeline uses.
@@ -281,12 +281,11 @@ class TimeModel:
         pipeline_factor: Relative cost of a pack in stages, without sends of hidden states.
         phase_factors: Relative cost of complete phases compared with their packs, by (tp, pp), see `Calibration`; deeper
             pipelines than measured use the nearest depth.
-        schedule: The pipeline schedule, one of `pipeline_order.SCHEDULES`.
-        paced: The parameters, whose MLPs are divided by the relative step times of ranks, which slow down tensor-parallel
-            groups. None, or without relative step times, if no device is slow.
+        schedule: One of `pipeline_order.SCHEDULES`.
+        paced: The parameters, with the relative step times of slow ranks, if any, by which MLPs are divided.
         cut_by: Ratio by which sequences are cut into chunks of equal time, see `pair_cost`; the measured one if None.
-        streams: Transfers of the units of fully sharded strategies; None without such strategies.
-        shape: The model's shape, for the exchanges of cp and ep; None if unknown, then exchanges are free.
+        streams: Transfers of the units of fully sharded strategies, if any.
+        shape: The model's shape, for the exchanges of cp and ep; without it they are free.
         context_parallel: The cp method, one of `costs.divided.WAYS`.
         context_exchanges: Measured costs of cp exchanges by (cp, tp); hops otherwise.
         forwards: Forward passes of all tokens, without gradients, in a step besides training.
@@ -449,13 +448,13 @@ class TimeModel:
         return tuple(costs)
 
     def _step_times(self, strategy: Strategy) -> tuple[int, ...]:
-        """Relative step time of each stage with divided MLPs, in the fastest replica: slower replicas get fewer packs."""
+        """Uses the fastest replica, as slower ones get fewer packs."""
         if self.paced is None or not self.paced.step_times:
             return (USUAL_STEP_TIME,) * strategy.num_stages
         return fastest_stages(strategy, step_times_of_groups(self.paced, strategy, self.paced.step_times)) * strategy.v
 
     def _phase_factor(self, tp: int, pp: int) -> float:
-        """Uses the nearest depth for deeper pipelines: measured copies have few layers, so few stages."""
+        """Uses the nearest depth for deeper pipelines, as measured copies have few stages."""
         factors = self.phase_factors
         if pp == 1 or (tp, pp) in factors:
             return factors.get((tp, pp), 1.0)
@@ -463,8 +462,8 @@ class TimeModel:
         return factors[tp, min(depths, key=lambda depth: abs(depth - pp))] if depths else 1.0
 
     def hop(self, strategy: Strategy) -> Hop:
-        """Returns the cost of sending a hidden state to the next stage. Neighbours are dp * cp * tp ranks apart; with several
-        stages per rank, packs also go from the last rank to the first, pp - 1 times as far."""
+        """Returns the cost of sending a hidden state to the next stage, dp * cp * tp ranks away; with several stages per
+        rank also from the last rank to the first, pp - 1 times as far."""
         apart = strategy.stage_size * (strategy.pp - 1 if strategy.v > 1 else 1)
         return self.hop_intra if apart < self.devices_per_node else self.hop_inter
 

@@ -5,8 +5,8 @@ devices (`stragglers.speeds`) are weighed with their relative step time. `partit
 unequally replicated stages. Layouts have one dp for all stages and cannot run its result; it shows how much that costs.
 
 Nested shard order: which tp shard each tp coordinate (rank mod tp) holds. In the plain order, a rank's shard at tp 4 is
-rarely inside its shard at tp 2. With the digits of the coordinate reversed (bit reversal for powers of two), it is on every
-rank, and growing tp moves nothing. Integer arithmetic on plain data.
+rarely inside its shard at tp 2. With the digits of the coordinate reversed (bit reversal for powers of two), it always is,
+and growing tp moves nothing. Integer arithmetic on plain data.
 """
 
 import math
