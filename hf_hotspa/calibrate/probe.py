@@ -1,14 +1,14 @@
 """Measures time and memory of small copies of a model with the engine's replicas, and communication between ranks.
 
-`small_copy` makes a model of few layers and real widths from a config; `Probe` is an engine on such a copy. Measurements:
-packs, switches and pipelines (`time_packs`); complete phases under every strategy (`time_phases`); if a model has layers of
-several kinds, a layer of each kind alone, as a one-layer stage (`time_layers`); links, pipeline hops and cp exchanges.
-Everything except `small_copy`, `layer_counts` and `kinds_of_layers` is collective.
+`small_copy` makes a model of few layers and real widths from a config; `Probe` is an engine on such a copy.
+Measurements: packs, switches and pipelines (`time_packs`); complete phases under every strategy (`time_phases`); if a
+model has layers of several kinds, a layer of each kind alone, as a one-layer stage (`time_layers`); links, pipeline
+hops and cp exchanges. Everything except `small_copy`, `layer_counts` and `kinds_of_layers` is collective.
 
-All ranks start at the same time, and measurements take turns in rounds, so that disturbances affect all equally. Messages use
-the transport of switches. `measure_link`: every rank sends to one neighbour and receives from the other at the same time, as
-in a switch. `measure_hop`: one message goes to the neighbour and back without other traffic, as in a pipeline. cp exchanges
-are the engine's (`parallel.context`), all groups of a strategy at the same time, as in training.
+All ranks start at the same time, and measurements take turns in rounds, so that disturbances affect all equally.
+Messages use the transport of switches. `measure_link`: every rank sends to one neighbour and receives from the other at
+the same time, as in a switch. `measure_hop`: one message goes to the neighbour and back without other traffic, as in a
+pipeline. cp exchanges are the engine's (`parallel.context`), all groups of a strategy at the same time, as in training.
 """
 
 import copy
@@ -230,7 +230,8 @@ def layer_counts(config: PreTrainedConfig) -> tuple[int, int]:
 def small_copy(
     config: PreTrainedConfig, num_layers: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Makes a model of `num_layers` decoder layers with the widths of the config and random weights, equal on all ranks.
+    """Makes a model of `num_layers` decoder layers with the widths of the config and random weights, equal on all
+    ranks.
 
     Does not change torch's random state. Weights repeat one block: drawing billions of numbers takes minutes.
 
@@ -263,8 +264,8 @@ def small_copy(
 
 
 def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
-    """Converts the decoder's linear layers of a `small_copy` to 4 bits (bitsandbytes) and adds an adapter on all of them.
-    Codes repeat one block, like the weights. Does not change torch's random state."""
+    """Converts the decoder's linear layers of a `small_copy` to 4 bits (bitsandbytes) and adds an adapter on all of
+    them. Codes repeat one block, like the weights. Does not change torch's random state."""
     from bitsandbytes.functional import QuantState, quantize_4bit
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
     from peft import LoraConfig, get_peft_model
@@ -303,7 +304,8 @@ def random_block() -> Tensor:
 
 
 def probe_weights(shape: torch.Size, block: Tensor) -> Tensor:
-    """Returns a parameter of a probe: matrices repeat the block, so a router chooses all experts equally; norms are 1."""
+    """Returns a parameter of a probe: matrices repeat the block, so a router chooses all experts equally; norms are
+    1."""
     count = shape.numel()
     values = block.repeat(-(-count // len(block)))[:count] if len(shape) > 1 else block.new_ones(count)
     return values.view(shape)
@@ -383,8 +385,8 @@ def freeing_at_once() -> Iterator[None]:
     """Makes large tensors separate system allocations that are returned when freed, so resident pages are live memory
     (glibc only).
 
-    Otherwise free heap memory hides parts of a peak, and holes in the heap add to it: up to 40 % of the activations of small
-    models. Enter it before the heap grows.
+    Otherwise free heap memory hides parts of a peak, and holes in the heap add to it: up to 40 % of the activations of
+    small models. Enter it before the heap grows.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -483,11 +485,13 @@ class Probe:
 def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
     """Returns packs that determine a, b and c: three single sequences, two packs of shorter ones, and longer sequences.
 
-    The longer sequences are for one copy: kernels work in blocks, and quadratic cost is visible only for long sequences.
+    The longer sequences are for one copy: kernels work in blocks, and quadratic cost is visible only for long
+    sequences.
 
     Args:
         longest: Tokens of the longest pack before the longer sequences.
-        last: Tokens of the last sequence, if longer than `longest`. If over four times as long, one of four times precedes.
+        last: Tokens of the last sequence, if longer than `longest`. If over four times as long, one of four times
+            precedes.
     """
     middle, short = max(1, longest // 4), max(1, longest // 16)
     packs = (short,), (middle,), (longest,), (short,) * (middle // short), (middle,) * (longest // middle)
@@ -511,12 +515,14 @@ _WARM_UP_PACKS = 2
 _GRADIENT_BYTES = 4
 
 _MOST_IDLE = 1.5
-"""Largest factor by which waiting for other ranks raises the cost of packs on shared cores; more is due to other programs."""
+"""Largest factor by which waiting for other ranks raises the cost of packs on shared cores; more is due to other
+programs."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Measurements, the same on every rank. `pipeline_factor`: relative cost of packs in stages on shared cores, or 1."""
+    """Measurements, the same on every rank. `pipeline_factor`: relative cost of packs in stages on shared cores, or
+    1."""
 
     samples: tuple[Sample, ...]
     switches: tuple[SwitchSample, ...]
@@ -576,7 +582,8 @@ def time_packs(
 
 
 def _moved(description: ModelDescription) -> int:
-    """Number of parameters of a fully trained model that moves the same bytes in a switch; codes and scales are smaller."""
+    """Number of parameters of a fully trained model that moves the same bytes in a switch; codes and scales are
+    smaller."""
     weights, segments = dtype_bytes(dtype_name(description.compute_dtype)), description.vector.segments
     gradients = sum(segment.numel for segment in segments if segment.trainable)
     loaded = sum(segment.numel * dtype_bytes(segment.dtype) for segment in segments)
@@ -604,8 +611,9 @@ def _lower_quartile(rounds: Tensor) -> Tensor:
 def _on_shared_cores(clock: Tensor, on_core: Tensor, share: float) -> Tensor:
     """Returns the cost of packs if ranks share cores.
 
-    The cost is the core time of a rank's threads, which excludes waiting for a core. But ranks of a tensor-parallel group also
-    leave cores idle while they wait for each other. The fastest round by the clock shows this, and it counts up to a limit.
+    The cost is the core time of a rank's threads, which excludes waiting for a core. But ranks of a tensor-parallel
+    group also leave cores idle while they wait for each other. The fastest round by the clock shows this, and it counts
+    up to a limit.
 
     Args:
         clock: Seconds by the clock of the slowest rank, [rounds, measurements].
@@ -666,8 +674,8 @@ _WEIGHT = 0.02
 def kinds_of_layers(model: nn.Module, description: ModelDescription) -> tuple[tuple[int, ...], ...]:
     """Groups the indices of decoder layers by kind, in order of first appearance.
 
-    Layers are of one kind if their modules, module settings (a window, a number of heads) and parameter shapes are equal.
-    Returns no kinds for models without pipeline support, which do not need them.
+    Layers are of one kind if their modules, module settings (a window, a number of heads) and parameter shapes are
+    equal. Returns no kinds for models without pipeline support, which do not need them.
 
     Args:
         model: The complete model; may be on the meta device.
@@ -759,8 +767,8 @@ def _leaf(value: Any) -> Any:
 
 
 def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> tuple[LayerSample, ...]:
-    """Measures a layer of each kind of a model on the meta device; the fastest run counts. Returns one sample per kind, the
-    same on every rank; none if all layers are of one kind. Collective."""
+    """Measures a layer of each kind of a model on the meta device; the fastest run counts. Returns one sample per kind,
+    the same on every rank; none if all layers are of one kind. Collective."""
     description = describe_model(model)
     kinds = kinds_of_layers(model, description)
     if len(kinds) < 2:
@@ -782,8 +790,8 @@ def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> t
 
 
 def _seconds(layer: _Layer, measuring: Measuring) -> float:
-    """Seconds of one forward and backward on this rank, after a first run that allocates buffers. Core time if ranks share
-    cores (see `time_packs`)."""
+    """Seconds of one forward and backward on this rank, after a first run that allocates buffers. Core time if ranks
+    share cores (see `time_packs`)."""
     layer.prepare()
     measuring.timed(layer.run)
     clock, on_core = measuring.timed(layer.run)

@@ -1,8 +1,8 @@
 """LoRA and QLoRA in a plan: sizes of adapters and 4-bit linear layers, and their division by tensor parallelism.
 
-A linear layer of `inputs` and `outputs` has an adapter A [r, inputs], B [outputs, r]. Tensor parallelism cuts the factor
-along the cut dim of the base; every coordinate holds the complete other factor (`parallel/adapters.py`). The base is
-frozen: the master store keeps one copy in the compute dtype, without gradients and optimizer state.
+A linear layer of `inputs` and `outputs` has an adapter A [r, inputs], B [outputs, r]. Tensor parallelism cuts the
+factor along the cut dim of the base; every coordinate holds the complete other factor (`parallel/adapters.py`). The
+base is frozen: the master store keeps one copy in the compute dtype, without gradients and optimizer state.
 
 In 4 bits, a code is half a byte per weight, and each block of 64 weights of a row has an fp32 scale
 (`parallel/four_bit.py`); quantized scales are held as fp32. Embedding, head, norms and experts are not quantized.
@@ -114,7 +114,8 @@ class FourBits:
         return sum(_held_share(one, shares[one.of_heads]) * one.inputs * one.outputs for one in self.linears.values())
 
     def most_at_a_time(self, shares: Mapping[str | None, float]) -> float:
-        """The most weights that exist dequantized at a time: a matrix, plus its slice if the matrix is held complete."""
+        """The most weights that exist dequantized at a time: a matrix, plus its slice if the matrix is held
+        complete."""
         at_a_time = [
             (_held_share(one, share) + (share if _held_share(one, share) > share else 0.0)) * one.inputs * one.outputs
             for one in self.linears.values()

@@ -8,8 +8,8 @@
   over the slowest link of the group; across nodes every NIC of a node carries its share.
 * 4-bit weights are dequantized for each product: bytes of codes and weights at memory bandwidth.
 
-Matrix products reach `MATMUL_EFFICIENCY * s / (s + HALF_TOKENS)` of the peak: a constant number of seconds per pack plus
-a linear term. Predictions are within about a third; measure if the machine is available.
+Matrix products reach `MATMUL_EFFICIENCY * s / (s + HALF_TOKENS)` of the peak: a constant number of seconds per pack
+plus a linear term. Predictions are within about a third; measure if the machine is available.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """A calibration: the measurements of one model on one machine, and the cost models fitted to them.
 
-Defines its key and measurements with valid ranges, its JSON file and the file's place in the cache. Raw measurements are
-stored and models are fitted on demand, so a better fit needs no new measurement. `calibrate/calibration.py` measures.
-No torch.
+Defines its key and measurements with valid ranges, its JSON file and the file's place in the cache. Raw measurements
+are stored and models are fitted on demand, so a better fit needs no new measurement. `calibrate/calibration.py`
+measures. No torch.
 """
 
 import hashlib
@@ -96,7 +96,8 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The measured model, for readers and `hf-hotspa plan`. `family`: its `model_type`; `hidden_size`: residual width."""
+    """The measured model, for readers and `hf-hotspa plan`. `family`: its `model_type`; `hidden_size`: residual
+    width."""
 
     family: str
     hidden_size: PositiveCount
@@ -150,8 +151,8 @@ class PhaseSample:
 
 @dataclass(frozen=True)
 class LayerSample:
-    """Forward and backward of one decoder layer alone, without tp, all ranks at the same time. `layers` are the indices of
-    all layers of its kind; `seconds` are of one layer (core time if ranks share cores)."""
+    """Forward and backward of one decoder layer alone, without tp, all ranks at the same time. `layers` are the indices
+    of all layers of its kind; `seconds` are of one layer (core time if ranks share cores)."""
 
     layers: tuple[Count, ...]
     lengths: tuple[PositiveCount, ...]
@@ -177,7 +178,8 @@ class ExchangeSample:
 
 @dataclass(frozen=True)
 class Link:
-    """Messages between neighbours, all ranks at once: seconds of the shortest message, bytes per second and direction."""
+    """Messages between neighbours, all ranks at once: seconds of the shortest message, bytes per second and
+    direction."""
 
     latency_s: NotNegative
     bandwidth: Positive
@@ -189,7 +191,8 @@ CACHE_VARIABLE = "HF_HOTSPA_CACHE"
 _MASTER_BYTES = 4
 _NANOSECOND = 1e-9
 _LARGEST_FACTOR = 2.0
-"""Largest factor by which phases may be scaled up or down; a larger one means that other programs disturbed the measurement."""
+"""Largest factor by which phases may be scaled up or down; a larger one means that other programs disturbed the
+measurement."""
 _NOT_IN_OLDER_FILES = ("phases", "layers", "exchanges")
 
 
@@ -274,8 +277,8 @@ class Calibration:
     def stage_costs(self, layer_costs: Sequence[int]) -> StageCosts:
         """Returns the costs of the stage partition in nanoseconds, for the largest measured pack.
 
-        Layers are weighed by their separate measurements if present, otherwise by `layer_costs`. Head, loss and embedding
-        were measured together and count for the head. Uses the least measured tp: one partition serves all.
+        Layers are weighed by their separate measurements if present, otherwise by `layer_costs`. Head, loss and
+        embedding were measured together and count for the head. Uses the least measured tp: one partition serves all.
 
         Args:
             layer_costs: Relative cost of each layer, by its parameters.
@@ -337,8 +340,9 @@ class Calibration:
         """Returns the correction of seconds by (tp, pp): the geometric mean of measured over predicted phases.
 
         Predictions sum packs that were measured with the same pack on all ranks. They miss waiting for other ranks and
-        shared cores and caches with packs of different lengths, which depend on dp, pp and tp. Samples are of copies with
-        few layers, cut into stages like the complete model. Those without coefficients in the time model are skipped.
+        shared cores and caches with packs of different lengths, which depend on dp, pp and tp. Samples are of copies
+        with few layers, cut into stages like the complete model. Those without coefficients in the time model are
+        skipped.
         """
         ratios: dict[tuple[int, int], list[float]] = {}
         for sample in self.phases:
@@ -424,7 +428,8 @@ class Calibration:
 
     @cached_property
     def switch_fit(self) -> tuple[float, float]:
-        """`(efficiency, fixed_s)` of switches for `costs.switch_time`: speed relative to the port model, fixed seconds."""
+        """`(efficiency, fixed_s)` of switches for `costs.switch_time`: speed relative to the port model, fixed
+        seconds."""
         cluster, rows = self.cluster(), []
         for sample in self.switches:
             each = dtype_bytes(self.key.dtype) + _MASTER_BYTES
@@ -450,8 +455,8 @@ class Calibration:
             key: The key that it must have; any if None.
 
         Raises:
-            HotspaConfigError: the file is missing, truncated, of another kind or version, has impossible numbers, or has
-                another key.
+            HotspaConfigError: the file is missing, truncated, of another kind or version, has impossible numbers, or
+                has another key.
         """
         calibration = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
         if key is not None and (differences := calibration.key.differences(key)):

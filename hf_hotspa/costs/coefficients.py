@@ -57,7 +57,8 @@ class Hop:
 @dataclass(frozen=True)
 class Exchanges:
     """Cost of the exchanges of cp ranks in a layer: heads for tokens, and gradients to where they are summed
-    (`all_to_all`); keys and values (`gather`). Seconds per token count the bytes of its hidden state that a rank sends."""
+    (`all_to_all`); keys and values (`gather`). Seconds per token count the bytes of its hidden state that a rank
+    sends."""
 
     all_to_all: Hop
     gather: Hop
@@ -111,8 +112,8 @@ def fit_costs(
 ) -> tuple[dict[int, Cost], dict[int, Cost]]:
     """Fits the costs of one layer, and of embedding, head and loss together (the ends), by tp.
 
-    Ends are separable from layers only with samples of different numbers of layers, or samples without ends. A tp without
-    such samples is absent from the second result.
+    Ends are separable from layers only with samples of different numbers of layers, or samples without ends. A tp
+    without such samples is absent from the second result.
 
     Args:
         depth: Converts a sample's number of layers to a multiple of the fitted layer, if layers differ.

@@ -2,21 +2,22 @@
 
 The cp method is one of three:
 
-* `ulysses`: one all-to-all gives each rank some heads of all tokens, a second one returns all heads of its tokens (Jacobs
-  et al., 2023, "DeepSpeed Ulysses"). Any attention. The query heads of a rank must be a multiple of cp; key/value heads are
-  repeated if fewer.
-* `allgather`: keys and values of cut sequences are gathered, and again in the backward pass; their gradients are summed on
-  the ranks that own the tokens. Any attention and any heads.
+* `ulysses`: one all-to-all gives each rank some heads of all tokens, a second one returns all heads of its tokens
+  (Jacobs et al., 2023, "DeepSpeed Ulysses"). Any attention. The query heads of a rank must be a multiple of cp;
+  key/value heads are repeated if fewer.
+* `allgather`: keys and values of cut sequences are gathered, and again in the backward pass; their gradients are summed
+  on the ranks that own the tokens. Any attention and any heads.
 * `ring`: keys and values travel from neighbour to neighbour during computation, and partial results are merged by the
   logarithms of their sums (Liu et al., 2023, "Ring Attention"). Full attention with plain scores, on CPU.
 
-`ep`: a rank sends each token to the ranks of its k experts and gets k rows back: twice forward, twice backward. Loads count
-as equal, as the balance losses of families aim for; only the report of a step shows how unequal a router is.
+`ep`: a rank sends each token to the ranks of its k experts and gets k rows back: twice forward, twice backward. Loads
+count as equal, as the balance losses of families aim for; only the report of a step shows how unequal a router is.
 
-`+ck` (`parallel.token_chunks`): each layer keeps keys and values of the chunks before the last one in the compute dtype,
-and sums of their gradients in at least fp32. The chunk in the graph has a second copy of these keys and values, joined to
-its own. Everything else exists for one chunk. All tokens run forward twice, except the last chunk. `+kg` adds the graphs of
-more chunks, which run forward once. `+kh` removes the stored keys and values of all layers except the current and the next.
+`+ck` (`parallel.token_chunks`): each layer keeps keys and values of the chunks before the last one in the compute
+dtype, and sums of their gradients in at least fp32. The chunk in the graph has a second copy of these keys and values,
+joined to its own. Everything else exists for one chunk. All tokens run forward twice, except the last chunk. `+kg` adds
+the graphs of more chunks, which run forward once. `+kh` keeps stored keys and values in host memory, except of the
+current and next layer.
 
 Plain data, no torch, shared by the engine, the cost models and `auto`.
 """
@@ -35,7 +36,8 @@ WAYS = (AUTO, ULYSSES, GATHER, RING)
 
 
 def head_repeats(heads: int, kv_heads: int, cp: int) -> int:
-    """Returns how often each key/value head is repeated so that every cp rank has the key/value heads of its query heads.
+    """Returns how often each key/value head is repeated so that every cp rank has the key/value heads of its query
+    heads.
 
     Args:
         heads: Query heads of a rank before the exchange, a multiple of cp.
@@ -46,8 +48,8 @@ def head_repeats(heads: int, kv_heads: int, cp: int) -> int:
 
 
 def exchanged_elements(way: str, heads: int, kv_heads: int, cp: int) -> float:
-    """Returns what a rank sends in one layer, forward and backward, in units of pack tokens times head width. `heads` and
-    `kv_heads` count a tensor-parallel shard."""
+    """Returns what a rank sends in one layer, forward and backward, in units of pack tokens times head width. The heads
+    are of a tensor-parallel shard."""
     if way == ULYSSES:  # queries, keys, values, the result, and their gradients
         repeated = kv_heads * head_repeats(heads, kv_heads, cp)
         return 2 * (2 * heads + 2 * repeated) / cp * (cp - 1) / cp
@@ -99,7 +101,8 @@ def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
 
 
 def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: str, element_bytes: int) -> float:
-    """Returns the bytes of all ranks' keys and values that one layer holds during attention only, for a row of tokens."""
+    """Returns the bytes of all ranks' keys and values that one layer holds during attention only, for a row of
+    tokens."""
     if strategy.cp == 1 or (chosen := choose_way(strategy, shape, way)) == ULYSSES:
         return 0.0
     _, kv_heads = local_heads(strategy, shape) or (0, shape.num_key_value_heads)
@@ -112,7 +115,8 @@ def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: 
 
 
 def repeated_bytes(strategy: Strategy, shape: ModelShape, way: str, element_bytes: int) -> float:
-    """Returns the bytes per token that a layer keeps until its backward pass for repeated key/value heads (Ulysses only)."""
+    """Returns the bytes per token that a layer keeps until its backward pass for repeated key/value heads (Ulysses
+    only)."""
     heads = local_heads(strategy, shape)
     if strategy.cp == 1 or heads is None or choose_way(strategy, shape, way) != ULYSSES:
         return 0.0
@@ -175,7 +179,8 @@ def layer_exchanges(
 
 
 def returned_bytes(strategy: Strategy, shape: ModelShape, element_bytes: int) -> float:
-    """Returns the bytes per token of a rank's row that a layer keeps until its backward pass: the rows from its experts.
+    """Returns the bytes per token of a rank's row that a layer keeps until its backward pass: the rows from its
+    experts.
 
     The memory of the experts does not change on average when ep divides them.
     """

@@ -1,8 +1,9 @@
 """Textbook formulas of 3D parallelism, with sources. They explain; `time` and `memory` predict.
 
 Sources: N21 = Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
-(SC'21); K22 = Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022). A *message* is
-the hidden state of a micro-batch: `2 b s h` bytes in 16 bits. `hf-hotspa formulas` prints them for a model and a cluster.
+(SC'21); K22 = Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022). A *message*
+is the hidden state of a micro-batch: `2 b s h` bytes in 16 bits. `hf-hotspa formulas` prints them for a model and a
+cluster.
 """
 
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ ELEMENT_BYTES = 2
 
 @dataclass(frozen=True)
 class Matmul:
-    """The product of two n x n matrices in 16 bits, on one device under tensor parallelism of degree t. Each device has the
-    complete first matrix, and a shard of the second and of the result.
+    """The product of two n x n matrices in 16 bits, on one device under tensor parallelism of degree t. Each device has
+    the complete first matrix, and a shard of the second and of the result.
 
     Args:
         flops: `2 n^3 / t`.
@@ -95,8 +96,8 @@ def data_seconds(gradient_bytes: float, bandwidth: float, dp: int) -> float:
 def stage_seconds(
     message: float, inter_bandwidth: float, intra_bandwidth: float, tp: int, pp: int, num_micro_batches: int
 ) -> float:
-    """`T_pp`: seconds of a batch's messages between stages. Each tp rank sends its share of a message to the next stage,
-    which gathers the shares inside the node.
+    """`T_pp`: seconds of a batch's messages between stages. Each tp rank sends its share of a message to the next
+    stage, which gathers the shares inside the node.
 
     Args:
         message: Bytes.
@@ -153,14 +154,11 @@ def model_state_bytes(
     gradient_bytes: float = GRADIENT_BYTES,
     optimizer_bytes: float = OPTIMIZER_BYTES,
 ) -> float:
-    """Bytes of model states on one device.
+    """Bytes of model states on one device, from bytes per parameter; `optimizer_bytes` includes fp32 master weights.
 
     Args:
         num_parameters: Of the model, or of its part at a device's tp and pp coordinates.
         stage: ZeRO stage, 0 (nothing is divided) to 3 (everything is).
-        weight_bytes: Per parameter.
-        gradient_bytes: Per parameter.
-        optimizer_bytes: Per parameter, fp32 master weights included.
 
     Raises:
         HotspaConfigError: there is no such stage, or dp is below 1.
@@ -185,9 +183,10 @@ class Traffic(NamedTuple):
 def traffic(trained: float, frozen: float, dp: int, stage: int, packs: int) -> Traffic:
     """Returns the traffic of a step of `packs` packs (micro-batches) per device.
 
-    An all-gather and a reduce-scatter of n elements send n (dp - 1) / dp each. Stages 0 and 1: gradients and trained weights
-    once. Stage 2: gradients once per pack, as no device keeps all of them; weights once. Stage 3: all weights for each
-    forward and backward pass, gradients once per pack; for one pack, 3 / 2 of the traffic of plain data parallelism.
+    An all-gather and a reduce-scatter of n elements send n (dp - 1) / dp each. Stages 0 and 1: gradients and trained
+    weights once. Stage 2: gradients once per pack, as no device keeps all of them; weights once. Stage 3: all weights
+    for each forward and backward pass, gradients once per pack; for one pack, 3 / 2 of the traffic of plain data
+    parallelism.
 
     Raises:
         HotspaConfigError: there is no such stage.

@@ -34,7 +34,8 @@ _UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}} 
 
 @dataclass(frozen=True)
 class Device:
-    """One device. `peak_flops`: matrix products, operations per second by dtype; `memory_bandwidth`: bytes per second."""
+    """One device. `peak_flops`: matrix products, operations per second by dtype; `memory_bandwidth`: bytes per
+    second."""
 
     memory_bytes: int
     peak_flops: Mapping[str, float]
@@ -76,7 +77,8 @@ class Hardware:
     inter_latency_s: float = 150e-6
 
     def ring_bandwidth(self, num_ranks: int) -> float:
-        """Bytes per second of the slowest link in a ring of neighbouring ranks; across nodes every NIC carries its share."""
+        """Bytes per second of the slowest link in a ring of neighbouring ranks; across nodes every NIC carries its
+        share."""
         if num_ranks <= self.devices_per_node:
             return self.intra_bandwidth
         return min(self.intra_bandwidth, self.inter_bandwidth * (self.nics_per_node or self.devices_per_node))

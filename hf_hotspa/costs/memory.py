@@ -1,16 +1,16 @@
 """The memory model: bytes on the fullest rank under a strategy, their breakdown, and the largest possible pack.
 
-A rank holds its share of the master store (fp32 weights and gradients) and of the optimizer state; weights and gradients of
-the active strategy, in an arena sized for the pool's largest strategy; activations of the micro-batches in flight on its
-stage; on the last stage the logits of one pack; switch buffers. `PLANNED_SHARE` leaves room for the rest (device context,
-communicators, fragmentation, kernel workspaces).
+A rank holds its share of the master store (fp32 weights and gradients) and of the optimizer state; weights and
+gradients of the active strategy, in an arena sized for the pool's largest strategy; activations of the micro-batches in
+flight on its stage; on the last stage the logits of one pack; switch buffers. `PLANNED_SHARE` leaves room for the rest
+(device context, communicators, fragmentation, kernel workspaces).
 
-With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et al., SC'21, section 2.2); with GPipe,
-all of a group. Neither keeps more tokens than `Bucket.most_tokens`. A rank with v stages (`+v2`) holds up to p + (p - 1) / v
-full packs, each on some of its stages (`packing.pipeline_order`).
+With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et al., SC'21, section 2.2); with
+GPipe, all of a group. Neither keeps more tokens than `Bucket.most_tokens`. A rank with v stages (`+v2`) holds up to p +
+(p - 1) / v full packs, each on some of its stages (`packing.pipeline_order`).
 
-Activations are linear in the tokens of a pack (attention keeps no score matrix), so the largest pack has a closed form and
-never shrinks when the limit rises. Plain data, no torch.
+Activations are linear in the tokens of a pack (attention keeps no score matrix), so the largest pack has a closed form
+and never shrinks when the limit rises. Plain data, no torch.
 """
 
 import math
@@ -37,18 +37,15 @@ class MemoryBreakdown:
     """Bytes on one rank of the fullest stage.
 
     Args:
-        master_weights: Its share of the master store.
-        master_gradients: Of that share.
-        optimizer: Of that share.
-        weights: Of the strategy.
-        gradients: Of the strategy.
+        master_weights: Its share of the master store, as are `master_gradients` and `optimizer`.
+        weights: Of the strategy, like `gradients`.
         arena: What the pool's largest strategy needs beyond these weights and gradients.
         activations: Of all micro-batches in flight.
         logits: Of one pack on the last stage, plus what the losses of other packs in flight keep.
         switch: Switch buffers.
         in_flight: Most micro-batches in flight.
         held_tokens: Most tokens in flight.
-        pack_tokens: Of the largest pack.
+        pack_tokens: Tokens of the largest pack.
     """
 
     master_weights: float
@@ -119,18 +116,18 @@ def activation_bytes(
 
     In elements, for layers of Transformers with hidden size h, attention width a and MLP width f:
 
-    * Inputs of the projections of both blocks: 2h, complete on every tp coordinate, also with sequence parallelism, which
-      gathers them.
+    * Inputs of the projections of both blocks: 2h, complete on every tp coordinate, also with sequence parallelism,
+      which gathers them.
     * Queries, keys, values and attention output: 4a; gate, up, activated gate and product of the MLP: 4f (2f without a
       gate). Divided by tp, except for the shares of blocks that every coordinate holds complete.
-    * Two norms: their input in fp32 (4 bytes an element) and, if trained, their result before the weight (1h each); sequence
-      parallelism divides this. Norms of queries and keys likewise. Layer norms (of layers without a gate) count with their
-      inputs and the residual sum: 3h.
-    * Experts: f follows from the parameters that compute a token, the k chosen experts. Their inputs and outputs (2kh) are on
-      every tp coordinate if tp cuts experts, and divided if ep does; loads count as equal.
+    * Two norms: their input in fp32 (4 bytes an element) and, if trained, their result before the weight (1h each);
+      sequence parallelism divides this. Norms of queries and keys likewise. Layer norms (of layers without a gate)
+      count with their inputs and the residual sum: 3h.
+    * Experts: f follows from the parameters that compute a token, the k chosen experts. Their inputs and outputs (2kh)
+      are on every tp coordinate if tp cuts experts, and divided if ep does; loads count as equal.
 
-    Fused kernels keep less: a LLaMA in 16 bits then has the usual `(18h + 6f) / t` bytes (derivation as in Korthikanti et
-    al., 2022). With recomputation only the layer's input (1h) stays.
+    Fused kernels keep less: a LLaMA in 16 bits then has the usual `(18h + 6f) / t` bytes (derivation as in Korthikanti
+    et al., 2022). With recomputation only the layer's input (1h) stays.
 
     Args:
         frozen: Whether the norms are frozen.
@@ -168,8 +165,8 @@ class MemoryOptions:
         schedule: One of `pipeline_order.SCHEDULES`.
         offload_master: Whether the master store and the optimizer state are in host memory.
         context_parallel: The cp method, one of `costs.divided.WAYS`.
-        pipedream: Asynchronous updates: each stage has a separate master store and several versions of its weights. None for
-            synchronous updates.
+        pipedream: Asynchronous updates: each stage has a separate master store and several versions of its weights.
+            None for synchronous updates.
         scoring: Forward passes of a step besides training.
     """
 
@@ -192,8 +189,8 @@ class _Stage:
     """Memory of a stage's packs, in bytes per token of a rank unless noted.
 
     Args:
-        num_layers: Number of layers that hold packs.
-        carrying: Number of layers that keep keys and values for the next chunk.
+        num_layers: Layers that hold packs.
+        carrying: Layers that keep keys and values for the next chunk.
         of_layer: One layer without recomputation.
         at_end: A layer in its backward pass, without logits.
         recomputing: See `MemoryModel._recomputing`; None without recomputation.
@@ -225,8 +222,8 @@ class _Stage:
     def layers_bytes(self, held_tokens: int, pack_tokens: int, logit_bytes: float) -> float:
         """Returns the peak bytes of the layers for all packs in flight, beyond the logits.
 
-        At the peak either the logits and all activations exist; or the logits are freed, or on another stage, and a layer
-        runs its backward pass, which without recomputation needs no more than a layer keeps (`end_bytes`).
+        At the peak either the logits and all activations exist; or the logits are freed, or on another stage, and a
+        layer runs its backward pass, which without recomputation needs no more than a layer keeps (`end_bytes`).
         """
         if self.recomputing is None:
             backward = 0.0 if logit_bytes else self.at_end
@@ -347,8 +344,8 @@ class MemoryModel:
         )
 
     def _packs_or_chunks(self, bucket: Bucket, num_packs: int | None) -> tuple[int | None, int]:
-        """Returns how many packs of a replica (or chunks, with `+ck`) pass the pipeline one by one; and the chunks of one
-        sequence, 1 without `+ck`."""
+        """Returns how many packs of a replica (or chunks, with `+ck`) pass the pipeline one by one; and the chunks of
+        one sequence, 1 without `+ck`."""
         strategy = bucket.strategy
         if not strategy.ck or strategy.pp == 1:
             return num_packs, 1
@@ -372,8 +369,8 @@ class MemoryModel:
         return in_flight, held_tokens
 
     def _of_packs(self, own: "_Stage", bucket: Bucket, in_flight: int, held_tokens: int) -> tuple[float, float]:
-        """Returns the peak activation bytes of a stage for all packs in flight; and the bytes of a pack's logits plus what
-        the losses of other packs keep."""
+        """Returns the peak activation bytes of a stage for all packs in flight; and the bytes of a pack's logits plus
+        what the losses of other packs keep."""
         strategy, logits = bucket.strategy, 0.0
         pack_tokens = tokens_at_a_time(strategy, bucket.capacity)
         if own.last and in_flight:
@@ -398,16 +395,16 @@ class MemoryModel:
         return activations, logits
 
     def _most_moved(self, stage: StageSizes, arena_bytes: int) -> float:
-        """Returns the most bytes that a rank sends and receives in a switch: each at most the weights, or the gradients, of
-        the pool's largest strategy. Small models need less than full buffers."""
+        """Returns the most bytes that a rank sends and receives in a switch: each at most the weights, or the
+        gradients, of the pool's largest strategy. Small models need less than full buffers."""
         own = self._stage_arena(stage)
         return 2 * max(arena_bytes, own) * max(stage.weight_bytes, stage.gradient_bytes) / own
 
     def _recomputing(self, strategy: Strategy, num_layers: int, of_layer: float, hidden: int) -> tuple[float, float]:
         """Returns the bytes per token that a stage's layers keep with `+rc`, and while the last recomputing layer runs.
 
-        Layers 0, n, 2n, ... keep only their input. Recomputing adds the layer's activations, a gradient at either end and
-        one inside the MLP, which sequence parallelism gathers.
+        Layers 0, n, 2n, ... keep only their input. Recomputing adds the layer's activations, a gradient at either end
+        and one inside the MLP, which sequence parallelism gathers.
         """
         sharers, every, shape = strategy.tp if strategy.sp else 1, strategy.rc, self.sizes.shape
         element_bytes = dtype_bytes(self.options.compute_dtype)
@@ -455,8 +452,8 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> int:
-        """Returns the most tokens of a pack, or of a sequence beside packs of one token if `longest` is None. 0 if one token
-        does not fit, `UNLIMITED_TOKENS` without a limit."""
+        """Returns the most tokens of a pack; if `longest` is None, of the longest sequence, with packs of one token. 0
+        if nothing fits, `UNLIMITED_TOKENS` without a limit."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         # another arena shifts all totals by a constant, so all arenas share one cache
@@ -501,8 +498,8 @@ class MemoryModel:
         return arena - own + moved
 
     def _fullest(self, strategy: Strategy) -> list["_Fullest"]:
-        """Returns the stages that can be the fullest: a stage after one that is at least as large in every respect cannot,
-        as earlier stages hold at least as many packs; except the last, which has the logits."""
+        """Returns the stages that can be the fullest: a stage after one that is at least as large in every respect
+        cannot, as earlier stages hold at least as many packs; except the last, which has the logits."""
         if strategy not in self._known_fullest:
             sizes, last = self.sizes.stages(strategy), strategy.pp - 1
             stages: list[_Fullest] = []
@@ -550,8 +547,8 @@ class MemoryModel:
 
 
 def planned_limit(given: float | None, available: float | None, whose: str, flag: str) -> tuple[int | None, str]:
-    """Returns the bytes of a device that any plan may fill, and the source of the number: the `given` limit (of `flag`),
-    otherwise a share of the `available` memory (`whose` names its source)."""
+    """Returns the bytes of a device that any plan may fill, and the source of the number: the `given` limit (of
+    `flag`), otherwise a share of the `available` memory (`whose` names its source)."""
     if given is not None:
         return int(given), "as given"
     if available is None:
@@ -572,8 +569,8 @@ class Rising:
     """Inverts a non-decreasing function, and caches its values.
 
     Args:
-        total: Piecewise linear with few pieces, as bytes over tokens are. The search evaluates it where the line through the
-            two points around the limit meets the limit; it bisects if that makes little progress.
+        total: Piecewise linear with few pieces, as bytes over tokens are. The search evaluates it where the line
+            through the two points around the limit meets the limit; it bisects if that makes little progress.
         high: Upper end of the search.
     """
 

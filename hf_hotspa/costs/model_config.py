@@ -2,12 +2,13 @@
 
 Includes presets: LLaMA-2 in the sizes of HotSPa's published experiments, with positions for their 32768 tokens. What a
 config does not contain about its family (plans, other field names, defaults) comes from `families.json`. That file is
-generated from transformers' config classes and from the engine's analysis of each family's default model: which blocks tp
-does not divide, and why pp or `+sp` is unsupported.
+generated from transformers' config classes and from the engine's analysis of each family's default model: which blocks
+tp does not divide, and why pp or `+sp` is unsupported.
 
-Layer parameters are computed from attention and MLP matrices, two norms and all experts, without biases and extra norms: within
-1 % for models from a billion parameters on. For families where this misses more (linear attention, layers of several kinds)
-the result is scaled by the error for the default config. Models that cannot be counted raise an error.
+Layer parameters are computed from attention and MLP matrices, two norms and all experts, without biases and extra
+norms: within 1 % for models from a billion parameters on. For families where this misses more (linear attention, layers
+of several kinds) the result is scaled by the error for the default config. Models that cannot be counted raise an
+error.
 """
 
 import difflib
@@ -67,7 +68,7 @@ def load_model(text: str | os.PathLike[str]) -> ModelConfig:
 
 
 def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the fields of the config that `load_model` would read, after the checks of `load_model`.
+    """Returns the config's fields after the checks of `load_model`.
 
     Raises:
         HotspaConfigError: see `load_model`.
@@ -159,7 +160,8 @@ class _Config:
         return activation.startswith(_GATED) if known is None else bool(known)
 
     def mlp(self, hidden: int) -> tuple[int, int]:
-        """Returns the MLP parameters of one layer, with all experts and the router; and the MLP width, 0 with experts."""
+        """Returns the MLP parameters of one layer, with all experts and the router; and the MLP width, 0 with
+        experts."""
         data, matrices = self.data, 3 if self.gated else 2
         width = self.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden
         if type(width) is not int or not 0 < width < _MOST:
@@ -262,8 +264,8 @@ def hub_file(name: str, filename: str = CONFIG) -> Path:
         filename: The file in the model's repository.
 
     Raises:
-        HotspaConfigError: the name is not a valid model name, the hub has no such model or requires a token for it, or the
-            hub cannot be reached; `what` says which.
+        HotspaConfigError: the name is not a valid model name, the hub has no such model or requires a token for it, or
+            the hub cannot be reached; `what` says which.
     """
     # imported here, because presets and local files do not need it
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache

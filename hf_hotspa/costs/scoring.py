@@ -8,8 +8,8 @@ TRAINING_UNITS = 3
 
 @dataclass(frozen=True)
 class Scoring:
-    """`forwards`: forward passes of all tokens in a step besides training. `reference`: whether a second model's weights are
-    kept, divided over the ranks like the master store."""
+    """`forwards`: forward passes of all tokens in a step besides training. `reference`: whether a second model's
+    weights are kept, divided over the ranks like the master store."""
 
     forwards: int = 0
     reference: bool = False
@@ -28,5 +28,5 @@ TASKS = {
     "grpo-kl": Scoring(2, reference=True),
     "rloo": Scoring(3, reference=True),
 }
-"""Scoring by training task: `sft` uses the model's own loss; `dpo` pairs, with a live reference or precomputed; `grpo` and
-`rloo` completions, with TRL's defaults or a KL term."""
+"""Scoring by training task: `sft` uses the model's own loss; `dpo` pairs, with a live reference or precomputed; `grpo`
+and `rloo` completions, with TRL's defaults or a KL term."""

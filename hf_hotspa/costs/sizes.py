@@ -1,8 +1,8 @@
 """Sizes of model states: weights, gradients and master store of a rank.
 
-Exact with a parameter vector (from layouts); otherwise computed from the model's shape. The latter cuts attention by heads
-and MLPs evenly, except for what every tp coordinate holds: two norms, blocks that the family's plan does not cut, and
-key/value heads fewer than tp.
+Exact with a parameter vector (from layouts); otherwise computed from the model's shape. The latter cuts attention by
+heads and MLPs evenly, except for what every tp coordinate holds: two norms, blocks that the family's plan does not cut,
+and key/value heads fewer than tp.
 """
 
 import math

@@ -1,15 +1,15 @@
 """Seconds of a switch: loading a strategy's weights from the master store, and returning its gradients.
 
-Estimated from sizes alone, for the many strategies of a search. The fluid port model (`plan/ports.py`) is a lower bound:
-real transfers reach `efficiency` of its speed, and every switch has a fixed cost.
+Estimated from sizes alone, for the many strategies of a search. The fluid port model (`plan/ports.py`) is a lower
+bound: real transfers reach `efficiency` of its speed, and every switch has a fixed cost.
 
-Fully sharded strategies (`+z2`, `+z3`) move their units during computation instead (`Streams`). For every pack they load all
-units for the forward and the backward pass (`+z3`), and return their gradients (`+z2`, `+z3`), except for units that are
-already present (`plan.units`). Transfers of all stages run one after the other. They overlap with their pass, unless ranks
-share cores. Replicas run in lockstep with the slowest, pack by pack.
+Fully sharded strategies (`+z2`, `+z3`) move their units during computation instead (`Streams`). For every pack they
+load all units for the forward and the backward pass (`+z3`), and return their gradients (`+z2`, `+z3`), except for
+units that are already present (`plan.units`). Transfers of all stages run one after the other. They overlap with their
+pass, unless ranks share cores. Replicas run in lockstep with the slowest, pack by pack.
 
-`+z2` and `+z3` are never predicted to be faster than the same strategy without, load and return included: the only reason to
-choose them is memory. Plain data, no torch.
+`+z2` and `+z3` are never predicted to be faster than the same strategy without, load and return included: the only
+reason to choose them is memory. Plain data, no torch.
 """
 
 import math
@@ -38,10 +38,10 @@ def estimate(
 ) -> dict[Strategy, float]:
     """Estimates the load and return seconds of each strategy from the size of the model.
 
-    A rank receives 1 / (tp pp) of the model, less the share that it owns. Between nodes, a relayed load sends what a node
-    lacks across its NICs once: the tp shards and stages in the node, less what its devices own. Returning gradients is the
-    reverse flow, with a node's replicas summed before the NIC. Within about a factor of two of the plans. `+z2` returns
-    nothing and `+z3` also loads nothing, as units move during the phase (`Streams`).
+    A rank receives 1 / (tp pp) of the model, less the share that it owns. Between nodes, a relayed load sends what a
+    node lacks across its NICs once: the tp shards and stages in the node, less what its devices own. Returning
+    gradients is the reverse flow, with a node's replicas summed before the NIC. Within about a factor of two of the
+    plans. `+z2` returns nothing and `+z3` also loads nothing, as units move during the phase (`Streams`).
 
     Args:
         efficiency: Measured speed relative to the port model.
@@ -64,13 +64,14 @@ def moved_bytes(sizes: ModelSizes) -> dict[int, float]:
 
 
 def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> float:
-    """Returns the seconds of a switch at full link speed, for `num_bytes` of the complete model on the wire. Links inside and
-    between nodes work at the same time; see `estimate`."""
+    """Returns the seconds of a switch at full link speed, for `num_bytes` of the complete model on the wire. Links
+    inside and between nodes work at the same time; see `estimate`."""
     return max(seconds_of_links(strategy, num_bytes, cluster))
 
 
 def seconds_of_links(strategy: Strategy, num_bytes: float, cluster: Cluster) -> tuple[float, float]:
-    """Returns the seconds at full speed of links inside nodes, and of links between nodes. Args: as for `port_seconds`."""
+    """Returns the seconds at full speed of links inside nodes, and of links between nodes. Args: as for
+    `port_seconds`."""
     own = 1 / cluster.world_size
     inside = num_bytes / (strategy.tp * strategy.pp) * (1 - own) / cluster.intra_bandwidth
     if cluster.num_nodes == 1:
@@ -84,8 +85,8 @@ def seconds_of_links(strategy: Strategy, num_bytes: float, cluster: Cluster) -> 
 
 @dataclass(frozen=True)
 class StreamedPack:
-    """A pack of the slowest replica, or its chunks: seconds of all forward and of all backward passes, and the number of
-    each that load units."""
+    """A pack of the slowest replica, or its chunks: seconds of all forward and of all backward passes, and the number
+    of each that load units."""
 
     forward_s: float
     backward_s: float
@@ -112,7 +113,8 @@ class Streams:
         return strategy.pp * _MORE * port_seconds(strategy, num_bytes, self.cluster) / self.efficiency
 
     def pack_s(self, strategy: Strategy, forwards: int = 1, backwards: int = 1) -> float:
-        """Returns the seconds of all transfers of a pack, less the two units that are present at each change of direction."""
+        """Returns the seconds of all transfers of a pack, less the two units that are present at each change of
+        direction."""
         loads = self.load_s(strategy) if strategy.z == 3 else 0.0
         kept = min(1.0, 4 / (self.sizes.shape.num_layers + 2)) * loads
         return max(0.0, (forwards + backwards) * loads - kept) + backwards * self.return_s(strategy)

@@ -1,15 +1,15 @@
 """The time model: seconds of packs, of replicas and of phases under a strategy.
 
-One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds per pack for each tensor-parallel degree, collectives included.
-Embedding and head have separate costs. The busiest replica decides. Coefficients come from measurements (`fit`) or data
-sheets (`analytic`).
+One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds per pack for each tensor-parallel degree, collectives
+included. Embedding and head have separate costs. The busiest replica decides. Coefficients come from measurements
+(`fit`) or data sheets (`analytic`).
 
-A pipeline is simulated operation by operation in the order of `packing.pipeline_order`: sends do not block, and a stage waits
-for its next input. The usual `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also runs the
-head. If every rank has its own processor, such as an accelerator, one walk through the operations is enough
-(`pipeline_seconds`). Ranks that share cores follow the fluid model of a fair scheduler: with `slots` processors, each of n
-computing ranks gets `min(1, slots / n)` (`shared_pipelines`, `shared_seconds`). Four CPU ranks on two cores run at half
-speed while all are busy, and at full speed while two of them wait.
+A pipeline is simulated operation by operation in the order of `packing.pipeline_order`: sends do not block, and a stage
+waits for its next input. The usual `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also
+runs the head. If every rank has its own processor, such as an accelerator, one walk through the operations is enough
+(`pipeline_seconds`). Ranks that share cores follow the fluid model of a fair scheduler: with `slots` processors, each
+of n computing ranks gets `min(1, slots / n)` (`shared_pipelines`, `shared_seconds`). Four CPU ranks on two cores run at
+half speed while all are busy, and at full speed while two of them wait.
 """
 
 import heapq
@@ -86,8 +86,8 @@ class Pipeline:
 def pipeline_seconds(pipeline: Pipeline) -> float:
     """Returns the seconds until the last operation of a replica ends, with one processor per rank.
 
-    Visits operations in an order in which all inputs are known: for each backward pass, first the forward passes that may
-    begin before it, from the first stage to the last, then that backward pass, from the last stage to the first.
+    Visits operations in an order in which all inputs are known: for each backward pass, first the forward passes that
+    may begin before it, from the first stage to the last, then that backward pass, from the last stage to the first.
     """
     forward, backward, hops, reach = pipeline.forward, pipeline.backward, pipeline.hops, pipeline.reach
     num_stages, total = len(forward), len(forward[0])
@@ -171,9 +171,9 @@ def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) ->
 def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots: float) -> float:
     """Returns the seconds until several pipelines are done: `pipeline_seconds` on shared processors.
 
-    At any moment all computing stages run at one speed. So work done is one integral of the speed for all, and an operation
-    ends when the integral has grown by its seconds. Two queues order the events: ends of operations by the integral,
-    arrivals of messages by time.
+    At any moment all computing stages run at one speed. So work done is one integral of the speed for all, and an
+    operation ends when the integral has grown by its seconds. Two queues order the events: ends of operations by the
+    integral, arrivals of messages by time.
 
     Args:
         ranks_per_stage: Ranks that work on a stage together.
@@ -279,8 +279,8 @@ class TimeModel:
         slots: How many ranks compute at the same time if ranks share cores; all other seconds then assume one core per
             rank. Infinite if every rank has its own device.
         pipeline_factor: Relative cost of a pack in stages, without sends of hidden states.
-        phase_factors: Relative cost of complete phases compared with their packs, by (tp, pp), see `Calibration`; deeper
-            pipelines than measured use the nearest depth.
+        phase_factors: Relative cost of complete phases compared with their packs, by (tp, pp), see `Calibration`;
+            deeper pipelines than measured use the nearest depth.
         schedule: One of `pipeline_order.SCHEDULES`.
         paced: The parameters, with the relative step times of slow ranks, if any, by which MLPs are divided.
         cut_by: Ratio by which sequences are cut into chunks of equal time, see `pair_cost`; the measured one if None.
@@ -356,8 +356,8 @@ class TimeModel:
         """Builds the model from measurements.
 
         Args:
-            samples: At least three different packs for each tp. Embedding and head are distinguished from layers by samples
-                with different numbers of layers, or without embedding and head.
+            samples: At least three different packs for each tp. Embedding and head are distinguished from layers by
+                samples with different numbers of layers, or without embedding and head.
 
         Raises:
             HotspaConfigError: too few or impossible samples.
@@ -373,8 +373,8 @@ class TimeModel:
     def kind(self, strategy: Strategy) -> Strategy:
         """Returns the representative of all strategies that are known to take equally long.
 
-        `+sp` changes only memory: it sends the bytes of an all-reduce in two halves. So does `+kh`, whose copies are not
-        counted.
+        `+sp` changes only memory: it sends the bytes of an all-reduce in two halves. So does `+kh`, whose copies are
+        not counted.
         """
         if not (strategy.sp or strategy.kh):
             return strategy
@@ -462,8 +462,8 @@ class TimeModel:
         return factors[tp, min(depths, key=lambda depth: abs(depth - pp))] if depths else 1.0
 
     def hop(self, strategy: Strategy) -> Hop:
-        """Returns the cost of sending a hidden state to the next stage, dp * cp * tp ranks away; with several stages per
-        rank also from the last rank to the first, pp - 1 times as far."""
+        """Returns the cost of sending a hidden state to the next stage, dp * cp * tp ranks away; with several stages
+        per rank also from the last rank to the first, pp - 1 times as far."""
         apart = strategy.stage_size * (strategy.pp - 1 if strategy.v > 1 else 1)
         return self.hop_intra if apart < self.devices_per_node else self.hop_inter
 
@@ -509,7 +509,8 @@ class TimeModel:
     def _sharded(
         self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None, enough: float = math.inf
     ) -> float:
-        """Seconds under a fully sharded strategy. Replicas run in lockstep, pack by pack; in a pipeline chunk by chunk."""
+        """Seconds under a fully sharded strategy. Replicas run in lockstep, pack by pack; in a pipeline chunk by
+        chunk."""
         if self.streams is None:
             raise HotspaConfigError(
                 f"the time model ({self.source}) knows no links, and {strategy} moves its units over them",

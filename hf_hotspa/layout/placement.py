@@ -23,8 +23,8 @@ from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVec
 from hf_hotspa.strategy import Strategy
 
 MASTER_ALIGNMENT = 256
-"""The master store is cut at multiples of this many elements of a parameter, or between parameters. So no 256-element (or
-128-element) scale block of 8-bit or 4-bit optimizer state spans two ranks, whatever the world size."""
+"""The master store is cut at multiples of this many elements of a parameter, or between parameters. So no 256-element
+(or 128-element) scale block of 8-bit or 4-bit optimizer state spans two ranks, whatever the world size."""
 
 
 @dataclass(frozen=True)
@@ -251,12 +251,14 @@ def trained_layout(vector: ParameterVector, layout: Layout) -> Layout:
 
 
 def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
-    """Returns what each rank adds to the gradient, as intervals of its gradient buffers (shaped like its weight buffers).
+    """Returns what each rank adds to the gradient, as intervals of its gradient buffers (shaped like its weight
+    buffers).
 
-    * Sharded parameters, and parameters with partial gradients: every holder adds everything. Replicated key/value heads
-      hold different parts of the sum. With sequence parallelism all parameters do: tp coordinates see different tokens.
-    * Parameters with identical gradients on all tp coordinates: each adds a disjoint 1/tp stretch, so nothing counts twice
-      and all send equal shares.
+    * Sharded parameters, and parameters with partial gradients: every holder adds everything. Replicated key/value
+      heads hold different parts of the sum. With sequence parallelism all parameters do: tp coordinates see different
+      tokens.
+    * Parameters with identical gradients on all tp coordinates: each adds a disjoint 1/tp stretch, so nothing counts
+      twice and all send equal shares.
     * Experts divided by ep: every holder adds them, for different tokens.
     * Frozen parameters are not added.
 

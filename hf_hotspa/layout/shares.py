@@ -1,9 +1,9 @@
 """How many MLP columns each rank of a tensor-parallel group has when a device of the group is slow.
 
 Layouts, replicas and the cost models share this rule. It assigns the columns between an MLP's projections
-(`Part.by_step_time`) so that the last rank of the group finishes as early as possible. Attention and vocabulary stay evenly
-divided; the columns compensate for them. Costs are in parameters, as for stages without measurements. Groups without a slow
-device stay even. Integer arithmetic, so all ranks compute the same shares. No torch.
+(`Part.by_step_time`) so that the last rank of the group finishes as early as possible. Attention and vocabulary stay
+evenly divided; the columns compensate for them. Costs are in parameters, as for stages without measurements. Groups
+without a slow device stay even. Integer arithmetic, so all ranks compute the same shares. No torch.
 """
 
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ def shard_rows(
 def stored_rows(
     vector: ParameterVector, strategy: Strategy, spec: ParameterSpec, rank: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """Like `shard_rows`, along `storage_dim`; None if the rank holds the complete tensor. Packed tensors are cut at block
-    borders only."""
+    """Like `shard_rows`, along `storage_dim`; None if the rank holds the complete tensor. Packed tensors are cut at
+    block borders only."""
     if spec.shard_dim is None or strategy.tp == 1:
         return None
     rows, step = shard_rows(vector, strategy, spec, rank), 1 if spec.packed is None else spec.packed.step
@@ -99,7 +99,8 @@ def beside(costs: UnitCosts, columns: int, tp: int) -> int:
 
 @lru_cache(maxsize=256)
 def cut_columns(columns: int, beside: int, step_times: tuple[int, ...]) -> tuple[int, ...]:
-    """Cuts columns so that `max over ranks of step_time * (beside + columns)` is least, in steps that suit matrix products.
+    """Cuts columns so that `max over ranks of step_time * (beside + columns)` is least, in steps that suit matrix
+    products.
 
     Assigns steps one by one to the rank that would finish first with it, which is optimal for a maximum of increasing
     times. Each rank has at least one step. Ranks with equal relative step times differ by at most one.
@@ -168,7 +169,8 @@ def step_times_of_groups(vector: ParameterVector, strategy: Strategy, ranks: Seq
 
 
 def fastest_stages(strategy: Strategy, step_times: Sequence[int]) -> tuple[int, ...]:
-    """Returns the relative step time of each pipeline position: the slowest rank of a replica, in its fastest replica."""
+    """Returns the relative step time of each pipeline position: the slowest rank of a replica, in its fastest
+    replica."""
     slowest = [[0] * strategy.dp for _ in range(strategy.pp)]
     for rank, step_time in enumerate(step_times):
         coord = strategy.coord(rank)

@@ -1,12 +1,13 @@
 """Which pipeline stage holds which layer (used by layouts, replicas and checkpoints), and the nested shard order.
 
-Stage partition: layers are weighed by measured seconds if present, otherwise by parameters (`StageCosts`). Stages with slow
-devices (`stragglers.speeds`) are weighed with their relative step time. `partition` is the full PipeDream programme with
-unequally replicated stages. Layouts have one dp for all stages and cannot run its result; it shows how much that costs.
+Stage partition: layers are weighed by measured seconds if present, otherwise by parameters (`StageCosts`). Stages with
+slow devices (`stragglers.speeds`) are weighed with their relative step time. `partition` is the full PipeDream
+programme with unequally replicated stages. Layouts have one dp for all stages and cannot run its result; it shows how
+much that costs.
 
 Nested shard order: which tp shard each tp coordinate (rank mod tp) holds. In the plain order, a rank's shard at tp 4 is
-rarely inside its shard at tp 2. With the digits of the coordinate reversed (bit reversal for powers of two), it always is,
-and growing tp moves nothing. Integer arithmetic on plain data.
+rarely inside its shard at tp 2. With the digits of the coordinate reversed (bit reversal for powers of two), it always
+is, and growing tp moves nothing. Integer arithmetic on plain data.
 """
 
 import math
@@ -34,8 +35,8 @@ class StageCosts:
         head: Cost of the head, on the last stage.
         embedding: Cost of the embedding, on the first stage; a table look-up is nearly free.
         sends: `sends[i]`: cost of sending the hidden state after layer i, one way; empty if free.
-        step_times: Relative step times of the stages (see `USUAL_STEP_TIME`), one tuple for each pipeline depth with slow
-            devices.
+        step_times: Relative step times of the stages (see `USUAL_STEP_TIME`), one tuple for each pipeline depth with
+            slow devices.
     """
 
     layers: tuple[int, ...]
@@ -57,10 +58,10 @@ class StageCosts:
     def stages(self, num_stages: int) -> tuple[range, ...]:
         """Cuts the layers into consecutive stages so that the slowest stage is as fast as possible.
 
-        The dynamic programme of PipeDream (Narayanan et al., SOSP'19, section 3.1) for stages of one rank each: `A(j, m) =
-        min over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, with C_i the cost
-        of sending the hidden state after layer i. Ties: the smallest sum of squared stage costs, then the earliest cut
-        points. Each stage gets at least one layer. A stage's cost is multiplied by its relative step time.
+        The dynamic programme of PipeDream (Narayanan et al., SOSP'19, section 3.1) for stages of one rank each: `A(j,
+        m) = min over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, with C_i
+        the cost of sending the hidden state after layer i. Ties: the smallest sum of squared stage costs, then the
+        earliest cut points. Each stage gets at least one layer. A stage's cost is multiplied by its relative step time.
 
         Raises:
             StrategyError: more stages than layers.
@@ -133,8 +134,8 @@ def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages as (consecutive layers, replicas), and the seconds of a micro-batch in the steady state (the slowest stage or
-    send)."""
+    """Stages as (consecutive layers, replicas), and the seconds of a micro-batch in the steady state (the slowest stage
+    or send)."""
 
     seconds: float
     stages: tuple[tuple[range, int], ...]
@@ -202,11 +203,11 @@ def nested_orders(
 ) -> dict[Strategy, tuple[int, ...]]:
     """Chooses the shard order of each strategy of a pool, one per tp degree.
 
-    Maximises what stays in place, summed over all pairs of strategies and all ranks: the overlap of the two tp shards (as
-    fractions of a layer) times the weight of the layers that both stages hold. Candidates are the identity and the digit
-    reversals over the orders of the prime factors of a degree. A coordinate ascent over the degrees with the exact score
-    starts from the identity and from the reversals. Ties: the most identities. Replicated key/value heads change nothing:
-    they are also cut by shard index.
+    Maximises what stays in place, summed over all pairs of strategies and all ranks: the overlap of the two tp shards
+    (as fractions of a layer) times the weight of the layers that both stages hold. Candidates are the identity and the
+    digit reversals over the orders of the prime factors of a degree. A coordinate ascent over the degrees with the
+    exact score starts from the identity and from the reversals. Ties: the most identities. Replicated key/value heads
+    change nothing: they are also cut by shard index.
 
     Args:
         strategies: The pool, with one world size. Existing shard orders are ignored.
@@ -291,7 +292,8 @@ def _digit_reversals(tp: int) -> list[Order]:
 
 
 def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[dict[int, int]]:
-    """Starting points of the ascent: the identity, and all degrees with their factors sorted by one order of the primes."""
+    """Starting points of the ascent: the identity, and all degrees with their factors sorted by one order of the
+    primes."""
     starts = [dict.fromkeys(degrees, 0)]
     primes = sorted({p for tp in degrees for p in _prime_factors(tp)})
     priorities = list(permutations(primes)) if len(primes) <= 3 else [tuple(primes), tuple(reversed(primes))]
@@ -307,8 +309,8 @@ def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[
 def _pair_scores(
     strategies: Sequence[Strategy], candidates: dict[int, list[Order]], layer_sizes: Sequence[int], costs: StageCosts
 ) -> dict[tuple[int, int], _Table]:
-    """Scores every pair of candidates for each pair of degrees a < b. Equal degrees share one order, so any order keeps the
-    same amount in place."""
+    """Scores every pair of candidates for each pair of degrees a < b. Equal degrees share one order, so any order keeps
+    the same amount in place."""
     largest = max(max(layer_sizes, default=0), 1)
     weights = np.array([max(1, size * _FINEST_WEIGHT // largest) for size in layer_sizes], np.int64)
     ranks = {(pp, v): costs.ranks(pp, v) for pp, v in sorted({(s.pp, s.v) for s in strategies})}

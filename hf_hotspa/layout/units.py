@@ -1,9 +1,9 @@
 """Units: the embedding, each layer and the head, as fully sharded strategies (`+z2`, `+z3`) load and return them.
 
-Defines which segments are *streamed* (present for one unit at a time), the order of a stage's units, and which units share
-memory. All units of a stage lie in one buffer, as large as the largest two consecutive units. In forward order, even units
-begin at its start and odd units end at its end. So a unit's place never changes, *neighbours* never share memory, and the
-next unit can load while one computes. All other pairs count as sharing memory.
+Defines which segments are *streamed* (present for one unit at a time), the order of a stage's units, and which units
+share memory. All units of a stage lie in one buffer, as large as the largest two consecutive units. In forward order,
+even units begin at its start and odd units end at its end. So a unit's place never changes, *neighbours* never share
+memory, and the next unit can load while one computes. All other pairs count as sharing memory.
 
 Weights that several units use (tied embeddings) stay for the complete phase: they are *resident*. Plain data, no torch.
 ZeRO stages 2 and 3: Rajbhandari et al. (SC'20, section 5).

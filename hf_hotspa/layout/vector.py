@@ -1,12 +1,13 @@
 """The parameter vector (all parameters end to end in one canonical order), and the dtypes of gradients.
 
-Each parameter is stored with its sharded dim outermost (a row-parallel weight transposed). So a tensor-parallel shard is
-one contiguous interval of the vector, or one interval for each part of a fused weight. The vector is divided into
-*segments*: the parameters of one unit (embedding, each layer, head) that share a dtype and are trained or frozen together.
-Segments are the granularity of all buffers: layouts bind, switches move and the master store cuts by segment.
+Each parameter is stored with its sharded dim outermost (a row-parallel weight transposed). So a tensor-parallel shard
+is one contiguous interval of the vector, or one interval for each part of a fused weight. The vector is divided into
+*segments*: the parameters of one unit (embedding, each layer, head) that share a dtype and are trained or frozen
+together. Segments are the granularity of all buffers: layouts bind, switches move and the master store cuts by segment.
 
-`GradientDtypes` holds the dtypes in which gradients accumulate and travel to the master store. Master weights and sums in
-the master store and in relay buffers always have the master's precision. Plain data, no torch; sizes are in elements.
+`GradientDtypes` holds the dtypes in which gradients accumulate and travel to the master store. Master weights and sums
+in the master store and in relay buffers always have the master's precision. Plain data, no torch; sizes are in
+elements.
 """
 
 import hashlib
@@ -128,16 +129,18 @@ class ParameterSpec:
         shape: Its Hugging Face shape.
         dtype: Dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``).
         unit: The layer index, `EMBEDDING` or `HEAD`.
-        shard_dim: The tensor dim that tensor parallelism cuts; None if every tp coordinate holds the complete parameter.
+        shard_dim: The tensor dim that tensor parallelism cuts; None if every tp coordinate holds the complete
+            parameter.
         parts: How `shard_dim` is cut; empty exactly if `shard_dim` is None.
         partial_gradient: Every tp coordinate holds it, and each gradient is only a part of the sum (q/k norms).
         trainable: False for a frozen parameter: moved, but without gradient and optimizer state.
         tied_names: Further names of the same parameter.
         in_head: Also used by the head, so the last pipeline stage holds it too (tied embeddings).
         experts: Number of experts along its first dim; 0 for other parameters.
-        frozen_dtype: Dtype in the master store while frozen: the given model's, so nothing is rounded. None for `dtype`.
-        packed: The 4-bit matrix that it is a part of, if any. `shape` is then of the stored bytes or scales, while `parts`
-            count rows (or columns) of the matrix.
+        frozen_dtype: Dtype in the master store while frozen: the given model's, so nothing is rounded. None for
+            `dtype`.
+        packed: The 4-bit matrix that it is a part of, if any. `shape` is then of the stored bytes or scales, while
+            `parts` count rows (or columns) of the matrix.
     """
 
     name: str
@@ -225,8 +228,8 @@ class UnitCosts:
     Args:
         cut: Work that tensor parallelism divides evenly.
         whole: Work that every tp coordinate does.
-        by_step_time: Work that may be divided by the relative step time of devices; 0 in layers with experts, whose work
-            depends on the tokens.
+        by_step_time: Work that may be divided by the relative step time of devices; 0 in layers with experts, whose
+            work depends on the tokens.
         columns: Columns of the MLP with the `by_step_time` projections.
     """
 
@@ -245,10 +248,10 @@ class ParameterVector:
         segments: Sorted by offset; they tile the vector.
         layer_costs: Relative compute cost of each decoder layer for one token.
         head_cost: The same for the head (final norm and vocabulary projection).
-        measured: Measured costs that replace both for the stage partition. They move layers between stages and change no
-            offset, segment or checkpoint.
-        step_times: Relative step time of each rank of the world, see `stages.USUAL_STEP_TIME`. Divides the MLP columns of
-            tensor-parallel groups and changes nothing else. Empty for even division.
+        measured: Measured costs that replace both for the stage partition. They move layers between stages and change
+            no offset, segment or checkpoint.
+        step_times: Relative step time of each rank of the world, see `stages.USUAL_STEP_TIME`. Divides the MLP columns
+            of tensor-parallel groups and changes nothing else. Empty for even division.
     """
 
     specs: tuple[ParameterSpec, ...]
