@@ -107,16 +107,14 @@ def calibrate(
         rounds: How often everything is measured.
         pack_tokens: Tokens of the longest pack; determined by trial if None.
         longest: Most tokens of a pack; None for no limit.
-        seconds: Approximate time limit: packs are shorter, rounds fewer, and no complete phases are measured. None: no
-            limit.
+        seconds: Approximate time limit, if any: packs are shorter, rounds fewer, and no complete phases are measured.
         base: The frozen 4-bit base of a trained adapter; None if the model is trained.
 
     Returns:
         The calibration, equal on all ranks.
 
     Raises:
-        HotspaError: on every rank: the model cannot be laid out, a file in the cache is broken, ranks differ, or one
-            failed.
+        HotspaError: on every rank: the model cannot be laid out, a cached file is broken, ranks differ, or one failed.
     """
     started = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
@@ -251,8 +249,7 @@ class _Session:
     def _described(
         self, strategies: Iterable[Strategy] | None
     ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
-        """Returns the key, the model's shape, the degrees and the strategies for complete phases, as this rank sees
-        them."""
+        """Returns this rank's key, model shape, degrees and strategies for complete phases."""
         if not isinstance(self.config, PreTrainedConfig):
             raise HotspaConfigError(
                 f"calibrate needs a transformers config, but got a {type(self.config).__name__}",

@@ -230,8 +230,7 @@ def layer_counts(config: PreTrainedConfig) -> tuple[int, int]:
 def small_copy(
     config: PreTrainedConfig, num_layers: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Makes a model of `num_layers` decoder layers with the widths of the config and random weights, equal on all
-    ranks.
+    """Makes a model of `num_layers` layers with the config's widths and random weights, equal on all ranks.
 
     Does not change torch's random state. Weights repeat one block: drawing billions of numbers takes minutes.
 
@@ -304,8 +303,7 @@ def random_block() -> Tensor:
 
 
 def probe_weights(shape: torch.Size, block: Tensor) -> Tensor:
-    """Returns a parameter of a probe: matrices repeat the block, so a router chooses all experts equally; norms are
-    1."""
+    """Returns a probe's parameter: matrices repeat the block, so a router chooses all experts equally; norms are 1."""
     count = shape.numel()
     values = block.repeat(-(-count // len(block)))[:count] if len(shape) > 1 else block.new_ones(count)
     return values.view(shape)
@@ -382,8 +380,7 @@ def trim_heap() -> None:
 
 @contextmanager
 def freeing_at_once() -> Iterator[None]:
-    """Makes large tensors separate system allocations that are returned when freed, so resident pages are live memory
-    (glibc only).
+    """Makes large tensors system allocations that are returned when freed: resident pages are live memory (glibc only).
 
     Otherwise free heap memory hides parts of a peak, and holes in the heap add to it: up to 40 % of the activations of
     small models. Enter it before the heap grows.
@@ -485,13 +482,11 @@ class Probe:
 def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
     """Returns packs that determine a, b and c: three single sequences, two packs of shorter ones, and longer sequences.
 
-    The longer sequences are for one copy: kernels work in blocks, and quadratic cost is visible only for long
-    sequences.
+    The longer sequences are for one copy: kernels work in blocks, and quadratic cost shows only in long sequences.
 
     Args:
         longest: Tokens of the longest pack before the longer sequences.
-        last: Tokens of the last sequence, if longer than `longest`. If over four times as long, one of four times
-            precedes.
+        last: Tokens of the last sequence, if longer than `longest`; one of `4 * longest` precedes a longer one.
     """
     middle, short = max(1, longest // 4), max(1, longest // 16)
     packs = (short,), (middle,), (longest,), (short,) * (middle // short), (middle,) * (longest // middle)
@@ -515,14 +510,12 @@ _WARM_UP_PACKS = 2
 _GRADIENT_BYTES = 4
 
 _MOST_IDLE = 1.5
-"""Largest factor by which waiting for other ranks raises the cost of packs on shared cores; more is due to other
-programs."""
+"""Largest factor of waiting for other ranks on the cost of packs on shared cores; more is due to other programs."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Measurements, the same on every rank. `pipeline_factor`: relative cost of packs in stages on shared cores, or
-    1."""
+    """Measurements, equal on all ranks. `pipeline_factor`: relative cost of packs in stages on shared cores, or 1."""
 
     samples: tuple[Sample, ...]
     switches: tuple[SwitchSample, ...]
@@ -582,8 +575,7 @@ def time_packs(
 
 
 def _moved(description: ModelDescription) -> int:
-    """Number of parameters of a fully trained model that moves the same bytes in a switch; codes and scales are
-    smaller."""
+    """Parameters of a fully trained model that moves the same bytes in a switch; codes and scales are smaller."""
     weights, segments = dtype_bytes(dtype_name(description.compute_dtype)), description.vector.segments
     gradients = sum(segment.numel for segment in segments if segment.trainable)
     loaded = sum(segment.numel * dtype_bytes(segment.dtype) for segment in segments)

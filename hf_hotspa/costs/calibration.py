@@ -96,8 +96,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The measured model, for readers and `hf-hotspa plan`. `family`: its `model_type`; `hidden_size`: residual
-    width."""
+    """The measured model, for readers and `hf-hotspa plan`. `family` is its `model_type`."""
 
     family: str
     hidden_size: PositiveCount
@@ -178,8 +177,7 @@ class ExchangeSample:
 
 @dataclass(frozen=True)
 class Link:
-    """Messages between neighbours, all ranks at once: seconds of the shortest message, bytes per second and
-    direction."""
+    """Messages between neighbours, all ranks at once. Latency of the shortest; bytes per second and direction."""
 
     latency_s: NotNegative
     bandwidth: Positive
@@ -191,8 +189,7 @@ CACHE_VARIABLE = "HF_HOTSPA_CACHE"
 _MASTER_BYTES = 4
 _NANOSECOND = 1e-9
 _LARGEST_FACTOR = 2.0
-"""Largest factor by which phases may be scaled up or down; a larger one means that other programs disturbed the
-measurement."""
+"""Largest factor by which phases are scaled up or down; larger ones are due to disturbed measurements."""
 _NOT_IN_OLDER_FILES = ("phases", "layers", "exchanges")
 
 
@@ -341,8 +338,7 @@ class Calibration:
 
         Predictions sum packs that were measured with the same pack on all ranks. They miss waiting for other ranks and
         shared cores and caches with packs of different lengths, which depend on dp, pp and tp. Samples are of copies
-        with few layers, cut into stages like the complete model. Those without coefficients in the time model are
-        skipped.
+        with few layers, cut into stages like the complete model; those without coefficients are skipped.
         """
         ratios: dict[tuple[int, int], list[float]] = {}
         for sample in self.phases:

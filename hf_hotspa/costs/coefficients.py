@@ -57,14 +57,13 @@ class Hop:
 @dataclass(frozen=True)
 class Exchanges:
     """Cost of the exchanges of cp ranks in a layer: heads for tokens, and gradients to where they are summed
-    (`all_to_all`); keys and values (`gather`). Seconds per token count the bytes of its hidden state that a rank
-    sends."""
+    (`all_to_all`); keys and values (`gather`). A token counts as the bytes of its hidden state that a rank sends."""
 
     all_to_all: Hop
     gather: Hop
 
 
-# -- fit: non-negative least squares on relative errors -----------------------------------------------------------------
+# -- fit: non-negative least squares on relative errors ----------------------------------------------------------------
 #
 # Errors are relative, so that short packs count as much as long ones. With few unknowns the non-negative problem is
 # solved exactly: solve for every set of non-zero unknowns and take the best feasible solution.

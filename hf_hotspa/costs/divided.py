@@ -36,8 +36,7 @@ WAYS = (AUTO, ULYSSES, GATHER, RING)
 
 
 def head_repeats(heads: int, kv_heads: int, cp: int) -> int:
-    """Returns how often each key/value head is repeated so that every cp rank has the key/value heads of its query
-    heads.
+    """Returns how often key/value heads are repeated so that every cp rank has them for its query heads.
 
     Args:
         heads: Query heads of a rank before the exchange, a multiple of cp.
@@ -101,8 +100,7 @@ def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
 
 
 def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: str, element_bytes: int) -> float:
-    """Returns the bytes of all ranks' keys and values that one layer holds during attention only, for a row of
-    tokens."""
+    """Returns the bytes of all ranks' keys and values that a layer holds during attention, for a row of tokens."""
     if strategy.cp == 1 or (chosen := choose_way(strategy, shape, way)) == ULYSSES:
         return 0.0
     _, kv_heads = local_heads(strategy, shape) or (0, shape.num_key_value_heads)
@@ -110,13 +108,12 @@ def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: 
     wide = max(4, element_bytes)
     if chosen == RING:  # two blocks, and the gradients of two
         return pairs * 2 * (element_bytes + wide)
-    # as received and in the order of the pieces, or with their gradients: in transit, and in the wider dtype of the sums
+    # as received and in the order of the pieces; or with their gradients, in transit and in the wider dtype of the sums
     return pairs * strategy.cp * (2 * element_bytes if wide == element_bytes else 1.5 * element_bytes + wide)
 
 
 def repeated_bytes(strategy: Strategy, shape: ModelShape, way: str, element_bytes: int) -> float:
-    """Returns the bytes per token that a layer keeps until its backward pass for repeated key/value heads (Ulysses
-    only)."""
+    """Returns the bytes per token that a layer keeps until its backward pass for repeated heads (Ulysses only)."""
     heads = local_heads(strategy, shape)
     if strategy.cp == 1 or heads is None or choose_way(strategy, shape, way) != ULYSSES:
         return 0.0
@@ -179,8 +176,7 @@ def layer_exchanges(
 
 
 def returned_bytes(strategy: Strategy, shape: ModelShape, element_bytes: int) -> float:
-    """Returns the bytes per token of a rank's row that a layer keeps until its backward pass: the rows from its
-    experts.
+    """Returns the bytes per token of a rank's row that a layer keeps of its experts' results until its backward pass.
 
     The memory of the experts does not change on average when ep divides them.
     """

@@ -132,12 +132,12 @@ def recomputed_bytes(num_tokens: int, hidden_size: int, num_layers: float, pp: i
     return ELEMENT_BYTES * num_tokens * hidden_size * num_layers / pp
 
 
-# -- ZeRO stages: bytes of model states on each device, and traffic of a step -------------------------------------------
+# -- ZeRO stages: bytes of model states on each device, and traffic of a step ------------------------------------------
 #
 # Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20), section 3.1 and
-# Table 1: mixed precision with Adam keeps 2 bytes of weights, 2 of gradients and K = 12 of optimizer state (fp32 weights,
-# momentum, variance) per parameter. Stage 1 divides the optimizer state over the data-parallel degree, stage 2 the
-# gradients too, stage 3 everything. Traffic: section 7. Used to plan for other systems; `memory` is for hf_hotspa.
+# Table 1: mixed precision with Adam keeps, per parameter, 2 bytes of weights, 2 of gradients and K = 12 of optimizer
+# state (fp32 weights, momentum, variance). Stage 1 divides the optimizer state over the data-parallel degree, stage 2
+# the gradients too, stage 3 everything. Traffic: section 7. For plans of other systems; `memory` counts hf_hotspa.
 
 STAGES = (0, 1, 2, 3)
 WEIGHT_BYTES = 2
@@ -185,8 +185,7 @@ def traffic(trained: float, frozen: float, dp: int, stage: int, packs: int) -> T
 
     An all-gather and a reduce-scatter of n elements send n (dp - 1) / dp each. Stages 0 and 1: gradients and trained
     weights once. Stage 2: gradients once per pack, as no device keeps all of them; weights once. Stage 3: all weights
-    for each forward and backward pass, gradients once per pack; for one pack, 3 / 2 of the traffic of plain data
-    parallelism.
+    for each forward and backward pass, gradients once per pack: for one pack, 3 / 2 of plain data parallelism.
 
     Raises:
         HotspaConfigError: there is no such stage.

@@ -34,8 +34,7 @@ _UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}} 
 
 @dataclass(frozen=True)
 class Device:
-    """One device. `peak_flops`: matrix products, operations per second by dtype; `memory_bandwidth`: bytes per
-    second."""
+    """One device: operations per second of matrix products by dtype name, and memory bytes per second."""
 
     memory_bytes: int
     peak_flops: Mapping[str, float]
@@ -77,8 +76,7 @@ class Hardware:
     inter_latency_s: float = 150e-6
 
     def ring_bandwidth(self, num_ranks: int) -> float:
-        """Bytes per second of the slowest link in a ring of neighbouring ranks; across nodes every NIC carries its
-        share."""
+        """Bytes per second of the slowest link in a ring of neighbours; across nodes every NIC carries its share."""
         if num_ranks <= self.devices_per_node:
             return self.intra_bandwidth
         return min(self.intra_bandwidth, self.inter_bandwidth * (self.nics_per_node or self.devices_per_node))
@@ -148,9 +146,9 @@ def _gpu(
     return Hardware(name, Device(memory_mib * _MIB, speeds, memory), 8, link, nic, nics)
 
 
-# Memory is the driver's number if known. PCIe cards have the slot's link, even if a bridge can join pairs: collectives over
-# a node pass the slots. GeForce cards since Ampere cannot access each other's memory directly, so a byte crosses the slot
-# twice, at half the speed. Nodes of such cards count with one NIC of 100 Gb/s; a file can change this.
+# Memory is the driver's number if known. PCIe cards have the slot's link, even if a bridge can join pairs: collectives
+# over a node pass the slots. GeForce cards since Ampere cannot access each other's memory directly, so a byte crosses
+# the slot twice, at half the speed. Nodes of such cards count with one NIC of 100 Gb/s; a file can change this.
 PRESETS: dict[str, Hardware] = {
     preset.name: preset
     for preset in (

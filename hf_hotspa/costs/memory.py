@@ -419,8 +419,7 @@ class MemoryModel:
         return kept, kept - (num_layers - 1) % every * of_layer - hidden / sharers + of_layer + gradients
 
     def _layer_bytes(self, strategy: Strategy) -> float:
-        """Bytes per token of one layer without recomputation on the rank with the most columns; measured if possible
-        (without cp)."""
+        """Bytes per token of one layer without recomputation on the rank with the most columns; measured if possible."""
         if strategy not in self._of_layers:
             self._of_layers[strategy] = self._sum_of_layer(strategy)
         return self._of_layers[strategy]
@@ -522,8 +521,7 @@ class MemoryModel:
             where: Source of the limit, for the message.
 
         Raises:
-            DeviceMemoryError: naming the strategy, its memory breakdown, the part that does not fit, and the largest
-                possible pack.
+            DeviceMemoryError: naming the strategy, its memory, the part that does not fit, and the largest pack that does.
         """
         if limit_bytes is None:
             return

@@ -20,14 +20,12 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
 
 _SAME_LAYER = 0.05
-"""Tolerated relative difference in layer parameters from the measured model: a config does not show biases and extra
-norms."""
+"""Tolerated relative difference in layer parameters: a config does not show biases and extra norms."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of a model's strategies on a cluster. A switch uses `efficiency` of the links, and takes `switch_s`
-    more."""
+    """Costs of a model's strategies on a cluster. A switch runs at `efficiency` of the links, plus `switch_s`."""
 
     time: TimeModel
     memory: MemoryModel
@@ -94,8 +92,7 @@ class CostModel:
         return estimate(strategies, self.sizes, self.cluster, efficiency=self.efficiency, fixed_s=self.switch_s)
 
     def seconds_of_links(self, strategy: Strategy) -> tuple[float, float]:
-        """Returns the transfer seconds of links inside nodes and of links between nodes, which work at the same
-        time."""
+        """Returns a switch's transfer seconds inside nodes and between nodes, which overlap."""
         inside, between = seconds_of_links(strategy, moved_bytes(self.sizes)[strategy.z], self.cluster)
         return inside / self.efficiency, between / self.efficiency
 

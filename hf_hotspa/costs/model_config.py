@@ -7,8 +7,7 @@ tp does not divide, and why pp or `+sp` is unsupported.
 
 Layer parameters are computed from attention and MLP matrices, two norms and all experts, without biases and extra
 norms: within 1 % for models from a billion parameters on. For families where this misses more (linear attention, layers
-of several kinds) the result is scaled by the error for the default config. Models that cannot be counted raise an
-error.
+of several kinds) the result is scaled by the error for the default config.
 """
 
 import difflib
@@ -251,7 +250,7 @@ def _linears(config: _Config, shape: ModelShape) -> dict[str, Linear]:
     }
 
 
-# -- single small files of the hub, from the cache if present; fails at once if the hub cannot be reached ---------------
+# -- single small files of the hub, from the cache if present; fails at once if the hub cannot be reached --------------
 
 CONFIG = "config.json"
 _TIMEOUT_S = 10

@@ -3,8 +3,7 @@
 Maintains factors for the seconds of each strategy, separately for computation and switches. A calibration takes seconds
 on a small copy of the model; measurements of the run are better evidence. Nothing changes while the median error over
 the last `WINDOW` mini-batches is at most `LIMIT`. Above it, all factors are refitted: to the median ratio of each
-strategy that ran often enough, and to the median over all ratios for the others (a slower machine is slower for all
-strategies).
+strategy that ran often enough, and to the median of all ratios for the others (slow machines slow down all strategies).
 
 Deterministic in the sequence of observations: ranks with the same (gathered) numbers compute the same factors, and a
 run resumed from `state_dict` behaves as if it had not stopped. No torch.
@@ -161,8 +160,7 @@ class OnlineCalibration:
         return factors
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns JSON-ready state; per phase the strategy, seconds of computation (predicted, measured) and of the
-        switch."""
+        """Returns JSON-ready state; a phase is a strategy and (predicted, measured) computation and switch seconds."""
         window = [
             [[str(p.strategy), *map(float, (p.compute_s, m.compute_s, p.switch_s, m.switch_s))] for p, m in pairs]
             for pairs in self._window

@@ -113,8 +113,7 @@ class Streams:
         return strategy.pp * _MORE * port_seconds(strategy, num_bytes, self.cluster) / self.efficiency
 
     def pack_s(self, strategy: Strategy, forwards: int = 1, backwards: int = 1) -> float:
-        """Returns the seconds of all transfers of a pack, less the two units that are present at each change of
-        direction."""
+        """Returns the seconds of a pack's transfers, without the two units that are present when passes turn round."""
         loads = self.load_s(strategy) if strategy.z == 3 else 0.0
         kept = min(1.0, 4 / (self.sizes.shape.num_layers + 2)) * loads
         return max(0.0, (forwards + backwards) * loads - kept) + backwards * self.return_s(strategy)

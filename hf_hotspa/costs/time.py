@@ -373,8 +373,7 @@ class TimeModel:
     def kind(self, strategy: Strategy) -> Strategy:
         """Returns the representative of all strategies that are known to take equally long.
 
-        `+sp` changes only memory: it sends the bytes of an all-reduce in two halves. So does `+kh`, whose copies are
-        not counted.
+        `+sp` changes only memory: it sends an all-reduce in two halves. So does `+kh`, whose copies are not counted.
         """
         if not (strategy.sp or strategy.kh):
             return strategy
@@ -509,8 +508,7 @@ class TimeModel:
     def _sharded(
         self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None, enough: float = math.inf
     ) -> float:
-        """Seconds under a fully sharded strategy. Replicas run in lockstep, pack by pack; in a pipeline chunk by
-        chunk."""
+        """Fully sharded strategies: replicas run in lockstep, pack by pack; in a pipeline chunk by chunk."""
         if self.streams is None:
             raise HotspaConfigError(
                 f"the time model ({self.source}) knows no links, and {strategy} moves its units over them",

@@ -251,12 +251,10 @@ def trained_layout(vector: ParameterVector, layout: Layout) -> Layout:
 
 
 def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
-    """Returns what each rank adds to the gradient, as intervals of its gradient buffers (shaped like its weight
-    buffers).
+    """Returns what each rank adds to the gradient, as intervals of its gradient buffers, shaped like weight buffers.
 
     * Sharded parameters, and parameters with partial gradients: every holder adds everything. Replicated key/value
-      heads hold different parts of the sum. With sequence parallelism all parameters do: tp coordinates see different
-      tokens.
+      heads hold different parts of the sum. With sequence parallelism all parameters do, of different tokens.
     * Parameters with identical gradients on all tp coordinates: each adds a disjoint 1/tp stretch, so nothing counts
       twice and all send equal shares.
     * Experts divided by ep: every holder adds them, for different tokens.

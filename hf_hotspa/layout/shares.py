@@ -99,8 +99,7 @@ def beside(costs: UnitCosts, columns: int, tp: int) -> int:
 
 @lru_cache(maxsize=256)
 def cut_columns(columns: int, beside: int, step_times: tuple[int, ...]) -> tuple[int, ...]:
-    """Cuts columns so that `max over ranks of step_time * (beside + columns)` is least, in steps that suit matrix
-    products.
+    """Cuts columns to minimise `max over ranks of step_time * (beside + columns)`, in steps that suit matrix products.
 
     Assigns steps one by one to the rank that would finish first with it, which is optimal for a maximum of increasing
     times. Each rank has at least one step. Ranks with equal relative step times differ by at most one.
@@ -169,8 +168,7 @@ def step_times_of_groups(vector: ParameterVector, strategy: Strategy, ranks: Seq
 
 
 def fastest_stages(strategy: Strategy, step_times: Sequence[int]) -> tuple[int, ...]:
-    """Returns the relative step time of each pipeline position: the slowest rank of a replica, in its fastest
-    replica."""
+    """Returns the relative step time of each pipeline position: of a replica's slowest rank, in the fastest replica."""
     slowest = [[0] * strategy.dp for _ in range(strategy.pp)]
     for rank, step_time in enumerate(step_times):
         coord = strategy.coord(rank)

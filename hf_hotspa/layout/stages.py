@@ -35,8 +35,7 @@ class StageCosts:
         head: Cost of the head, on the last stage.
         embedding: Cost of the embedding, on the first stage; a table look-up is nearly free.
         sends: `sends[i]`: cost of sending the hidden state after layer i, one way; empty if free.
-        step_times: Relative step times of the stages (see `USUAL_STEP_TIME`), one tuple for each pipeline depth with
-            slow devices.
+        step_times: Relative step times of stages (see `USUAL_STEP_TIME`), a tuple for each depth with slow devices.
     """
 
     layers: tuple[int, ...]
@@ -134,8 +133,7 @@ def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages as (consecutive layers, replicas), and the seconds of a micro-batch in the steady state (the slowest stage
-    or send)."""
+    """Stages as (layers, replicas), and the steady-state seconds of a micro-batch (of the slowest stage or send)."""
 
     seconds: float
     stages: tuple[tuple[range, int], ...]
@@ -292,8 +290,7 @@ def _digit_reversals(tp: int) -> list[Order]:
 
 
 def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[dict[int, int]]:
-    """Starting points of the ascent: the identity, and all degrees with their factors sorted by one order of the
-    primes."""
+    """Starting points of the ascent: the identity, and all degrees' factors sorted by one order of the primes."""
     starts = [dict.fromkeys(degrees, 0)]
     primes = sorted({p for tp in degrees for p in _prime_factors(tp)})
     priorities = list(permutations(primes)) if len(primes) <= 3 else [tuple(primes), tuple(reversed(primes))]

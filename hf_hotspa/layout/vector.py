@@ -6,8 +6,7 @@ is one contiguous interval of the vector, or one interval for each part of a fus
 together. Segments are the granularity of all buffers: layouts bind, switches move and the master store cuts by segment.
 
 `GradientDtypes` holds the dtypes in which gradients accumulate and travel to the master store. Master weights and sums
-in the master store and in relay buffers always have the master's precision. Plain data, no torch; sizes are in
-elements.
+in the master store and relay buffers always have the master's precision. Plain data, no torch; sizes are in elements.
 """
 
 import hashlib
@@ -129,16 +128,14 @@ class ParameterSpec:
         shape: Its Hugging Face shape.
         dtype: Dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``).
         unit: The layer index, `EMBEDDING` or `HEAD`.
-        shard_dim: The tensor dim that tensor parallelism cuts; None if every tp coordinate holds the complete
-            parameter.
+        shard_dim: The dim that tensor parallelism cuts; None if every tp coordinate holds the complete parameter.
         parts: How `shard_dim` is cut; empty exactly if `shard_dim` is None.
         partial_gradient: Every tp coordinate holds it, and each gradient is only a part of the sum (q/k norms).
         trainable: False for a frozen parameter: moved, but without gradient and optimizer state.
         tied_names: Further names of the same parameter.
         in_head: Also used by the head, so the last pipeline stage holds it too (tied embeddings).
         experts: Number of experts along its first dim; 0 for other parameters.
-        frozen_dtype: Dtype in the master store while frozen: the given model's, so nothing is rounded. None for
-            `dtype`.
+        frozen_dtype: Dtype in the master store while frozen: the given model's, without rounding. None for `dtype`.
         packed: The 4-bit matrix that it is a part of, if any. `shape` is then of the stored bytes or scales, while
             `parts` count rows (or columns) of the matrix.
     """
