@@ -104,7 +104,6 @@ def calibrate(
         force: Whether to measure even if the cache has the calibration.
         progress: Called on rank 0 with each step as text.
         devices_per_node: Detected if None.
-        rounds: How often everything is measured.
         pack_tokens: Tokens of the longest pack; determined by trial if None.
         longest: Most tokens of a pack; None for no limit.
         seconds: Approximate time limit, if any: packs are shorter, rounds fewer, and no complete phases are measured.
@@ -198,8 +197,6 @@ def _same(facts: tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]) -
 
 
 class _Session:
-    """One call of `calibrate`, on this rank."""
-
     def __init__(
         self,
         config: PreTrainedConfig,

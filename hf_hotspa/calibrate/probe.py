@@ -407,7 +407,7 @@ class Probe:
 
     Args:
         degrees: Tensor-parallel degrees; each runs on as many replicas as fit the world.
-        others: Further strategies, for complete phases.
+        others: Strategies for complete phases.
     """
 
     def __init__(
@@ -531,7 +531,6 @@ def time_packs(
 
     Args:
         probes: One for each copy of the model; the last has the most layers.
-        degrees: Tensor-parallel degrees.
         packs: The packs of each copy.
     """
     share, rounds = measuring.share, measuring.rounds
@@ -583,7 +582,7 @@ def _moved(description: ModelDescription) -> int:
 
 
 def _both_ways(probe: Probe, pack: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Runs the same packs without stages and in two stages; returns the total cost of each on this rank."""
+    """Costs of the same packs without stages and in two stages, on this rank."""
     assert probe.pipeline is not None
     pairs = []
     for strategy in (probe.strategies[1], probe.pipeline):

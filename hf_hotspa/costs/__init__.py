@@ -1,1 +1,1 @@
-"""Cost models: seconds and bytes of a strategy."""
+"""Cost models: seconds and bytes of a strategy. Plain data, no torch."""

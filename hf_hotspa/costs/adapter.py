@@ -6,7 +6,7 @@ base is frozen: the master store keeps one copy in the compute dtype, without gr
 
 In 4 bits, a code is half a byte per weight, and each block of 64 weights of a row has an fp32 scale
 (`parallel/four_bit.py`); quantized scales are held as fp32. Embedding, head, norms and experts are not quantized.
-`prepare_model_for_kbit_training` makes an fp32 copy of them, which the master store keeps. Plain data, no torch.
+`prepare_model_for_kbit_training` makes an fp32 copy of them, which the master store keeps.
 """
 
 import re

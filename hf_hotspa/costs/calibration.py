@@ -2,7 +2,7 @@
 
 Defines its key and measurements with valid ranges, its JSON file and the file's place in the cache. Raw measurements
 are stored and models are fitted on demand, so a better fit needs no new measurement. `calibrate/calibration.py`
-measures. No torch.
+measures.
 """
 
 import hashlib
@@ -45,8 +45,7 @@ class CalibrationKey:
         cores: Cores that a node's processes may use.
         memory_bytes: Of a device; on CPU, of a node.
         threads: Compute threads of a rank.
-        model: Digest of the model's config.
-        versions: By library.
+        model: Digest of the config.
         base: The frozen base and its adapter (`FrozenBase`); empty if the model is trained.
     """
 
@@ -208,7 +207,7 @@ class Calibration:
         slots: How many ranks compute at the same time; infinite if each has its own core or device.
         inter: Links between nodes; None with one node.
         hop_intra: Sending a hidden state inside a node.
-        hop_inter: Sending a hidden state between nodes; None with one node.
+        hop_inter: The same between nodes; None with one node.
         fixed_s: Seconds of a phase besides its packs and its switch.
         pipeline_factor: Relative cost of packs in stages.
         phases: Complete phases under several strategies, which correct predictions from single packs.

@@ -19,7 +19,7 @@ joined to its own. Everything else exists for one chunk. All tokens run forward 
 the graphs of more chunks, which run forward once. `+kh` keeps stored keys and values in host memory, except of the
 current and next layer.
 
-Plain data, no torch, shared by the engine, the cost models and `auto`.
+The engine, the cost models and `auto` share these functions.
 """
 
 import math

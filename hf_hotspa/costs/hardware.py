@@ -1,7 +1,7 @@
 """Hardware of the cost model, by name or file: the values of `--hardware`.
 
 Defines `Device` (memory and speed of one device) and `Hardware` (devices, nodes and links, which yields the
-`hf_hotspa.cluster.Cluster` of planners), and parses sizes and clusters. Plain data, no torch.
+`hf_hotspa.cluster.Cluster` of planners), and parses sizes and clusters.
 
 Peak speeds are from data sheets for dense matrix products (no sparsity). Bandwidths are per direction, half of the data
 sheet values for NVLink and PCIe. A YAML or JSON file may start from a named machine and change single fields::

@@ -10,7 +10,7 @@ GPipe, all of a group. Neither keeps more tokens than `Bucket.most_tokens`. A ra
 (p - 1) / v full packs, each on some of its stages (`packing.pipeline_order`).
 
 Activations are linear in the tokens of a pack (attention keeps no score matrix), so the largest pack has a closed form
-and never shrinks when the limit rises. Plain data, no torch.
+and never shrinks when the limit rises.
 """
 
 import math
@@ -419,7 +419,7 @@ class MemoryModel:
         return kept, kept - (num_layers - 1) % every * of_layer - hidden / sharers + of_layer + gradients
 
     def _layer_bytes(self, strategy: Strategy) -> float:
-        """Bytes per token of one layer without recomputation on the rank with the most columns; measured if possible."""
+        """Bytes per token of a layer without recomputation on the rank with most columns; measured ones have no cp."""
         if strategy not in self._of_layers:
             self._of_layers[strategy] = self._sum_of_layer(strategy)
         return self._of_layers[strategy]
@@ -521,7 +521,7 @@ class MemoryModel:
             where: Source of the limit, for the message.
 
         Raises:
-            DeviceMemoryError: naming the strategy, its memory, the part that does not fit, and the largest pack that does.
+            DeviceMemoryError: naming the strategy, its memory, what does not fit, and the largest pack that does.
         """
         if limit_bytes is None:
             return

@@ -1,7 +1,7 @@
 """The cost model of a run: seconds of a phase, bytes of a rank, seconds of a switch.
 
 Built from a calibration or a data sheet, for all planners: `hf-hotspa plan`, the Trainer (`auto` or given strategies),
-benchmarks. `check_calibration` decides what a calibration may be used for. No torch.
+benchmarks. `check_calibration` decides what a calibration may be used for.
 """
 
 from collections.abc import Iterable, Sequence

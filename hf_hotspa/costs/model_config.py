@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json` into a `ModelShape`, without transformers and without torch.
+"""Reads a Hugging Face `config.json` into a `ModelShape`, without transformers.
 
 Includes presets: LLaMA-2 in the sizes of HotSPa's published experiments, with positions for their 32768 tokens. What a
 config does not contain about its family (plans, other field names, defaults) comes from `families.json`. That file is

@@ -6,7 +6,7 @@ the last `WINDOW` mini-batches is at most `LIMIT`. Above it, all factors are ref
 strategy that ran often enough, and to the median of all ratios for the others (slow machines slow down all strategies).
 
 Deterministic in the sequence of observations: ranks with the same (gathered) numbers compute the same factors, and a
-run resumed from `state_dict` behaves as if it had not stopped. No torch.
+run resumed from `state_dict` behaves as if it had not stopped.
 """
 
 import hashlib

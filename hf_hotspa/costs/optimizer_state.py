@@ -1,7 +1,6 @@
 """Bytes of optimizer state per element, by `--optim` name.
 
-Repeats the rules by which bitsandbytes and torchao quantize a parameter's state; in a run the libraries decide. Plain
-data, no torch.
+Repeats the rules by which bitsandbytes and torchao quantize a parameter's state; in a run the libraries decide.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Which strategies the options of a run support.
 
-The engine rejects unsupported strategies and searches do not offer them; both ask here. Plain data, no torch.
+The engine rejects unsupported strategies and searches do not offer them; both ask here.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ class RunOptions:
         context_parallel: The cp method, one of `costs.divided.WAYS`.
         device_type: `cpu` or `cuda`.
         flexible: Whether tp ranks may hand over work.
-        expert_capacity: The capacity factor of experts, if any.
+        expert_capacity: The capacity factor, if any.
     """
 
     schedule: str = "auto"
@@ -75,7 +75,7 @@ class RunOptions:
     def _check_divided(self, strategy: Strategy) -> None:
         if self.flexible:
             raise UnsupportedError(
-                f"strategy {strategy} beside ranks that hand over work (hotspa_stragglers)",
+                f"strategy {strategy} with ranks that hand over work (hotspa_stragglers)",
                 why=_NOT_EXACT,
                 fix="use hotspa_stragglers=balance or watch",
             )

@@ -52,7 +52,6 @@ class StageSizes:
     """The fullest rank of a pipeline stage.
 
     Args:
-        num_layers: Decoder layers.
         weight_bytes: Weights that exist at a time.
         gradient_bytes: Their gradients, in the accumulation dtype.
         trained_bytes: All trained weights.
@@ -112,16 +111,12 @@ def _dequantized(vector: ParameterVector, strategy: Strategy, spec: ParameterSpe
 class ModelSizes:
     """Sizes of one model under any strategy.
 
-    A `vector` replaces `compute_dtype`, `tied`, `adapter`, `measured` and `four_bits`.
-
     Args:
         compute_dtype: The dtype of a strategy's weights.
         tied: Whether head and embedding are one weight.
-        vector: The parameters, for exact sizes; None to compute sizes from the shape.
-        gradients: The dtypes in which gradients accumulate and travel.
-        adapter: Adapter that is trained on the frozen model, if any.
+        vector: The parameters, for exact sizes. Replaces all fields except `shape` and `gradients`.
+        adapter: Trained on the frozen model, if any.
         measured: Measured costs of the stage partition, see `ParameterVector`.
-        four_bits: The 4-bit layers of a frozen model, if any.
     """
 
     shape: ModelShape

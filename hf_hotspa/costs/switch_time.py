@@ -9,7 +9,7 @@ units that are already present (`plan.units`). Transfers of all stages run one a
 pass, unless ranks share cores. Replicas run in lockstep with the slowest, pack by pack.
 
 `+z2` and `+z3` are never predicted to be faster than the same strategy without, load and return included: the only
-reason to choose them is memory. Plain data, no torch.
+reason to choose them is memory.
 """
 
 import math
@@ -113,7 +113,7 @@ class Streams:
         return strategy.pp * _MORE * port_seconds(strategy, num_bytes, self.cluster) / self.efficiency
 
     def pack_s(self, strategy: Strategy, forwards: int = 1, backwards: int = 1) -> float:
-        """Returns the seconds of a pack's transfers, without the two units that are present when passes turn round."""
+        """Returns the seconds of a pack's transfers, less two units that are present when passes change direction."""
         loads = self.load_s(strategy) if strategy.z == 3 else 0.0
         kept = min(1.0, 4 / (self.sizes.shape.num_layers + 2)) * loads
         return max(0.0, (forwards + backwards) * loads - kept) + backwards * self.return_s(strategy)

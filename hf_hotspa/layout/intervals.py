@@ -1,6 +1,6 @@
 """Intervals of one segment over all ranks, as arrays. Layouts and plans are built from them.
 
-No torch; numpy int64; sizes are in elements.
+numpy int64; sizes are in elements.
 """
 
 import hashlib

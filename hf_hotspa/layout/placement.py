@@ -6,7 +6,7 @@
 
 Planners see only layouts, not degrees, so they support any placement that intervals can express. Segments with equal
 placements (such as the layers of a stage) share one `Placement` object: a hundred layers cost a planner as much as one.
-Pure functions of plain data, no torch; sizes are in elements.
+Pure functions; sizes are in elements.
 """
 
 import math

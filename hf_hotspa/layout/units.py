@@ -5,7 +5,7 @@ share memory. All units of a stage lie in one buffer, as large as the largest tw
 even units begin at its start and odd units end at its end. So a unit's place never changes, *neighbours* never share
 memory, and the next unit can load while one computes. All other pairs count as sharing memory.
 
-Weights that several units use (tied embeddings) stay for the complete phase: they are *resident*. Plain data, no torch.
+Weights that several units use (tied embeddings) stay for the complete phase: they are *resident*.
 ZeRO stages 2 and 3: Rajbhandari et al. (SC'20, section 5).
 """
 

@@ -6,7 +6,7 @@ is one contiguous interval of the vector, or one interval for each part of a fus
 together. Segments are the granularity of all buffers: layouts bind, switches move and the master store cuts by segment.
 
 `GradientDtypes` holds the dtypes in which gradients accumulate and travel to the master store. Master weights and sums
-in the master store and relay buffers always have the master's precision. Plain data, no torch; sizes are in elements.
+in the master store and relay buffers always have the master's precision. Sizes are in elements.
 """
 
 import hashlib
