@@ -1,8 +1,8 @@
-"""Measures a model on the machine at hand: seconds a pack by tensor-parallel degree, links, switches, memory.
+"""Calibrates a model on this machine: seconds per pack by tensor-parallel degree, links, switches, memory.
 
-Owns `calibrate`. It runs the engine's own replicas on two small copies of the model (few layers, real widths), all ranks
-at the same time as in training, and returns one `Calibration`, the same on all ranks. A calibration is kept in a cache
-by machine, world, model config, dtype and library versions; a second run reads it and measures nothing.
+`calibrate` runs the engine's replicas on two small copies of the model (few layers, real widths), all ranks at the same
+time as in training. It returns the same `Calibration` on all ranks. Calibrations are cached by machine, world, model
+config, dtype and library versions; a second run reads the cache.
 """
 
 import json
@@ -66,11 +66,11 @@ from hf_hotspa.versions import version_of
 logger = logging.getLogger(__name__)
 
 ROUNDS = 3
-"""How often everything is measured, in turn. The lower quartile counts: other programs only ever add seconds."""
+"""How often everything is measured, in turn. The lower quartile counts: other programs can only add seconds."""
 LONGEST_PACK_S = 1.2
-"""Packs grow until one takes about so long on the larger copy; and on the smaller copy, until one takes as long there."""
+"""Packs grow until one takes about this long, on each of the two copies."""
 _PACK_SHARE = 0.015
-"""What the longest pack may take of the seconds that are given: about fifty are run."""
+"""The longest pack's share of the given seconds; about fifty packs run."""
 _FIRST_PACK = 256
 _LARGEST_PACK = 16384
 _TIMEOUT = timedelta(minutes=10)
@@ -94,43 +94,42 @@ def calibrate(
     seconds: float | None = None,
     base: FrozenBase | None = None,
 ) -> Calibration:
-    """Measures, or reads what was measured before. Collective; takes seconds.
+    """Measures a model, or reads an earlier calibration from the cache. Collective; takes seconds.
 
     Args:
-        strategies: What must be predictable; every legal strategy when None.
-        compute_dtype: The dtype of computation; the config's, else float32, when None.
-        device: Where this rank computes; its CUDA device when there is one, else the CPU.
-        cache: The folder of calibrations; the user's (`costs.calibration.cache_folder`) when None.
-        force: Whether to measure even if the cache holds what is asked for.
-        progress: Told, on rank 0, what is being done.
-        devices_per_node: Ranks on one node; as the ranks find them when None.
-        rounds: How often everything is measured.
-        pack_tokens: Tokens of the longest pack; found by trial when None.
-        longest: Packs need be no longer than so many tokens; None for no such limit.
-        seconds: About how long it may take: packs are shorter, rounds fewer, and no whole phases are measured. None: no limit.
-        base: The frozen base in 4 bits below an adapter that is trained; None where the model is.
+        strategies: Strategies that must be predictable; all legal ones if None.
+        compute_dtype: If None the config's, otherwise float32.
+        device: Of this rank; if None its CUDA device if present, otherwise the CPU.
+        cache: Folder of calibrations; `costs.calibration.cache_folder()` if None.
+        force: Whether to measure even if the cache has the calibration.
+        progress: Called on rank 0 with each step as text.
+        devices_per_node: Detected if None.
+        pack_tokens: Tokens of the longest pack; determined by trial if None.
+        longest: Most tokens of a pack; None for no limit.
+        seconds: Approximate time limit, if any: packs are shorter, rounds fewer, and no complete phases are measured.
+        base: The frozen 4-bit base of a trained adapter; None if the model is trained.
 
     Returns:
         The calibration, equal on all ranks.
 
     Raises:
-        HotspaError: on every rank: the model cannot be laid out, a file in the cache is broken, ranks differ, or one failed.
+        HotspaError: on every rank: the model cannot be laid out, a cached file is broken, ranks differ, or one failed.
     """
     started = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     groups = ProcessGroups(rank, world_size, device or default_device(), _TIMEOUT)
     try:
         local = devices_per_node or nodes_of(Agreement(groups.agreement, rank)).devices_per_node
-        said = progress if rank == 0 else None
+        own_progress = progress if rank == 0 else None
         session = _Session(
-            config, compute_dtype, local, groups, said, rounds, pack_tokens, longest, seconds, base
+            config, compute_dtype, local, groups, own_progress, rounds, pack_tokens, longest, seconds, base
         )  # fmt: skip
         calibration = session.run(strategies, cache or cache_folder(), force)
         groups.close()
         return calibration
     except Exception as failure:
         if isinstance(failure, HotspaError) and not isinstance(failure, TransferError):
-            raise  # agreed upon: every rank raises it
+            raise  # every rank raises it
         explained = Mailbox(rank, world_size).explain(hotspa_cause(failure) or failure, "calibration")
         raise as_hotspa_error(explained, "calibration") from failure
 
@@ -143,7 +142,7 @@ def calibration_key(
     devices_per_node: int,
     base: FrozenBase | None = None,
 ) -> CalibrationKey:
-    """What a calibration of this model on these ranks holds for, as this rank sees it."""
+    """Returns the key of a calibration of this model on these ranks, as this rank sees it."""
     on_gpu = device.type == "cuda"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return CalibrationKey(
@@ -163,17 +162,16 @@ def calibration_key(
 
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """The dtype that a config names, else float32. `save_pretrained` leaves a name in the config of a live model."""
+    """Returns a config's dtype, otherwise float32. After `save_pretrained` the config of a live model has its name."""
     dtype: torch.dtype | str = getattr(config, "dtype", None) or torch.float32
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calibration | None:
-    """What the cache holds for a key; None when nothing. Measures nothing and does not communicate.
+    """Returns the cached calibration of a key, or None. Does not measure or communicate.
 
     Args:
-        key: What it must hold for.
-        folder: The folder of calibrations; the user's cache when None.
+        folder: The folder of calibrations; the user's cache if None.
 
     Raises:
         HotspaConfigError: the file is broken.
@@ -183,7 +181,7 @@ def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calib
 
 
 def _of_any_kind(failure: Exception) -> HotspaError:
-    """The other ranks must not start without this one, whatever ended it."""
+    """Converts any failure, as the other ranks must not start without this one."""
     return as_hotspa_error(failure, "calibration")
 
 
@@ -199,8 +197,6 @@ def _same(facts: tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]) -
 
 
 class _Session:
-    """One call of `calibrate` on this rank."""
-
     def __init__(
         self,
         config: PreTrainedConfig,
@@ -242,7 +238,7 @@ class _Session:
                 measured.save(path)
                 self.say(f"wrote {path}")
             except OSError as error:
-                logger.warning("the calibration could not be kept in %s: %s", path, error.strerror or error)
+                logger.warning("the calibration could not be saved to %s: %s", path, error.strerror or error)
         return measured
 
     # -- before measuring ---------------------------------------------------------------------------------------------
@@ -250,19 +246,19 @@ class _Session:
     def _described(
         self, strategies: Iterable[Strategy] | None
     ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
-        """The key, the shape of the model, and the degrees and whole strategies to measure, as this rank sees them."""
+        """Returns this rank's key, model shape, degrees and strategies for complete phases."""
         if not isinstance(self.config, PreTrainedConfig):
             raise HotspaConfigError(
-                f"calibrate needs a transformers config, and was given a {type(self.config).__name__}",
+                f"calibrate needs a transformers config, but got a {type(self.config).__name__}",
                 fix="pass model.config, or AutoConfig.from_pretrained(...)",
             )
         copies = (self._copy(count, torch.device("meta")) for count in layer_counts(self.config))
         shape, copied = (describe_model(model, self.dtype).shape for model in copies)
         strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)
         plain = {Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies}
-        # the whole model may have more stages than a copy has layers
+        # the complete model may have more stages than a copy has layers
         whole = sorted(s for s in plain if s.world_size == self.world_size and s.unsupported_reason(copied) is None)
-        # tp 1 is always measured: the longest pack is found with it
+        # tp 1 is always measured: it determines the longest pack
         degrees = sorted({1, *(s.tp for s in strategies)})
         for tp in degrees:
             why = Strategy(1, tp).unsupported_reason(shape) or (
@@ -284,7 +280,7 @@ class _Session:
         return json.loads(self.agreement.texts(json.dumps(data) if self.rank == 0 else "")[0])
 
     def _cached(self, folder: Path, key: CalibrationKey) -> Calibration | None:
-        """What the cache of rank 0 holds; a broken file is an error of all ranks."""
+        """Returns the calibration in rank 0's cache; a broken file raises on all ranks."""
         calibration = self.agreement.run(
             "calibration", lambda: cached_calibration(key, folder) if self.rank == 0 else None
         )
@@ -306,7 +302,7 @@ class _Session:
                 lambda: [self._trained(self._copy(count, self.device)) for count in layer_counts(self.config)],
                 otherwise=_of_any_kind,
             )
-            # an engine on each copy; that with more layers knows the whole strategies
+            # an engine on each copy; complete phases run on the copy with more layers
             probes = [Probe(few, degrees, self.dtype, measuring), Probe(more, degrees, self.dtype, measuring, whole)]
             most = self._most_tokens(probes[-1], shape)
             longest = self.pack_tokens or self._longest(probes[-1], most)
@@ -363,13 +359,13 @@ class _Session:
         return max(1, most)
 
     def _longest(self, probe: Probe, most: int, first: int = _FIRST_PACK) -> int:
-        """Tokens of the longest pack: doubled until it takes long enough, or there is no room for more."""
+        """Returns the tokens of the longest pack: doubles them until a pack takes long enough, or memory is full."""
         longest, strategy = min(first, most), Strategy(self.world_size)
         enough = LONGEST_PACK_S if self.seconds is None else _PACK_SHARE * self.seconds
         probe.load(strategy)
         while True:
             probe.run(strategy, (longest,), 1)
-            # on CPU not the clock: other programs would make the packs of a busy machine short
+            # on CPU use core time: with the clock, other programs would make packs short on a busy machine
             both = probe.run(strategy, (longest,), 1)
             seconds = both[self.device.type == "cpu"] if self.seconds is None else max(both)
             if longest * 2 > most or self._most(seconds) >= enough / 2:
@@ -382,7 +378,7 @@ class _Session:
         return float(self.agreement.gather([value]).max())
 
     def _memory(self, probes: list[Probe], degrees: list[int], longest: int, most: int) -> list[MemorySample]:
-        """Peaks of packs of half, once and twice the longest that both copies are timed with, as far as there is room."""
+        """Measures peaks of packs of half, once and twice the tokens of `longest`, at most `most`."""
         works = PeakMemory(self.device).works
         if not bool(self.agreement.gather([float(works)]).all()):
             self.notes.append("memory was not measured: this system does not reset a process's peak")
@@ -401,7 +397,7 @@ class _Session:
 
 
 def usable_cores() -> int:
-    """Cores that the processes of this node may use at a time: by affinity, and by the quota of a container."""
+    """Returns the cores that processes of this node may use at a time, by affinity and by the quota of a container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -411,7 +407,7 @@ def usable_cores() -> int:
 
 
 def cpu_name() -> str:
-    """The processor's name, as the system knows it."""
+    """Returns the system's name of the processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -1,18 +1,14 @@
-"""Runs a small copy of a model with the engine's own replicas, and measures time and memory.
+"""Measures time and memory of small copies of a model with the engine's replicas, and communication between ranks.
 
-Owns `small_copy` (a model of few layers and real widths, made from its config), `Probe` (one engine on such a copy), and what is
-measured with it: seconds of packs, switches and pipelines (`time_packs`), whole phases under every strategy (`time_phases`), and, where a
-model has layers of several kinds, a layer of each kind alone, as a stage that has no other (`time_layers`); of layers that are all alike
-single packs say what they take. Everything but `small_copy`, `layer_counts` and
-`kinds_of_layers` is collective.
+`small_copy` makes a model of few layers and real widths from a config; `Probe` is an engine on such a copy.
+Measurements: packs, switches and pipelines (`time_packs`); complete phases under every strategy (`time_phases`); if a
+model has layers of several kinds, a layer of each kind alone, as a one-layer stage (`time_layers`); links, pipeline
+hops and cp exchanges. Everything except `small_copy`, `layer_counts` and `kinds_of_layers` is collective.
 
-How the ranks of a calibration measure, and what goes between ranks: links, hops of pipelines, exchanges of cp.
-
-All ranks begin at the same time, and everything runs in turn, round after round, so that what disturbs the machine for a while
-disturbs all alike. What is sent goes over the transport that switches use: in `measure_link` every rank sends to one
-neighbour and receives from the other at the same time, as in a switch; in `measure_hop` a message goes to the neighbour and back
-while nobody else talks, as in a pipeline. The exchanges of cp are the engine's own (`parallel.context`), all groups of a strategy at
-the same time, as replicas have them in training.
+All ranks start at the same time, and measurements take turns in rounds, so that disturbances affect all equally.
+Messages use the transport of switches. `measure_link`: every rank sends to one neighbour and receives from the other at
+the same time, as in a switch. `measure_hop`: one message goes to the neighbour and back without other traffic, as in a
+pipeline. cp exchanges are the engine's (`parallel.context`), all groups of a strategy at the same time, as in training.
 """
 
 import copy
@@ -55,14 +51,14 @@ _TIMES = 5
 
 @dataclass(frozen=True)
 class Measuring:
-    """What every measurement needs. Its methods are collective.
+    """The context of all measurements. Its methods are collective.
 
     Args:
-        agreement: Host-side barrier and gathering.
-        share: Cores for each rank. From 1 on, waiting is part of a cost; below, ranks take turns on a core.
-        rounds: How often everything is measured, after one round that warms up.
-        say: Told what is being done.
-        until: When this rank should have finished, on the clock of `time.perf_counter`; infinite where that does not matter.
+        agreement: Host-side barrier and gather.
+        share: Cores per rank. From 1 on, waiting is part of a cost; below, ranks take turns on a core.
+        rounds: How often everything is measured, after one warm-up round.
+        say: Called with each step as text.
+        until: Deadline of this rank on the clock of `time.perf_counter`; infinite for none.
     """
 
     agreement: Agreement
@@ -73,18 +69,18 @@ class Measuring:
     until: float = math.inf
 
     def is_late(self) -> bool:
-        """Whether any rank should have finished: then nothing is measured that something else can stand for."""
+        """Whether any rank is past its deadline; then optional measurements are skipped."""
         return self.until < math.inf and bool((self.agreement.gather([time.perf_counter() - self.until]) > 0).any())
 
     def timed(self, run: Callable[[], object]) -> tuple[float, float]:
-        """Seconds of this rank by the clock, and those that its threads spent on a core."""
+        """Returns this rank's seconds by the clock, and the core time of its threads."""
         self.agreement.barrier()
         begin, on_core = time.perf_counter(), time.process_time()
         run()
         return moment(self.device) - begin, time.process_time() - on_core
 
     def repeated(self, run: Callable[[], object]) -> Tensor:
-        """Seconds by the clock of what runs a few times, after one that warms up: [rank, time]."""
+        """Runs `run` a few times after one warm-up; returns seconds by the clock, [rank, run]."""
         return self.agreement.gather([self.timed(run)[0] for _ in range(_TIMES + 1)][1:])
 
 
@@ -95,7 +91,7 @@ _TOKENS = (16, 512, 4096)
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """`(seconds of nothing, seconds a byte)` of messages of these bytes: least squares on relative errors, >= 0."""
+    """Fits `(latency, seconds per byte)` to messages of these sizes: least squares on relative errors, >= 0."""
     measured = np.asarray(seconds)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, np.float64)], 1) / measured[:, None]
     latency, each = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0].tolist()
@@ -105,10 +101,10 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def measure_link(transport: ProcessGroupTransport, world_size: int, apart: int, measuring: Measuring) -> Link:
-    """Latency and bandwidth while every rank sends to the rank `apart` after it. Collective.
+    """Measures latency and bandwidth while every rank sends to the rank `apart` after it. Collective.
 
     Args:
-        apart: 1 for the neighbour on the node, the devices of a node for a neighbour on the next one.
+        apart: 1 for the neighbour on the node; the devices of a node for the neighbour on the next node.
     """
     rank = transport.rank
     peer, source = (rank + apart) % world_size, (rank - apart) % world_size
@@ -124,7 +120,7 @@ def measure_link(transport: ProcessGroupTransport, world_size: int, apart: int, 
 
 
 def measure_hop(transport: ProcessGroupTransport, apart: int, token_bytes: int, measuring: Measuring) -> Hop:
-    """Half of the time to the rank `apart` after rank 0 and back, for a token of `token_bytes`. Collective."""
+    """Measures half of the time from rank 0 to rank `apart` and back, for tokens of `token_bytes`. Collective."""
     buffer = torch.zeros(max(_TOKENS) * token_bytes, dtype=torch.uint8, device=measuring.device)
 
     def there_and_back(count: int) -> None:
@@ -148,11 +144,11 @@ def measure_hop(transport: ProcessGroupTransport, apart: int, token_bytes: int, 
 
 _EXCHANGES: tuple[Literal["all_to_all", "gather"], ...] = ("all_to_all", "gather")
 _EXCHANGED = (64 << 10, 4 << 20)
-"""Bytes of the tensor that a rank takes part with in an all-to-all, and that it has after gathering."""
+"""Bytes of a rank's tensor in an all-to-all, and of its result of a gather."""
 
 
 def context_layouts(world_size: int, degrees: Iterable[int]) -> list[Strategy]:
-    """The strategies whose groups of cp are measured: every cp beside each tp of `degrees`, the rest replicas."""
+    """Returns the strategies whose cp groups are measured: every cp with each tp of `degrees`, the rest replicas."""
     return [
         Strategy(world_size // (tp * cp), tp, cp=cp)
         for tp in sorted(set(degrees))
@@ -164,13 +160,13 @@ def context_layouts(world_size: int, degrees: Iterable[int]) -> list[Strategy]:
 def measure_exchanges(
     groups: ProcessGroups, layouts: Iterable[Strategy], measuring: Measuring
 ) -> tuple[ExchangeSample, ...]:
-    """Seconds of both exchanges in two sizes, the slowest rank's; the fastest of a few rounds counts. Collective.
+    """Measures both exchanges in two sizes: the slowest rank's seconds in the fastest of a few runs. Collective.
 
-    Where ranks share cores, a rank's share of the seconds counts, as on a core of its own: the time model adds them up.
+    If ranks share cores, a rank's share of the seconds counts, as on its own core: the time model adds them up.
 
     Args:
-        groups: Makes the groups of cp, and keeps them.
-        layouts: Strategies of the whole world with cp above 1.
+        groups: Makes and keeps the cp groups.
+        layouts: Strategies of the complete world with cp above 1.
 
     Returns:
         Four samples for each layout, the same on every rank.
@@ -191,7 +187,7 @@ def measure_exchanges(
 
 
 def _exchange(name: str, own: Tensor, context: ContextGroup) -> None:
-    """One exchange; afterwards `context` has counted its bytes alone."""
+    """Afterwards `context.sent_bytes` is of this exchange alone."""
     context.sent_bytes = 0
     work, _ = scattered_sum(own, context) if name == "all_to_all" else gathered(own[0], own.shape[1], context)
     work.wait()
@@ -207,15 +203,15 @@ _TRIAL_BYTES = 64 << 20
 _MALLOC_TRIM, _MALLOC_MMAP = -1, -3  # names of mallopt's parameters in glibc
 _WORTH_COUNTING, _LARGEST_DYNAMIC = 1 << 16, 32 << 20
 Packs = Sequence[tuple[int, ...]]
-"""Packs of a replica, each the lengths of its sequences."""
+"""Packs of a replica, as sequence lengths."""
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def layer_counts(config: PreTrainedConfig) -> tuple[int, int]:
-    """Layers of the two copies: one, and as many as the model has or measuring allows; or one and two rounds of the
-    pattern where layers take turns.
+    """Returns the layers of the two copies: one, and as many as the model has or measuring allows. If kinds of layers
+    alternate: one and two periods of the pattern.
 
-    The more layers, the truer: one alone finds its activations still in the processor's caches.
+    More layers are more realistic: a single layer still has its activations in the processor's caches.
     """
     text = config.get_text_config()
     total: int = text.num_hidden_layers
@@ -227,28 +223,27 @@ def layer_counts(config: PreTrainedConfig) -> tuple[int, int]:
             and all(a == b for a, b in zip(kinds, kinds[period:], strict=False))
         ):
             return period, 2 * period
-    wide = _MANY_WEIGHTS / (12 * text.hidden_size**2)  # layers of usual proportions
+    wide = _MANY_WEIGHTS / (12 * text.hidden_size**2)  # a usual layer has 12 h^2 weights
     return 1, min(max(2, total), max(3, min(_MOST_LAYERS, int(wide))))
 
 
 def small_copy(
     config: PreTrainedConfig, num_layers: int, dtype: torch.dtype, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """A model of `num_layers` layers with the widths of the config, and weights that are random, equal on all ranks.
+    """Makes a model of `num_layers` layers with the config's widths and random weights, equal on all ranks.
 
-    The random state of torch is left alone. Weights repeat one block: drawing billions of numbers takes minutes.
+    Does not change torch's random state. Weights repeat one block: drawing billions of numbers takes minutes.
 
     Args:
-        config: The config of the whole model; it is not changed.
-        num_layers: Decoder layers of the copy.
-        device: Where they lie; the CPU when None, nowhere on the meta device.
+        config: The config of the complete model; not changed.
+        device: The CPU if None. On the meta device weights are not allocated.
     """
     small = copy.deepcopy(config)
-    if hasattr(small, "quantization_config"):  # timed are products of the compute dtype
+    if hasattr(small, "quantization_config"):  # products of the compute dtype are measured
         del small.quantization_config
     text = small.get_text_config()
     total = text.num_hidden_layers
-    for name, value in list(vars(text).items()):  # layer_types and the like: one entry a layer
+    for name, value in list(vars(text).items()):  # fields with one entry per layer, such as layer_types
         if isinstance(value, list) and len(value) == total and name != "architectures":
             setattr(text, name, value[:num_layers] + value[: max(0, num_layers - total)])
     text.num_hidden_layers = num_layers
@@ -268,8 +263,8 @@ def small_copy(
 
 
 def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
-    """`small_copy`, changed: its decoder's linear layers in 4 bits of bitsandbytes, below an adapter of all of them.
-    Codes repeat one block, as the weights do. The random state of torch is left alone."""
+    """Converts the decoder's linear layers of a `small_copy` to 4 bits (bitsandbytes) and adds an adapter on all of
+    them. Codes repeat one block, like the weights. Does not change torch's random state."""
     from bitsandbytes.functional import QuantState, quantize_4bit
     from bitsandbytes.nn.modules import Linear4bit, Params4bit
     from peft import LoraConfig, get_peft_model
@@ -295,7 +290,7 @@ def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
         )  # fmt: skip
         packed.bias, packed.quant_state = linear.bias, state
         model.set_submodule(name, packed)
-    model.is_loaded_in_4bit = True  # PEFT asks
+    model.is_loaded_in_4bit = True  # PEFT reads it
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         adapter = LoraConfig(r=base.rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -303,19 +298,19 @@ def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
 
 
 def random_block() -> Tensor:
-    """Numbers that `probe_weights` repeats, fp32 on the CPU; the random state of torch is left alone."""
+    """Returns the numbers that `probe_weights` repeats, fp32 on the CPU. Does not change torch's random state."""
     return torch.empty(_BLOCK).normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
 
 
 def probe_weights(shape: torch.Size, block: Tensor) -> Tensor:
-    """A parameter of what is timed: matrices repeat the block, so that a router chooses all experts alike; norms are 1."""
+    """Returns a probe's parameter: matrices repeat the block, so a router chooses all experts equally; norms are 1."""
     count = shape.numel()
     values = block.repeat(-(-count // len(block)))[:count] if len(shape) > 1 else block.new_ones(count)
     return values.view(shape)
 
 
 def micro_batch(lengths: Sequence[int], vocab_size: int, device: torch.device) -> MicroBatch:
-    """A pack of random tokens, each with a label but for the last of a sequence."""
+    """Returns a pack of random tokens; all but the last token of each sequence have labels."""
     total = sum(lengths)
     generator = torch.Generator().manual_seed(total)
     ids = torch.randint(0, vocab_size, (1, total), generator=generator)
@@ -330,7 +325,7 @@ def micro_batch(lengths: Sequence[int], vocab_size: int, device: torch.device) -
 class PeakMemory:
     """The peak of this process's memory between `start` and `stop`: allocator statistics, or resident pages on CPU.
 
-    There it is what is alive only inside of `freeing_at_once`.
+    On CPU it counts live memory only inside `freeing_at_once`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -338,7 +333,7 @@ class PeakMemory:
 
     @property
     def works(self) -> bool:
-        """Whether it can be measured here."""
+        """Whether this system can measure it."""
         if self.device.type == "cuda":
             return True
         try:
@@ -352,7 +347,7 @@ class PeakMemory:
             return False
 
     def start(self) -> None:
-        """Begins to measure, from what is held now."""
+        """Starts a measurement relative to the current memory."""
         self.restart()
         if self.device.type == "cuda":
             self._before = torch.cuda.memory_allocated(self.device)
@@ -360,7 +355,7 @@ class PeakMemory:
             self._before = _resident("VmRSS")
 
     def restart(self) -> None:
-        """Forgets earlier peaks, and gives memory that is free back to the system, where it would hide a new peak."""
+        """Resets the peak, and returns free memory to the system, as it would hide a new peak."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -369,7 +364,7 @@ class PeakMemory:
         _CLEAR_REFS.write_text("5")
 
     def stop(self) -> int:
-        """Bytes of the peak above those at the start."""
+        """Returns the bytes of the peak above the start."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return torch.cuda.max_memory_allocated(self.device) - self._before
@@ -377,7 +372,7 @@ class PeakMemory:
 
 
 def trim_heap() -> None:
-    """Gives freed memory back to the system, where the C library can (glibc)."""
+    """Returns freed memory to the system, if the C library can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -385,16 +380,16 @@ def trim_heap() -> None:
 
 @contextmanager
 def freeing_at_once() -> Iterator[None]:
-    """Every tensor worth counting is a block of the system's own that goes back to it when it is freed (glibc only).
+    """Makes large tensors system allocations that are returned when freed: resident pages are live memory (glibc only).
 
-    So that resident pages are what is alive. Else what lies free in the heap hides some of a peak, and holes in the heap
-    add to another: up to 40 % of the activations of small models. It has to be entered before the heap has grown.
+    Otherwise free heap memory hides parts of a peak, and holes in the heap add to it: up to 40 % of the activations of
+    small models. Enter it before the heap grows.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         yield
         return
-    # by itself the library finds the limit as it goes, up to 32 MiB; once set, it is fixed
+    # by default glibc adapts the limit up to 32 MiB; setting it fixes it
     for largest in (_WORTH_COUNTING, _LARGEST_DYNAMIC):
         mallopt(_MALLOC_MMAP, largest)
         mallopt(_MALLOC_TRIM, 2 * largest)
@@ -412,7 +407,7 @@ class Probe:
 
     Args:
         degrees: Tensor-parallel degrees; each runs on as many replicas as fit the world.
-        others: Further strategies, for whole phases.
+        others: Strategies for complete phases.
     """
 
     def __init__(
@@ -427,10 +422,10 @@ class Probe:
         self.strategies = {tp: Strategy(world_size // tp, tp, 1) for tp in degrees}
         config: Any = model.config
         self.num_layers: int = config.get_text_config().num_hidden_layers
-        # pipelines of two stages, where there can be any
+        # a pipeline of two stages, if possible
         self.pipeline = Strategy(world_size // 2, 1, 2) if world_size % 2 == 0 and self.num_layers > 1 else None
         engines = dict.fromkeys([*self.strategies.values(), *([self.pipeline] if self.pipeline else []), *others])
-        # the lengths of the buckets play no part: packs are handed to the phases directly
+        # bucket lengths do not matter: packs go directly to the phases
         buckets = [Bucket(s, edge, edge, edge - 1) for edge, s in enumerate(engines, 1)]
         self.engine = HotSPaEngine(
             model,
@@ -448,24 +443,24 @@ class Probe:
         return self._packs[lengths]
 
     def load(self, strategy: Strategy) -> float:
-        """Makes a strategy the active one; seconds on this rank."""
+        """Makes a strategy active; returns seconds on this rank."""
         return self._measuring.timed(self.engine.phases[strategy].load)[0]
 
     def return_gradients(self, strategy: Strategy) -> float:
-        """Returns its gradients and lets go of it; seconds on this rank."""
+        """Returns its gradients and releases it; returns seconds on this rank."""
         return self._measuring.timed(self.engine.phases[strategy].return_gradients)[0]
 
     def run(self, strategy: Strategy, lengths: tuple[int, ...], times: int) -> tuple[float, float]:
-        """Forward and backward of a pack on every replica, `times` in a row; the cost of one on this rank.
+        """Runs forward and backward of a pack on every replica, `times` in a row.
 
         Returns:
-            Seconds by the clock, and those that this process's threads spent on a core.
+            Cost of one run on this rank: seconds by the clock, and core time of this process's threads.
         """
         clock, on_core = self._timed(strategy, [lengths] * times)
         return clock / times, on_core / times
 
     def run_phase(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
-        """Forward and backward of a whole phase; each replica has some packs. Seconds on this rank."""
+        """Runs forward and backward of a complete phase with packs for each replica; returns seconds on this rank."""
         return self._timed(strategy, replicas[strategy.coord(self.engine.rank).dp])[0]
 
     def _timed(self, strategy: Strategy, packs: Packs) -> tuple[float, float]:
@@ -473,7 +468,7 @@ class Probe:
         return self._measuring.timed(lambda: self.engine.phases[strategy].compute(made, scale))
 
     def peak(self, strategy: Strategy, lengths: tuple[int, ...]) -> int:
-        """Bytes that forward and backward of a pack take at most on this rank, beyond weights and gradients."""
+        """Returns the peak bytes of forward and backward of a pack on this rank, beyond weights and gradients."""
         memory, pack = PeakMemory(self._measuring.device), self._pack(lengths)
         self._measuring.agreement.barrier()
         memory.start()
@@ -485,13 +480,13 @@ class Probe:
 
 
 def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
-    """The packs that tell a, b and c apart: three sequences alone, two packs of shorter ones, and the last ones.
+    """Returns packs that determine a, b and c: three single sequences, two packs of shorter ones, and longer sequences.
 
-    The last ones are longer, for one copy: kernels work in blocks, and quadratic cost shows in long sequences only.
+    The longer sequences are for one copy: kernels work in blocks, and quadratic cost shows only in long sequences.
 
     Args:
-        longest: Tokens of the longest pack but for the last ones.
-        last: Tokens of the very last one, if longer; before one of over four times comes one of about four.
+        longest: Tokens of the longest pack before the longer sequences.
+        last: Tokens of the last sequence, if longer than `longest`; one of `4 * longest` precedes a longer one.
     """
     middle, short = max(1, longest // 4), max(1, longest // 16)
     packs = (short,), (middle,), (longest,), (short,) * (middle // short), (middle,) * (longest // middle)
@@ -500,27 +495,27 @@ def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
 
 
 def repetitions(lengths: Sequence[int], longest: int) -> int:
-    """How often a pack runs in a row: short ones twice, as one alone is lost in the noise."""
+    """Returns how often a pack runs in a row: short ones twice, to stand out from noise."""
     return max(1, min(2, math.ceil(longest / sum(lengths))))
 
 
 # -- seconds of packs, of switches and of pipelines ----------------------------------------------------------------
 
 _PIPELINED = 2
-"""Packs that a replica without stages runs to compare pipelines with, which run twice as many."""
+"""Packs of a replica without stages in the comparison with pipelines, which run twice as many."""
 
 _WARM_UP_PACKS = 2
-"""Of each copy, in the round before the first: short ones do, and long ones take long."""
+"""Packs of each copy in the warm-up round; the first packs are short and fast."""
 
 _GRADIENT_BYTES = 4
 
 _MOST_IDLE = 1.5
-"""By how much waiting for one another may raise the cost of packs on shared cores; beyond, others held the cores."""
+"""Largest factor of waiting for other ranks on the cost of packs on shared cores; more is due to other programs."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What was measured, the same on every rank; `pipeline_factor` is that of packs in stages on shared cores, or 1."""
+    """Measurements, equal on all ranks. `pipeline_factor`: relative cost of packs in stages on shared cores, or 1."""
 
     samples: tuple[Sample, ...]
     switches: tuple[SwitchSample, ...]
@@ -532,11 +527,10 @@ def time_packs(
 ) -> Timing:
     """Measures packs and switches. Collective.
 
-    Seconds of a pack are by the slowest rank's clock; where ranks share cores on a core (`_on_shared_cores`).
+    Seconds of a pack are by the slowest rank's clock; core time if ranks share cores (`_on_shared_cores`).
 
     Args:
-        probes: One for each copy of the model; the last has most layers.
-        degrees: Tensor-parallel degrees.
+        probes: One for each copy of the model; the last has the most layers.
         packs: The packs of each copy.
     """
     share, rounds = measuring.share, measuring.rounds
@@ -554,12 +548,12 @@ def time_packs(
                 values.append((probe.return_gradients(strategy), 0.0))
         if pipeline:
             values += _both_ways(probes[-1], (longest // 4,) * 4)
-        if index >= 0:  # the first round warms caches up
+        if index >= 0:  # the first round is the warm-up
             measured.append(values)
         if measured and measuring.is_late():
             break
     gathered = torch.stack([measuring.agreement.gather([n for pair in values for n in pair]) for values in measured])
-    table = gathered.unflatten(2, (-1, 2))  # [round, rank, measurement, by the clock or on a core]
+    table = gathered.unflatten(2, (-1, 2))  # [round, rank, measurement, clock or core time]
     clock, on_core = table[..., 0].amax(1), table[..., 1].mean(1)
     slowest = _lower_quartile(clock)
     factor = 1.0
@@ -580,7 +574,7 @@ def time_packs(
 
 
 def _moved(description: ModelDescription) -> int:
-    """Parameters that take as many bytes in a switch as a model of which all are trained: codes and scales take fewer."""
+    """Parameters of a fully trained model that moves the same bytes in a switch; codes and scales are smaller."""
     weights, segments = dtype_bytes(dtype_name(description.compute_dtype)), description.vector.segments
     gradients = sum(segment.numel for segment in segments if segment.trainable)
     loaded = sum(segment.numel * dtype_bytes(segment.dtype) for segment in segments)
@@ -588,7 +582,7 @@ def _moved(description: ModelDescription) -> int:
 
 
 def _both_ways(probe: Probe, pack: tuple[int, ...]) -> list[tuple[float, float]]:
-    """The same packs without stages, and in two stages; the cost of all of them on this rank."""
+    """Costs of the same packs without stages and in two stages, on this rank."""
     assert probe.pipeline is not None
     pairs = []
     for strategy in (probe.strategies[1], probe.pipeline):
@@ -601,30 +595,30 @@ def _both_ways(probe: Probe, pack: tuple[int, ...]) -> list[tuple[float, float]]
 
 
 def _lower_quartile(rounds: Tensor) -> Tensor:
-    """Of every measurement, over the rounds: other programs only ever make things slower."""
+    """Over the rounds, for each measurement: other programs can only make it slower."""
     return rounds.quantile(0.25, 0, interpolation="lower")
 
 
 def _on_shared_cores(clock: Tensor, on_core: Tensor, share: float) -> Tensor:
-    """What packs cost where ranks share cores.
+    """Returns the cost of packs if ranks share cores.
 
-    That is what a rank's threads spend on a core: the cost is then told apart from how long the rank waited for a core.
-    But ranks of one tensor-parallel group also leave cores idle, while they wait for one another; this shows in the
-    fastest round by the clock, and is counted up to a limit.
+    The cost is the core time of a rank's threads, which excludes waiting for a core. But ranks of a tensor-parallel
+    group also leave cores idle while they wait for each other. The fastest round by the clock shows this, and it counts
+    up to a limit.
 
     Args:
         clock: Seconds by the clock of the slowest rank, [rounds, measurements].
-        on_core: Seconds on a core, the mean over ranks, [rounds, measurements].
+        on_core: Core time, mean over ranks, [rounds, measurements].
     """
     cost = _lower_quartile(on_core)
     return torch.maximum(cost, torch.minimum(clock.amin(0) * share, _MOST_IDLE * cost))
 
 
-# -- whole phases under every strategy, to compare with what single packs predict ----------------------------------
+# -- complete phases under every strategy, to compare with predictions from single packs ----------------------------
 
 
 def mixed_lengths(longest: int, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """The lengths of both mini-batches; half a longest pack for every rank, and at least one."""
+    """Returns the sequence lengths of the two mini-batches: half a longest pack per rank, at least two in all."""
     short, middle = max(1, longest // 16), max(1, longest // 8)
     total = max(2, world_size // 2) * longest
     return (longest, *[short] * ((total - longest) // short)), (middle,) * (total // middle)
@@ -633,10 +627,10 @@ def mixed_lengths(longest: int, world_size: int) -> tuple[tuple[int, ...], ...]:
 def time_phases(
     probe: Probe, strategies: Sequence[Strategy], longest: int, measuring: Measuring
 ) -> tuple[PhaseSample, ...]:
-    """Measures the phases; the fastest counts. Collective."""
-    if len(strategies) < 2:  # nothing to choose between
+    """Measures complete phases; the fastest run counts. Collective."""
+    if len(strategies) < 2:  # there is no choice to make
         return ()
-    measuring.say(f"whole phases under {len(strategies)} strategies")
+    measuring.say(f"complete phases under {len(strategies)} strategies")
     world_size, quadratic = strategies[0].world_size, probe.engine.description.shape.quadratic_cost
     works: dict[Strategy, list[tuple[tuple[tuple[int, ...], ...], ...]]] = {s: [] for s in strategies}
     for lengths in mixed_lengths(longest, world_size):
@@ -664,18 +658,18 @@ def time_phases(
 # -- layers one by one, where a model has several kinds ------------------------------------------------------------
 
 _PLACE = ("layer", "idx", "index", "number")
-"""In the names of settings that say which layer it is, not what it computes."""
+"""Parts of the names of settings that identify a layer and do not affect its computation."""
 _WEIGHT = 0.02
 
 
 def kinds_of_layers(model: nn.Module, description: ModelDescription) -> tuple[tuple[int, ...], ...]:
-    """The indices of decoder layers, those of equal kind together, in the order in which kinds first appear.
+    """Groups the indices of decoder layers by kind, in order of first appearance.
 
-    Layers are of one kind where their modules, the settings of these (a window, a number of heads) and the shapes of
-    all parameters are equal. Models that no pipeline can cut have no kinds: nothing asks for them.
+    Layers are of one kind if their modules, module settings (a window, a number of heads) and parameter shapes are
+    equal. Returns no kinds for models without pipeline support, which do not need them.
 
     Args:
-        model: The whole model; on the meta device, if it likes.
+        model: The complete model; may be on the meta device.
     """
     shape = description.shape
     if shape.num_layers < 2 or Strategy(pp=shape.num_layers).unsupported_reason(shape) is not None:
@@ -693,7 +687,7 @@ def _signature(layer: nn.Module) -> Hashable:
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """What a module was built with, as far as it may decide what is computed; a factor does not."""
+    """The settings of a module that may affect the cost of its computation; float factors do not."""
     return tuple(
         (name, value)
         for name, value in sorted(vars(module).items())
@@ -704,7 +698,7 @@ def _settings(module: nn.Module) -> Hashable:
 
 
 class _Layer:
-    """One decoder layer on this rank, with the arguments that its model calls it with."""
+    """One decoder layer on this rank, with the arguments of its model's call."""
 
     def __init__(self, description: ModelDescription, index: int, pack: MicroBatch, device: torch.device) -> None:
         one_each = Strategy(pp=description.shape.num_layers)  # the stage of this index has this layer
@@ -719,7 +713,7 @@ class _Layer:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def prepare(self) -> None:
-        """Gives it weights, and finds out how it is called. `release` lets go of them."""
+        """Allocates weights, and records the arguments of the layer's call. `release` frees both."""
         replica, device = self._replica, self._replica.device
         room = [0] * len(self._dtypes)
         for slot in replica.slots:
@@ -757,15 +751,15 @@ class _Layer:
 
 
 def _leaf(value: Any) -> Any:
-    """The hidden state as a layer in the middle gets it: its gradient is wanted."""
+    """Makes a hidden state require a gradient, as for a layer in the middle."""
     if isinstance(value, Tensor) and value.dim() == 3 and value.is_floating_point():
         return value.detach().requires_grad_()
     return value
 
 
 def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> tuple[LayerSample, ...]:
-    """Seconds of a layer of each kind of a model on the meta device; the fastest counts. A sample for each kind, the
-    same on every rank; none where all are of one kind. Collective."""
+    """Measures a layer of each kind of a model on the meta device; the fastest run counts. Returns one sample per kind,
+    the same on every rank; none if all layers are of one kind. Collective."""
     description = describe_model(model)
     kinds = kinds_of_layers(model, description)
     if len(kinds) < 2:
@@ -773,7 +767,7 @@ def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> t
     measuring.say(f"layers of {len(kinds)} kinds, one by one")
     device, agreement = measuring.device, measuring.agreement
     pack = micro_batch((longest,), description.shape.vocab_size, device)
-    # a layer in the middle where there is one: embedding and head are not to be held for it
+    # prefer a layer in the middle, whose stage has no embedding or head
     chosen = [kind[len(kind) // 2] for kind in kinds]
     layers = agreement.run(
         "calibration",
@@ -787,8 +781,8 @@ def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> t
 
 
 def _seconds(layer: _Layer, measuring: Measuring) -> float:
-    """Of one forward and backward on this rank, the second of two: the first finds its buffers. On a core, where ranks
-    share cores (`timing.time_packs`)."""
+    """Seconds of one forward and backward on this rank, after a first run that allocates buffers. Core time if ranks
+    share cores (see `time_packs`)."""
     layer.prepare()
     measuring.timed(layer.run)
     clock, on_core = measuring.timed(layer.run)

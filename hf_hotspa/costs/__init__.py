@@ -1,1 +1,1 @@
-"""What a strategy costs in seconds and bytes, and the choice of strategies, buckets and packs that follows from it."""
+"""Cost models: seconds and bytes of a strategy. Plain data, no torch."""

@@ -1,13 +1,15 @@
-"""Time coefficients from data sheets, for machines that one does not have.
+"""Time coefficients from data sheets, for machines that cannot be measured.
 
-A layer's matrix products cost `6 P s / t` floating-point operations for s tokens (P parameters that compute a token; 2 forward, 4
-backward, of which 2 for gradients of weights, which frozen weights do without), causal attention `7 l^2 a / t` a sequence (2 forward; 5 backward with recomputation of the scores, as flash
-attention does); blocks that the family's plan does not cut cost every device the same. Tensor parallelism adds four all-reduces a layer (Narayanan et al., SC'21, section 2.3), each
-`2 s h e (1 - 1/t)` bytes over the slowest link that the group passes; across nodes every NIC of a node carries its
-share.
-Weights in 4 bits are dequantized for each product, which takes the bytes of codes and weights at the speed of the memory.
-Matrix products reach `MATMUL_EFFICIENCY * s / (s + HALF_TOKENS)` of the peak, which is a constant number of seconds a
-pack on top of a linear term. A prediction within about a third: measure where the machine is at hand.
+* Matrix products of a layer: `6 P s / t` floating-point operations for s tokens and P active parameters (2 forward, 4
+  backward; 2 of these for weight gradients, which frozen weights do not need).
+* Causal attention: `7 l^2 a / t` per sequence (2 forward; 5 backward with recomputed scores, as in flash attention).
+* Blocks that the family's plan does not cut cost every device the same.
+* Tensor parallelism: four all-reduces per layer (Narayanan et al., SC'21, section 2.3), each `2 s h e (1 - 1/t)` bytes
+  over the slowest link of the group; across nodes every NIC of a node carries its share.
+* 4-bit weights are dequantized for each product: bytes of codes and weights at memory bandwidth.
+
+Matrix products reach `MATMUL_EFFICIENCY * s / (s + HALF_TOKENS)` of the peak: a constant number of seconds per pack
+plus a linear term. Predictions are within about a third; measure if the machine is available.
 """
 
 from collections.abc import Mapping
@@ -19,22 +21,22 @@ from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.model_shape import ModelShape
 
 MATMUL_EFFICIENCY = 0.62
-"""Share of the peak that large matrix products and what lies between them reach inside a layer (training runs of
-Narayanan et al., SC'21, reach 0.52 over all)."""
+"""Share of the peak that a layer's large matrix products reach, with the operations between them (training runs of
+Narayanan et al., SC'21, reach 0.52 overall)."""
 HALF_TOKENS = 256
-"""Tokens of a pack at which matrix products run at half their best speed."""
+"""Pack size in tokens at which matrix products run at half their best speed."""
 ATTENTION_EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.75
 KERNELS_PER_LAYER = 120
-"""Kernels of a layer, forward and backward."""
+"""Kernel launches of a layer, forward and backward."""
 KERNEL_S = 5e-6
-"""Seconds that a kernel takes at least."""
+"""Least seconds of a kernel."""
 LOSS_PASSES = 8
-"""Times that fp32 logits are read or written between head and loss, forward and backward."""
+"""How often fp32 logits are read or written between head and loss, forward and backward."""
 
 
 def all_reduce_seconds(tp: int, num_bytes: float, hardware: Hardware) -> float:
-    """Seconds of a ring all-reduce of `num_bytes` without latency."""
+    """Seconds of a ring all-reduce of `num_bytes`, without latency."""
     if tp == 1:
         return 0.0
     return 2 * num_bytes * (1 - 1 / tp) / (hardware.ring_bandwidth(tp) * LINK_EFFICIENCY)
@@ -45,7 +47,7 @@ def _products(parameters: float, adapter: float | None) -> float:
 
 
 def all_reduce_latency(tp: int, hardware: Hardware) -> float:
-    """Seconds of one collective beside its bytes."""
+    """Latency of one collective in seconds."""
     if tp == 1:
         return 0.0
     return hardware.intra_latency_s if tp <= hardware.devices_per_node else hardware.inter_latency_s
@@ -54,21 +56,25 @@ def all_reduce_latency(tp: int, hardware: Hardware) -> float:
 def layer_cost(
     shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapter: int | None = None, codes: float = 0.0
 ) -> Cost:
-    """One decoder layer, forward and backward, on each device of a tp group. With `adapter` parameters that are trained
-    in its place (None: the layer is), and `codes` weights dequantized for each product."""
+    """Cost of one decoder layer, forward and backward, on each device of a tp group.
+
+    Args:
+        adapter: Adapter parameters that are trained instead of the layer; None if the layer is trained.
+        codes: 4-bit weights that are dequantized for each product.
+    """
     peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
     whole = shape.whole_parameters
     parameters = (shape.active_parameters - whole) / tp + whole
     matmul = _products(parameters, adapter) / (peak * MATMUL_EFFICIENCY)
     heads = shape.attention_size * ((1 - shape.whole_attention) / tp + shape.whole_attention)
     attention = 7 * heads / (peak * ATTENTION_EFFICIENCY)
-    # what a pack pays however short it is: half-empty tiles, reading the weights three times, or starting the kernels
+    # fixed costs of a pack: half-empty tiles, reading the weights three times, or launching the kernels
     read = parameters + shape.idle_parameters * (
         (1 - shape.whole_mlp) / tp + shape.whole_mlp
     )  # a pack uses all experts
     reads = 3 * read * width / hardware.device.memory_bandwidth
     fixed = max(matmul * HALF_TOKENS, reads, KERNELS_PER_LAYER * KERNEL_S)
-    # kernels of their own, which read codes and write weights
+    # separate kernels read codes and write weights
     fixed += DEQUANTIZATIONS * codes * (WEIGHT_BYTES + width) / hardware.device.memory_bandwidth
     return Cost(
         attention,
@@ -78,7 +84,7 @@ def layer_cost(
 
 
 def head_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, frozen: bool = False) -> Cost:
-    """Vocabulary projection and loss, forward and backward."""
+    """Cost of vocabulary projection and loss, forward and backward."""
     peak, rows = hardware.device.flops(dtype), shape.vocab_size / tp
     matmul = _products(rows * shape.hidden_size, 0 if frozen else None) / (peak * MATMUL_EFFICIENCY)
     loss = LOSS_PASSES * rows * 4 / hardware.device.memory_bandwidth
@@ -87,7 +93,7 @@ def head_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, frozen
 
 
 def embedding_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str) -> Cost:
-    """The look-up and the scattered gradient: memory traffic, and one all-reduce."""
+    """Cost of the look-up and the scattered gradient: memory traffic and one all-reduce."""
     width = dtype_bytes(dtype)
     moved = 4 * shape.hidden_size * width / hardware.device.memory_bandwidth
     return Cost(
@@ -98,7 +104,7 @@ def embedding_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str) -
 
 
 def hops(shape: ModelShape, hardware: Hardware, dtype: str) -> tuple[Hop, Hop]:
-    """Passing a hidden state inside a node, and between nodes."""
+    """Cost of sending a hidden state inside a node, and between nodes."""
     width = shape.hidden_size * dtype_bytes(dtype)
     nic = hardware.inter_bandwidth * (hardware.nics_per_node or hardware.devices_per_node) / hardware.devices_per_node
     return (
@@ -110,7 +116,7 @@ def hops(shape: ModelShape, hardware: Hardware, dtype: str) -> tuple[Hop, Hop]:
 def costs(
     shape: ModelShape, hardware: Hardware, dtype: str, adapters: Mapping[int, tuple[int | None, float]]
 ) -> tuple[dict[int, Cost], dict[int, Cost], dict[int, Cost]]:
-    """Layer, head and embedding costs by tp; `adapters` has `adapter` and `codes` of `layer_cost` for each."""
+    """Returns layer, head and embedding costs by tp; `adapters` has `adapter` and `codes` of `layer_cost` by tp."""
     return (
         {tp: layer_cost(shape, tp, hardware, dtype, *both) for tp, both in adapters.items()},
         {tp: head_cost(shape, tp, hardware, dtype, adapter is not None) for tp, (adapter, _) in adapters.items()},

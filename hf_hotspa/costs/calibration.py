@@ -1,8 +1,8 @@
-"""A calibration: what was measured of one model on one machine, and the cost models that follow from it.
+"""A calibration: the measurements of one model on one machine, and the cost models fitted to them.
 
-Owns its key and measurements, with the bounds that a file is read by, the JSON file and its place in the cache. Raw measurements
-are kept, and the models are fitted when they are asked for, so that a better fit needs no new measurement.
-`calibrate/calibration.py` measures. No torch.
+Defines its key and measurements with valid ranges, its JSON file and the file's place in the cache. Raw measurements
+are stored and models are fitted on demand, so a better fit needs no new measurement. `calibrate/calibration.py`
+measures.
 """
 
 import hashlib
@@ -37,17 +37,16 @@ REMEDY = "delete the file and calibrate again (hf-hotspa calibrate)"
 
 @dataclass(frozen=True)
 class CalibrationKey:
-    """What a calibration holds for. Another value of any field is another calibration.
+    """The case that a calibration is valid for: all fields must match.
 
     Args:
         device: Name of the processor or accelerator.
         kind: `cpu` or `cuda`.
-        cores: Processor cores that a node's processes may use.
-        memory_bytes: Memory of a device; on CPU that of a node.
+        cores: Cores that a node's processes may use.
+        memory_bytes: Of a device; on CPU, of a node.
         threads: Compute threads of a rank.
-        model: Digest of the model's config.
-        versions: Versions of the libraries, by name.
-        base: What is frozen, and trained instead (`FrozenBase`); empty where the model is trained.
+        model: Digest of the config.
+        base: The frozen base and its adapter (`FrozenBase`); empty if the model is trained.
     """
 
     device: str
@@ -65,13 +64,13 @@ class CalibrationKey:
 
     @property
     def slots(self) -> float:
-        """How many ranks compute at the same time: on CPU as many as have cores for their threads."""
+        """How many ranks compute at the same time: on CPU, as many as have cores for their threads."""
         if self.kind != "cpu":
             return math.inf
         return self.cores / self.threads * self.world_size / self.devices_per_node
 
     def digest(self) -> str:
-        """16 hexadecimal digits that name the file in the cache."""
+        """16 hexadecimal digits, the file's name in the cache."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def differences(self, other: "CalibrationKey") -> list[str]:
@@ -80,11 +79,7 @@ class CalibrationKey:
 
 
 def config_digest(config: Mapping[str, Any]) -> str:
-    """Digest of a model config as `to_dict` gives it, without what changes no cost.
-
-    Args:
-        config: The config's fields. Names, versions and dtypes do not count (the compute dtype is in the key).
-    """
+    """Digest of a model config's `to_dict` without names, versions and dtypes (the key has the compute dtype)."""
     left_out = {
         "_name_or_path",
         "transformers_version",
@@ -100,7 +95,7 @@ def config_digest(config: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a reader, or `hf-hotspa plan`, must know of the measured model: its `model_type`, the residual's width."""
+    """The measured model, for readers and `hf-hotspa plan`. `family` is its `model_type`."""
 
     family: str
     hidden_size: PositiveCount
@@ -111,7 +106,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Memory that the busiest rank took beyond weights and gradients during forward and backward of one pack."""
+    """Memory of the busiest rank beyond weights and gradients during forward and backward of one pack."""
 
     tp: PositiveCount
     num_layers: PositiveCount
@@ -121,8 +116,7 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class SwitchSample:
-    """One load and one return of gradients, of the busiest rank, under a strategy (`dp4`; `StrategyError` when it is
-    none)."""
+    """One load and one return of gradients of the busiest rank. Raises `StrategyError` if `strategy` is invalid."""
 
     strategy: str
     num_parameters: PositiveCount
@@ -135,13 +129,13 @@ class SwitchSample:
 
 @dataclass(frozen=True)
 class PhaseSample:
-    """One whole phase, as training has them: packs of mixed lengths, all replicas at the same time.
+    """One complete phase as in training: packs of mixed lengths, all replicas at the same time.
 
     Args:
-        strategy: The strategy, `dp2pp2`; `StrategyError` when it is none.
-        num_layers: Decoder layers of the model that ran.
-        replicas: The packs of each replica, each the lengths of its sequences.
-        seconds: Until the last rank was done, without the switch.
+        strategy: Such as `dp2pp2`; an invalid one raises `StrategyError`.
+        num_layers: Decoder layers of the measured copy.
+        replicas: Packs of each replica, as sequence lengths.
+        seconds: Until the last rank finished, without the switch.
     """
 
     strategy: str
@@ -155,8 +149,8 @@ class PhaseSample:
 
 @dataclass(frozen=True)
 class LayerSample:
-    """Forward and backward of one decoder layer alone, without tp, all ranks at the same time: the indices of all
-    layers of its kind, and the seconds of one, on a core where ranks share cores."""
+    """Forward and backward of one decoder layer alone, without tp, all ranks at the same time. `layers` are the indices
+    of all layers of its kind; `seconds` are of one layer (core time if ranks share cores)."""
 
     layers: tuple[Count, ...]
     lengths: tuple[PositiveCount, ...]
@@ -165,13 +159,12 @@ class LayerSample:
 
 @dataclass(frozen=True)
 class ExchangeSample:
-    """One exchange of the ranks of cp, all groups of a strategy at the same time.
+    """One exchange of cp ranks, all groups of a strategy at the same time.
 
     Args:
-        name: `all_to_all` or `gather`.
-        tp: How far apart its ranks are: the tensor-parallel degree beside it.
-        num_bytes: What each rank sends to the others.
-        seconds: Until the last rank is done; on a core where ranks share cores.
+        tp: Tensor-parallel degree, the distance between the ranks of a group.
+        num_bytes: Bytes that each rank sends to the others.
+        seconds: Until the last rank finishes; core time if ranks share cores.
     """
 
     name: Literal["all_to_all", "gather"]
@@ -183,7 +176,7 @@ class ExchangeSample:
 
 @dataclass(frozen=True)
 class Link:
-    """Messages between neighbours, all ranks at once: seconds of the shortest, bytes per second and direction."""
+    """Messages between neighbours, all ranks at once. Latency of the shortest; bytes per second and direction."""
 
     latency_s: NotNegative
     bandwidth: Positive
@@ -195,35 +188,34 @@ CACHE_VARIABLE = "HF_HOTSPA_CACHE"
 _MASTER_BYTES = 4
 _NANOSECOND = 1e-9
 _LARGEST_FACTOR = 2.0
-"""The most that a factor of phases multiplies or divides by: beyond, something else went on while it was measured."""
+"""Largest factor by which phases are scaled up or down; larger ones are due to disturbed measurements."""
 _NOT_IN_OLDER_FILES = ("phases", "layers", "exchanges")
 
 
 def cache_folder() -> Path:
-    """Where calibrations are kept: `$HF_HOTSPA_CACHE/calibration`, or below `~/.cache/hf_hotspa`."""
+    """Returns `$HF_HOTSPA_CACHE/calibration`, or `~/.cache/hf_hotspa/calibration`."""
     folder = os.environ.get(CACHE_VARIABLE)
     return (Path(folder).expanduser() if folder else Path.home() / ".cache" / "hf_hotspa") / "calibration"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of one model on one machine. See `calibrate/calibration.py` for how they are taken.
+    """Measurements of one model on one machine. `calibrate/calibration.py` takes them.
 
     Args:
-        samples: Seconds of packs, all ranks busy; with embedding, head and loss. On a core where ranks share cores.
-        slots: How many of the ranks compute at the same time; infinite where each has a core or device of its own.
-        hop_intra: Passing a hidden state inside a node.
-        inter: The links between nodes; None with one node.
-        hop_inter: Passing a hidden state between nodes; None with one node.
-        fixed_s: Seconds of a phase beside its packs and its switch.
-        pipeline_factor: By how much packs cost more in stages.
-        phases: Whole phases under several strategies, which correct what follows from single packs.
-        switches: Seconds of switches.
-        memory: Memory of packs; empty where it could not be measured.
-        layers: Layers of each kind, timed one by one; none where all layers are alike.
-        exchanges: All-to-all and gathering on groups of cp; none in older files, and where there is one rank.
-        measured_at: When, UTC, ISO 8601.
-        seconds: How long measuring took.
+        samples: Packs with embedding, head and loss, all ranks busy; core time if ranks share cores.
+        slots: How many ranks compute at the same time; infinite if each has its own core or device.
+        inter: Links between nodes; None with one node.
+        hop_intra: Sending a hidden state inside a node.
+        hop_inter: The same between nodes; None with one node.
+        fixed_s: Seconds of a phase besides its packs and its switch.
+        pipeline_factor: Relative cost of packs in stages.
+        phases: Complete phases under several strategies, which correct predictions from single packs.
+        memory: Empty if it could not be measured.
+        layers: Layers of each kind, timed one by one; empty if all layers are of one kind.
+        exchanges: All-to-all and gather in cp groups; empty in older files and with one rank.
+        measured_at: UTC, ISO 8601.
+        seconds: Duration of the calibration.
         notes: What could not be measured, in words.
     """
 
@@ -249,13 +241,11 @@ class Calibration:
     def __post_init__(self) -> None:
         indices = sorted(index for sample in self.layers for index in sample.layers)
         if indices != list(range(len(indices))) or not all(sample.layers for sample in self.layers):
-            raise HotspaConfigError(
-                f"layers {indices} are of one kind or another instead of each layer once", fix=REMEDY
-            )
+            raise HotspaConfigError(f"the kinds have layers {indices} instead of each layer once", fix=REMEDY)
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The tensor-parallel degrees that were measured."""
+        """The measured tensor-parallel degrees."""
         return tuple(sorted({sample.tp for sample in self.samples}))
 
     def covers(self, strategies: Iterable[Strategy]) -> bool:
@@ -265,32 +255,32 @@ class Calibration:
 
     @cached_property
     def layer_weights(self) -> tuple[float, ...]:
-        """Seconds of each layer of the model, 1 being the mean; empty where layers are alike, or were not told apart."""
+        """Seconds of each layer relative to the mean; empty if layers are equal or were not measured separately."""
         seconds = {index: sample.seconds for sample in self.layers for index in sample.layers}
         mean = sum(seconds.values()) / max(1, len(seconds))
         return tuple(seconds[index] / mean for index in sorted(seconds))
 
     def depth(self, num_layers: int) -> float:
-        """How many mean layers of the model the first so many are: a copy of few layers has those."""
+        """Converts the first `num_layers` layers (the layers of a small copy) to a multiple of the mean layer."""
         first = self.layer_weights[:num_layers]
         return sum(first) + num_layers - len(first)
 
     @cached_property
     def fitted(self) -> tuple[dict[int, Cost], dict[int, Cost]]:
-        """Costs of the mean layer, and of embedding, head and loss together, by tp, see `fit_costs`."""
+        """Costs of the mean layer, and of embedding, head and loss together, by tp; see `fit_costs`."""
         return fit_costs(self.samples, self.depth)
 
     def stage_costs(self, layer_costs: Sequence[int]) -> StageCosts:
-        """What the stages of a pipeline are cut by, in nanoseconds: measured, for the largest pack that was.
+        """Returns the costs of the stage partition in nanoseconds, for the largest measured pack.
 
-        A layer takes its share of the mean one: as measured one by one, else by relative cost. Head, loss and embedding
-        were measured together, and count where the head is. At the least tp that was measured: one cut serves all.
+        Layers are weighed by their separate measurements if present, otherwise by `layer_costs`. Head, loss and
+        embedding were measured together and count for the head. Uses the least measured tp: one partition serves all.
 
         Args:
             layer_costs: Relative cost of each layer, by its parameters.
 
         Raises:
-            HotspaConfigError: too few or impossible samples, or those of a model with another number of layers.
+            HotspaConfigError: too few or impossible samples, or samples of a model with another number of layers.
         """
         if len(self.layer_weights) not in (0, len(layer_costs)):
             raise HotspaConfigError(
@@ -312,10 +302,10 @@ class Calibration:
         )
 
     def time_model(self, sizes: ModelSizes, world_size: int | None = None) -> TimeModel:
-        """The time model of the whole model.
+        """Returns the time model of the complete model.
 
         Args:
-            world_size: Ranks, on nodes like the ones that were measured; as many as were measured when None.
+            world_size: Ranks, on nodes like the measured ones; the measured number if None.
 
         Raises:
             HotspaConfigError: too few or impossible measurements.
@@ -343,13 +333,11 @@ class Calibration:
         )
 
     def _phase_factors(self, of_packs: TimeModel) -> dict[tuple[int, int], float]:
-        """By what the seconds of each kind of strategy, (tp, pp), are to be multiplied: whole phases over the sum of their
-        parts, the geometric mean of the samples of each.
+        """Returns the correction of seconds by (tp, pp): the geometric mean of measured over predicted phases.
 
-        The time model puts a phase together from packs that were measured one by one, all ranks alike. How ranks wait for
-        one another, share cores and caches when packs are of different lengths is not in them, and is not the same for
-        replicas, stages and tensor parallelism. Samples are of copies with few layers, which are cut into stages as the
-        whole is; those that the time model has no coefficients for are left out.
+        Predictions sum packs that were measured with the same pack on all ranks. They miss waiting for other ranks and
+        shared cores and caches with packs of different lengths, which depend on dp, pp and tp. Samples are of copies
+        with few layers, cut into stages like the complete model; those without coefficients are skipped.
         """
         ratios: dict[tuple[int, int], list[float]] = {}
         for sample in self.phases:
@@ -367,7 +355,7 @@ class Calibration:
 
     @cached_property
     def context_exchanges(self) -> dict[tuple[int, int], Exchanges]:
-        """What exchanges of cp cost, by (cp, tp): seconds of one, and of the bytes of a token's hidden state that a rank sends."""
+        """Cost of cp exchanges by (cp, tp): latency, and seconds for the bytes of one token's hidden state."""
         token_bytes = self.model.hidden_size * dtype_bytes(self.key.dtype)
         hops: dict[tuple[int, int], dict[str, Hop]] = {}
         for cp, tp, name in sorted({(s.cp, s.tp, s.name) for s in self.exchanges}):
@@ -383,7 +371,7 @@ class Calibration:
     def memory_model(
         self, sizes: ModelSizes, options: MemoryOptions | None = None, world_size: int | None = None
     ) -> MemoryModel:
-        """The memory model, with measured activations where there are some; of as many ranks as measured when None."""
+        """Returns the memory model with measured activations, if any; for the measured number of ranks if None."""
         options = options or MemoryOptions()
         layers, ends = self.memory_per_token
         options = replace(options, compute_dtype=self.key.dtype, activation_bytes=layers, end_bytes=ends)
@@ -391,14 +379,14 @@ class Calibration:
 
     @cached_property
     def memory_per_token(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Bytes of a token in one layer, and beyond the layers, by tp."""
+        """Bytes per token in one layer, and beyond the layers, by tp."""
         layers, ends = {}, {}
         for tp in sorted({sample.tp for sample in self.memory}):
             samples = [sample for sample in self.memory if sample.tp == tp]
             depths = sorted({s.num_layers for s in samples})
             if len(depths) < 2 or len({s.tokens for s in samples}) < 2:
                 continue
-            # what does not grow with the tokens is each copy's own: what was free in the heap when it was measured, ...
+            # each copy has a separate constant: memory that does not grow with the tokens, such as free heap
             fixed = [[float(s.num_layers == depth) for depth in depths] for s in samples]
             grows = [[s.tokens * s.num_layers, s.tokens] for s in samples]
             rows, taken = np.hstack([grows, fixed]), np.array([s.num_bytes for s in samples])
@@ -408,11 +396,11 @@ class Calibration:
         return layers, ends
 
     def cluster(self, world_size: int | None = None) -> Cluster:
-        """The links of `world_size` ranks, for the planner and for estimates of switches."""
+        """Returns the links of `world_size` ranks, for the planner and for estimates of switches."""
         return self.hardware().cluster(world_size or self.key.world_size)
 
     def hardware(self) -> Hardware:
-        """The machine as `hf-hotspa plan` sees it; the speeds of its devices are what a layer at tp 1 reached."""
+        """Returns the machine for `hf-hotspa plan`; device speeds are those measured with a layer at tp 1."""
         key, inter = self.key, self.inter or self.intra
         layer, _ = self.fitted
         tp = min(layer)
@@ -435,7 +423,8 @@ class Calibration:
 
     @cached_property
     def switch_fit(self) -> tuple[float, float]:
-        """`(efficiency, fixed_s)` of switches for `costs.switch_time`: speed over the port model's, and seconds beside."""
+        """`(efficiency, fixed_s)` of switches for `costs.switch_time`: speed relative to the port model, fixed
+        seconds."""
         cluster, rows = self.cluster(), []
         for sample in self.switches:
             each = dtype_bytes(self.key.dtype) + _MASTER_BYTES
@@ -450,29 +439,29 @@ class Calibration:
     # ------------------------------------------------------------------------------------------------- as a JSON file
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the calibration as JSON, whole or not at all."""
+        """Writes the calibration as JSON, atomically."""
         write_json(path, KIND, SCHEMA_VERSION, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], key: CalibrationKey | None = None) -> "Calibration":
-        """Reads what `save` wrote.
+        """Reads a file of `save`.
 
         Args:
-            key: What it must hold for; anything when None.
+            key: The key that it must have; any if None.
 
         Raises:
-            HotspaConfigError: the file is missing, torn, of another kind or version, holds impossible numbers, or holds
-                for something else.
+            HotspaConfigError: the file is missing, truncated, of another kind or version, has impossible numbers, or
+                has another key.
         """
         calibration = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
         if key is not None and (differences := calibration.key.differences(key)):
             raise HotspaConfigError(
-                f"the calibration holds for another case: {', '.join(differences)}", where=str(path), fix=REMEDY
+                f"the calibration is for another case: {', '.join(differences)}", where=str(path), fix=REMEDY
             )
         return calibration
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; endless slots are None."""
+        """Converts to plain data; infinite slots become None."""
         data: dict[str, Any] = msgspec.to_builtins(self)
         return {**data, "slots": None if math.isinf(self.slots) else self.slots}
 
@@ -488,7 +477,7 @@ class Calibration:
                 raise ValueError(f"the field {missing[0]!r} is missing")
             calibration = typed({**data, "slots": math.inf if data["slots"] is None else data["slots"]}, cls)
             dtype_bytes(calibration.key.dtype)
-            _ = calibration.fitted  # says what the samples lack
+            _ = calibration.fitted  # raises if samples are missing
         except ValueError as error:
             what = error.what if isinstance(error, HotspaConfigError) else str(error)
             raise HotspaConfigError(what, where=where, fix=REMEDY) from None

@@ -1,4 +1,4 @@
-"""Units of the time model: seconds of a pack, quadratic in its lengths, and of what ranks pass on; and their fit."""
+"""Coefficients of the time model: seconds of a pack (quadratic in its lengths) and of messages; and their fit."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from hf_hotspa.typed import NotNegative, Positive, PositiveCount
 
 @dataclass(frozen=True)
 class Cost:
-    """`t = a * sum(l_i^2) + b * sum(l_i) + c` seconds for a pack of sequences l_i, forward and backward.
+    """`t = a * sum(l_i^2) + b * sum(l_i) + c` seconds for a pack of sequences of lengths l_i, forward and backward.
 
-    Packed sequences do not attend to each other, so attention costs the sum of the squares; c is paid once a pack.
+    Packed sequences do not attend to each other, so attention costs the sum of the squares.
 
     Args:
-        a: Seconds a pair of tokens.
-        b: Seconds a token.
-        c: Seconds a pack.
+        a: Seconds per pair of tokens.
+        b: Seconds per token.
+        c: Seconds per pack.
     """
 
     a: float = 0.0
@@ -28,11 +28,11 @@ class Cost:
     c: float = 0.0
 
     def seconds(self, squares: float, tokens: float) -> float:
-        """Seconds of a pack with that sum of squared lengths and that many tokens."""
+        """Seconds of a pack, from its sum of squared lengths and its tokens."""
         return self.a * squares + self.b * tokens + self.c
 
     def of(self, lengths: Iterable[int]) -> float:
-        """Seconds of a pack of these sequences."""
+        """Seconds of a pack, from its sequence lengths."""
         pack = list(lengths)
         return self.seconds(sum(length * length for length in pack), sum(pack))
 
@@ -45,7 +45,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Hop:
-    """Passing a hidden state, or its gradient, to the neighbouring stage: fixed seconds, and seconds a token."""
+    """Cost of sending a hidden state or its gradient to the next stage: fixed seconds, and seconds per token."""
 
     latency_s: NotNegative = 0.0
     token_s: NotNegative = 0.0
@@ -56,24 +56,24 @@ class Hop:
 
 @dataclass(frozen=True)
 class Exchanges:
-    """What ranks of cp exchange in a layer: heads for tokens (and gradients to where they are summed), and keys and
-    values. A token is the bytes of its hidden state that a rank sends to the others."""
+    """Cost of the exchanges of cp ranks in a layer: heads for tokens, and gradients to where they are summed
+    (`all_to_all`); keys and values (`gather`). A token counts as the bytes of its hidden state that a rank sends."""
 
     all_to_all: Hop
     gather: Hop
 
 
-# -- from measurements: least squares on relative errors, with coefficients that are not negative ------------------
+# -- fit: non-negative least squares on relative errors ----------------------------------------------------------------
 #
-# Errors are relative, so that a short pack counts as much as a long one. The few unknowns allow the exact solution of the
-# non-negative problem: every choice of unknowns that are zero is solved, the best feasible one wins.
+# Errors are relative, so that short packs count as much as long ones. With few unknowns the non-negative problem is
+# solved exactly: solve for every set of non-zero unknowns and take the best feasible solution.
 
 Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds, forward and backward, of `num_layers` decoder layers; `with_ends`: with embedding, head and loss."""
+    """Seconds of `num_layers` decoder layers, forward and backward; `with_ends`: plus embedding, head and loss."""
 
     tp: PositiveCount
     num_layers: PositiveCount
@@ -83,10 +83,10 @@ class Sample:
 
 
 def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
-    """The x >= 0 that minimises `|matrix x - target|`, exactly, for up to about ten unknowns.
+    """Returns the x >= 0 that minimises `|matrix x - target|`, exactly, for up to about ten unknowns.
 
-    The optimum is the unconstrained solution on its own support, so trying all supports finds it. Columns are scaled
-    first: token squares and constants are ten orders of magnitude apart.
+    The optimum is the unconstrained solution on its support, so trying all supports finds it. Columns are scaled first:
+    token squares and constants differ by ten orders of magnitude.
     """
     count = matrix.shape[1]
     scale = np.linalg.norm(matrix, axis=0)
@@ -109,21 +109,21 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
 def fit_costs(
     samples: Iterable[Sample], depth: Callable[[int], float] = float
 ) -> tuple[dict[int, Cost], dict[int, Cost]]:
-    """Costs of one layer, and of embedding, head and loss together, by tp.
+    """Fits the costs of one layer, and of embedding, head and loss together (the ends), by tp.
 
-    The ends are told apart from the layers only by samples with ends and different numbers of layers, or by samples
-    without them; they are absent for a tp that was never measured with ends.
+    Ends are separable from layers only with samples of different numbers of layers, or samples without ends. A tp
+    without such samples is absent from the second result.
 
     Args:
-        depth: How many layers of the one to be found a sample's number of layers are, where layers differ.
+        depth: Converts a sample's number of layers to a multiple of the fitted layer, if layers differ.
 
     Raises:
-        HotspaConfigError: no sample, a sample that is impossible, or fewer than three different packs of a tp.
+        HotspaConfigError: no sample, an impossible sample, or fewer than three different packs for a tp.
     """
     by_tp: dict[int, list[Sample]] = {}
     for sample in samples:
         if not (0 < sample.seconds < float("inf") and sample.num_layers >= 1 and sample.lengths and sample.tp >= 1):
-            raise HotspaConfigError(f"{sample} is no measurement", fix="measure again")
+            raise HotspaConfigError(f"{sample} is not a measurement", fix="measure again")
         by_tp.setdefault(sample.tp, []).append(sample)
     if not by_tp:
         raise HotspaConfigError("there are no measurements to fit", fix="measure at least three lengths for each tp")

@@ -1,8 +1,9 @@
-"""The textbook formulas of 3D-parallel tuning, each with its source. They explain; `time` and `memory` predict.
+"""Textbook formulas of 3D parallelism, with sources. They explain; `time` and `memory` predict.
 
 Sources: N21 = Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
-(SC'21); K22 = Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022). A *message* is
-the hidden state of a micro-batch: `2 b s h` bytes in 16 bits. `hf-hotspa formulas` prints them for a model and a cluster.
+(SC'21); K22 = Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022). A *message*
+is the hidden state of a micro-batch: `2 b s h` bytes in 16 bits. `hf-hotspa formulas` prints them for a model and a
+cluster.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from hf_hotspa.errors import HotspaConfigError
 
 ALL_REDUCES_PER_LAYER = 4
-"""Tensor parallelism: two all-reduces in the forward pass of a layer (behind attention and MLP), two in the backward
+"""Tensor parallelism: two all-reduces in the forward pass of a layer (after attention and MLP), two in the backward
 pass (N21 section 2.3)."""
 
 STATE_BYTES_PER_PARAMETER = 20
@@ -20,21 +21,20 @@ weights 4 + momentum 4 + variance 4."""
 
 
 ALL_REDUCES_RECOMPUTED = 6
-"""The same when layers recompute everything: two in the forward pass, two in the one that is repeated, two backward."""
+"""The same with full recomputation: two forward, two in the repeated forward pass, two backward."""
 
 ELEMENT_BYTES = 2
-"""16 bits."""
+"""Bytes of a 16-bit element."""
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """The product of two matrices of n x n in 16 bits, and what tensor parallelism of degree t leaves of it on a device.
-
-    The first matrix is whole on each device, the second is cut, and so is the result.
+    """The product of two n x n matrices in 16 bits, on one device under tensor parallelism of degree t. Each device has
+    the complete first matrix, and a shard of the second and of the result.
 
     Args:
         flops: `2 n^3 / t`.
-        bytes: `2 n^2 + 4 n^2 / t`: `(1 + 2 / t) / 3` of what one device would move.
+        bytes: `2 n^2 + 4 n^2 / t`: `(1 + 2 / t) / 3` of the bytes of a single device.
     """
 
     flops: float
@@ -46,30 +46,30 @@ class Matmul:
 
     @property
     def intensity(self) -> float:
-        """Operations a byte: `n / (2 + t)`. It falls as t grows: `3 / (2 + t)` of what one device has."""
+        """Operations per byte: `n / (2 + t)`, which is `3 / (2 + t)` of a single device's."""
         return self.flops / self.bytes
 
 
 def bubble_fraction(pp: int, num_micro_batches: int) -> float:
-    """Idle time of a pipeline over its ideal time, `(p - 1) / m`, for GPipe and 1F1B alike (N21 section 2.2).
+    """Idle time of a pipeline over its ideal time, `(p - 1) / m`, for both GPipe and 1F1B (N21 section 2.2).
 
     Raises:
         HotspaConfigError: a number is below 1.
     """
     if pp < 1 or num_micro_batches < 1:
-        raise HotspaConfigError(f"{pp} stages and {num_micro_batches} micro-batches are no pipeline")
+        raise HotspaConfigError(f"{pp} stages and {num_micro_batches} micro-batches do not form a pipeline")
     return (pp - 1) / num_micro_batches
 
 
 def inter_elements(num_tokens: int, hidden_size: int) -> int:
-    """`C_inter = 2 b s h`: elements that a micro-batch moves between two stages, forward and backward (N21 3.2)."""
+    """`C_inter = 2 b s h`: elements of a micro-batch between two stages, forward and backward (N21 3.2)."""
     return 2 * num_tokens * hidden_size
 
 
 def intra_elements(num_tokens: int, hidden_size: int, tp: int, layers_of_stage: int) -> float:
     """`C_intra = l_stage * 8 b s h (1 - 1/t)`: elements that a device sends for the all-reduces of its stage (N21 3.2).
 
-    A ring all-reduce of n elements sends `2 n (1 - 1/t)` from each device, and a layer has four of `b s h`. Hence
+    A ring all-reduce of n elements sends `2 n (1 - 1/t)` from each device, and a layer has four of `b s h`. So
     `C_intra = l_stage * 4 * (1 - 1/t) * C_inter`: tensor parallelism belongs inside the node.
     """
     return layers_of_stage * ALL_REDUCES_PER_LAYER * 2 * num_tokens * hidden_size * (1 - 1 / tp)
@@ -82,27 +82,27 @@ def pipeline_seconds(pp: int, num_micro_batches: int, micro_batch_s: float) -> f
 
 
 def tensor_seconds(message: float, bandwidth: float, tp: int, layers_of_stage: float, num_micro_batches: int) -> float:
-    """`T_tp`: the all-reduces of a batch, layers recomputing everything: six a layer and micro-batch, each of a message
-    in bytes, over links between the ranks of tp of that bandwidth in bytes a second."""
+    """`T_tp`: seconds of the all-reduces of a batch with full recomputation: six per layer and micro-batch, each of a
+    `message` in bytes, at the `bandwidth` between tp ranks in bytes per second."""
     each = message / bandwidth * 2 * (tp - 1) / tp
     return each * ALL_REDUCES_RECOMPUTED * layers_of_stage * num_micro_batches
 
 
 def data_seconds(gradient_bytes: float, bandwidth: float, dp: int) -> float:
-    """`T_dp`: the all-reduce of the gradients that a device holds, by a ring."""
+    """`T_dp`: seconds of a ring all-reduce of a device's gradients."""
     return gradient_bytes / bandwidth * 2 * (dp - 1) / dp
 
 
 def stage_seconds(
     message: float, inter_bandwidth: float, intra_bandwidth: float, tp: int, pp: int, num_micro_batches: int
 ) -> float:
-    """`T_pp`: what a batch passes between stages: each rank of tp sends its share of a message to the next stage, where
-    they are gathered inside the node.
+    """`T_pp`: seconds of a batch's messages between stages. Each tp rank sends its share of a message to the next
+    stage, which gathers the shares inside the node.
 
     Args:
         message: Bytes.
-        inter_bandwidth: Bytes a second of the links between stages.
-        intra_bandwidth: The same between the ranks of tp.
+        inter_bandwidth: Between stages, in bytes per second.
+        intra_bandwidth: Between tp ranks, in bytes per second.
     """
     if pp == 1:
         return 0.0
@@ -112,32 +112,32 @@ def stage_seconds(
 
 
 def parameters_per_device(num_parameters: float, tp: int, pp: int) -> float:
-    """About `N / (p t)`: what a device holds of a model, the embedding being shared evenly with the rest."""
+    """About `N / (p t)`: parameters of a device if the embedding is divided evenly with the rest."""
     return num_parameters / (tp * pp)
 
 
 def state_bytes_per_device(num_parameters: float, tp: int, pp: int) -> float:
-    """Bytes of model states on a device when data parallelism divides nothing."""
+    """Bytes of model states on a device without ZeRO."""
     return parameters_per_device(num_parameters, tp, pp) * STATE_BYTES_PER_PARAMETER
 
 
 def logit_bytes(num_tokens: int, vocab_size: int, tp: int) -> float:
-    """`M_emb = 2 b s v / t`: the logits of a micro-batch in 16 bits, the vocabulary cut over tp."""
+    """`M_emb = 2 b s v / t`: logits of a micro-batch in 16 bits, with the vocabulary cut over tp."""
     return ELEMENT_BYTES * num_tokens * vocab_size / tp
 
 
 def recomputed_bytes(num_tokens: int, hidden_size: int, num_layers: float, pp: int) -> float:
-    """`M_transformer = 2 b s h l / p`: the inputs of a stage's layers in 16 bits, all else being recomputed; without sequence
-    parallelism, and of one micro-batch."""
+    """`M_transformer = 2 b s h l / p`: layer inputs of a stage in 16 bits, with full recomputation and without sequence
+    parallelism, for one micro-batch."""
     return ELEMENT_BYTES * num_tokens * hidden_size * num_layers / pp
 
 
-# -- the stages of ZeRO: bytes of model states on each device, and what a step sends ------------------------------------
+# -- ZeRO stages: bytes of model states on each device, and traffic of a step ------------------------------------------
 #
-# Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20), section 3.1 and Table 1: mixed
-# precision with Adam keeps 2 bytes of weights, 2 of gradients and K = 12 of optimizer state (fp32 weights, momentum, variance) a
-# parameter. Stage 1 divides the optimizer state over the data-parallel degree, stage 2 the gradients too, stage 3 everything. Section 7
-# has what is sent. Other systems are planned with these; what hf_hotspa itself keeps is counted in `memory`.
+# Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20), section 3.1 and
+# Table 1: mixed precision with Adam keeps, per parameter, 2 bytes of weights, 2 of gradients and K = 12 of optimizer
+# state (fp32 weights, momentum, variance). Stage 1 divides the optimizer state over the data-parallel degree, stage 2
+# the gradients too, stage 3 everything. Traffic: section 7. For plans of other systems; `memory` counts hf_hotspa.
 
 STAGES = (0, 1, 2, 3)
 WEIGHT_BYTES = 2
@@ -154,15 +154,11 @@ def model_state_bytes(
     gradient_bytes: float = GRADIENT_BYTES,
     optimizer_bytes: float = OPTIMIZER_BYTES,
 ) -> float:
-    """Bytes of model states on one device.
+    """Bytes of model states on one device, from bytes per parameter; `optimizer_bytes` includes fp32 master weights.
 
     Args:
-        num_parameters: Parameters of the model, or of the part of it that a device's tp and pp coordinates hold.
-        dp: Data-parallel degree, over which the stage divides.
-        stage: 0 (nothing is divided) to 3 (everything is).
-        weight_bytes: Bytes of the weights, a parameter.
-        gradient_bytes: Bytes of the gradients, a parameter.
-        optimizer_bytes: Bytes of the optimizer state, a parameter; fp32 master weights count here.
+        num_parameters: Of the model, or of its part at a device's tp and pp coordinates.
+        stage: ZeRO stage, 0 (nothing is divided) to 3 (everything is).
 
     Raises:
         HotspaConfigError: there is no such stage, or dp is below 1.
@@ -178,19 +174,18 @@ def model_state_bytes(
 
 
 class Traffic(NamedTuple):
-    """Elements that each device sends (and receives) in a step: weights by all-gathers, gradients reduce-scattered."""
+    """Elements that each device sends (and receives) in a step: all-gathered weights, reduce-scattered gradients."""
 
     gathers: float
     reduces: float
 
 
 def traffic(trained: float, frozen: float, dp: int, stage: int, packs: int) -> Traffic:
-    """What a step of so many packs (micro-batches) a device sends.
+    """Returns the traffic of a step of `packs` packs (micro-batches) per device.
 
-    An all-gather and a reduce-scatter of n elements send n (dp - 1) / dp each. Stages 0 and 1: gradients once, and the
-    weights that were trained once. Stage 2: gradients once a pack, as nobody keeps them whole; weights once. Stage 3:
-    all weights for each forward and each backward pass, gradients once a pack; plain data parallelism for one pack sends
-    two thirds of it.
+    An all-gather and a reduce-scatter of n elements send n (dp - 1) / dp each. Stages 0 and 1: gradients and trained
+    weights once. Stage 2: gradients once per pack, as no device keeps all of them; weights once. Stage 3: all weights
+    for each forward and backward pass, gradients once per pack: for one pack, 3 / 2 of plain data parallelism.
 
     Raises:
         HotspaConfigError: there is no such stage.

@@ -1,10 +1,10 @@
-"""Machines as the cost model sees them, by name and by a file: what `--hardware` takes.
+"""Hardware of the cost model, by name or file: the values of `--hardware`.
 
-Owns `Device` (memory and speed of one device) and `Hardware` (devices, nodes and links), which yields the
-`hf_hotspa.cluster.Cluster` that planners use, and how sizes and clusters are written. Plain data, no torch.
+Defines `Device` (memory and speed of one device) and `Hardware` (devices, nodes and links, which yields the
+`hf_hotspa.cluster.Cluster` of planners), and parses sizes and clusters.
 
-Peak speeds are those of data sheets for dense matrix products (no sparsity); bandwidths are per direction, half of what
-data sheets give for NVLink and PCIe. A file may start from a named machine and change single fields, as YAML or JSON::
+Peak speeds are from data sheets for dense matrix products (no sparsity). Bandwidths are per direction, half of the data
+sheet values for NVLink and PCIe. A YAML or JSON file may start from a named machine and change single fields::
 
     base: a100-80g
     nics_per_node: 2
@@ -12,7 +12,7 @@ data sheets give for NVLink and PCIe. A file may start from a named machine and 
     memory_bytes: 70 GiB         # of one device
     peak_flops: {bfloat16: 312e12}
 
-`hf-hotspa hardware NAME` prints a machine with all fields, to start from.
+`hf-hotspa hardware NAME` prints all fields of a machine as a starting point.
 """
 
 import difflib
@@ -34,14 +34,14 @@ _UNITS = {"": 1, "b": 1, **{f"{p}b": 1000**i for i, p in enumerate("kmgt", 1)}} 
 
 @dataclass(frozen=True)
 class Device:
-    """One device: operations per second of matrix products by dtype name, and bytes per second of its memory."""
+    """One device: operations per second of matrix products by dtype name, and memory bytes per second."""
 
     memory_bytes: int
     peak_flops: Mapping[str, float]
     memory_bandwidth: float
 
     def flops(self, dtype: str) -> float:
-        """Peak speed in a dtype.
+        """Returns the peak speed in a dtype.
 
         Raises:
             HotspaConfigError: the description has no speed for it.
@@ -59,11 +59,11 @@ class Hardware:
     """A kind of machine.
 
     Args:
-        intra_bandwidth: Bytes per second, per direction, of a device's port inside its node.
-        inter_bandwidth: Bytes per second, per direction, of one NIC.
-        nics_per_node: NICs of a node; None for one a device.
-        intra_latency_s: Seconds that one collective inside a node takes beside its bytes.
-        inter_latency_s: The same across nodes.
+        intra_bandwidth: Bytes per second and direction of a device's port inside its node.
+        inter_bandwidth: Bytes per second and direction of one NIC.
+        nics_per_node: None for one per device.
+        intra_latency_s: Of one collective inside a node.
+        inter_latency_s: Of one collective across nodes.
     """
 
     name: str
@@ -76,8 +76,7 @@ class Hardware:
     inter_latency_s: float = 150e-6
 
     def ring_bandwidth(self, num_ranks: int) -> float:
-        """Bytes per second of the slowest link that a ring of so many neighbours passes; across nodes every NIC carries its
-        share."""
+        """Bytes per second of the slowest link in a ring of neighbours; across nodes every NIC carries its share."""
         if num_ranks <= self.devices_per_node:
             return self.intra_bandwidth
         return min(self.intra_bandwidth, self.inter_bandwidth * (self.nics_per_node or self.devices_per_node))
@@ -95,10 +94,10 @@ class Hardware:
 
 
 def parse_bytes(value: str | float, name: str = "memory", where: str | None = None) -> int:
-    """Bytes from a number, or from text such as ``70GiB``, ``80 GB``, ``512MiB``.
+    """Parses bytes from a number or text such as ``70GiB``, ``80 GB``, ``512MiB``.
 
     Raises:
-        HotspaConfigError: it is neither, or not positive.
+        HotspaConfigError: another format, or not positive.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
     try:
@@ -113,20 +112,20 @@ def parse_bytes(value: str | float, name: str = "memory", where: str | None = No
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """`(nodes, devices a node)` of ``4x8``.
+    """Parses `(nodes, devices per node)` from text such as ``4x8``.
 
     Raises:
-        HotspaConfigError: it is something else.
+        HotspaConfigError: another format.
     """
     match = re.fullmatch(r"\s*([1-9][0-9]{0,6})\s*x\s*([1-9][0-9]{0,6})\s*", text.lower())
     if not match:
-        raise HotspaConfigError(f"{text!r} is no cluster", fix="write nodes x devices, such as 4x8 or 1x8")
+        raise HotspaConfigError(f"{text!r} is not a cluster", fix="write nodes x devices, such as 4x8 or 1x8")
     return int(match[1]), int(match[2])
 
 
 _MIB = 1 << 20
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
-"""Bytes per second and direction of a slot with 16 lanes."""
+"""Bytes per second and direction of a 16-lane slot."""
 _NDR, _HDR, _100G = 50e9, 25e9, 12.5e9
 """Bytes per second of a NIC: 400, 200 and 100 Gb/s."""
 
@@ -142,15 +141,14 @@ def _gpu(
     nics: int | None = 1,
     bfloat16: bool = True,
 ) -> Hardware:
-    """A GPU in a node of eight: with one NIC, or None for one each, where a board joins all of them."""
+    """A GPU in a node of eight with one NIC; `nics` None: one NIC per GPU, if a board joins all GPUs."""
     speeds = {**({"bfloat16": half} if bfloat16 else {}), "float16": half, "float32": single}
     return Hardware(name, Device(memory_mib * _MIB, speeds, memory), 8, link, nic, nics)
 
 
-# Memory is what the driver lists where known. Links of cards in slots are those of the slot, also where two of them can be
-# joined by a bridge: collectives over a node pass the slots. GeForce cards since Ampere have no direct access to each
-# other's memory, so a byte crosses the slot twice: half its speed. Nodes of such cards are counted with one NIC of
-# 100 Gb/s; give another in a file.
+# Memory is the driver's number if known. PCIe cards have the slot's link, even if a bridge can join pairs: collectives
+# over a node pass the slots. GeForce cards since Ampere cannot access each other's memory directly, so a byte crosses
+# the slot twice, at half the speed. Nodes of such cards count with one NIC of 100 Gb/s; a file can change this.
 PRESETS: dict[str, Hardware] = {
     preset.name: preset
     for preset in (
@@ -158,7 +156,7 @@ PRESETS: dict[str, Hardware] = {
         _gpu("a100-80g", 81_252, 312e12, 19.5e12, 2.039e12, 300e9, _HDR, None),
         _gpu("a100-40g", 40_536, 312e12, 19.5e12, 1.555e12, 300e9, _HDR, None),
         _gpu("a100-80g-pcie", 81_252, 312e12, 19.5e12, 1.935e12, _PCIE4),
-        # The same with NVLink of 400 GB/s.
+        # A100 with NVLink of 400 GB/s.
         _gpu("a800-80g", 81_252, 312e12, 19.5e12, 2.039e12, 200e9, _HDR, None),
         # NVIDIA, "H100 Tensor Core GPU" data sheets: SXM 1,979 TFLOPS with sparsity, 3.35 TB/s, NVLink 900 GB/s; PCIe
         # 1,513 TFLOPS with sparsity, 2 TB/s; NVL 1,671 TFLOPS with sparsity, 94 GB, 3.9 TB/s.
@@ -195,7 +193,7 @@ PRESETS: dict[str, Hardware] = {
         _gpu("5090-32g", 32_607, 209.5e12, 104.8e12, 1.792e12, _PCIE5 / 2),
         # AMD, "Instinct MI300X" data sheet: 1,307.4 TFLOPS, 192 GB, 5.3 TB/s, seven links of 64 GB/s and direction.
         _gpu("mi300x-192g", 196_592, 1307.4e12, 163.4e12, 5.3e12, 448e9, _NDR, None),
-        # A stand-in for processes that share a few cores and talk over gloo; calibrate where numbers matter.
+        # For processes that share a few cores and use gloo. Calibrate if numbers matter.
         Hardware(
             "cpu-gloo",
             Device(4 << 30, {"float32": 30e9, "float64": 15e9, "bfloat16": 10e9}, 10e9),
@@ -209,16 +207,16 @@ PRESETS: dict[str, Hardware] = {
 }
 """The named machines."""
 
-_LIST = "`hf-hotspa hardware` lists the machines that have names, and prints the fields of one for a file of your own"
+_LIST = "`hf-hotspa hardware` lists the named machines, and prints the fields of one for your own file"
 
 
 def find_preset(text: str) -> Hardware | None:
-    """The machine that has this name, its first part (`l40s`) where one machine has it, or None.
+    """Returns the machine with this name or unique first part (`l40s`), or None.
 
-    Case, spaces and the words NVIDIA and RTX make no difference.
+    Ignores case, spaces and the words NVIDIA, RTX, GeForce and AMD.
 
     Raises:
-        HotspaConfigError: several machines have it.
+        HotspaConfigError: several machines match.
     """
     words = str(text).lower().replace("_", "-").replace(" ", "-").split("-")
     name = "-".join(word.removeprefix("rtx") for word in words if word not in ("nvidia", "rtx", "geforce", "amd", ""))
@@ -243,7 +241,7 @@ def _unknown(text: object, where: str = "") -> HotspaConfigError:
 
 
 def template(hardware: Hardware) -> str:
-    """A machine as a YAML file with all fields, which `load_hardware` reads back as it is."""
+    """Returns a YAML file with all fields of a machine; `load_hardware` reads it back."""
     device = hardware.device
     rows = [
         ("name", f"{hardware.name}-own", "for tables"),
@@ -259,7 +257,8 @@ def template(hardware: Hardware) -> str:
         ("inter_latency_s", f"{hardware.inter_latency_s:g}", "of one across nodes"),
     ]
     return "".join(
-        f"{f'{key}: {value}'.ljust(30)}{f'  # {said}' if said else ''}".rstrip() + "\n" for key, value, said in rows
+        f"{f'{key}: {value}'.ljust(30)}{f'  # {comment}' if comment else ''}".rstrip() + "\n"
+        for key, value, comment in rows
     )
 
 
@@ -268,7 +267,7 @@ def _plain(value: float) -> str:
 
 
 def load_hardware(text: str | os.PathLike[str]) -> Hardware:
-    """The hardware that a name (see `find_preset`) or a YAML or JSON file describes.
+    """Returns the hardware of a name (see `find_preset`) or a YAML or JSON file.
 
     Raises:
         HotspaConfigError: no such preset or file, no YAML, an unknown or missing field, or an impossible value.
@@ -279,13 +278,13 @@ def load_hardware(text: str | os.PathLike[str]) -> Hardware:
         if preset is None:
             raise _unknown(text)
         return preset
-    import yaml  # type: ignore[import-untyped]  # here, because only description files need it
+    import yaml  # type: ignore[import-untyped]  # only needed for files
 
     try:
         data = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
-        said = " ".join(str(error).split())
-        raise HotspaConfigError(f"the hardware description is no YAML: {said}", where=str(path), fix=_LIST) from None
+        reason = " ".join(str(error).split())
+        raise HotspaConfigError(f"the hardware description is not YAML: {reason}", where=str(path), fix=_LIST) from None
     if not isinstance(data, dict):
         raise HotspaConfigError(
             f"the hardware description holds {type(data).__name__} instead of fields",
@@ -296,7 +295,7 @@ def load_hardware(text: str | os.PathLike[str]) -> Hardware:
 
 
 def hardware_from(data: Mapping[str, Any], where: str = "hardware description") -> Hardware:
-    """The hardware that a mapping of fields describes; see the head of the file.
+    """Returns the hardware of a mapping of fields; see the module docstring.
 
     Raises:
         HotspaConfigError: an unknown or missing field, or an impossible value.

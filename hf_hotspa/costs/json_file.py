@@ -1,4 +1,4 @@
-"""JSON files that people read and edit: a kind, a schema version, and errors that say what is wrong with them."""
+"""JSON files that people read and edit, with a kind, a schema version and clear errors."""
 
 import json
 import os
@@ -11,23 +11,25 @@ from hf_hotspa.whole_file import write_whole
 
 
 def write_json(path: str | os.PathLike[str], kind: str, version: int, data: Mapping[str, Any]) -> None:
-    """Writes a file, whole or not at all, and its folders; `kind`, what it is, is its first key."""
+    """Writes a file atomically, and creates its folders. `kind` is the file's first key."""
     write_whole(path, json.dumps({"kind": kind, "schema_version": version, **data}, indent=1) + "\n")
 
 
 def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str) -> dict[str, Any]:
-    """Reads what `write_json` wrote.
+    """Reads a file of `write_json`.
 
     Args:
         version: The version that this program reads.
-        remedy: How the user gets a file that works, for messages.
+        remedy: How the user gets a valid file, for messages.
 
     Raises:
         HotspaConfigError: no file, no JSON, another kind, or another version.
     """
     data, where = read_object(path, kind, remedy), str(path)
     if data.get("kind") != kind:
-        raise HotspaConfigError(f"the file is no {kind}; it holds {data.get('kind')!r}", where=where, fix=remedy)
+        raise HotspaConfigError(
+            f"the file is not of kind {kind}; it holds {data.get('kind')!r}", where=where, fix=remedy
+        )
     if data.get("schema_version") != version:
         raise HotspaConfigError(
             f"{kind} has schema version {data.get('schema_version')!r}, and this program reads {version}",
@@ -38,10 +40,10 @@ def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str
 
 
 def read_object(path: str | os.PathLike[str], what: str, remedy: str) -> dict[str, Any]:
-    """The JSON object of a file.
+    """Returns the JSON object of a file.
 
     Raises:
-        HotspaConfigError: no file, no JSON, or something else than an object.
+        HotspaConfigError: no file, no JSON, or not an object.
     """
     where = str(path)
     try:

@@ -1,16 +1,16 @@
-"""The memory model: bytes on the busiest rank under a strategy, what they are made of, and how long a pack may be.
+"""The memory model: bytes on the fullest rank under a strategy, their breakdown, and the largest possible pack.
 
-A rank holds, from first to last: its share of the master store (fp32 weights and gradients) and of the optimizer state;
-weights and gradients of the active strategy, in an arena that is as large as the largest strategy of the pool needs;
-activations of the micro-batches in flight on its stage; on the last stage the logits of one pack; the buffers of
-switches. What the model does not count (a device's context, communicators, fragmentation, kernels' workspaces) is what
-`PLANNED_SHARE` leaves free. With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et
-al., SC'21, section 2.2), with GPipe every stage keeps all of a group; neither keeps more tokens than
-`Bucket.most_tokens` (`packing.pipeline_order`). A rank with v stages (`+v2`) holds a pack on some of them at a time, and
-more packs: up to p + (p - 1) / v full ones (`packing.pipeline_order`).
+A rank holds its share of the master store (fp32 weights and gradients) and of the optimizer state; weights and
+gradients of the active strategy, in an arena sized for the pool's largest strategy; activations of the micro-batches in
+flight on its stage; on the last stage the logits of one pack; switch buffers. `PLANNED_SHARE` leaves room for the rest
+(device context, communicators, fragmentation, kernel workspaces).
 
-Activations are linear in the tokens of a pack (attention keeps no score matrix), so the most tokens a pack may have
-follow in closed form, and never fall when the limit rises. Plain data, no torch.
+With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et al., SC'21, section 2.2); with
+GPipe, all of a group. Neither keeps more tokens than `Bucket.most_tokens`. A rank with v stages (`+v2`) holds up to p +
+(p - 1) / v full packs, each on some of its stages (`packing.pipeline_order`).
+
+Activations are linear in the tokens of a pack (attention keeps no score matrix), so the largest pack has a closed form
+and never shrinks when the limit rises.
 """
 
 import math
@@ -37,16 +37,14 @@ class MemoryBreakdown:
     """Bytes on one rank of the fullest stage.
 
     Args:
-        master_weights: Its share of the master store.
-        master_gradients: The gradients of that share.
-        optimizer: The optimizer state of that share.
-        weights: Weights of the strategy.
-        arena: What the pool's largest strategy needs beyond these two.
+        master_weights: Its share of the master store, as are `master_gradients` and `optimizer`.
+        weights: Of the strategy, like `gradients`.
+        arena: What the pool's largest strategy needs beyond these weights and gradients.
         activations: Of all micro-batches in flight.
-        logits: Of one pack, on the last stage; and what the losses of others that are in flight there keep.
-        switch: Buffers of switches.
-        in_flight: Micro-batches in flight on it, at most.
-        held_tokens: Tokens in flight on it, at most.
+        logits: Of one pack on the last stage, plus what the losses of other packs in flight keep.
+        switch: Switch buffers.
+        in_flight: Most micro-batches in flight.
+        held_tokens: Most tokens in flight.
         pack_tokens: Tokens of the largest pack.
     """
 
@@ -70,7 +68,7 @@ class MemoryBreakdown:
 
     @property
     def total(self) -> float:
-        """Bytes in all."""
+        """Sum of all parts in bytes."""
         return sum([getattr(self, name) for name in _PARTS])
 
     def __str__(self) -> str:
@@ -82,26 +80,26 @@ _PARTS = tuple(f.name for f in fields(MemoryBreakdown)[:-4])
 
 
 def size(num_bytes: float) -> str:
-    """In GiB, or in MiB where it is less."""
+    """Formats bytes in GiB, or MiB if less than one."""
     return f"{num_bytes / _GIB:,.2f} GiB" if num_bytes >= _GIB else f"{num_bytes / _MIB:,.1f} MiB"
 
 
 def round_up(num_bytes: float) -> str:
-    """A limit that one can type, rounded up to a mebibyte."""
+    """Formats a limit that a user can type, rounded up to a mebibyte."""
     mebibytes = -(-int(num_bytes + 1) // (1 << 20))
     return f"{mebibytes}MiB ({mebibytes / 1024:,.2f} GiB)"
 
 
 UNLIMITED_TOKENS = 1 << 40
-"""What `largest_pack` says where nothing limits a pack."""
+"""Result of `largest_pack` without a limit."""
 
 PLANNED_SHARE = 0.9
-"""The share of a device's memory that plans fill, whoever makes them, where no limit is given."""
+"""Share of a device's memory that plans may fill without a given limit."""
 
 _NORM_INPUT_BYTES = 4
 """Norms compute in fp32."""
 _STRAIGHT = 1e-9
-"""How far from a line a total may be by rounding, as a share: bytes of a token are a larger one."""
+"""Relative rounding error of a total on a straight line; the bytes of one token are a larger share."""
 _WIDE = 1 << 18
 
 
@@ -114,21 +112,25 @@ def activation_bytes(
     ep: int = 1,
     frozen: bool = False,
 ) -> float:
-    """Activations that one decoder layer keeps for one token until its backward pass, in bytes.
+    """Returns the bytes that one decoder layer keeps for one token until its backward pass.
 
-    What the layers of Transformers keep, in elements, for hidden size h, attention width a and MLP width f: both blocks what their
-    projections read (2h), which every tp coordinate holds alike, also with sequence parallelism, where it is gathered; queries, keys,
-    values and the attention's output (4a) and what the MLP computes (gate, up, the activated gate and their product, 4f; 2f without a
-    gate), which are divided by tp, but for the shares of blocks that every coordinate holds whole. Two norms keep their input in fp32
-    (4 bytes an element) and, where their weight is trained, their result before it (1h each); sequence parallelism divides that. So do norms of
-    queries and keys. Layer norms, which layers without a gate have, are counted with their inputs and the residual sum (3h). Fused kernels keep less: with them a LLaMA in 16 bit
-    has the customary `(18h + 6f) / t` bytes (Korthikanti et al., 2022, derive the same way). With recomputation only the layer's input
-    (1h) stays. f is what the parameters of the MLP that compute a token leave for its matrices: of experts the k that are chosen for it.
-    These keep what goes into and comes out of each (2kh), which tp coordinates hold alike where they cut experts, and share where ep
-    divides them; loads are taken as equal.
+    In elements, for layers of Transformers with hidden size h, attention width a and MLP width f:
+
+    * Inputs of the projections of both blocks: 2h, complete on every tp coordinate, also with sequence parallelism,
+      which gathers them.
+    * Queries, keys, values and attention output: 4a; gate, up, activated gate and product of the MLP: 4f (2f without a
+      gate). Divided by tp, except for the shares of blocks that every coordinate holds complete.
+    * Two norms: their input in fp32 (4 bytes an element) and, if trained, their result before the weight (1h each);
+      sequence parallelism divides this. Norms of queries and keys likewise. Layer norms (of layers without a gate)
+      count with their inputs and the residual sum: 3h.
+    * Experts: f follows from the parameters that compute a token, the k chosen experts. Their inputs and outputs (2kh)
+      are on every tp coordinate if tp cuts experts, and divided if ep does; loads count as equal.
+
+    Fused kernels keep less: a LLaMA in 16 bits then has the usual `(18h + 6f) / t` bytes (derivation as in Korthikanti
+    et al., 2022). With recomputation only the layer's input (1h) stays.
 
     Args:
-        frozen: Whether norms are not trained.
+        frozen: Whether the norms are frozen.
     """
     heads = shape.attention_parameters / shape.hidden_size  # queries, keys, values and the output: 2a + 2kv
     mlp = _kept_by_mlp(shape)
@@ -142,31 +144,30 @@ def activation_bytes(
 
 
 def _kept_by_mlp(shape: ModelShape) -> float:
-    """What an MLP keeps of a token, in elements: with a gate four tensors for three matrices, else two for two."""
+    """Elements per token: four tensors for three matrices with a gate, otherwise two for two."""
     return shape.active_mlp_parameters / shape.hidden_size * (4 / 3 if shape.gated else 1)
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """What the memory of a run depends on beside model and strategy.
+    """Options of a run that affect memory.
 
     Args:
-        optimizer: What the optimizer keeps.
         compute_dtype: The dtype of activations.
-        activation_bytes: Measured bytes a token and layer by tp; where a tp is missing the formula holds.
-        end_bytes: Measured bytes a token beyond what the layers keep, by tp: on a last stage for the logits; on others
-            for the backward pass of one layer, which needs no more than a layer keeps. Where a tp is missing
-            `logit_copies` holds, for last stages.
-        logit_copies: How many fp32 copies of the logits exist at once on the last stage: the probabilities, and the
-            logits with their gradient in the compute dtype.
-        switch_bytes: The most that staging and relay buffers of switches may take.
+        activation_bytes: Measured bytes per token and layer by tp; a formula is used for a missing tp.
+        end_bytes: Measured bytes per token beyond what the layers keep, by tp: on a last stage for the logits; on other
+            stages for the backward pass of one layer, which needs no more than a layer keeps. For a missing tp
+            `logit_copies` is used, on last stages.
+        logit_copies: fp32 copies of the logits that exist at once on the last stage: the probabilities, and the logits
+            with their gradient in the compute dtype.
+        switch_bytes: Largest size of the staging and relay buffers of switches.
         weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
-        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
-        offload_master: Whether the master store and the optimizer's state are in the memory of the host.
-        context_parallel: How ranks of cp attend, one of `costs.divided.WAYS`.
-        pipedream: How stages update by themselves; None for the synchronous update. Each stage then has the master store of its
-            own weights, and several versions of them.
-        scoring: What a step runs beside its training pass.
+        schedule: One of `pipeline_order.SCHEDULES`.
+        offload_master: Whether the master store and the optimizer state are in host memory.
+        context_parallel: The cp method, one of `costs.divided.WAYS`.
+        pipedream: Asynchronous updates: each stage has a separate master store and several versions of its weights.
+            None for synchronous updates.
+        scoring: Forward passes of a step besides training.
     """
 
     optimizer: OptimizerState = ADAM
@@ -185,17 +186,18 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class _Stage:
-    """What the packs of a stage take, by the token of a rank where nothing else is said.
+    """Memory of a stage's packs, in bytes per token of a rank unless noted.
 
     Args:
-        num_layers: Layers that hold packs; those that leave something for the next chunk are `carrying`.
-        of_layer: Of one layer that keeps all.
-        at_end: Of a layer in its backward pass, where there are no logits.
-        recomputing: See `MemoryModel._recomputing`; None where no layer recomputes.
-        returned: What came back from experts.
+        num_layers: Layers that hold packs.
+        carrying: Layers that keep keys and values for the next chunk.
+        of_layer: One layer without recomputation.
+        at_end: A layer in its backward pass, without logits.
+        recomputing: See `MemoryModel._recomputing`; None without recomputation.
+        returned: Rows that experts returned.
         gathered: Keys and values of the other ranks.
-        dequantized: Bytes in all.
-        sent: What goes to the next stage.
+        dequantized: Total bytes of dequantized weights.
+        sent: Messages to the next stage.
         last: Whether the stage has the logits.
         hidden: The hidden state.
         logits: The end of the last stage, for up to `logit_tokens` tokens.
@@ -218,10 +220,10 @@ class _Stage:
     kept_by_loss: float
 
     def layers_bytes(self, held_tokens: int, pack_tokens: int, logit_bytes: float) -> float:
-        """What the layers hold of all packs in flight when most is held, beyond the logits.
+        """Returns the peak bytes of the layers for all packs in flight, beyond the logits.
 
-        Either the logits are there and all layers' activations; or they are gone, or on another stage, and a layer is
-        in its backward pass. Measured without recomputation (`end_bytes`) that takes no more than a layer keeps.
+        At the peak either the logits and all activations exist; or the logits are freed, or on another stage, and a
+        layer runs its backward pass, which without recomputation needs no more than a layer keeps (`end_bytes`).
         """
         if self.recomputing is None:
             backward = 0.0 if logit_bytes else self.at_end
@@ -233,7 +235,7 @@ class _Stage:
 
 @dataclass(frozen=True)
 class MemoryModel:
-    """Memory of one model on `world_size` devices, over which the master store is divided."""
+    """Memory of one model on `world_size` devices, which share the master store."""
 
     sizes: ModelSizes
     world_size: int
@@ -253,7 +255,7 @@ class MemoryModel:
         return self.sizes.master(self.world_size, self.options.optimizer)
 
     def arena_bytes(self, strategy: Strategy) -> int:
-        """Weights (as many copies as are kept) and gradients of the strategy on its fullest rank."""
+        """Bytes of weights (all kept copies) and gradients of the strategy on its fullest rank."""
         return max(map(self._stage_arena, self.sizes.stages(strategy)))
 
     def _stage_arena(self, stage: StageSizes) -> int:
@@ -268,13 +270,17 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> MemoryBreakdown:
-        """Bytes on the fullest rank of `stages`. In a pipeline a sequence above `pack_tokens` is a pack (`Bucket`)."""
+        """Returns the fullest of `stages`. In a pipeline a sequence longer than `pack_tokens` is a separate pack."""
         stages = self.stages(Bucket(strategy, longest, pack_tokens), num_packs, arena_bytes)
         return max(stages, key=lambda stage: stage.total)
 
     def stages(self, bucket: Bucket, num_packs: int | None = None, arena_bytes: int = 0) -> list[MemoryBreakdown]:
-        """Bytes on the fullest rank of each stage (of each place in the pipeline, where a rank has several); with packs
-        of a replica that fill the pipeline when None, and an arena of `arena_bytes` for the pool."""
+        """Returns the bytes on the fullest rank of each pipeline position.
+
+        Args:
+            num_packs: Packs of a replica; enough to fill the pipeline if None.
+            arena_bytes: The pool's arena.
+        """
         return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(bucket.strategy.pp)]
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
@@ -313,10 +319,10 @@ class MemoryModel:
         hidden = shape.hidden_size * width
         rows = -(-shape.vocab_size // strategy.tp)
         last = stage == strategy.pp - 1
-        # of several stages as if all were as long as the longest, which may hold most of the packs
+        # with several stages per rank, count each as the longest, which may hold most of the packs
         parts = self.sizes.layers_of_stages(strategy.pp, strategy.v)[stage :: strategy.pp]
         num_layers, of_layer = strategy.v * max(map(len, parts)), self._layer_bytes(strategy)
-        # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
+        # a stage's output stays until its backward pass; torch's schedules also have buffers for its gradients
         copies = 1 if options.schedule in ("auto", "own") else 2
         sent = copies * hidden / (strategy.tp if strategy.sp else 1) * strategy.v
         return _Stage(
@@ -338,8 +344,8 @@ class MemoryModel:
         )
 
     def _packs_or_chunks(self, bucket: Bucket, num_packs: int | None) -> tuple[int | None, int]:
-        """How many packs of a replica go through the pipeline one by one, or chunks where it cuts them (`+ck`); and how
-        many chunks of one sequence, 1 where it does not."""
+        """Returns how many packs of a replica (or chunks, with `+ck`) pass the pipeline one by one; and the chunks of
+        one sequence, 1 without `+ck`."""
         strategy = bucket.strategy
         if not strategy.ck or strategy.pp == 1:
             return num_packs, 1
@@ -349,8 +355,7 @@ class MemoryModel:
         return num_packs, chain
 
     def _in_flight(self, bucket: Bucket, stage: int, num_packs: int | None, chain: int) -> tuple[int, int]:
-        """The most packs (or chunks, see `_packs_or_chunks`) whose activations a stage keeps, and the tokens of them
-        that a rank holds."""
+        """Returns the most packs (or chunks) whose activations a stage keeps, and their tokens on a rank."""
         strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
         held_tokens, longest = -(-bucket.most_tokens // strategy.cp), bucket.longest or bucket.capacity
         in_flight = most_packs(self.options.schedule, strategy.pp, stage, num_packs, chain, strategy.v)
@@ -359,62 +364,62 @@ class MemoryModel:
             held_tokens = min(in_flight * pack_tokens, max(-(-longest // strategy.cp), pack_tokens))
         elif in_flight is None:
             in_flight = held_tokens // max(1, min(pack_tokens, tokens_at_a_time(strategy, bucket.pack_tokens)))
-        elif chain == 1:  # what else a chain is cut into depends on what is measured
+        elif chain == 1:  # the sizes of several chunks depend on measurements
             held_tokens = min(in_flight * pack_tokens, held_tokens)
         return in_flight, held_tokens
 
     def _of_packs(self, own: "_Stage", bucket: Bucket, in_flight: int, held_tokens: int) -> tuple[float, float]:
-        """Bytes of a stage's activations when most is held, those of all packs in flight; and of the logits of a pack, with what the
-        losses of others keep."""
+        """Returns the peak activation bytes of a stage for all packs in flight; and the bytes of a pack's logits plus
+        what the losses of other packs keep."""
         strategy, logits = bucket.strategy, 0.0
         pack_tokens = tokens_at_a_time(strategy, bucket.capacity)
         if own.last and in_flight:
             at_a_time = min(pack_tokens, own.logit_tokens)
-            # of the other tokens, the hidden states and their gradients
+            # the other tokens have hidden states and their gradients only
             logits = at_a_time * own.logits + 2 * own.hidden * (pack_tokens - at_a_time)
-        held = own.layers_bytes(held_tokens, pack_tokens, logits) if held_tokens else 0.0
-        held += own.returned * held_tokens
+        activations = own.layers_bytes(held_tokens, pack_tokens, logits) if held_tokens else 0.0
+        activations += own.returned * held_tokens
         if strategy.ck:
             width = dtype_bytes(self.options.compute_dtype)
-            held += carried_bytes(strategy, self.sizes.shape, own.carrying, bucket.longest or bucket.capacity, width)
-        # a layer that attends and the logits are never there at the same time
-        held += max(0.0, own.gathered * pack_tokens - logits)
-        # a weight in 4 bits is dequantized for the product of its layer, where there are no logits
-        held += max(0.0, own.dequantized - logits)
+            activations += carried_bytes(
+                strategy, self.sizes.shape, own.carrying, bucket.longest or bucket.capacity, width
+            )
+        # attention of a layer and the logits never exist at the same time
+        activations += max(0.0, own.gathered * pack_tokens - logits)
+        # neither do dequantized weights of a layer and the logits
+        activations += max(0.0, own.dequantized - logits)
         if in_flight:
-            held += own.sent * held_tokens
+            activations += own.sent * held_tokens
         if own.last and in_flight > 1:
             logits += own.kept_by_loss * held_tokens
-        return held, logits
+        return activations, logits
 
     def _most_moved(self, stage: StageSizes, arena_bytes: int) -> float:
-        """What a rank sends and receives at most when it switches: of a small model less than the buffers may hold.
-
-        Both are below what the pool's largest strategy has of weights, or of gradients.
-        """
+        """Returns the most bytes that a rank sends and receives in a switch: each at most the weights, or the
+        gradients, of the pool's largest strategy. Small models need less than full buffers."""
         own = self._stage_arena(stage)
         return 2 * max(arena_bytes, own) * max(stage.weight_bytes, stage.gradient_bytes) / own
 
     def _recomputing(self, strategy: Strategy, num_layers: int, of_layer: float, hidden: int) -> tuple[float, float]:
-        """Bytes of a token that the layers of a stage keep where every n-th recomputes, and when the last one does.
+        """Returns the bytes per token that a stage's layers keep with `+rc`, and while the last recomputing layer runs.
 
-        The layers 0, n, 2n, ... keep their input; each makes its activations anew, with a gradient at either end and one inside of
-        its MLP, which sequence parallelism gathers.
+        Layers 0, n, 2n, ... keep only their input. Recomputing adds the layer's activations, a gradient at either end
+        and one inside the MLP, which sequence parallelism gathers.
         """
         sharers, every, shape = strategy.tp if strategy.sp else 1, strategy.rc, self.sizes.shape
         element_bytes = dtype_bytes(self.options.compute_dtype)
         inner = shape.active_mlp_parameters / ((3 if shape.gated else 2) * shape.hidden_size) * element_bytes
         inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
-        if self.sizes.dequantized(strategy.tp):  # that of the adapter's product, and that of the frozen one
+        if self.sizes.dequantized(strategy.tp):  # gradients of both the adapter's product and the frozen one
             inner *= 2
         gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
         recomputed = -(-num_layers // every)
         kept = recomputed * hidden / sharers + (num_layers - recomputed) * of_layer
-        # the last one that recomputes: the layers behind it are through
+        # the layers after the last recomputing one have already run backward
         return kept, kept - (num_layers - 1) % every * of_layer - hidden / sharers + of_layer + gradients
 
     def _layer_bytes(self, strategy: Strategy) -> float:
-        """Bytes of a token in one layer that keeps all, measured where possible (without cp), on the rank with the most columns."""
+        """Bytes per token of a layer without recomputation on the rank with most columns; measured ones have no cp."""
         if strategy not in self._of_layers:
             self._of_layers[strategy] = self._sum_of_layer(strategy)
         return self._of_layers[strategy]
@@ -428,7 +433,7 @@ class MemoryModel:
         if not strategy.sp and tp in measured:
             return measured[tp] + repeated
         if strategy.sp and 1 in measured:
-            # all is divided, but for what the two blocks gather
+            # everything is divided, except the gathered inputs of the two blocks
             gathered = 2 * shape.hidden_size * element_bytes
             return (measured[1] - gathered) / tp + gathered + repeated
         own = activation_bytes(
@@ -446,11 +451,11 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> int:
-        """The most tokens that a pack may have; where `longest` is None, a sequence beside packs of one token. 0 when
-        not even one fits, `UNLIMITED_TOKENS` without a limit."""
+        """Returns the most tokens of a pack; if `longest` is None, of the longest sequence, with packs of one token. 0
+        if nothing fits, `UNLIMITED_TOKENS` without a limit."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
-        # arenas of other sizes add the same to every pack, so what was found for one is near what is found for another
+        # another arena shifts all totals by a constant, so all arenas share one cache
         shifts = self.options.pipedream is None
         most = UNLIMITED_TOKENS
         for stage, sizes, risings in self._fullest(strategy):
@@ -465,7 +470,7 @@ class MemoryModel:
     def _totals(
         self, strategy: Strategy, stage: int, longest: int | None, num_packs: int | None, arena: int
     ) -> Callable[[int], float]:
-        """Bytes in all by tokens, as `_breakdown` has them. What does not depend on tokens is looked up once."""
+        """Returns `_breakdown(...).total` as a function of tokens. Parts independent of tokens are computed once."""
         own = self._stage_of(strategy, stage)
 
         def bucket_of(tokens: int) -> Bucket:
@@ -492,8 +497,8 @@ class MemoryModel:
         return arena - own + moved
 
     def _fullest(self, strategy: Strategy) -> list["_Fullest"]:
-        """The stages of which one is the fullest, whatever the packs: behind an earlier one that is as large in every
-        way, and holds as many of them at least, no other needs to be looked at but the last, with the logits."""
+        """Returns the stages that can be the fullest: a stage after one that is at least as large in every respect
+        cannot, as earlier stages hold at least as many packs; except the last, which has the logits."""
         if strategy not in self._known_fullest:
             sizes, last = self.sizes.stages(strategy), strategy.pp - 1
             stages: list[_Fullest] = []
@@ -510,14 +515,13 @@ class MemoryModel:
         return self._known_fullest[strategy]
 
     def check_pool(self, buckets: Sequence[Bucket], limit_bytes: float | None, where: str | None = None) -> None:
-        """Refuses a pool that does not fit.
+        """Checks that a pool fits.
 
         Args:
-            where: Where the limit is from.
+            where: Source of the limit, for the message.
 
         Raises:
-            DeviceMemoryError: naming the strategy, what its memory is made of, which part of it does not fit, and the
-                largest pack that would.
+            DeviceMemoryError: naming the strategy, its memory, what does not fit, and the largest pack that does.
         """
         if limit_bytes is None:
             return
@@ -541,8 +545,8 @@ class MemoryModel:
 
 
 def planned_limit(given: float | None, available: float | None, whose: str, flag: str) -> tuple[int | None, str]:
-    """Bytes of a device that a plan may fill, and where the number is from: what is `given` (by `flag`), else a share of what
-    the device has `available` (`whose` says of what that is). The one rule for all plans."""
+    """Returns the bytes of a device that any plan may fill, and the source of the number: the `given` limit (of
+    `flag`), otherwise a share of the `available` memory (`whose` names its source)."""
     if given is not None:
         return int(given), "as given"
     if available is None:
@@ -551,21 +555,21 @@ def planned_limit(given: float | None, available: float | None, whose: str, flag
 
 
 def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
-    """The largest number up to `high` of which the total is within the limit; 0 where not even that of 0 is. See `Rising`."""
+    """Returns the largest number up to `high` whose total is within the limit; 0 if none is. See `Rising`."""
     return Rising(total, high).most_within(limit)
 
 
 _Fullest = tuple[int, StageSizes, dict[tuple[int | None, int | None, int], "Rising"]]
-"""A stage, its sizes, and its bytes by tokens, for each longest sequence, number of packs and arena."""
+"""A stage, its sizes, and its bytes by tokens for each (longest sequence, number of packs, arena)."""
 
 
 class Rising:
-    """A total that never falls, and where it passes limits. It keeps what it has looked at.
+    """Inverts a non-decreasing function, and caches its values.
 
     Args:
-        total: Made of few straight lines, as bytes over tokens are: the next number to look at is where the line through the
-            two around the limit would meet it, or their middle where that led nowhere.
-        high: The largest number that is asked about.
+        total: Piecewise linear with few pieces, as bytes over tokens are. The search evaluates it where the line
+            through the two points around the limit meets the limit; it bisects if that makes little progress.
+        high: Upper end of the search.
     """
 
     def __init__(self, total: Callable[[int], float], high: int) -> None:
@@ -573,28 +577,28 @@ class Rising:
         self._at, self._of = [0, high], [total(0), total(high)]
 
     def most_within(self, limit: float) -> int:
-        """The largest number of which the total is within the limit; 0 where not even that of 0 is."""
+        """Returns the largest number whose total is within the limit; 0 if none is."""
         at, of = self._at, self._of
-        index = bisect_right(of, limit)  # what is before it is within the limit, it is not
+        index = bisect_right(of, limit)  # the first point above the limit
         if index in (0, len(at)):
             return at[-1] if index else 0
         halve = False
         while (width := at[index] - at[index - 1]) > 1:
             low, of_low = at[index - 1], of[index - 1]
             slope = (of[index] - of_low) / width
-            half = width // 2 if width <= _WIDE else math.isqrt(width)  # the end of a flat line is not far
+            half = width // 2 if width <= _WIDE else math.isqrt(width)  # a flat piece is short
             middle = low + (half if halve else int((limit - of_low) / slope))
             middle = min(max(middle, low + 1), at[index] - 1)
-            line, at_middle = of_low + (middle - low) * slope, self._look(index, middle)
+            line, at_middle = of_low + (middle - low) * slope, self._evaluate(index, middle)
             index += at_middle <= limit
             if at_middle <= limit < at_middle + slope and abs(at_middle - line) < _STRAIGHT * at_middle:
-                return middle  # all three are on a line, so the next one is not within the limit
+                return middle  # all three points are on a line, so the next number is above the limit
             if at[index - 1] == middle and at[index] - middle > 1 and not halve:
-                index += self._look(index, middle + 1) <= limit
+                index += self._evaluate(index, middle + 1) <= limit
             halve = not halve and at[index] - at[index - 1] > width // 2
         return at[index - 1]
 
-    def _look(self, index: int, number: int) -> float:
+    def _evaluate(self, index: int, number: int) -> float:
         total = self._total(number)
         self._at.insert(index, number)
         self._of.insert(index, total)

@@ -1,7 +1,7 @@
 """The cost model of a run: seconds of a phase, bytes of a rank, seconds of a switch.
 
-Made in one place, from a calibration or from a data sheet, for whoever plans: `hf-hotspa plan`, the Trainer under `auto` and
-beside strategies that were given, benchmarks. Says by one rule what a calibration may be used for. No torch.
+Built from a calibration or a data sheet, for all planners: `hf-hotspa plan`, the Trainer (`auto` or given strategies),
+benchmarks. `check_calibration` decides what a calibration may be used for.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,12 +20,12 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
 
 _SAME_LAYER = 0.05
-"""How far the parameters of a layer may be from the measured model's: a config alone tells no biases and extra norms."""
+"""Tolerated relative difference in layer parameters: a config does not show biases and extra norms."""
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """What strategies of a model cost on a cluster, switches at `efficiency` of its links and `switch_s` more each."""
+    """Costs of a model's strategies on a cluster. A switch runs at `efficiency` of the links, plus `switch_s`."""
 
     time: TimeModel
     memory: MemoryModel
@@ -37,10 +37,10 @@ class CostModel:
     def of_calibration(
         cls, calibration: Calibration, sizes: ModelSizes, options: MemoryOptions, world_size: int | None = None
     ) -> "CostModel":
-        """From measurements.
+        """Builds the model from measurements.
 
         Args:
-            world_size: Ranks, on nodes like the ones that were measured; as many as were measured when None.
+            world_size: Ranks, on nodes like the measured ones; the measured number if None.
 
         Raises:
             HotspaConfigError: too few or impossible measurements.
@@ -52,7 +52,7 @@ class CostModel:
 
     @classmethod
     def of_hardware(cls, hardware: Hardware, sizes: ModelSizes, options: MemoryOptions, world_size: int) -> "CostModel":
-        """From a data sheet.
+        """Builds the model from a data sheet.
 
         Raises:
             HotspaConfigError: the hardware has no speed for the dtype.
@@ -81,18 +81,18 @@ class CostModel:
         return self.memory.sizes
 
     def rank_bytes(self, buckets: Sequence[Bucket]) -> tuple[MemoryBreakdown, ...]:
-        """What each bucket of a pool holds on its fullest rank with full packs."""
+        """Returns the memory of each bucket of a pool on its fullest rank with full packs."""
         arena = max(self.memory.arena_bytes(bucket.strategy) for bucket in buckets)
         return tuple(
             self.memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena) for b in buckets
         )
 
     def switch_seconds(self, strategies: Iterable[Strategy]) -> dict[Strategy, float]:
-        """Load and return seconds of each strategy."""
+        """Returns the seconds of load and return of each strategy."""
         return estimate(strategies, self.sizes, self.cluster, efficiency=self.efficiency, fixed_s=self.switch_s)
 
     def seconds_of_links(self, strategy: Strategy) -> tuple[float, float]:
-        """Of these, what links inside nodes take for the bytes, and those between nodes, which work at the same time."""
+        """Returns a switch's transfer seconds inside nodes and between nodes, which overlap."""
         inside, between = seconds_of_links(strategy, moved_bytes(self.sizes)[strategy.z], self.cluster)
         return inside / self.efficiency, between / self.efficiency
 
@@ -108,15 +108,15 @@ def check_calibration(
     strategies: Iterable[Strategy] = (),
     base: FrozenBase | None = None,
 ) -> None:
-    """Refuses a calibration that says nothing about a case. Another machine or version is the user's decision.
+    """Checks that a calibration applies to a case. Does not compare machine and versions; these are the user's choice.
 
     Args:
-        devices_per_node: Processes of each.
-        strategies: What must be known.
-        base: The frozen base of the run, where it is in 4 bits. The rank of an adapter is not compared.
+        devices_per_node: Processes per node.
+        strategies: Strategies that it must cover.
+        base: The frozen 4-bit base of the run, if any. The rank of an adapter is not compared.
 
     Raises:
-        HotspaConfigError: naming all that differs.
+        HotspaConfigError: naming all differences.
     """
     key, facts = calibration.key, calibration.model
     pairs = [

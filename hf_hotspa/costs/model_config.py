@@ -1,13 +1,13 @@
-"""From a Hugging Face `config.json` to a `ModelShape`, without transformers and without torch.
+"""Reads a Hugging Face `config.json` into a `ModelShape`, without transformers.
 
-Owns the reading of configs and the bundled presets: LLaMA-2 in the sizes of HotSPa's published experiments, with
-positions for their 32768 tokens. What a config does not say of its family (plans, other names of fields, defaults)
-comes from `families.json`, which is generated from transformers' config classes and from what the engine makes of a
-model of each family's default config: which blocks tp does not divide, and why there is no pp or `+sp`. Parameters of a
-layer are counted by arithmetic: attention and MLP matrices, two norms, all experts; biases and extra norms are left
-out, which is within 1 % for models of a billion parameters and more. Where the arithmetic misses more of a family (linear
-attention, layers of several kinds), it is scaled by what it misses in the default config. What cannot be counted is
-refused.
+Includes presets: LLaMA-2 in the sizes of HotSPa's published experiments, with positions for their 32768 tokens. What a
+config does not contain about its family (plans, other field names, defaults) comes from `families.json`. That file is
+generated from transformers' config classes and from the engine's analysis of each family's default model: which blocks
+tp does not divide, and why pp or `+sp` is unsupported.
+
+Layer parameters are computed from attention and MLP matrices, two norms and all experts, without biases and extra
+norms: within 1 % for models from a billion parameters on. For families where this misses more (linear attention, layers
+of several kinds) the result is scaled by the error for the default config.
 """
 
 import difflib
@@ -38,11 +38,11 @@ _HOW = "give a config.json of a causal language model, as Hugging Face writes it
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model as far as its config tells.
+    """A model as described by its config.
 
     Args:
         tied: Whether head and embedding are one weight.
-        linears: A decoder layer's linear layers that may have an adapter, by name; experts' weights are no layers.
+        linears: Linear layers of a decoder layer that may have an adapter, by name; without experts.
     """
 
     name: str
@@ -56,18 +56,18 @@ def preset_names() -> tuple[str, ...]:
 
 
 def load_model(text: str | os.PathLike[str]) -> ModelConfig:
-    """The model that a preset's name, a config file, a folder with a `config.json`, or a name on the hub describes.
+    """Loads a model by preset name, config file, folder with a `config.json`, or hub name.
 
     Raises:
         HotspaConfigError: there is no such preset, file or model on the hub, or it holds no JSON object.
-        ModelError: the config is not that of a causal language model that can be counted.
+        ModelError: the config is not of a causal language model whose parameters can be counted.
     """
     path, name = _find(text)
     return model_from(read_object(path, _WHAT, _HOW), name, str(text) if str(text) in preset_names() else str(path))
 
 
 def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
-    """The fields of the config that `load_model` would read, its family and layers checked.
+    """Returns the config's fields after the checks of `load_model`.
 
     Raises:
         HotspaConfigError: see `load_model`.
@@ -78,7 +78,7 @@ def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
-    """The file, and what tables call the model."""
+    """Returns the file, and the model's name for tables."""
     names = preset_names()
     if str(text) in names:
         return _PRESETS / f"{text}.json", str(text)
@@ -98,16 +98,16 @@ def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
             return hub_file(str(text)), str(text)
         except HotspaConfigError as error:
             why, fix = " ".join(filter(None, (error.what, error.where and f"({error.where})"))), error.fix or fix
-            if "/" not in str(text):  # more likely a preset's name with a mistake
+            if "/" not in str(text):  # more likely a misspelled preset
                 fix = f"use one of {', '.join(names)}, the path of a config.json or its folder, or: {fix}"
     raise HotspaConfigError(f"there is no model preset and no config file {str(text)!r}", why=why, fix=fix)
 
 
 def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[str, Any] | None = None) -> ModelConfig:
-    """The model that the contents of a config describe; a multimodal config counts by its text model.
+    """Builds the model from the contents of a config; of a multimodal config, the text model.
 
     Args:
-        facts: What the engine makes of the family; what the table says when None.
+        facts: The engine's analysis of the family; from `families.json` if None.
 
     Raises:
         ModelError: the family is unknown, a field is missing or impossible, or the layers cannot be counted.
@@ -121,7 +121,7 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
 
 
 class _Config:
-    """Fields of a config by their usual names, checked."""
+    """Validated fields of a config, by their usual names."""
 
     def __init__(self, data: Mapping[str, Any], where: str) -> None:
         self.data, self.where = data, where
@@ -130,7 +130,7 @@ class _Config:
         if self.family not in families:
             near = difflib.get_close_matches(self.family, families, 3)
             raise ModelError(
-                f"the model_type {data.get('model_type')!r} is no causal language model of transformers",
+                f"the model_type {data.get('model_type')!r} is not a causal language model of transformers",
                 where=where,
                 fix=f"did you mean {' or '.join(near)}?" if near else _HOW,
             )
@@ -159,7 +159,8 @@ class _Config:
         return activation.startswith(_GATED) if known is None else bool(known)
 
     def mlp(self, hidden: int) -> tuple[int, int]:
-        """Parameters of the MLP of one layer, all experts and the router; and its width, 0 where it has experts."""
+        """Returns the MLP parameters of one layer, with all experts and the router; and the MLP width, 0 with
+        experts."""
         data, matrices = self.data, 3 if self.gated else 2
         width = self.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden
         if type(width) is not int or not 0 < width < _MOST:
@@ -173,7 +174,7 @@ class _Config:
         return routed + matrices * hidden * shared_width + experts * hidden, 0
 
     def experts(self, hidden: int) -> tuple[int, int]:
-        """Experts of one layer that a router chooses from, 0 for a dense model; and their parameters."""
+        """Returns the number of routed experts of one layer, 0 for a dense model; and their parameters."""
         data, matrices = self.data, 3 if self.gated else 2
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((value for name in names if data.get(name) and (value := self.get(name))), 0)
@@ -225,7 +226,7 @@ def _check_family(config: _Config, facts: Mapping[str, Any]) -> None:
         raise ModelError(
             f"the parameters of {config.family} cannot be counted from its config: multi-head latent attention",
             where=config.where,
-            fix="use a model with queries, keys and values of their own",
+            fix="use a model with separate queries, keys and values",
         )
     if "refused" in facts:
         raise ModelError(
@@ -249,23 +250,23 @@ def _linears(config: _Config, shape: ModelShape) -> dict[str, Linear]:
     }
 
 
-# -- single small files of the hub, from the cache where they are there: where it cannot be reached that is said at once --
+# -- single small files of the hub, from the cache if present; fails at once if the hub cannot be reached --------------
 
 CONFIG = "config.json"
 _TIMEOUT_S = 10
 
 
 def hub_file(name: str, filename: str = CONFIG) -> Path:
-    """The path of a file of a model on the hub, such as `Qwen/Qwen3-0.6B`; downloaded where the cache does not have it.
+    """Returns the path of a file of a hub model, such as `Qwen/Qwen3-0.6B`; downloads it if it is not in the cache.
 
     Args:
-        filename: The file in its repository.
+        filename: The file in the model's repository.
 
     Raises:
-        HotspaConfigError: the name cannot be that of a model, the hub has no such model or does not give it without a
-            token, or the hub cannot be reached; `what` says which.
+        HotspaConfigError: the name is not a valid model name, the hub has no such model or requires a token for it, or
+            the hub cannot be reached; `what` says which.
     """
-    # here, because presets and local files do without
+    # imported here, because presets and local files do not need it
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import (
@@ -287,7 +288,7 @@ def hub_file(name: str, filename: str = CONFIG) -> Path:
         raise HotspaConfigError(f"{name[:100]!r} cannot be the name of a model on the hub") from None
     except GatedRepoError:
         raise HotspaConfigError(
-            f"the hub gives {name!r} to those only who asked for it",
+            f"access to {name!r} on the hub must be requested",
             fix=f"accept its terms on https://huggingface.co/{name}, then `hf auth login`",
         ) from None
     except RepositoryNotFoundError:
@@ -300,7 +301,7 @@ def hub_file(name: str, filename: str = CONFIG) -> Path:
         raise HotspaConfigError(
             f"{name!r} has no {filename} on the hub", fix="give a model in transformers' format"
         ) from None
-    except Exception as error:  # the client's transport has errors of its own
+    except Exception as error:  # also errors of the client's transport library
         raise _unreachable(name, filename, f"{type(error).__name__}: {error}", HF_HUB_CACHE) from None
 
 

@@ -1,13 +1,12 @@
-"""Predicted against measured seconds, and the correction of a time model that keeps being wrong.
+"""Compares predicted with measured seconds, and corrects a time model that is persistently wrong.
 
-Owns the factors by which the seconds of each strategy, computation and switch apart, are multiplied. A time model is
-calibrated in seconds, on a small copy of the model, at one moment; what a run measures on the way is better evidence.
-While the error stays below `LIMIT` nothing is touched. When its median over the last `WINDOW` mini-batches is above, the
-factors are set anew: the median ratio of each strategy that was seen often enough, the median over all of them for the
-others (a machine that became slower is slower for strategies that did not run, too).
+Maintains factors for the seconds of each strategy, separately for computation and switches. A calibration takes seconds
+on a small copy of the model; measurements of the run are better evidence. Nothing changes while the median error over
+the last `WINDOW` mini-batches is at most `LIMIT`. Above it, all factors are refitted: to the median ratio of each
+strategy that ran often enough, and to the median of all ratios for the others (slow machines slow down all strategies).
 
-Promises: a pure function of what it was shown, in that order. Ranks that see the same numbers (gathered ones) refit
-alike, and a run that continues from `state_dict` goes on as if it had not stopped. No torch.
+Deterministic in the sequence of observations: ranks with the same (gathered) numbers compute the same factors, and a
+run resumed from `state_dict` behaves as if it had not stopped.
 """
 
 import hashlib
@@ -22,18 +21,18 @@ from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import reading_state
 
 LIMIT = 0.25
-"""The relative error that is tolerated."""
+"""The tolerated relative error."""
 WINDOW = 6
-"""Mini-batches that must have been seen before the constants are touched, and over which medians are taken."""
+"""Mini-batches that are needed for a refit, and over which medians are taken."""
 _SEEN = 2
-"""How often a strategy must have run inside the window for a factor of its own."""
+"""How often a strategy must run inside the window for its own factor."""
 _STEP = 4.0
-"""The most that one refit may multiply or divide a factor by: a hiccup of the machine must not turn everything over."""
+"""Largest change of a factor by one refit, up or down; limits the effect of a short disturbance."""
 
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Seconds of a phase: forward and backward of the busiest replica; load of weights and return of gradients."""
+    """Seconds of a phase: forward and backward of the busiest replica; weight load and gradient return."""
 
     strategy: Strategy
     compute_s: float
@@ -46,13 +45,13 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class Factors:
-    """What predicted seconds are multiplied by, by strategy: of computation and of switches; 1 where there is none."""
+    """Factors on predicted seconds of computation and switches, by strategy; 1 if absent."""
 
     compute: Mapping[Strategy, float] = field(default_factory=dict)
     switch: Mapping[Strategy, float] = field(default_factory=dict)
 
     def apply(self, phase: PhaseSeconds) -> PhaseSeconds:
-        """A prediction of the uncorrected model, corrected."""
+        """Corrects a prediction of the uncorrected model."""
         s = phase.strategy
         return PhaseSeconds(s, phase.compute_s * self.compute.get(s, 1.0), phase.switch_s * self.switch.get(s, 1.0))
 
@@ -69,7 +68,7 @@ class Factors:
 
 @dataclass(frozen=True)
 class ScaledTime(TimeModel):
-    """A time model whose seconds are multiplied by a factor for each strategy; 1 where there is none."""
+    """A time model with a factor on the seconds of each strategy; 1 if absent."""
 
     factors: Mapping[Strategy, float] = field(default_factory=dict)
 
@@ -78,7 +77,7 @@ class ScaledTime(TimeModel):
         return cls(**{f.name: getattr(time, f.name) for f in fields(TimeModel) if f.init}, factors=dict(factors))
 
     def kind(self, strategy: Strategy) -> Strategy:
-        """Each has a factor of its own."""
+        """Every strategy is a separate kind, as it has its own factor."""
         return strategy
 
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
@@ -92,7 +91,7 @@ class ScaledTime(TimeModel):
 
 @dataclass(frozen=True)
 class Refit:
-    """A correction, for the log: the error (a share of measured seconds) that led to it, the factors from now on."""
+    """A correction, for the log: the error that caused it (relative to measured seconds), and the new factors."""
 
     error: float
     factors: Factors
@@ -106,11 +105,11 @@ class Refit:
 
 
 _Pair = tuple[PhaseSeconds, PhaseSeconds]
-"""What was predicted of a phase, and what was measured."""
+"""Prediction and measurement of a phase."""
 
 
 class OnlineCalibration:
-    """Watches predictions and corrects them by the `factors` in force for what is decided next."""
+    """Watches predictions, and provides the current correction `factors`."""
 
     def __init__(self, strategies: Iterable[Strategy]) -> None:
         self.factors = Factors()
@@ -118,8 +117,15 @@ class OnlineCalibration:
         self._window: list[list[_Pair]] = []
 
     def observe(self, predicted: Sequence[PhaseSeconds], measured: Sequence[PhaseSeconds]) -> Refit | None:
-        """Takes the phases of one mini-batch, predicted by the uncorrected model, and measured, in the same order and
-        equal on all ranks. Returns the correction, in force already, where one is due."""
+        """Adds the phases of one mini-batch, and refits the factors if the error is too large.
+
+        Args:
+            predicted: Predictions of the uncorrected model.
+            measured: Measurements in the same order, equal on all ranks.
+
+        Returns:
+            The correction, already applied to `factors`; None if none was needed.
+        """
         self._window = [*self._window, list(zip(predicted, measured, strict=True))][-WINDOW:]
         if len(self._window) < WINDOW or (error := median(map(self._error, self._window))) <= LIMIT:
             return None
@@ -132,7 +138,7 @@ class OnlineCalibration:
         return Refit(error, self.factors)
 
     def _error(self, pairs: Sequence[_Pair]) -> float:
-        """How far the phases of a mini-batch are off, as a share of what was measured; errors do not cancel."""
+        """Relative error of a mini-batch; errors of phases do not cancel."""
         off = total = 0.0
         for predicted, measured in pairs:
             corrected = self.factors.apply(predicted)
@@ -154,7 +160,7 @@ class OnlineCalibration:
         return factors
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready; of a phase the strategy, seconds of computation (predicted, measured) and of the switch."""
+        """Returns JSON-ready state; a phase is a strategy and (predicted, measured) computation and switch seconds."""
         window = [
             [[str(p.strategy), *map(float, (p.compute_s, m.compute_s, p.switch_s, m.switch_s))] for p, m in pairs]
             for pairs in self._window
@@ -162,10 +168,10 @@ class OnlineCalibration:
         return {"factors": self.factors.to_dict(), "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state.
+        """Restores a state.
 
         Raises:
-            HotspaConfigError: it is not one.
+            HotspaConfigError: the state is invalid.
         """
         with reading_state("the time model's correction", "the correction starts anew"):
             factors = Factors.from_dict(state["factors"])
@@ -179,7 +185,7 @@ def _pair(name: str, *numbers: float) -> _Pair:
 
 
 def fingerprint(time: TimeModel, switch: Mapping[Strategy, float]) -> str:
-    """Tells constants apart: factors are worth nothing with others."""
-    # in the words of checkpoints that are there
+    """Identifies the constants of a time model, as factors are valid for these only."""
+    # existing checkpoints use this spelling
     data = repr((time, [(strategy.spelled_out, seconds) for strategy, seconds in sorted(switch.items())]))
     return hashlib.sha256(data.encode()).hexdigest()[:16]

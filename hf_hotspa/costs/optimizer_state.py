@@ -1,23 +1,22 @@
-"""Bytes of state that an optimizer keeps for an element, by the name that `--optim` has for it.
+"""Bytes of optimizer state per element, by `--optim` name.
 
-Owns the rules of bitsandbytes and torchao by which a parameter is quantized or not, as far as memory is concerned; what decides in a run
-is the libraries' own code. Plain data, no torch.
+Repeats the rules by which bitsandbytes and torchao quantize a parameter's state; in a run the libraries decide.
 """
 
 from dataclasses import dataclass
 
 _SCALE, _BLOCK, _LEAST = 4, 256, 4096
-"""Bytes of the scale of a block, its elements, and those from which a parameter is quantized."""
+"""Bytes of a block's scale, elements of a block, and the least elements of a quantized parameter."""
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """What an optimizer keeps.
+    """State size of an optimizer.
 
     Args:
-        full: Bytes of an element of a parameter that is not quantized.
-        quantized: The same of one that is; None where none is.
-        whole_blocks: Whether the elements of a quantized parameter have to fill its blocks.
+        full: Bytes per element of a parameter that is not quantized.
+        quantized: Bytes per element of a quantized parameter; None if the optimizer quantizes none.
+        whole_blocks: Whether a quantized parameter must consist of complete blocks.
         embeddings: Whether embeddings are quantized like other parameters.
     """
 
@@ -27,7 +26,7 @@ class OptimizerState:
     embeddings: bool = True
 
     def element_bytes(self, numel: int, is_embedding: bool) -> float:
-        """Bytes for each element of a parameter of so many."""
+        """Returns the bytes per element of a parameter with `numel` elements."""
         small = numel < _LEAST or (self.whole_blocks and numel % _BLOCK != 0)
         if self.quantized is None or small or (is_embedding and not self.embeddings):
             return self.full
@@ -40,7 +39,7 @@ _FULL = {"adamw": 8, "lion": 4, "rmsprop": 4, "ademamix": 12}
 
 
 def _bitsandbytes() -> dict[str, OptimizerState]:
-    """Of the names of its optimizers. Where the Trainer makes them, embeddings keep 32 bits."""
+    """Embeddings keep 32 bits when the Trainer makes the optimizer."""
     names = {
         "adamw": ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
         "lion": ("lion_8bit", "paged_lion_8bit", "lion_32bit", "paged_lion_32bit"),
@@ -61,11 +60,11 @@ LOW_BIT_STATES = {
     "adamw_torch_8bit": OptimizerState(8, 2 * (1 + _SCALE / _BLOCK), whole_blocks=True),
     "adamw_torch_4bit": OptimizerState(8, 2 * (1 / 2 + _SCALE / _BLOCK), whole_blocks=True),
 }
-"""Those of bitsandbytes and torchao; the Trainer has torchao scale blocks of 256 elements, of 4-bit states, too."""
+"""States of bitsandbytes and torchao. The Trainer makes torchao use blocks of 256 elements, also for 4-bit states."""
 
 OPTIMIZER_STATES = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), ADAM),
     **dict.fromkeys(("sgd", "adagrad", "rmsprop"), OptimizerState(4)),
     **LOW_BIT_STATES,
 }
-"""Name of `--optim` -> what it keeps; that of SGD with momentum."""
+"""State by `--optim` name; SGD counts with momentum."""

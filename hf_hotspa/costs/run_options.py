@@ -1,6 +1,6 @@
-"""Which strategies the options of a run go together with.
+"""Which strategies the options of a run support.
 
-The engine refuses what cannot run, and searches do not offer it: both ask here. Plain data, no torch.
+The engine rejects unsupported strategies and searches do not offer them; both ask here.
 """
 
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ _OWN_SCHEDULE = "leave the schedule at 'auto' (hotspa_pipeline_schedule)"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What decides, beside the model, whether a strategy can run.
+    """The options that decide, with the model, whether a strategy can run.
 
     Args:
-        schedule: That of pipelines, one of `pipeline_order.SCHEDULES`.
-        context_parallel: How ranks of cp attend, one of `costs.divided.WAYS`.
-        device_type: Where ranks compute: `cpu` or `cuda`.
-        flexible: Whether ranks of tp may give work away.
-        expert_capacity: The capacity factor of experts; None for none.
+        schedule: The pipeline schedule, one of `pipeline_order.SCHEDULES`.
+        context_parallel: The cp method, one of `costs.divided.WAYS`.
+        device_type: `cpu` or `cuda`.
+        flexible: Whether tp ranks may hand over work.
+        expert_capacity: The capacity factor, if any.
     """
 
     schedule: str = "auto"
@@ -36,27 +36,27 @@ class RunOptions:
 
     @property
     def _wants_one_shape(self) -> bool:
-        """Whether pipelines want packs of one shape: torch's schedules do."""
+        """Whether the pipeline schedule is one of torch's, which need packs of one shape."""
         return self.schedule in ("1f1b", "gpipe")
 
     def check(self, buckets: Iterable[Bucket], shape: ModelShape) -> None:
-        """Refuses what cannot run, and a capacity of experts where it would not be that of whole packs.
+        """Checks that all strategies can run, and that a capacity of experts applies to complete packs.
 
         Raises:
-            StrategyError: a schedule or a way of cp that cannot run a strategy, or fewer tokens than there are ranks of cp.
-            UnsupportedError: what does not go together with cp, with ep, or with a capacity of experts.
+            StrategyError: a schedule or a cp method that cannot run a strategy, or fewer tokens than cp ranks.
+            UnsupportedError: an option that cp, ep or a capacity of experts does not support.
         """
         for bucket in buckets:
             strategy, cp = bucket.strategy, bucket.strategy.cp
             if bucket.capacity < cp:
                 raise StrategyError(
                     f"bucket {bucket} has packs of {bucket.capacity} tokens, and cp{cp} divides them over {cp} ranks",
-                    fix=f"use dp{cp} in the place of cp{cp}, or longer packs",
+                    fix=f"use dp{cp} instead of cp{cp}, or longer packs",
                 )
             self._check(strategy, shape)
 
     def runs(self, strategy: Strategy, shape: ModelShape) -> bool:
-        """Whether `check` lets a strategy pass, with packs that are long enough."""
+        """Whether `check` accepts a strategy, given long enough packs."""
         try:
             self._check(strategy, shape)
         except HotspaError:
@@ -75,14 +75,14 @@ class RunOptions:
     def _check_divided(self, strategy: Strategy) -> None:
         if self.flexible:
             raise UnsupportedError(
-                f"strategy {strategy} beside ranks that give work away (hotspa_stragglers)",
+                f"strategy {strategy} with ranks that hand over work (hotspa_stragglers)",
                 why=_NOT_EXACT,
                 fix="use hotspa_stragglers=balance or watch",
             )
         if strategy.pp > 1 and self._wants_one_shape:
             raise UnsupportedError(
                 f"the pipeline schedule {self.schedule!r} under {strategy}",
-                why="it wants packs of one shape, and the rows of a pack's ranks differ by some tokens"
+                why="it needs packs of one shape, and the rows of a pack's ranks differ by some tokens"
                 if strategy.cp > 1
                 else "ranks of several replicas exchange tokens, and must run their packs in one order",
                 fix=_OWN_SCHEDULE,
@@ -93,13 +93,13 @@ class RunOptions:
             raise UnsupportedError(
                 f"strategy {strategy}: kept graphs (+kg) or keys and values in host memory (+kh) with cp",
                 why=_NOT_EXACT,
-                fix=f"leave {'+kh' if strategy.kh else '+kg'} out, or use dp or tp in the place of cp",
+                fix=f"leave {'+kh' if strategy.kh else '+kg'} out, or use dp or tp instead of cp",
             )
         is_ring = choose_way(strategy, shape, self.context_parallel) == RING
         if is_ring and (strategy.ck or self.device_type != "cpu"):
             raise UnsupportedError(
-                f"the way {RING!r} of {strategy}" + ("" if strategy.ck else f" on {self.device_type}"),
-                why="chunks would need the keys and values of those before them on the ring, too"
+                f"the cp method {RING!r} under {strategy}" + ("" if strategy.ck else f" on {self.device_type}"),
+                why="chunks would also need the keys and values of earlier chunks on the ring"
                 if strategy.ck
                 else "its blocks are computed by a kernel for CPU",
                 fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
@@ -118,7 +118,7 @@ class RunOptions:
             raise UnsupportedError(
                 f"a capacity of experts (hotspa_expert_capacity) under {strategy}"
                 + ("" if cutting else f" with the pipeline schedule {self.schedule!r}"),
-                why="which tokens are dropped is decided for a whole pack, and "
+                why="which tokens are dropped is decided for a complete pack, and "
                 + (f"{cutting} computes parts of packs" if cutting else "it pads packs to one shape"),
                 fix=f"leave {cutting} out" if cutting else _OWN_SCHEDULE,
             )

@@ -1,22 +1,22 @@
-"""What a step runs beside its training pass: forwards without gradients, perhaps of a second model."""
+"""Forward passes of a step besides training: without gradients, possibly of a second model."""
 
 from dataclasses import dataclass
 
 TRAINING_UNITS = 3
-"""Of a training pass; a forward of all layers is one."""
+"""Cost of a training pass, in forward passes of all layers."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """Forwards of all tokens in a step beside its training pass; `reference` says whether a second model's weights are
-    kept, shared out over the ranks as the master store is."""
+    """`forwards`: forward passes of all tokens in a step besides training. `reference`: whether a second model's
+    weights are kept, divided over the ranks like the master store."""
 
     forwards: int = 0
     reference: bool = False
 
     @property
     def units(self) -> int:
-        """What a step costs, in forwards of all layers; recomputation is one more."""
+        """Cost of a step, in forward passes of all layers; recomputation adds one."""
         return TRAINING_UNITS + self.forwards
 
 
@@ -28,5 +28,5 @@ TASKS = {
     "grpo-kl": Scoring(2, reference=True),
     "rloo": Scoring(3, reference=True),
 }
-"""What is trained -> its scoring: a loss of the model's own; pairs, with a live reference or without; completions, in TRL's defaults
-and with a KL term."""
+"""Scoring by training task: `sft` uses the model's own loss; `dpo` pairs, with a live reference or precomputed; `grpo`
+and `rloo` completions, with TRL's defaults or a KL term."""

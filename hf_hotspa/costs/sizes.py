@@ -1,8 +1,8 @@
-"""Sizes of model states: what a rank holds of weights, gradients and the master store.
+"""Sizes of model states: weights, gradients and master store of a rank.
 
-Exact where the parameter vector is at hand (the layouts are asked), and by arithmetic on the model's shape where only a
-configuration is. The arithmetic cuts attention by heads and an MLP evenly, but for what every tp coordinate holds: two
-norms, blocks that the family's plan does not cut, and key/value heads that are fewer than tp.
+Exact with a parameter vector (from layouts); otherwise computed from the model's shape. The latter cuts attention by
+heads and MLPs evenly, except for what every tp coordinate holds: two norms, blocks that the family's plan does not cut,
+and key/value heads fewer than tp.
 """
 
 import math
@@ -25,14 +25,14 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
 
 LOSS_CHUNK_BYTES = 256 << 20
-"""How large the fp32 logits that exist at a time may be on a rank; the loss of a longer pack is computed in chunks."""
+"""Largest size of the fp32 logits on a rank; the loss of a longer pack is computed in chunks."""
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
 _MASTER_BYTES = 4
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element.
+    """Returns the bytes of one element.
 
     Raises:
         HotspaConfigError: no size is known for the dtype.
@@ -43,14 +43,19 @@ def dtype_bytes(dtype: str) -> int:
 
 
 def loss_chunk_tokens(vocabulary_rows: int) -> int:
-    """Tokens whose logits exist at a time, from the most rows of the vocabulary that a rank holds."""
+    """Returns the tokens whose logits exist at a time, from the most vocabulary rows of a rank."""
     return max(1, LOSS_CHUNK_BYTES // (4 * max(1, vocabulary_rows)))
 
 
 @dataclass(frozen=True)
 class StageSizes:
-    """What the fullest rank of a pipeline stage holds: decoder layers, weights that are there at a time, their
-    gradients in the dtype in which they accumulate, and of all weights those that are trained."""
+    """The fullest rank of a pipeline stage.
+
+    Args:
+        weight_bytes: Weights that exist at a time.
+        gradient_bytes: Their gradients, in the accumulation dtype.
+        trained_bytes: All trained weights.
+    """
 
     num_layers: int
     weight_bytes: int
@@ -59,21 +64,21 @@ class StageSizes:
 
     @property
     def arena_bytes(self) -> int:
-        """Weights and gradients together."""
+        """Weights plus gradients."""
         return self.weight_bytes + self.gradient_bytes
 
 
 @dataclass(frozen=True)
 class MasterSizes:
-    """What the fullest rank holds of the master store: master weights, trained ones' gradients, optimizer state."""
+    """Master weights, gradients of trained weights and optimizer state on the fullest rank."""
 
     weight_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
 
 
-def _held(num_bytes: NDArray[np.int64], rooms: Sequence[Room | None]) -> NDArray[np.int64]:
-    """Bytes on each rank of segments [segments, ranks], of which neighbouring units alone are there at a time."""
+def _present_bytes(num_bytes: NDArray[np.int64], rooms: Sequence[Room | None]) -> NDArray[np.int64]:
+    """Bytes on each rank, from [segments, ranks], when only two neighbouring units are present at a time."""
     units: dict[Room, NDArray[np.int64]] = {}
     total = np.zeros(num_bytes.shape[1], np.int64)
     for own, room in zip(num_bytes, rooms, strict=True):
@@ -89,15 +94,15 @@ def _of_neighbours(units: Sequence[int]) -> list[int]:
 
 
 def _dequantized(vector: ParameterVector, strategy: Strategy, spec: ParameterSpec) -> int:
-    """Weights of a matrix in 4 bits that exist at a time on the rank with the largest shard."""
+    """Dequantized weights of a 4-bit matrix that exist at a time on the rank with the largest shard."""
     assert spec.packed is not None
     rows, columns = spec.packed.shape
     if spec.shard_dim is None or strategy.tp == 1:
         return rows * columns
     sizes = []
     for rank in range(strategy.tp):
-        held = sum(stop - start for start, stop in shard_rows(vector, strategy, spec, rank))
-        shard = held * (columns if spec.shard_dim == 0 else rows)
+        length = sum(stop - start for start, stop in shard_rows(vector, strategy, spec, rank))
+        shard = length * (columns if spec.shard_dim == 0 else rows)
         sizes.append(shard if stored_rows(vector, strategy, spec, rank) is not None else rows * columns + shard)
     return max(sizes)
 
@@ -107,13 +112,11 @@ class ModelSizes:
     """Sizes of one model under any strategy.
 
     Args:
-        compute_dtype: The dtype of a strategy's weights; a vector knows its own.
-        tied: Whether head and embedding are one weight; a vector knows by itself.
-        vector: The parameters, for exact sizes; None for arithmetic on the shape.
-        gradients: The dtypes in which gradients accumulate and travel.
-        adapter: What is trained instead of the model, which is frozen; a vector knows by itself.
-        measured: What stages are cut by where seconds were measured, see `ParameterVector`; a vector knows by itself.
-        four_bits: The layers of a frozen model that are in 4 bits; a vector knows by itself.
+        compute_dtype: The dtype of a strategy's weights.
+        tied: Whether head and embedding are one weight.
+        vector: The parameters, for exact sizes. Replaces all fields except `shape` and `gradients`.
+        adapter: Trained on the frozen model, if any.
+        measured: Measured costs of the stage partition, see `ParameterVector`.
     """
 
     shape: ModelShape
@@ -131,7 +134,7 @@ class ModelSizes:
 
     @cached_property
     def stage_costs(self) -> StageCosts:
-        """What decides the cut of stages: what was measured, else parameters."""
+        """The costs of the stage partition: measured if present, otherwise by parameters."""
         if self.vector is not None:
             return self.vector.stage_costs
         shape = self.shape
@@ -140,7 +143,7 @@ class ModelSizes:
 
     @property
     def num_parameters(self) -> int:
-        """All parameters, tied ones once."""
+        """All parameters; tied ones count once."""
         if self.vector is not None:
             return sum(spec.packed.weights if spec.packed else spec.numel for spec in self.vector.specs)
         shape = self.shape
@@ -150,7 +153,7 @@ class ModelSizes:
 
     @cached_property
     def weight_bytes(self) -> float:
-        """Bytes of all weights as strategies hold them, tied ones once."""
+        """Bytes of all weights as strategies hold them; tied ones count once."""
         if self.vector is not None:
             return sum(segment.numel * dtype_bytes(segment.dtype) for segment in self.vector.segments)
         width = dtype_bytes(self.compute_dtype)
@@ -159,12 +162,12 @@ class ModelSizes:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the weights of one decoder layer, adapter included, by arithmetic on the shape."""
+        """Bytes of the weights of one decoder layer with its adapter, computed from the shape."""
         return self._layer_bytes(1) + self.adapter_parameters(1) * dtype_bytes(self.compute_dtype)
 
     @property
     def num_trained(self) -> int:
-        """Parameters that the optimizer updates, tied ones once."""
+        """Trained parameters; tied ones count once."""
         if self.vector is not None:
             return sum(segment.numel for segment in self.vector.segments if segment.trainable)
         if self.adapter is not None:
@@ -173,13 +176,13 @@ class ModelSizes:
 
     @cached_property
     def trains_norms(self) -> bool:
-        """Whether weights of norms are trained."""
+        """Whether norm weights are trained."""
         if self.vector is None:
             return self.adapter is None
         return any(s.trainable and len(s.shape) == 1 and not s.name.endswith("bias") for s in self.vector.specs)
 
     def layers_of_stages(self, pp: int, v: int = 1) -> tuple[range, ...]:
-        """The layers of each stage: the same cut as layouts make. Stage s is on the rank s mod pp of a pipeline.
+        """Returns the layers of each stage, as in layouts. Stage s is on pipeline rank s mod pp.
 
         Raises:
             StrategyError: more stages than layers.
@@ -187,7 +190,7 @@ class ModelSizes:
         return self.stage_costs.stages(pp * v)
 
     def stages(self, strategy: Strategy) -> tuple[StageSizes, ...]:
-        """Sizes of the stages of each rank of a pipeline under a strategy.
+        """Returns the sizes of each pipeline rank's stages.
 
         Raises:
             StrategyError: more stages than layers.
@@ -200,16 +203,16 @@ class ModelSizes:
         return self._stages[key]
 
     def has_uneven_shares(self, strategy: Strategy) -> bool:
-        """Whether some of the strategy's tensor-parallel groups divide MLPs by the relative step time of their devices."""
+        """Whether some tensor-parallel groups divide MLPs by the relative step times of their devices."""
         return self.vector is not None and is_uneven(self.vector, strategy)
 
     def mlp_share(self, strategy: Strategy) -> float:
-        """The part of an MLP that the fullest rank of a tensor-parallel group computes."""
+        """The fraction of an MLP on the fullest rank of a tensor-parallel group."""
         return largest_share(self.vector, strategy) if self.vector is not None else 1 / strategy.tp
 
     def _from_layout(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         assert self.vector is not None
-        # all replicas hold the same, so one is enough, or as many as share experts: a layout of few ranks
+        # replicas are equal, so a small layout is enough: one replica, or as many as share experts
         apart = math.lcm(strategy.tp, strategy.ep)
         one = Strategy(apart // strategy.tp, strategy.tp, strategy.pp, ep=strategy.ep, v=strategy.v)
         if self.has_uneven_shares(strategy):
@@ -218,9 +221,9 @@ class ModelSizes:
         segments, accumulated = self.vector.segments, self.gradients.accumulated
         rooms = Units(self.vector).rooms(strategy)
         of_weights = [dtype_bytes(s.dtype) for s in segments]
-        weights = _held(np.array(of_weights)[:, None] * sizes, rooms.weights)
+        weights = _present_bytes(np.array(of_weights)[:, None] * sizes, rooms.weights)
         of_gradients = [dtype_bytes(accumulated(s.dtype)) if s.trainable else 0 for s in segments]
-        gradients = _held(np.array(of_gradients)[:, None] * sizes, rooms.gradients)
+        gradients = _present_bytes(np.array(of_gradients)[:, None] * sizes, rooms.gradients)
         trained = np.array([b if s.trainable else 0 for b, s in zip(of_weights, segments, strict=True)]) @ sizes
         fullest = (weights + gradients).reshape(strategy.pp, apart).argmax(axis=1)
         stages = []
@@ -241,15 +244,15 @@ class ModelSizes:
             first, last = stage == 0, stage == strategy.pp - 1
             ends = int(first) + int(last) - int(first and last and self.tied)
             norm = shape.hidden_size if last else 0
-            kept = vocabulary if self.tied and ends else 0  # embedding and head are one weight, which stays
+            kept = vocabulary if self.tied and ends else 0  # a tied weight is resident
             units = [vocabulary - kept] * first + [layer + adapter] * len(layers) + [vocabulary - kept + norm] * last
             added = [0] * first + [adapter] * len(layers) + [0] * last
             whole = len(layers) * (layer + adapter) + ends * vocabulary + norm
             weights = whole * weight_bytes - len(layers) * saved
             if strategy.z == 3:
                 less = [0] * first + [saved] * len(layers) + [0] * last
-                held = [unit * weight_bytes - packed for unit, packed in zip(units, less, strict=True)]
-                weights = kept * weight_bytes + max(_of_neighbours(held))
+                of_units = [unit * weight_bytes - packed for unit, packed in zip(units, less, strict=True)]
+                weights = kept * weight_bytes + max(_of_neighbours(of_units))
             if self.adapter is not None:
                 gradients = max(_of_neighbours(added)) if strategy.z else len(layers) * adapter
             else:
@@ -265,10 +268,10 @@ class ModelSizes:
         return -(-heads // tp) / heads, 1 / kv_heads  # a key/value head is held by several coordinates
 
     def adapter_parameters(self, tp: int) -> int:
-        """Parameters of the adapter of one layer on the fullest of tp coordinates."""
+        """Adapter parameters of one layer on the fullest tp coordinate."""
         if self.adapter is None:
             return 0
-        return math.ceil(self.adapter.held(self._cut(tp)) - 1e-3)
+        return math.ceil(self.adapter.held_numel(self._cut(tp)) - 1e-3)
 
     def _cut(self, tp: int) -> dict[str | None, float]:
         shape, (queries, keys) = self.shape, self._head_shares(tp)
@@ -284,10 +287,10 @@ class ModelSizes:
             return num_bytes
         cut = self._cut(tp)
         packed = self.four_bits.cut(cut) * dtype_bytes(self.compute_dtype)
-        return math.ceil(num_bytes - packed + self.four_bits.held(cut) * WEIGHT_BYTES - 1e-3)
+        return math.ceil(num_bytes - packed + self.four_bits.held_numel(cut) * WEIGHT_BYTES - 1e-3)
 
     def dequantized(self, tp: int) -> float:
-        """The most weights that a rank has dequantized at a time, in elements."""
+        """The most dequantized weights of a rank at a time, in elements."""
         if tp not in self._dequantized:
             cut = self._cut(tp)
             whole = self.four_bits.most_at_a_time(cut) if self.four_bits is not None else 0.0
@@ -298,11 +301,11 @@ class ModelSizes:
         return self._dequantized[tp]
 
     def made_of_codes(self, tp: int) -> float:
-        """Weights of one layer that the fullest of tp coordinates dequantizes for a product of each, by arithmetic."""
-        return self.four_bits.held(self._cut(tp)) if self.four_bits is not None else 0.0
+        """Weights of one layer that the fullest tp coordinate dequantizes for a product, computed from the shape."""
+        return self.four_bits.held_numel(self._cut(tp)) if self.four_bits is not None else 0.0
 
     def _layer(self, tp: int, ep: int = 1) -> int:
-        """Parameters of one layer on the fullest of tp coordinates, by arithmetic; of ep, experts are cut alike."""
+        """Parameters of one layer on the fullest tp coordinate, computed from the shape; ep divides experts evenly."""
         shape, heads, kv_heads = self.shape, self.shape.num_attention_heads, self.shape.num_key_value_heads
         norms = min(2 * shape.hidden_size, shape.layer_parameters)
         attention = min(shape.attention_parameters, shape.layer_parameters - norms)
@@ -313,17 +316,17 @@ class ModelSizes:
         share = (heads * queries + kv_heads * keys) / (heads + kv_heads)
         cut = attention * share * (1 - shape.whole_attention) + mlp / tp * (1 - shape.whole_mlp)
         whole = norms + attention * shape.whole_attention + mlp * shape.whole_mlp + experts / ep
-        return math.ceil(cut + whole - 1e-3)  # what is whole but for rounding is not a parameter more
+        return math.ceil(cut + whole - 1e-3)  # rounding errors must not add a parameter
 
     def master(self, world_size: int, optimizer: OptimizerState = ADAM) -> MasterSizes:
-        """The largest share of the master store, with what the optimizer keeps for it."""
+        """The largest rank's share of the master store, with its optimizer state."""
         if self.vector is None:
             frozen = self.num_parameters - self.num_trained
             return self._shared_out(self.num_trained, frozen, world_size, optimizer, self.shape.num_layers)
         return self._fullest(master_layout(self.vector, world_size), range(world_size), optimizer)
 
     def master_of_stage(self, strategy: Strategy, stage: int, optimizer: OptimizerState = ADAM) -> MasterSizes:
-        """The largest share of a rank of a stage, where each stage has the master store of its own weights."""
+        """The largest rank's share in a stage if each stage has a separate master store for its weights."""
         size = strategy.stage_size
         if self.vector is None:
             plain = self if self.four_bits is None else replace(self, four_bits=None)
@@ -343,12 +346,12 @@ class ModelSizes:
         has_embedding: bool = True,
     ) -> MasterSizes:
         share, rest = -(-trained // num_ranks), -(-frozen // num_ranks) * dtype_bytes(self.compute_dtype)
-        if self.four_bits is not None:  # what is not in 4 bits is in fp32, see `costs.adapter`
+        if self.four_bits is not None:  # other weights are in fp32, see `costs.adapter`
             packed = min(frozen, num_layers * self.four_bits.weights)
             rest = math.ceil(((frozen - packed) * _MASTER_BYTES + packed * WEIGHT_BYTES) / num_ranks)
         vocabulary = self.shape.vocab_size * self.shape.hidden_size
         embedded = vocabulary if has_embedding and self.adapter is None else 0
-        # what is too small to be quantized is next to nothing of a model
+        # parameters that are too small to be quantized are negligible
         state = embedded * optimizer.element_bytes(embedded, True)
         state += (trained - embedded) * optimizer.element_bytes(vocabulary, False)
         return MasterSizes(share * _MASTER_BYTES + rest, share * _MASTER_BYTES, math.ceil(state / num_ranks))

@@ -1,15 +1,15 @@
 """Seconds of a switch: loading a strategy's weights from the master store, and returning its gradients.
 
-Estimated from sizes alone, for the many strategies that a search looks at. The fluid port model (`plan/ports.py`) is a
-lower bound: real transfers reach a part of it, given as `efficiency`, and every switch has a fixed cost.
+Estimated from sizes alone, for the many strategies of a search. The fluid port model (`plan/ports.py`) is a lower
+bound: real transfers reach `efficiency` of its speed, and every switch has a fixed cost.
 
-Fully sharded strategies (`+z2`, `+z3`) move their units while they compute instead (`Streams`). Every pack loads all units for
-its forward pass and for its backward pass (`+z3`), and returns their gradients (`+z2`, `+z3`), but for the units that are
-there already (`plan.units`). Transfers of all stages go one after the other. They hide behind the pass they belong to, as
-far as that is long enough; where ranks share cores nothing hides. Replicas keep step with the slowest, pack by pack.
+Fully sharded strategies (`+z2`, `+z3`) move their units during computation instead (`Streams`). For every pack they
+load all units for the forward and the backward pass (`+z3`), and return their gradients (`+z2`, `+z3`), except for
+units that are already present (`plan.units`). Transfers of all stages run one after the other. They overlap with their
+pass, unless ranks share cores. Replicas run in lockstep with the slowest, pack by pack.
 
-Promises: a strategy with `+z2` or `+z3` is never said to be faster than the same one without, load and return included,
-so that nothing is chosen for it but the memory. Plain data, no torch.
+`+z2` and `+z3` are never predicted to be faster than the same strategy without, load and return included: the only
+reason to choose them is memory.
 """
 
 import math
@@ -23,9 +23,9 @@ from hf_hotspa.plan.ports import nic_bandwidth
 from hf_hotspa.strategy import Strategy
 
 EFFICIENCY = 0.6
-"""Share of the port model's speed where nothing was measured; published systems reach 0.25 to 0.6."""
+"""Default share of the port model's speed without measurements; published systems reach 0.25 to 0.6."""
 _MORE = 1.01
-"""Units travel in more messages than whole layouts."""
+"""Units need more messages than complete layouts."""
 
 
 def estimate(
@@ -36,17 +36,16 @@ def estimate(
     efficiency: float = EFFICIENCY,
     fixed_s: float = 0.0,
 ) -> dict[Strategy, float]:
-    """Load and return seconds of each strategy, from the size of the model alone.
+    """Estimates the load and return seconds of each strategy from the size of the model.
 
-    A rank receives its 1 / (tp pp) of the model but for the share that it owns itself. Between nodes a relayed load
-    brings what a node lacks across its NICs once: the tp shards and stages that meet in the node, but for what its
-    devices own. Returning gradients is the same flow backwards, the sums of a node's replicas made before the NIC.
-    Within about a factor of two of the plans. With `+z2` nothing is returned, and with `+z3` nothing loaded either: units are
-    moved while the phase computes (`Streams`).
+    A rank receives 1 / (tp pp) of the model, less the share that it owns. Between nodes, a relayed load sends what a
+    node lacks across its NICs once: the tp shards and stages in the node, less what its devices own. Returning
+    gradients is the reverse flow, with a node's replicas summed before the NIC. Within about a factor of two of the
+    plans. `+z2` returns nothing and `+z3` also loads nothing, as units move during the phase (`Streams`).
 
     Args:
-        efficiency: Measured speed over that of the port model.
-        fixed_s: Seconds of a load and a return beside their bytes.
+        efficiency: Measured speed relative to the port model.
+        fixed_s: Fixed seconds of a load and a return.
 
     Raises:
         HotspaConfigError: the efficiency is not between 0 and 1.
@@ -58,20 +57,21 @@ def estimate(
 
 
 def moved_bytes(sizes: ModelSizes) -> dict[int, float]:
-    """Bytes of the whole model that a load and a return of a strategy move, by its `z`."""
+    """Returns the bytes of the complete model that a load and a return move, by the strategy's `z`."""
     gradient_bytes = dtype_bytes(sizes.gradients.moved(sizes.compute_dtype))
     loaded, returned = sizes.weight_bytes, sizes.num_trained * gradient_bytes
     return {0: loaded + returned, 2: loaded, 3: 0}
 
 
 def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> float:
-    """Seconds of a switch at full speed of the links, of the whole model's weights and gradients on the wire, as
-    `estimate` counts them: links inside nodes and between them work at the same time."""
+    """Returns the seconds of a switch at full link speed, for `num_bytes` of the complete model on the wire. Links
+    inside and between nodes work at the same time; see `estimate`."""
     return max(seconds_of_links(strategy, num_bytes, cluster))
 
 
 def seconds_of_links(strategy: Strategy, num_bytes: float, cluster: Cluster) -> tuple[float, float]:
-    """Seconds that the links inside nodes take at full speed, and those between nodes. Args: as for `port_seconds`."""
+    """Returns the seconds at full speed of links inside nodes, and of links between nodes. Args: as for
+    `port_seconds`."""
     own = 1 / cluster.world_size
     inside = num_bytes / (strategy.tp * strategy.pp) * (1 - own) / cluster.intra_bandwidth
     if cluster.num_nodes == 1:
@@ -85,8 +85,8 @@ def seconds_of_links(strategy: Strategy, num_bytes: float, cluster: Cluster) -> 
 
 @dataclass(frozen=True)
 class StreamedPack:
-    """A pack, or what chunks make of it, of the slowest replica: seconds of its forward and of its backward passes, and
-    how many of each load units."""
+    """A pack of the slowest replica, or its chunks: seconds of all forward and of all backward passes, and the number
+    of each that load units."""
 
     forward_s: float
     backward_s: float
@@ -96,35 +96,39 @@ class StreamedPack:
 
 @dataclass(frozen=True)
 class Streams:
-    """What moves units, at `efficiency` times the speed of the port model, as for switches."""
+    """The transfers of units, at `efficiency` times the speed of the port model, as for switches."""
 
     sizes: ModelSizes
     cluster: Cluster
     efficiency: float = EFFICIENCY
 
     def load_s(self, strategy: Strategy) -> float:
-        """Loading all units of all stages once."""
+        """Returns the seconds of loading all units of all stages once."""
         seconds = port_seconds(strategy, self.sizes.weight_bytes, self.cluster)
         return strategy.pp * _MORE * seconds / self.efficiency
 
     def return_s(self, strategy: Strategy) -> float:
-        """Returning the gradients of all units of all stages once."""
+        """Returns the seconds of returning the gradients of all units of all stages once."""
         num_bytes = self.sizes.num_trained * dtype_bytes(self.sizes.gradients.moved(self.sizes.compute_dtype))
         return strategy.pp * _MORE * port_seconds(strategy, num_bytes, self.cluster) / self.efficiency
 
     def pack_s(self, strategy: Strategy, forwards: int = 1, backwards: int = 1) -> float:
-        """All transfers of a pack, less the two units that are there already whenever passes turn round."""
+        """Returns the seconds of a pack's transfers, less two units that are present when passes change direction."""
         loads = self.load_s(strategy) if strategy.z == 3 else 0.0
         kept = min(1.0, 4 / (self.sizes.shape.num_layers + 2)) * loads
         return max(0.0, (forwards + backwards) * loads - kept) + backwards * self.return_s(strategy)
 
     def once_s(self, strategy: Strategy) -> float:
-        """What the same strategy without `+z2` or `+z3` would have moved in its switch, and this one does not."""
+        """Returns the switch seconds that this strategy saves compared with the same one without `+z2` or `+z3`."""
         return (self.load_s(strategy) if strategy.z == 3 else 0.0) + self.return_s(strategy)
 
     def seconds(self, strategy: Strategy, turns: Iterable[StreamedPack], slots: float) -> float:
-        """Seconds of the packs of a phase, each with the slowest replica's, transfers included; `slots` ranks compute
-        at a time where ranks share cores, else infinite."""
+        """Returns the seconds of the packs of a phase, transfers included.
+
+        Args:
+            turns: Each pack, of the slowest replica.
+            slots: How many ranks compute at a time if ranks share cores, otherwise infinite.
+        """
         turns = list(turns)
         load = self.load_s(strategy) if strategy.z == 3 else 0.0
         back = self.return_s(strategy)
@@ -137,5 +141,5 @@ class Streams:
         for turn in turns:
             streamed += max(turn.forward_s, turn.forwards * load)
             streamed += max(turn.backward_s, turn.backwards * (load + back))
-        units = self.sizes.shape.num_layers + 2  # the first load and the last return have nothing beside them
+        units = self.sizes.shape.num_layers + 2  # the first load and the last return overlap with nothing
         return max(streamed + (load + back) / units, alone + self.once_s(strategy))

@@ -1,15 +1,15 @@
 """The time model: seconds of packs, of replicas and of phases under a strategy.
 
-One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds a pack for each tensor-parallel degree, its collectives included;
-embedding and head have costs of their own; the busiest replica decides. Coefficients come from measurements (`fit`) or from
-data sheets (`analytic`).
+One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds per pack for each tensor-parallel degree, collectives
+included. Embedding and head have separate costs. The busiest replica decides. Coefficients come from measurements
+(`fit`) or data sheets (`analytic`).
 
-A pipeline is simulated operation by operation, by the order of `packing.pipeline_order`: sends do not block, and a stage waits for
-what it needs next. The usual `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also runs the head.
-Where every rank has a processor of its own, as accelerators do, one walk through the operations is enough (`pipeline_seconds`).
-Ranks that share cores follow the fluid model of a fair scheduler: of `slots` processors, n computing ranks get
-`min(1, slots / n)` each (`shared_pipelines`, `shared_seconds`); four CPU ranks on two cores run at half speed while all are
-busy, and at full speed while two of them wait for others.
+A pipeline is simulated operation by operation in the order of `packing.pipeline_order`: sends do not block, and a stage
+waits for its next input. The usual `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also
+runs the head. If every rank has its own processor, such as an accelerator, one walk through the operations is enough
+(`pipeline_seconds`). Ranks that share cores follow the fluid model of a fair scheduler: with `slots` processors, each
+of n computing ranks gets `min(1, slots / n)` (`shared_pipelines`, `shared_seconds`). Four CPU ranks on two cores run at
+half speed while all are busy, and at full speed while two of them wait.
 """
 
 import heapq
@@ -47,17 +47,17 @@ from hf_hotspa.strategy import Strategy
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The packs (or chunks) of one replica and the way they go through its stages.
+    """The packs (or chunks) of one replica and their order through its stages.
 
     Args:
-        forward: `forward[stage][pack]` seconds, of a rank with a processor of its own.
+        forward: `forward[stage][pack]` seconds on a rank with its own processor.
         backward: The same for the backward pass.
-        hops: Seconds that the hidden state of each pack, or its gradient, travels between two stages.
-        reach: See `pipeline_order.reaches`: how far forward passes may be ahead.
-        depth: Stages that the schedule counts with, see `Passes.depth`; as many as there are when None.
-        chains: How many chunks each chain has, see `pipeline_order`; empty for whole packs.
+        hops: Seconds to send the hidden state of each pack, or its gradient, between two stages.
+        reach: How far forward passes may be ahead, see `pipeline_order.reaches`.
+        depth: Number of stages for the schedule, see `Passes.depth`; the actual number if None.
+        chains: Chunks of each chain, see `pipeline_order`; empty for complete packs.
         rounds: Stages on each rank.
-        order: The order of all ranks where they have several stages each; else it follows from what is above.
+        order: The order of all ranks if they have several stages each; otherwise it follows from the other fields.
     """
 
     forward: Sequence[Sequence[float]]
@@ -84,11 +84,10 @@ class Pipeline:
 
 
 def pipeline_seconds(pipeline: Pipeline) -> float:
-    """Seconds until the last operation of a replica has ended, every rank on a processor of its own.
+    """Returns the seconds until the last operation of a replica ends, with one processor per rank.
 
-    Operations are looked at in an order in which nothing is needed before it is known: for each backward pass, first
-    the forward passes that may begin before it, from the first stage to the last, then that pass, from the last to the
-    first.
+    Visits operations in an order in which all inputs are known: for each backward pass, first the forward passes that
+    may begin before it, from the first stage to the last, then that backward pass, from the last stage to the first.
     """
     forward, backward, hops, reach = pipeline.forward, pipeline.backward, pipeline.hops, pipeline.reach
     num_stages, total = len(forward), len(forward[0])
@@ -98,7 +97,7 @@ def pipeline_seconds(pipeline: Pipeline) -> float:
         return max((event.end for event in interleaved_events(pipeline)), default=0.0)
     depth = pipeline.depth or num_stages
     clock, begun = [0.0] * num_stages, [0] * num_stages
-    ready = [0.0] * total  # when the stage that a pack comes to next has its hidden state
+    ready = [0.0] * total  # when the next stage of a pack has its hidden state
     rising, falling = range(num_stages), range(num_stages - 1, -1, -1)
     backwards: Sequence[int] = backward_order(pipeline.chains) if pipeline.chains else range(total)
     aheads: Sequence[int] = most_ahead(pipeline.chains, depth) if pipeline.chains else range(depth, depth + total)
@@ -138,7 +137,7 @@ class Event(NamedTuple):
 
 
 def interleaved_events(pipeline: Pipeline) -> list[Event]:
-    """When each pass of a replica runs whose ranks have several stages each, every rank on a processor of its own."""
+    """Returns when each pass of a replica with several stages per rank runs, with one processor per rank."""
     num_ranks, last = pipeline.num_ranks, len(pipeline.forward) - 1
     clock, ready = [0.0] * num_ranks, dict[Turn, float]()
     events = []
@@ -155,8 +154,13 @@ def interleaved_events(pipeline: Pipeline) -> list[Event]:
 
 
 def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:
-    """Seconds until the last of independent loads is done, all started together: processor seconds on each rank,
-    `ranks_per_load` working on one together, and `slots` computing at a time."""
+    """Returns the seconds until all independent loads are done, if started together.
+
+    Args:
+        loads: Processor seconds on each rank of a load.
+        ranks_per_load: Ranks that work on a load together.
+        slots: Ranks that compute at a time.
+    """
     seconds = done = 0.0
     for left, load in zip(range(len(loads), 0, -1), sorted(loads), strict=True):
         seconds += (load - done) * max(1.0, left * ranks_per_load / slots)
@@ -165,11 +169,11 @@ def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) ->
 
 
 def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots: float) -> float:
-    """Seconds until the last of several pipelines is done: `pipeline_seconds` on shared processors.
+    """Returns the seconds until several pipelines are done: `pipeline_seconds` on shared processors.
 
-    All computing stages run at one speed at any moment, so the work that each has done since the start of its operation
-    is the same integral of that speed; an operation ends when the integral has grown by its seconds. Events are thus
-    ordered by two queues: ends of operations by the integral, arrivals of messages by time.
+    At any moment all computing stages run at one speed. So work done is one integral of the speed for all, and an
+    operation ends when the integral has grown by its seconds. Two queues order the events: ends of operations by the
+    integral, arrivals of messages by time.
 
     Args:
         ranks_per_stage: Ranks that work on a stage together.
@@ -183,7 +187,7 @@ def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots:
     ]
     place = {(rank.replica, rank.index): at for at, rank in enumerate(ranks)}
     ends: list[tuple[float, int]] = []  # (integral at which the rank's operation ends, rank)
-    arrivals: list[tuple[float, int, Turn]] = []  # (time, rank, what it was made for)
+    arrivals: list[tuple[float, int, Turn]] = []  # (time, rank, the pass that needs it)
     now = work = 0.0
 
     def start(at: int) -> None:
@@ -217,18 +221,18 @@ def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots:
 
 
 class _Rank:
-    """One rank of one replica: which pass of its order comes next, and what it waits for."""
+    """One rank of one replica: its next pass, and the inputs that have arrived."""
 
     def __init__(self, replica: int, index: int, pipeline: Pipeline) -> None:
         self.replica, self.index, self.num_ranks = replica, index, pipeline.num_ranks
         self.num_stages, self.hops = len(pipeline.forward), pipeline.hops
-        self.ready: set[Turn] = set()  # of the passes that need what another stage makes
+        self.ready: set[Turn] = set()  # passes whose input from another stage has arrived
         self._seconds, self._turns = pipeline.seconds, pipeline.turns(index)
         self._ended = 0
         self.busy = False
 
     def start(self) -> float | None:
-        """Seconds of the pass that starts now; None when there is none, or it has to wait."""
+        """Starts the next pass and returns its seconds; None if there is none, or its input is missing."""
         if self._ended == len(self._turns):
             return None
         turn = self._turns[self._ended]
@@ -248,7 +252,7 @@ class _Rank:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 Packs = Sequence[Sequence[int]]
-"""The packs of a replica, each the lengths of its sequences."""
+"""The packs of a replica, as sequence lengths."""
 
 _NO_HOP = Hop()
 
@@ -259,33 +263,32 @@ def _shared(cost: Cost, cp: int) -> Cost:
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Seconds of computation. Made by one of the constructors below.
+    """Seconds of computation. Use the constructors below.
 
     Args:
-        source: Where the coefficients come from, in words.
-        cut: What stages are cut and layers weighed by; stages of slow devices (its `step_times`) take so much longer.
+        source: Source of the coefficients, in words.
+        cut: Costs of the stage partition and relative costs of layers; its `step_times` slow down stages.
         layers: One layer (of mean cost), forward and backward, by tp.
         heads: Final norm, vocabulary projection and loss, by tp.
-        embeddings: The embedding, by tp.
-        hop_intra: Passing a hidden state inside a node.
+        embeddings: By tp.
+        hop_intra: Sending a hidden state inside a node.
         hop_inter: The same between nodes.
-        devices_per_node: Decides which of the two a pipeline has.
+        devices_per_node: Decides which hop a pipeline uses.
         forward_share: The forward pass's share of the seconds of a pack.
-        fixed_s: Seconds of a phase beside its packs and its switch.
-        slots: How many ranks compute at the same time where ranks share cores; all other seconds are then those of a
-            rank that has a core to itself. Infinite where every rank has a device of its own.
-        pipeline_factor: By how much a pack costs more when it runs in stages, beside passing hidden states.
-        phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
-            `Calibration`; of a deeper pipeline than was measured, as much as with the nearest depth.
-        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
-        paced: The parameters, whose MLPs are divided by the relative step times of ranks: tensor-parallel groups with slow ones take so much
-            longer. None, or without relative step times, where no device is slow.
-        cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
-        streams: What moves the units of fully sharded strategies; None where there are none.
-        shape: The model's, for what ranks of cp exchange; None where that is not known and costs nothing.
-        context_parallel: How they attend, one of `costs.divided.WAYS`.
-        context_exchanges: What that costs, by (cp, tp), where it was measured; hops else.
-        forwards: Forwards of all tokens, without gradients, that a step has beside its training pass.
+        fixed_s: Seconds of a phase besides its packs and its switch.
+        slots: How many ranks compute at the same time if ranks share cores; all other seconds then assume one core per
+            rank. Infinite if every rank has its own device.
+        pipeline_factor: Relative cost of a pack in stages, without sends of hidden states.
+        phase_factors: Relative cost of complete phases compared with their packs, by (tp, pp), see `Calibration`;
+            deeper pipelines than measured use the nearest depth.
+        schedule: One of `pipeline_order.SCHEDULES`.
+        paced: The parameters, with the relative step times of slow ranks, if any, by which MLPs are divided.
+        cut_by: Ratio by which sequences are cut into chunks of equal time, see `pair_cost`; the measured one if None.
+        streams: Transfers of the units of fully sharded strategies, if any.
+        shape: The model's shape, for the exchanges of cp and ep; without it they are free.
+        context_parallel: The cp method, one of `costs.divided.WAYS`.
+        context_exchanges: Measured costs of cp exchanges by (cp, tp); hops otherwise.
+        forwards: Forward passes of all tokens, without gradients, in a step besides training.
     """
 
     source: str
@@ -319,7 +322,7 @@ class TimeModel:
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
-        """From data sheets, see `costs.analytic`.
+        """Builds the model from data sheets, see `costs.analytic`.
 
         Raises:
             HotspaConfigError: the hardware has no speed for the dtype.
@@ -350,11 +353,11 @@ class TimeModel:
     def fit(
         cls, samples: Iterable[Sample], sizes: ModelSizes, depth: Callable[[int], float] = float, **fields: Any
     ) -> "TimeModel":
-        """From measurements.
+        """Builds the model from measurements.
 
         Args:
-            samples: At least three different packs for each tp. Samples with embedding and head tell these apart
-                from the layers when they were taken with different numbers of layers (or without the ends, too).
+            samples: At least three different packs for each tp. Embedding and head are distinguished from layers by
+                samples with different numbers of layers, or without embedding and head.
 
         Raises:
             HotspaConfigError: too few or impossible samples.
@@ -368,10 +371,9 @@ class TimeModel:
         return strategy.tp in self.layers
 
     def kind(self, strategy: Strategy) -> Strategy:
-        """A strategy that takes as long as the given one, the same for all of which that is known.
+        """Returns the representative of all strategies that are known to take equally long.
 
-        Sequence parallelism sends the bytes of an all-reduce in two halves, so `+sp` changes what is held only; and so does
-        `+kh`, whose copies are not counted.
+        `+sp` changes only memory: it sends an all-reduce in two halves. So does `+kh`, whose copies are not counted.
         """
         if not (strategy.sp or strategy.kh):
             return strategy
@@ -380,7 +382,7 @@ class TimeModel:
         return self._kinds[strategy]
 
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
-        """The cost of each stage of a replica: v for each of its pp ranks, in the order of the pipeline.
+        """Returns the cost of each stage of a replica in pipeline order, v for each of its pp ranks.
 
         Raises:
             HotspaConfigError: there are no coefficients for the strategy.
@@ -392,21 +394,21 @@ class TimeModel:
         return self._stage_costs[key]
 
     def rank_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
-        """The cost of all stages of each rank of a pipeline, see `stage_costs`."""
+        """Returns the total cost of each pipeline rank's stages, see `stage_costs`."""
         costs = self.stage_costs(strategy)
         if strategy.v == 1:
             return costs
         return tuple(sum(costs[rank :: strategy.pp], Cost()) for rank in range(strategy.pp))
 
     def different_costs(self, strategy: Strategy) -> tuple[Mapping[Cost, int], Cost]:
-        """Of how many ranks of a pipeline each is the cost, see `rank_costs`; and the sum of all."""
+        """Returns how many pipeline ranks have each distinct cost (see `rank_costs`); and the sum over all ranks."""
         if strategy not in self._different_costs:
             times = Counter(self.rank_costs(strategy))
             self._different_costs[strategy] = times, sum([cost * number for cost, number in times.items()], Cost())
         return self._different_costs[strategy]
 
     def _shared_layer(self, strategy: Strategy) -> Cost:
-        """One layer on a rank: its share of the tokens of a pack, and of the pairs that attend, and the exchanges."""
+        """Cost of one layer on a cp rank: its share of tokens and of attending pairs, plus the exchanges."""
         share = _shared(self.layers[strategy.tp], strategy.cp)
         if self.shape is None:
             return share
@@ -434,7 +436,9 @@ class TimeModel:
                 sum(weights[layer] for layer in layers) / mean if mean else len(layers)
             )
             scored = 1 + self.forward_share * self.forwards
-            cost *= scored + (self.forward_share / rc if rc else 0.0)  # one more forward pass of every rc-th layer
+            cost *= scored + (
+                self.forward_share / rc if rc else 0.0
+            )  # +rc repeats the forward pass of every rc-th layer
             if stage == 0:
                 cost += _shared(self.embeddings.get(tp, Cost()), cp) * scored
             if stage == strategy.num_stages - 1:
@@ -443,13 +447,13 @@ class TimeModel:
         return tuple(costs)
 
     def _step_times(self, strategy: Strategy) -> tuple[int, ...]:
-        """Of each stage, where MLPs are divided by the relative step times of ranks: of the fastest replica, since slower ones get fewer packs."""
+        """Uses the fastest replica, as slower ones get fewer packs."""
         if self.paced is None or not self.paced.step_times:
             return (USUAL_STEP_TIME,) * strategy.num_stages
         return fastest_stages(strategy, step_times_of_groups(self.paced, strategy, self.paced.step_times)) * strategy.v
 
     def _phase_factor(self, tp: int, pp: int) -> float:
-        """A copy has few layers, and so few stages: of a deeper pipeline, the factor of the nearest depth."""
+        """Uses the nearest depth for deeper pipelines, as measured copies have few stages."""
         factors = self.phase_factors
         if pp == 1 or (tp, pp) in factors:
             return factors.get((tp, pp), 1.0)
@@ -457,20 +461,20 @@ class TimeModel:
         return factors[tp, min(depths, key=lambda depth: abs(depth - pp))] if depths else 1.0
 
     def hop(self, strategy: Strategy) -> Hop:
-        """What passing a hidden state to the next stage costs: neighbours are dp * cp * tp ranks apart, and where packs go
-        round, the last rank and the first one are pp - 1 times as far."""
+        """Returns the cost of sending a hidden state to the next stage, dp * cp * tp ranks away; with several stages
+        per rank also from the last rank to the first, pp - 1 times as far."""
         apart = strategy.stage_size * (strategy.pp - 1 if strategy.v > 1 else 1)
         return self.hop_intra if apart < self.devices_per_node else self.hop_inter
 
     def phase_seconds(
         self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None, *, enough: float = math.inf
     ) -> float:
-        """Seconds of a phase without its switch: those of the busiest replica, or of all where they share cores.
+        """Returns the seconds of a phase without its switch: of the busiest replica, or of all if they share cores.
 
         Args:
             replicas: The packs of each replica, in order.
             most_tokens: The most tokens in flight in a pipeline; None for no limit.
-            enough: Seconds above which nobody asks for more: where a replica takes longer, others are not simulated.
+            enough: Stop once a replica takes longer than this, without simulating the others.
         """
         busy = [packs for packs in replicas if packs]
         if not busy:
@@ -481,7 +485,7 @@ class TimeModel:
     def _whole(
         self, strategy: Strategy, busy: Sequence[Packs], most_tokens: int | None, enough: float = math.inf
     ) -> float:
-        """Seconds of packs under a strategy whose units stay where they are."""
+        """Seconds of packs under a strategy that is not fully sharded."""
         if strategy.keeps_step and strategy.pp == 1:
             return self._in_step(strategy, busy)
         if strategy.tp * strategy.cp * strategy.pp * len(busy) > self.slots:
@@ -494,7 +498,7 @@ class TimeModel:
         return longest
 
     def _in_step(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
-        """Seconds where replicas exchange tokens in every layer: pack by pack, those of the longest."""
+        """Seconds if replicas exchange tokens in every layer: the sum of the longest packs."""
         total = 0.0
         for index in range(max(map(len, replicas))):
             alone = [self._alone(strategy, [packs[index]], None) for packs in replicas if index < len(packs)]
@@ -504,7 +508,7 @@ class TimeModel:
     def _sharded(
         self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None, enough: float = math.inf
     ) -> float:
-        """Seconds where units come and go: replicas keep step, pack by pack; in a pipeline chunk by chunk."""
+        """Fully sharded strategies: replicas run in lockstep, pack by pack; in a pipeline chunk by chunk."""
         if self.streams is None:
             raise HotspaConfigError(
                 f"the time model ({self.source}) knows no links, and {strategy} moves its units over them",
@@ -550,7 +554,7 @@ class TimeModel:
         return cost.a * squares + cost.b * sum(map(sum, packs)) + cost.c * len(packs)
 
     def pair_cost(self, tp: int) -> float:
-        """Cost of a pair of tokens relative to that of a token, in the layers: what chunks of equal time are cut by."""
+        """Returns the cost of a pair of tokens in the layers relative to a token, for chunks of equal time."""
         if self.cut_by is not None:
             return self.cut_by
         cost = self.layers[tp]
@@ -571,7 +575,7 @@ class TimeModel:
         if rounds > 1:
             interleaved = choose_interleaved(self.schedule, lengths, strategy.pp, rounds, most_tokens, chains)
         tokens = interleaved.tokens if interleaved else passes.tokens
-        # what pads a pack is a sequence of its own
+        # padding of a pack is a separate sequence
         squares = [q + (padded - own) ** 2 for q, own, padded in zip(squares, lengths, tokens, strict=True)]
         costs = self.stage_costs(strategy)
         share, hop = self.forward_share, self.hop(strategy)

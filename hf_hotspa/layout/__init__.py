@@ -1,1 +1,1 @@
-"""Layouts: the parameter vector, and which intervals of it each rank holds. Plain data, no torch."""
+"""The parameter vector, and the intervals of it that each rank holds. Plain data, no torch."""

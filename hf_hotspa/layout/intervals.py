@@ -1,6 +1,6 @@
-"""Intervals of one segment over all ranks, as arrays: the raw material of layouts and plans.
+"""Intervals of one segment over all ranks, as arrays. Layouts and plans are built from them.
 
-No torch; numpy int64 throughout; all sizes are counted in elements.
+numpy int64; sizes are in elements.
 """
 
 import hashlib
@@ -32,13 +32,12 @@ class Interval:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """What all ranks hold of one segment. Made by `place`: sorted by rank and start, touching intervals joined.
+    """The intervals of one segment on all ranks: sorted by rank and start, adjacent ones joined (see `place`).
 
     Args:
-        ranks: The holder of each interval.
-        starts: Its first element, counted from the beginning of the segment.
-        stops: The element after its last.
-        offsets: Where it lies in the holder's buffer.
+        starts: First element of each interval, relative to the segment.
+        stops: One past its last element.
+        offsets: Its position in the rank's buffer.
         sizes: Elements of each rank's buffer, [world size].
     """
 
@@ -50,7 +49,7 @@ class Placement:
 
     @cached_property
     def key(self) -> bytes:
-        """Equal for equal placements."""
+        """SHA-256 digest; equal for equal placements."""
         arrays = (self.ranks, self.starts, self.stops, self.offsets, self.sizes)
         return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).digest()
 
@@ -61,15 +60,15 @@ class Placement:
         return hash(self.key)
 
     def rows(self, low: int = 0, high: int | None = None) -> Iterator[tuple[int, int, int, int]]:
-        """`(rank, start, stop, offset)` of each interval, or of those from `low` to `high`."""
+        """Yields `(rank, start, stop, offset)` of intervals `[low, high)`."""
         columns = (self.ranks, self.starts, self.stops, self.offsets)
         return zip(*(column[low:high].tolist() for column in columns), strict=True)
 
     def check(self, name: str, segment: int, base: int = 0) -> None:
-        """Proves that no rank holds an element twice, and that intervals neither overlap in a buffer nor leave it.
+        """Checks that no rank holds an element twice, and that intervals neither overlap in a buffer nor exceed it.
 
         Args:
-            base: Where the segment begins.
+            base: Start of the segment in the vector.
 
         Raises:
             PlanError: naming the layout, the rank and the interval.
@@ -105,7 +104,7 @@ class Placement:
 
 
 def place(rows: Numbers | Sequence[tuple[int, int, int, int]], sizes: Numbers | Sequence[int]) -> Placement:
-    """A placement of `(rank, start, stop, offset)` rows in any order; empty intervals are left out."""
+    """Builds a placement from `(rank, start, stop, offset)` rows in any order. Drops empty intervals."""
     table = np.asarray(rows, dtype=np.int64).reshape(-1, 4)
     table = table[table[:, 2] > table[:, 1]]
     table = table[np.lexsort((table[:, 1], table[:, 0]))]

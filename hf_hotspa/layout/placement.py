@@ -1,14 +1,12 @@
 """Layouts: which intervals of the parameter vector each rank holds, and where in its buffers.
 
-The layouts computed here are pure functions of plain data:
+* `strategy_layout`: the weights under one strategy; `trained_layout`: only trained weights,
+* `gradient_layout`: which gradient elements each rank contributes to,
+* `master_layout`: the master store, where every element has exactly one owner.
 
-* `strategy_layout`: the weights of one strategy; `trained_layout`: the trained ones of them,
-* `gradient_layout`: what each rank of a strategy has to add to the gradient of which element,
-* `master_layout`: the master store, in which every element has exactly one owner.
-
-A planner sees nothing but layouts, never degrees, so that any placement that can be written as intervals plans with the
-same code. Segments of one kind that are placed alike (the layers of a pipeline stage) share one `Placement` object: a
-hundred layers cost a planner as much as one. No torch; all sizes are counted in elements.
+Planners see only layouts, not degrees, so they support any placement that intervals can express. Segments with equal
+placements (such as the layers of a stage) share one `Placement` object: a hundred layers cost a planner as much as one.
+Pure functions; sizes are in elements.
 """
 
 import math
@@ -25,13 +23,13 @@ from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVec
 from hf_hotspa.strategy import Strategy
 
 MASTER_ALIGNMENT = 256
-"""Cuts of the master store fall on multiples of this many elements of a parameter, or between two parameters: optimizers whose
-state is 8 or 4 bits wide scale blocks of 256 (or 128) elements, so that no block is on two ranks, however many there are."""
+"""The master store is cut at multiples of this many elements of a parameter, or between parameters. So no 256-element
+(or 128-element) scale block of 8-bit or 4-bit optimizer state spans two ranks, whatever the world size."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """`count` stretches of `length` elements of the parameter vector, `stride` apart. One stretch is the common case."""
+    """`count` stretches of `length` elements of the parameter vector, `stride` apart; usually one."""
 
     start: int
     length: int
@@ -45,14 +43,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter as one rank holds it: its local shape and where it lies.
+    """One parameter, or its shard, on one rank.
 
     Args:
-        segment: Index of its segment.
         offset: Start in the rank's buffer for that segment.
         shape: Local shape in the Hugging Face order of dims.
-        dim: The dim of `shape` that is outermost in the storage (`ParameterSpec.storage_dim`).
-        runs: What of the parameter vector it holds, in local storage order (`shard_dim` outermost).
+        dim: The dim of `shape` that is outermost in storage (`ParameterSpec.storage_dim`).
+        runs: Its elements of the parameter vector, in local storage order (`shard_dim` outermost).
     """
 
     spec: ParameterSpec
@@ -79,12 +76,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """What each rank holds.
+    """The intervals that each rank holds.
 
     Args:
         name: For messages and the names of plans.
-        bases: Where each segment begins in the parameter vector.
-        placements: What all ranks hold of each segment, relative to its base.
+        bases: Start of each segment in the parameter vector.
+        placements: The placement of each segment, relative to its base.
     """
 
     name: str
@@ -94,12 +91,12 @@ class Layout:
 
     @cached_property
     def holdings(self) -> tuple[tuple[Interval, ...], ...]:
-        """`holdings[rank]` in vector order, written out: for small layouts and for tests."""
-        held: list[list[Interval]] = [[] for _ in range(self.world_size)]
+        """`holdings[rank]` in vector order, written out; for small layouts and tests."""
+        by_rank: list[list[Interval]] = [[] for _ in range(self.world_size)]
         for segment, (base, placement) in enumerate(zip(self.bases, self.placements, strict=True)):
             for rank, start, stop, offset in placement.rows():
-                held[rank].append(Interval(base + start, base + stop, segment, offset))
-        return tuple(tuple(sorted(intervals)) for intervals in held)
+                by_rank[rank].append(Interval(base + start, base + stop, segment, offset))
+        return tuple(tuple(sorted(intervals)) for intervals in by_rank)
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -107,12 +104,12 @@ class Layout:
         return tuple(tuple(self.rank_sizes(rank)) for rank in range(self.world_size))
 
     def rank_sizes(self, rank: int) -> list[int]:
-        """Elements of each of a rank's buffers, by segment."""
+        """Elements of a rank's buffers, by segment."""
         return [int(placement.sizes[rank]) for placement in self.placements]
 
 
 def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int:
-    """The pipeline stage of a unit under a strategy, of pp * v; stage s is on the ranks with the pp coordinate s mod pp."""
+    """Returns the pipeline stage of a unit, out of pp * v. Stage s is on the ranks with pp coordinate s mod pp."""
     if unit == EMBEDDING:
         return 0
     if unit == HEAD:
@@ -124,7 +121,7 @@ def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int
 def _slots(
     vector: ParameterVector, specs: Sequence[ParameterSpec], segment: int, strategy: Strategy, rank: int
 ) -> list[Slot]:
-    """The slots of a rank's shard of some parameters of a segment, packed in vector order."""
+    """Packs a rank's shards in vector order."""
     ep, expert_shard, filled, slots = strategy.ep, strategy.expert_shard(rank), 0, []
     for spec in specs:
         runs: tuple[Run, ...]
@@ -144,19 +141,19 @@ def _slots(
 
 
 def _expert_run(spec: ParameterSpec, ep: int, shard: int) -> Run:
-    """The experts of one of ep shards: one stretch for each index of the dim that is outermost in storage."""
-    rows = spec.shape[spec.shard_dim] if spec.shard_dim else 1  # cut by tp along its first dim, it is outermost anyway
+    """Returns the experts of one ep shard: one stretch for each index of the dim that is outermost in storage."""
+    rows = spec.shape[spec.shard_dim] if spec.shard_dim else 1  # dim 0 holds the experts, and is outermost already
     row = spec.numel // rows
     return Run(spec.offset + row // ep * shard, row // ep, row, rows)
 
 
 def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: int | None = None) -> tuple[Slot, ...]:
-    """The parameters that a rank holds under a strategy, in vector order.
+    """Returns the parameters that a rank holds under a strategy, in vector order.
 
-    Ranks that differ only in dp hold the same slots, but for experts under ep and MLPs divided by relative step times of devices.
+    Ranks that differ only in dp hold the same slots, except experts under ep and MLPs divided by relative step times.
 
     Args:
-        stage: One of the rank's stages, for the parameters of that alone; None for all of them.
+        stage: One of the rank's stages; None for all.
     """
     coord = strategy.coord(rank)
     slots: list[Slot] = []
@@ -170,7 +167,7 @@ def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: in
 def _holders(
     vector: ParameterVector, strategy: Strategy, segment: Segment
 ) -> list[tuple[int, tuple[ParameterSpec, ...]]]:
-    """`(stage, parameters)`: which stages hold which parameters of a segment."""
+    """Returns `(stage, parameters)` pairs: two when tied embeddings are also on the last stage."""
     specs = vector.specs_of(segment)
     stage, last = stage_of_unit(vector, strategy, segment.unit), strategy.num_stages - 1
     holders = [(stage, specs)]
@@ -200,7 +197,7 @@ def _placed(
 
 
 def _kind(spec: ParameterSpec, base: int) -> tuple[object, ...]:
-    """All that decides where a parameter's elements lie: equal for the same parameter of two layers."""
+    """Everything that decides a parameter's placement; equal for the same parameter of two layers."""
     return (
         spec.offset - base,
         spec.shape,
@@ -223,19 +220,19 @@ def _place(
 ) -> Placement:
     blocks, sizes = [], np.zeros(strategy.world_size, dtype=np.int64)
     ep = strategy.ep if any(spec.experts for _, specs in holders for spec in specs) else 1
-    # ranks of a stage that are so many apart hold the same; where shares are uneven, each group has its own
+    # ranks of a stage that are `kinds` apart hold the same, unless shares are uneven
     kinds = strategy.stage_size if uneven else math.lcm(strategy.tp, ep)
     copies = strategy.stage_size // kinds
     for stage, specs in holders:
         for kind in range(kinds):
             tp_coord = kind % strategy.tp
             slots = _slots(vector, specs, segment.index, strategy, stage * strategy.stage_size + kind)
-            held = [interval for slot in slots for interval in intervals(slot, tp_coord)]
+            chosen = [interval for slot in slots for interval in intervals(slot, tp_coord)]
             ranks = np.arange(copies, dtype=np.int64) * kinds + stage * strategy.stage_size + kind
             sizes[ranks] = sum(slot.numel for slot in slots)
-            if held:
-                one = np.array([(i.start - segment.start, i.stop - segment.start, i.offset) for i in held], np.int64)
-                blocks.append(np.column_stack((np.repeat(ranks, len(held)), np.tile(one, (copies, 1)))))
+            if chosen:
+                one = np.array([(i.start - segment.start, i.stop - segment.start, i.offset) for i in chosen], np.int64)
+                blocks.append(np.column_stack((np.repeat(ranks, len(chosen)), np.tile(one, (copies, 1)))))
     return place(np.concatenate(blocks) if blocks else np.empty((0, 4), np.int64), sizes)
 
 
@@ -244,7 +241,7 @@ def strategy_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
 
 
 def trained_layout(vector: ParameterVector, layout: Layout) -> Layout:
-    """Of a layout only the trained weights, where they are: the buffers of frozen segments stay as they are."""
+    """Returns the layout without frozen weights. The sizes of their buffers do not change."""
     nothing = np.empty((0, 4), np.int64)
     placements = tuple(
         placement if segment.trainable else place(nothing, placement.sizes)
@@ -254,14 +251,16 @@ def trained_layout(vector: ParameterVector, layout: Layout) -> Layout:
 
 
 def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
-    """What each rank adds to the gradient, as intervals of its gradient buffers (shaped like its weight buffers).
+    """Returns what each rank adds to the gradient, as intervals of its gradient buffers, shaped like weight buffers.
 
-    A sharded parameter, and one with partial gradients, is added by every holder (replicated key/value heads hold
-    different parts of the sum; with sequence parallelism, so does every parameter, for each coordinate sees its own
-    tokens). A parameter that all tp coordinates hold with identical gradients is added in disjoint
-    1/tp stretches, so that nothing is counted twice and every coordinate sends an equal share. Experts that ep divides are
-    added by every rank that holds them: each has computed other tokens. Frozen ones add nothing.
-    The ranks of cp add as those of dp do: each has the gradient of its own tokens.
+    * Sharded parameters, and parameters with partial gradients: every holder adds everything. Replicated key/value
+      heads hold different parts of the sum. With sequence parallelism all parameters do, of different tokens.
+    * Parameters with identical gradients on all tp coordinates: each adds a disjoint 1/tp stretch, so nothing counts
+      twice and all send equal shares.
+    * Experts divided by ep: every holder adds them, for different tokens.
+    * Frozen parameters are not added.
+
+    Ranks of cp and dp all add: each has the gradient of different tokens.
     """
     tp = strategy.tp
 
@@ -280,10 +279,10 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
 
 
 def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy | None = None) -> Layout:
-    """The layout of the master store: every segment cut evenly over all ranks, so that loading a layer draws on all.
+    """Returns the layout of the master store: segments are cut evenly over all ranks, so all help to load a layer.
 
     Args:
-        by_stage: A pipeline whose stages update by themselves: a segment is cut over its stage's ranks. None for all.
+        by_stage: A pipeline with independently updated stages: cuts each segment over its stage's ranks.
     """
     known: dict[tuple[range, int, tuple[int, ...]], Placement] = {}
     placements = []
@@ -305,7 +304,7 @@ def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy |
 
 
 def _master_cuts(starts: Sequence[int], numel: int, num: int) -> NDArray[np.int64]:
-    """The ends of a segment's shares, from 0 on, as even as `MASTER_ALIGNMENT` and its parameters' `starts` allow."""
+    """Returns the ends of a segment's shares, starting with 0, as even as `MASTER_ALIGNMENT` and `starts` allow."""
     even = np.arange(num + 1, dtype=np.int64) * numel // num
     ends = np.array([*starts, numel], np.int64)
     at = np.searchsorted(ends, even, side="right") - 1

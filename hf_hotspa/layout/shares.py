@@ -1,10 +1,9 @@
-"""How many columns of an MLP each rank of a tensor-parallel group has, where a device of the group is slow.
+"""How many MLP columns each rank of a tensor-parallel group has when a device of the group is slow.
 
-Owns the one rule by which layouts, replicas, and models of time and memory come to the same shares. The columns between an
-MLP's projections (`Part.by_step_time`) are given out so that the rank of the group which is done last is done as early as it can
-be; attention and the vocabulary stay divided evenly, so a slow rank gets few enough columns to make up for its heads, too.
-Costs are counted in parameters, as stages are cut where nothing was measured. A group has a rule of its own: the groups of
-other replicas stay even. Integers alone: all ranks come to the same shares. No torch.
+Layouts, replicas and the cost models share this rule. It assigns the columns between an MLP's projections
+(`Part.by_step_time`) so that the last rank of the group finishes as early as possible. Attention and vocabulary stay
+evenly divided; the columns compensate for them. Costs are in parameters, as for stages without measurements. Groups
+without a slow device stay even. Integer arithmetic, so all ranks compute the same shares.
 """
 
 from collections.abc import Sequence
@@ -16,13 +15,13 @@ from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, UnitCosts
 from hf_hotspa.strategy import Strategy
 
 _LARGEST_STEP = 128
-"""Columns are given out in powers of two of at most so many, as matrix products run best on whole tiles."""
+"""Largest step in columns; steps are powers of two, as matrix products run best on full tiles."""
 _LEAST_STEPS = 16
-"""Steps that a rank has in the mean at least, so that shares are fine enough."""
+"""Least mean number of steps of a rank, so that shares are fine enough."""
 
 
 def step_times_of_group(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[int, ...]:
-    """The relative step times of a rank's tensor-parallel group in the order of its shards; empty where all are the same."""
+    """Returns the relative step times of a rank's tensor-parallel group in shard order; empty if all are equal."""
     if not vector.step_times or strategy.tp == 1:
         return ()
     first = rank - strategy.coord(rank).tp
@@ -33,14 +32,14 @@ def step_times_of_group(vector: ParameterVector, strategy: Strategy, rank: int) 
 
 
 def is_uneven(vector: ParameterVector, strategy: Strategy) -> bool:
-    """Whether some group of a strategy has uneven shares."""
+    """Whether any tensor-parallel group of a strategy has uneven shares."""
     if not vector.step_times or not any(costs.by_step_time for costs in vector.unit_costs.values()):
         return False
     return any(step_times_of_group(vector, strategy, rank) for rank in range(0, strategy.world_size, strategy.tp))
 
 
 def have_same_shards(before: ParameterVector, after: ParameterVector, strategy: Strategy) -> bool:
-    """Whether two divisions of the same parameters give each rank the same columns under a strategy."""
+    """Whether two divisions of the same parameters give each rank the same columns."""
     if before.step_times == after.step_times or strategy.tp == 1:
         return True
     return all(
@@ -54,10 +53,10 @@ def have_same_shards(before: ParameterVector, after: ParameterVector, strategy: 
 def shard_rows(
     vector: ParameterVector, strategy: Strategy, spec: ParameterSpec, rank: int, shard: int | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """The row ranges that a rank holds of a parameter along its `shard_dim`, in the order in which it stores them.
+    """Returns a rank's row ranges of a parameter along its `shard_dim`, in storage order.
 
     Args:
-        shard: Another shard of the rank's group; its own when None.
+        shard: A shard of the rank's group; the rank's own shard when None.
     """
     shard = strategy.shard_index(strategy.coord(rank).tp) if shard is None else shard
     step_times = step_times_of_group(vector, strategy, rank) if any(part.by_step_time for part in spec.parts) else ()
@@ -77,8 +76,8 @@ def shard_rows(
 def stored_rows(
     vector: ParameterVector, strategy: Strategy, spec: ParameterSpec, rank: int
 ) -> tuple[tuple[int, int], ...] | None:
-    """The same along the `storage_dim` of what is stored; None where a rank holds all of it: what is packed is cut at borders of
-    its blocks alone."""
+    """Like `shard_rows`, along `storage_dim`; None if the rank holds the complete tensor. Packed tensors are cut at
+    block borders only."""
     if spec.shard_dim is None or strategy.tp == 1:
         return None
     rows, step = shard_rows(vector, strategy, spec, rank), 1 if spec.packed is None else spec.packed.step
@@ -88,45 +87,44 @@ def stored_rows(
 
 
 def shard_widths(vector: ParameterVector, strategy: Strategy, spec: ParameterSpec, rank: int) -> tuple[int, ...]:
-    """How many rows of a parameter each shard of a rank's group has, in the order of shards."""
+    """Returns the number of rows of each shard of a rank's group, in shard order."""
     shards = range(strategy.tp)
     return tuple(sum(b - a for a, b in shard_rows(vector, strategy, spec, rank, shard)) for shard in shards)
 
 
 def beside(costs: UnitCosts, columns: int, tp: int) -> int:
-    """What each rank of a group computes in a layer beside its columns of the MLP, in columns."""
+    """Returns what each rank of a group computes in a layer besides its MLP columns, in units of columns."""
     return columns * (costs.cut + tp * costs.whole) // (tp * costs.by_step_time)
 
 
 @lru_cache(maxsize=256)
 def cut_columns(columns: int, beside: int, step_times: tuple[int, ...]) -> tuple[int, ...]:
-    """Cuts columns so that `max over ranks of step_time * (beside + columns)` is least, in steps that matrix products like.
+    """Cuts columns to minimise `max over ranks of step_time * (beside + columns)`, in steps that suit matrix products.
 
-    Steps are given out one by one, each to the rank that will be done first with it, which is best for a maximum of times
-    that each grow with their own columns. Each rank has a step at least. Ranks of one relative step time differ by a step at most.
+    Assigns steps one by one to the rank that would finish first with it, which is optimal for a maximum of increasing
+    times. Each rank has at least one step. Ranks with equal relative step times differ by at most one.
 
     Args:
-        columns: To be cut.
-        beside: What each rank computes in any case, in columns.
-        step_times: Of each rank, see `USUAL_STEP_TIME`.
+        beside: Fixed work of each rank, in columns.
+        step_times: Relative step time of each rank, see `USUAL_STEP_TIME`.
 
     Returns:
-        The ends of the shares, from 0 on; empty where there are fewer columns than ranks.
+        The ends of the shares, starting with 0; empty with fewer columns than ranks.
     """
     ranks, step = len(step_times), _LARGEST_STEP
     while step > 1 and (columns % step or columns < _LEAST_STEPS * step * ranks):
         step //= 2
     if columns < ranks:
         return ()
-    held = [step] * ranks
+    widths = [step] * ranks
     for _ in range(columns // step - ranks):
-        # of two that are done at a time the faster one, whatever the order of ranks
+        # a tie goes to the faster rank, whatever the order of ranks
         _, _, best = min(
-            (step_time * (beside + held[r] + step), step_time, r) for r, step_time in enumerate(step_times)
+            (step_time * (beside + widths[r] + step), step_time, r) for r, step_time in enumerate(step_times)
         )
-        held[best] += step
+        widths[best] += step
     ends = [0]
-    for share in held:
+    for share in widths:
         ends.append(ends[-1] + share)
     return tuple(ends)
 
@@ -138,7 +136,7 @@ def _shares(vector: ParameterVector, strategy: Strategy, costs: UnitCosts, rank:
 
 
 def works(vector: ParameterVector, strategy: Strategy) -> tuple[float, ...]:
-    """What each rank computes, by what it would with even shares: over all layers, with their parts of the head."""
+    """Returns each rank's work relative to even shares, over all layers and their parts of the head."""
     tp, total, usual = strategy.tp, [0.0] * strategy.world_size, 0.0
     for costs in vector.unit_costs.values():
         even = costs.cut / tp + costs.whole
@@ -152,7 +150,7 @@ def works(vector: ParameterVector, strategy: Strategy) -> tuple[float, ...]:
 
 
 def largest_share(vector: ParameterVector, strategy: Strategy) -> float:
-    """The largest part of an MLP's columns on a rank, at least that of an even division."""
+    """Returns the largest fraction of an MLP's columns on a rank, at least 1 / tp."""
     if not is_uneven(vector, strategy):
         return 1 / strategy.tp
     groups = range(0, strategy.world_size, strategy.tp)
@@ -162,15 +160,15 @@ def largest_share(vector: ParameterVector, strategy: Strategy) -> float:
 
 
 def step_times_of_groups(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int]) -> tuple[int, ...]:
-    """How long each rank's tensor-parallel group takes for its part of a layer, by the division in force and the relative step time of each
-    rank; of usual relative step times and even shares it is `USUAL_STEP_TIME`."""
+    """Returns the relative step time of each rank's tensor-parallel group under the vector's division of MLPs, from the
+    relative step times of `ranks`. `USUAL_STEP_TIME` for usual devices and even shares."""
     taken = [step_time * work for step_time, work in zip(ranks, works(vector, strategy), strict=True)]
     groups = [max(taken[first : first + strategy.tp]) for first in range(0, strategy.world_size, strategy.tp)]
     return tuple(max(round(groups[rank // strategy.tp]), 1) for rank in range(strategy.world_size))
 
 
 def fastest_stages(strategy: Strategy, step_times: Sequence[int]) -> tuple[int, ...]:
-    """The relative step time of each place of a pipeline in its fastest replica; in a replica that of the slowest rank there."""
+    """Returns the relative step time of each pipeline position: of a replica's slowest rank, in the fastest replica."""
     slowest = [[0] * strategy.dp for _ in range(strategy.pp)]
     for rank, step_time in enumerate(step_times):
         coord = strategy.coord(rank)

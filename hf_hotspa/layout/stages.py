@@ -1,16 +1,13 @@
-"""Which pipeline stage holds which layer: the one function that layouts, replicas and checkpoints all call.
+"""Which pipeline stage holds which layer (used by layouts, replicas and checkpoints), and the nested shard order.
 
-A cut by count weighs a layer by its parameters; where seconds of the model were measured it weighs those (`StageCosts`).
-Where devices are slow (`stragglers.speeds`), the stages that have them are weighed with their relative step time.
-`partition` is the whole of PipeDream's programme, with stages that are replicated unequally. Layouts have one dp for all
-stages, so nothing can run what it finds then: it says how much is lost by that.
+Stage partition: layers are weighed by measured seconds if present, otherwise by parameters (`StageCosts`). Stages with
+slow devices (`stragglers.speeds`) are weighed with their relative step time. `partition` is the full PipeDream
+programme with unequally replicated stages. Layouts have one dp for all stages and cannot run its result; it shows how
+much that costs.
 
-Nested shard order: which tp shard each tp coordinate holds, so that much stays in place between strategies.
-
-Rank arithmetic puts neighbouring coordinates side by side, so rank r has tp coordinate r mod tp. In the plain order the
-shard of a rank at tp 4 is then rarely inside its shard at tp 2. When the digits of the coordinate are reversed (bit
-reversal for powers of two), the shard at the higher degree lies inside the one at the lower degree on every rank, and
-growing tp moves nothing. Pure integer arithmetic on plain data.
+Nested shard order: which tp shard each tp coordinate (rank mod tp) holds. In the plain order, a rank's shard at tp 4 is
+rarely inside its shard at tp 2. With the digits of the coordinate reversed (bit reversal for powers of two), it always
+is, and growing tp moves nothing. Integer arithmetic on plain data.
 """
 
 import math
@@ -26,20 +23,19 @@ from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.strategy import Strategy
 
 USUAL_STEP_TIME = 100
-"""The relative step time of a stage whose devices are not slow; a stage of 300 takes three times as long for the same layers."""
+"""Relative step time of a stage without slow devices; a stage of 300 takes three times as long for the same layers."""
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """What decides a cut, in one unit for all, such as nanoseconds. Integers: all ranks make the same cut of them.
+    """The costs that decide a stage partition, in one unit, such as nanoseconds. Integers, so all ranks cut alike.
 
     Args:
         layers: Cost of each layer.
-        head: Of the head, which the last stage has.
-        embedding: Of the embedding, which the first stage has; a table look-up is nearly free.
-        sends: `sends[i]`: passing the hidden state on behind layer i, one way; empty where it costs nothing.
-        step_times: Of the stages of pipelines with slow devices, one tuple for each depth, as long as the pipeline has stages:
-            how long a stage takes, see `USUAL_STEP_TIME`. A depth without one has no slow stage.
+        head: Cost of the head, on the last stage.
+        embedding: Cost of the embedding, on the first stage; a table look-up is nearly free.
+        sends: `sends[i]`: cost of sending the hidden state after layer i, one way; empty if free.
+        step_times: Relative step times of stages (see `USUAL_STEP_TIME`), a tuple for each depth with slow devices.
     """
 
     layers: tuple[int, ...]
@@ -51,7 +47,7 @@ class StageCosts:
     def __post_init__(self) -> None:
         if min((step_time for step_times in self.step_times for step_time in step_times), default=1) < 1:
             raise HotspaConfigError(
-                "a relative step time of a stage is not positive", fix="give relative step times relative to 100"
+                "a relative step time of a stage is not positive", fix="give relative step times, with 100 as usual"
             )
         if self.sends and len(self.sends) < len(self.layers) - 1:
             raise HotspaConfigError(f"{len(self.sends)} sends between {len(self.layers)} layers")
@@ -59,12 +55,12 @@ class StageCosts:
             raise HotspaConfigError("a cost of a stage is negative", fix="measure again")
 
     def stages(self, num_stages: int) -> tuple[range, ...]:
-        """Cuts the layers in consecutive stages so that the slowest stage is as fast as it can be.
+        """Cuts the layers into consecutive stages so that the slowest stage is as fast as possible.
 
-        The dynamic programme of PipeDream (Narayanan et al., SOSP'19, section 3.1) for stages of one rank each: `A(j, m) =
-        min over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, C_i being what
-        passing on the hidden state behind layer i costs; among equally fast cuts, the one with the smallest sum of squared
-        stage costs, then the earliest cut points. Each stage gets a layer. Its cost is multiplied by its relative step time.
+        The dynamic programme of PipeDream (Narayanan et al., SOSP'19, section 3.1) for stages of one rank each: `A(j,
+        m) = min over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, with C_i
+        the cost of sending the hidden state after layer i. Ties: the smallest sum of squared stage costs, then the
+        earliest cut points. Each stage gets at least one layer. A stage's cost is multiplied by its relative step time.
 
         Raises:
             StrategyError: more stages than layers.
@@ -77,14 +73,14 @@ class StageCosts:
         return _cut(self, num_stages)
 
     def step_times_of(self, num_stages: int) -> tuple[int, ...] | None:
-        """The relative step times of the stages of a pipeline; None where none is slow."""
+        """The relative step times of the stages of a pipeline; None if none is slow."""
         return next((step_times for step_times in self.step_times if len(step_times) == num_stages), None)
 
     def with_step_times(self, step_times: Iterable[tuple[int, ...]]) -> "StageCosts":
         return replace(self, step_times=tuple(sorted(step_times)))
 
     def ranks(self, pp: int, v: int = 1) -> tuple[tuple[int, ...], ...]:
-        """The layers of each rank of a pipeline, ascending: stage s of pp * v is on rank s mod pp.
+        """Layers of each pipeline rank, ascending: stage s of pp * v is on rank s mod pp.
 
         Raises:
             StrategyError: more stages than layers.
@@ -93,23 +89,23 @@ class StageCosts:
         return tuple(tuple(layer for stage in stages[rank::pp] for layer in stage) for rank in range(pp))
 
     def of_ranks(self, pp: int, v: int = 1) -> list[int]:
-        """What each rank of a pipeline costs at the usual relative step time, passing on left out."""
+        """Cost of each pipeline rank at the usual relative step time, without sends."""
         costs = self.of_stages(self.stages(pp * v))
         return [sum(costs[rank::pp]) for rank in range(pp)]
 
     def of_stages(self, stages: Sequence[range]) -> list[int]:
-        """What each stage of a cut costs at the usual relative step time, passing on left out."""
+        """Cost of each stage of a partition at the usual relative step time, without sends."""
         sums = [sum(self.layers[stage.start : stage.stop]) for stage in stages]
         sums[0] += self.embedding
         sums[-1] += self.head
         return sums
 
     def slowest(self, stages: Sequence[range]) -> int:
-        """What the slowest stage of a cut costs at the usual relative step time, or the slowest pass between two, there and back."""
+        """Cost of the slowest stage at the usual relative step time, or of the slowest send, there and back."""
         return max(*self.of_stages(stages), *self.passes(stages), 0)
 
     def passes(self, stages: Sequence[range]) -> list[int]:
-        """What passing on between the stages of a cut costs, there and back; empty where it costs nothing."""
+        """Cost of the sends between stages, there and back; empty if free."""
         return [2 * self.sends[stage.start - 1] for stage in stages[1:] if self.sends]
 
 
@@ -117,7 +113,7 @@ class StageCosts:
 def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
     num_layers, prefix = len(costs.layers), [0, *accumulate(costs.layers)]
     step_times = costs.step_times_of(num_stages) or (USUAL_STEP_TIME,) * num_stages
-    # best[j]: (slowest stage or pass, sum of squares, cut points) of the first j layers in the stages placed so far
+    # best[j]: (slowest stage or send, sum of squares, cut points) of the first j layers in the stages placed so far
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(num_stages):
         extra = (costs.head if stage == num_stages - 1 else 0) + (costs.embedding if stage == 0 else 0)
@@ -137,49 +133,47 @@ def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True)
 class Partition:
-    """Stages of consecutive layers, each replicated by itself: layers and replicas of each, and the seconds of a
-    micro-batch in the steady state (the slowest stage, or pass between two)."""
+    """Stages as (layers, replicas), and the steady-state seconds of a micro-batch (of the slowest stage or send)."""
 
     seconds: float
     stages: tuple[tuple[range, int], ...]
 
 
-_Found = tuple[float, int, tuple[tuple[int, int], ...]]
-"""Seconds, stages, and (last layer + 1, replicas) of each."""
+_Candidate = tuple[float, int, tuple[tuple[int, int], ...]]
+"""Seconds, number of stages, and (last layer + 1, replicas) of each."""
 
 
 def partition(
     layers: Sequence[float], machines: int, sends: Sequence[float] = (), syncs: Sequence[Sequence[float]] = ()
 ) -> Partition:
-    """The best partition over all cuts and all replications: PipeDream's programme (SOSP'19, section 3.1).
+    """Finds the best partition over all cuts and replications: PipeDream's programme (SOSP'19, section 3.1).
 
         T(i -> j, m) = max(sum of layers i..j, sum of their syncs) / m
         A(j, m) = min of T(1 -> j, m) and min over i, m' of max(A(i, m - m'), 2 C_i, T(i + 1 -> j, m'))
 
-    Every machine is used. Among equally fast partitions the one with the fewest stages, then the earliest cuts.
+    Uses every machine. Ties: the fewest stages, then the earliest cuts.
 
     Args:
         layers: Seconds of each layer, T_l.
-        machines: To be divided among the stages.
-        sends: C_l, seconds of passing the hidden state on behind each layer; none when empty.
-        syncs: `syncs[l][m - 1]`: W_l^m, seconds of summing the gradients of a layer over m replicas; none when empty.
+        sends: C_l, seconds of sending the hidden state after each layer; free if empty.
+        syncs: `syncs[l][m - 1]`: W_l^m, seconds of summing the gradients of a layer over m replicas; free if empty.
 
     Raises:
         HotspaConfigError: there is no layer or no machine.
     """
     count = len(layers)
     if not count or machines < 1:
-        raise HotspaConfigError(f"{count} layers on {machines} machines are no pipeline")
+        raise HotspaConfigError(f"{count} layers on {machines} machines do not form a pipeline")
     prefix = [0.0, *accumulate(layers)]
     synced = [[0.0, *accumulate(sync[m] for sync in syncs)] if syncs else [0.0] * (count + 1) for m in range(machines)]
 
     def stage(start: int, stop: int, m: int) -> float:
         return max(prefix[stop] - prefix[start], synced[m - 1][stop] - synced[m - 1][start]) / m
 
-    best: dict[tuple[int, int], _Found] = {}
+    best: dict[tuple[int, int], _Candidate] = {}
     for j in range(1, count + 1):
         for m in range(1, machines + 1):
-            candidate: _Found = (stage(0, j, m), 1, ((j, m),))
+            candidate: _Candidate = (stage(0, j, m), 1, ((j, m),))
             for i in range(1, j):
                 passing = 2 * sends[i - 1] if sends else 0.0
                 for own in range(1, m):
@@ -199,27 +193,27 @@ _Table = npt.NDArray[np.int64]
 _MOST_ORDERS = 64
 """Digit orders tried for one degree."""
 _FINEST_WEIGHT = 1000
-"""Layer weights are rounded to this many steps of the heaviest, so that scores stay far inside 64 bits."""
+"""Layer weights are rounded to this many steps of the heaviest, so that scores fit 64 bits easily."""
 
 
 def nested_orders(
     strategies: Sequence[Strategy], layer_sizes: Sequence[int], costs: StageCosts
 ) -> dict[Strategy, tuple[int, ...]]:
-    """The shard order of each strategy of a pool, one per tp degree.
+    """Chooses the shard order of each strategy of a pool, one per tp degree.
 
-    Maximises what stays in place, summed over all pairs of strategies: over the ranks, the overlap of the two tp shards
-    (as fractions of a layer) times the weight of the layers that both stages hold. The candidates of a degree are the
-    identity and the digit reversals over the orders of its prime factors; a coordinate ascent over the degrees with the
-    exact score starts from the identity and from the reversals. Among equal scores the one with the most identities.
-    Replicated key/value heads are cut by shard index as well and change nothing.
+    Maximises what stays in place, summed over all pairs of strategies and all ranks: the overlap of the two tp shards
+    (as fractions of a layer) times the weight of the layers that both stages hold. Candidates are the identity and the
+    digit reversals over the orders of the prime factors of a degree. A coordinate ascent over the degrees with the
+    exact score starts from the identity and from the reversals. Ties: the most identities. Replicated key/value heads
+    change nothing: they are also cut by shard index.
 
     Args:
-        strategies: The pool; all of one world size. Their own shard orders are ignored.
-        layer_sizes: Relative to one another.
-        costs: What stages are cut by.
+        strategies: The pool, with one world size. Existing shard orders are ignored.
+        layer_sizes: Relative sizes.
+        costs: The costs of the stage partition.
 
     Returns:
-        For each strategy what `Strategy.ordered` takes: the shard of each tp coordinate; empty for the identity.
+        The argument of `Strategy.ordered` for each strategy: the shard of each tp coordinate; empty for the identity.
 
     Raises:
         StrategyError: a strategy has more stages than there are layers.
@@ -248,9 +242,9 @@ def nested_orders(
 
 
 def digit_reversal(radices: Sequence[int]) -> tuple[int, ...]:
-    """The permutation that reads the digits of a coordinate (lowest first, of these radices) as highest first.
+    """Returns the permutation that reads the digits of a coordinate (lowest first, in these radices) as highest first.
 
-    All radices 2 is bit reversal: `digit_reversal([2, 2, 2]) == (0, 4, 2, 6, 1, 5, 3, 7)`.
+    Radices of 2 give bit reversal: `digit_reversal([2, 2, 2]) == (0, 4, 2, 6, 1, 5, 3, 7)`.
     """
     order = []
     for coordinate in range(math.prod(radices)):
@@ -273,7 +267,7 @@ def _prime_factors(number: int) -> list[int]:
 
 
 def _factor_orders(number: int) -> list[Order]:
-    """The distinct orders of the prime factors, lexicographic, at most `_MOST_ORDERS`."""
+    """Returns the distinct orders of the prime factors, lexicographic, at most `_MOST_ORDERS`."""
     orders: list[Order] = []
 
     def extend(prefix: Order, left: Order) -> None:
@@ -289,14 +283,14 @@ def _factor_orders(number: int) -> list[Order]:
 
 
 def _digit_reversals(tp: int) -> list[Order]:
-    """The digit reversals of a degree other than the identity (a prime has none)."""
+    """Digit reversals other than the identity; a prime has none."""
     reversals = dict.fromkeys(digit_reversal(radices) for radices in _factor_orders(tp))
     reversals.pop(tuple(range(tp)), None)
     return list(reversals)
 
 
 def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[dict[int, int]]:
-    """Where the ascent starts: the identity, and all degrees with their factors sorted by one order of the primes."""
+    """Starting points of the ascent: the identity, and all degrees' factors sorted by one order of the primes."""
     starts = [dict.fromkeys(degrees, 0)]
     primes = sorted({p for tp in degrees for p in _prime_factors(tp)})
     priorities = list(permutations(primes)) if len(primes) <= 3 else [tuple(primes), tuple(reversed(primes))]
@@ -312,15 +306,15 @@ def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[
 def _pair_scores(
     strategies: Sequence[Strategy], candidates: dict[int, list[Order]], layer_sizes: Sequence[int], costs: StageCosts
 ) -> dict[tuple[int, int], _Table]:
-    """For each pair of degrees a < b the score of every pair of their candidates.
-
-    Strategies of equal degree share one order, which keeps the same amount in place whatever it is: no such pairs.
-    """
+    """Scores every pair of candidates for each pair of degrees a < b. Equal degrees share one order, so any order keeps
+    the same amount in place."""
     largest = max(max(layer_sizes, default=0), 1)
     weights = np.array([max(1, size * _FINEST_WEIGHT // largest) for size in layer_sizes], np.int64)
     ranks = {(pp, v): costs.ranks(pp, v) for pp, v in sorted({(s.pp, s.v) for s in strategies})}
-    held = {key: np.array([[i in layers for i in range(len(weights))] for layers in cut]) for key, cut in ranks.items()}
-    common = {(p, q): (held[p] * weights) @ held[q].T for p in held for q in held}
+    masks = {
+        key: np.array([[i in layers for i in range(len(weights))] for layers in cut]) for key, cut in ranks.items()
+    }
+    common = {(p, q): (masks[p] * weights) @ masks[q].T for p in masks for q in masks}
     # meetings[a, b][t, u]: the weight of the layers that ranks with coordinate t at degree a and u at degree b keep
     meetings: dict[tuple[int, int], _Table] = {}
     for s, o in product(strategies, strategies):
@@ -341,7 +335,7 @@ def _pair_scores(
 
 
 def _overlaps(a: int, b: int) -> _Table:
-    """Overlap of shard i of a and shard j of b, in units of 1 / lcm(a, b) of a layer."""
+    """Overlap of shard i of degree a and shard j of degree b, in units of 1 / lcm(a, b) of a layer."""
     unit = math.lcm(a, b)
     starts_a, starts_b = np.arange(a)[:, None] * (unit // a), np.arange(b)[None, :] * (unit // b)
     stops = np.minimum(starts_a + unit // a, starts_b + unit // b)

@@ -1,13 +1,12 @@
 """Units: the embedding, each layer and the head, as fully sharded strategies (`+z2`, `+z3`) load and return them.
 
-Owns which segments of a strategy are *streamed*, that is, are there for one unit at a time, in which unit each of them
-is, in which order a stage runs its units, and which units share memory. All units of a stage lie in one buffer, as large
-as two that follow one another: in the order of a forward pass, every second one begins at its start, the others end at its
-end. So the place of a unit never changes, *neighbours* never share memory, and what comes next can be loaded while a unit
-computes. All others are taken to share it.
+Defines which segments are *streamed* (present for one unit at a time), the order of a stage's units, and which units
+share memory. All units of a stage lie in one buffer, as large as the largest two consecutive units. In forward order,
+even units begin at its start and odd units end at its end. So a unit's place never changes, *neighbours* never share
+memory, and the next unit can load while one computes. All other pairs count as sharing memory.
 
-Weights that a unit shares with another one (tied embeddings) stay for the whole phase: they are *resident*. Plain data,
-no torch; ZeRO's stages 2 and 3 are those of Rajbhandari et al. (SC'20, section 5).
+Weights that several units use (tied embeddings) stay for the complete phase: they are *resident*.
+ZeRO stages 2 and 3: Rajbhandari et al. (SC'20, section 5).
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,18 +19,18 @@ from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVec
 from hf_hotspa.strategy import Strategy
 
 Room = int
-"""The number of a unit in the order of a forward pass. Segments of a unit lie one after the other."""
+"""Position of a unit in forward order. The segments of a unit lie one after the other."""
 
 N = TypeVar("N")
 
 
 def sizes_of_neighbours(sizes: Mapping[Room, N]) -> list[N]:
-    """What each unit needs together with the one behind it; the largest of these is the size of a buffer for all."""
+    """Returns the size of each unit plus its successor; the largest is the size of the buffer for all."""
     return [own + sizes[room + 1] if room + 1 in sizes else own for room, own in sizes.items()]  # type: ignore[operator]
 
 
 def name_of_unit(unit: int) -> str:
-    """What messages call a unit."""
+    """The unit's name in messages."""
     return {EMBEDDING: "embedding", HEAD: "head"}.get(unit, f"layer {unit}")
 
 
@@ -41,12 +40,12 @@ class Units:
 
     @cached_property
     def resident(self) -> tuple[int, ...]:
-        """The segments with a weight that several units use."""
+        """Segments with a weight that several units use."""
         return tuple(s.index for s in self.vector.segments if any(map(_is_shared, self.vector.specs_of(s))))
 
     @cached_property
     def segments(self) -> dict[int, tuple[int, ...]]:
-        """The streamed segments of each unit that has any."""
+        """Streamed segments by unit, for units that have any."""
         by_unit: dict[int, tuple[int, ...]] = {}
         for segment in self.vector.segments:
             if segment.index not in self.resident:
@@ -55,7 +54,7 @@ class Units:
 
     @cached_property
     def trained(self) -> dict[int, tuple[int, ...]]:
-        """Of these, the trained ones."""
+        """Trained streamed segments by unit, for units that have any."""
         trained = {
             unit: tuple(s for s in segments if self.vector.segments[s].trainable)
             for unit, segments in self.segments.items()
@@ -63,24 +62,24 @@ class Units:
         return {unit: segments for unit, segments in trained.items() if segments}
 
     def room(self, unit: int) -> Room:
-        """Where a unit comes in a forward pass."""
+        """Position of a unit in a forward pass."""
         return {EMBEDDING: 0, HEAD: len(self.vector.layer_costs) + 1}.get(unit, unit + 1)
 
     def share(self, one: int, other: int) -> bool:
-        """Whether two units are not there at a time: a unit and itself, and all but neighbours."""
+        """Whether two units share memory: all pairs except neighbours."""
         return abs(self.room(one) - self.room(other)) != 1
 
     def of_stage(self, strategy: Strategy, stage: int) -> tuple[int, ...]:
-        """The units that a stage runs, in the order of their forward pass."""
+        """The units of a stage in forward order."""
         layers = range(len(self.vector.layer_costs))
         order = [EMBEDDING, *layers, HEAD]
         return tuple(u for u in order if u in self.segments and stage_of_unit(self.vector, strategy, u) == stage)
 
     def backward_of_stage(self, strategy: Strategy, stage: int) -> tuple[int, ...]:
-        """The units of a stage that a backward pass goes through, in its order.
+        """The units of a stage that its backward pass visits, in order.
 
-        A later stage owes the gradient of its input to the one before. The first one ends at the first unit, in forward
-        order, that has something to train.
+        Later stages visit all units: the previous stage needs the gradient of their input. Stage 0 stops at its first
+        unit, in forward order, with a trained parameter.
         """
         units = self.of_stage(strategy, stage)
         if stage == 0:
@@ -91,7 +90,7 @@ class Units:
         return units[::-1]
 
     def rooms(self, strategy: Strategy) -> "Rooms":
-        """What shares memory under a strategy."""
+        """The shared memory of a strategy's weights and gradients."""
         none: tuple[Room | None, ...] = (None,) * len(self.vector.segments)
         shared = tuple(
             None if segment.index in self.resident else self.room(segment.unit) for segment in self.vector.segments
@@ -105,7 +104,7 @@ def _is_shared(spec: ParameterSpec) -> bool:
 
 @dataclass(frozen=True)
 class Rooms:
-    """Which segments share memory, by segment: the room of its unit; None for a segment with memory of its own."""
+    """For each segment the room of its unit; None for a segment with separate memory."""
 
     weights: Sequence[Room | None]
     gradients: Sequence[Room | None]

@@ -1,16 +1,12 @@
-"""The parameter vector: every parameter laid end to end in one canonical order.
+"""The parameter vector (all parameters end to end in one canonical order), and the dtypes of gradients.
 
-Each parameter is stored with its sharded dim outermost (a row-parallel weight transposed), so that a tensor-parallel
-shard of it is one contiguous interval of the vector, or one interval for each part of a fused weight.
-The vector is divided in *segments*: the parameters of one unit (embedding, each layer, head) that share a dtype and
-are trained or frozen together. A segment is the granularity of every buffer: layouts bind, switches move and
-the master store cuts by segment. Plain data, no torch; all sizes are counted in elements.
+Each parameter is stored with its sharded dim outermost (a row-parallel weight transposed). So a tensor-parallel shard
+is one contiguous interval of the vector, or one interval for each part of a fused weight. The vector is divided into
+*segments*: the parameters of one unit (embedding, each layer, head) that share a dtype and are trained or frozen
+together. Segments are the granularity of all buffers: layouts bind, switches move and the master store cuts by segment.
 
-In which dtypes gradients exist: while micro-batches add them up, and while they travel to the master store.
-
-Owns the two options and what each means for a parameter. Whatever they are, the sums in the master store and in relay
-buffers are of the master's precision, as are the master's weights. Plain data, no torch: the engine and the cost models
-ask the same functions.
+`GradientDtypes` holds the dtypes in which gradients accumulate and travel to the master store. Master weights and sums
+in the master store and relay buffers always have the master's precision. Sizes are in elements.
 """
 
 import hashlib
@@ -30,7 +26,7 @@ _BF16 = "bfloat16"
 
 
 def master_dtype(dtype: str) -> str:
-    """The dtype of the masters of trained weights of a dtype: fp32, and fp64 stays fp64."""
+    """The dtype of master weights for trained weights of a dtype: fp32; fp64 stays fp64."""
     return "float64" if dtype == "float64" else "float32"
 
 
@@ -39,12 +35,11 @@ class GradientDtypes:
     """The dtypes of the gradients of trained weights.
 
     Args:
-        accumulation: Dtype of the buffer of a phase's sums: `fp32` (that of the masters: fp64 for fp64) or `bf16`.
-        wire: The dtype in which they travel to the master store: `fp32` (as above), `bf16`, or `auto`: the one that
-            they were accumulated in.
+        accumulation: Dtype of the buffer of a phase's sums: `fp32` (the master dtype: fp64 for fp64) or `bf16`.
+        wire: Dtype on the way to the master store: `fp32` (as above), `bf16`, or `auto` for the accumulation dtype.
 
     Raises:
-        HotspaConfigError: one of them is none of these.
+        HotspaConfigError: another value.
     """
 
     accumulation: str = FP32
@@ -55,35 +50,35 @@ class GradientDtypes:
         check_choice("the dtype in which gradients travel", self.wire, WIRE_DTYPES)
 
     def accumulated(self, dtype: str) -> str:
-        """The dtype of the buffers of a strategy's gradients, of weights of a dtype."""
+        """The dtype of a strategy's gradient buffers for weights of a dtype."""
         return _BF16 if self.accumulation == BF16 else master_dtype(dtype)
 
     def moved(self, dtype: str) -> str:
-        """The dtype on the wire, of weights of a dtype."""
+        """The dtype on the wire for gradients of weights of a dtype."""
         if self.wire == AUTO:
             return self.accumulated(dtype)
         return _BF16 if self.wire == BF16 else master_dtype(dtype)
 
 
 IN_FP32 = GradientDtypes()
-"""The default: nothing is rounded below the precision of the masters."""
+"""The default: gradients keep the precision of the masters."""
 
 
 EMBEDDING, HEAD = -1, -2
-"""Unit numbers of what comes before and after the decoder layers; layer i is unit i."""
+"""Unit numbers of embedding and head; layer i is unit i."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of the sharded dim that is cut on its own (q, k and v of a fused weight are three parts).
+    """A stretch of the sharded dim that is cut separately (q, k and v of a fused weight are three parts).
 
     Args:
         rows: Size along the sharded dim.
-        groups: Groups of rows that stay whole while tp is at most their number (key/value heads, for query heads).
+        groups: Groups of rows that are not cut while tp is at most their number (key/value heads, for query heads).
         items: Units that are never cut (heads); a multiple of `groups`.
-        replicate: When tp exceeds `groups`, neighbouring shards hold the same whole group (key/value heads);
-            otherwise they share the group's items between them.
-        by_step_time: Ranks of slow devices may have fewer of these rows than others (columns of an MLP), see `layout.shares`.
+        replicate: If tp exceeds `groups`, neighbouring shards hold the same complete group (key/value heads); otherwise
+            they divide the group's items.
+        by_step_time: Ranks with slow devices may have fewer of these rows (columns of an MLP), see `layout.shares`.
     """
 
     rows: int
@@ -93,8 +88,9 @@ class Part:
     by_step_time: bool = False
 
     def cut(self, tp: int, shard: int) -> tuple[int, int]:
-        """The rows `[start, stop)` of one shard. Cuts may be uneven, never through an item."""
-        if self.groups >= tp or (self.groups == self.items and not self.replicate):  # the latter: some shards are empty
+        """Returns the rows `[start, stop)` of one shard. Cuts may be uneven, but never split an item."""
+        # with more shards than items some are empty
+        if self.groups >= tp or (self.groups == self.items and not self.replicate):
             size = self.rows // self.groups
             return self.groups * shard // tp * size, self.groups * (shard + 1) // tp * size
         sharers = tp // self.groups
@@ -106,16 +102,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Packed:
-    """Of a matrix in 4 bits, one of its two tensors: its codes (uint8, two weights in each) or its scales (fp32, one a block).
+    """One of the two tensors of a 4-bit matrix: codes (uint8, two weights each) or scales (fp32, one per block).
 
-    Blocks are consecutive weights of the matrix in row-major order. Where each row is of whole blocks, the tensors are
-    [out, blocks, bytes] and [out, blocks]; else they have one dim, and are not cut.
+    Blocks are consecutive weights in row-major order. If rows consist of complete blocks, the tensors are
+    [out, blocks, bytes] and [out, blocks]; otherwise they have one dim and are not cut.
 
     Args:
-        shape: Of the matrix, [out, in].
-        step: How many rows, or columns, of the matrix one index of the stored `shard_dim` holds: cuts at multiples of it are
-            at borders of blocks. 0 where it is not cut.
-        weights: The weights of the matrix, which count in costs; 0 for scales.
+        shape: Shape of the matrix, [out, in].
+        step: Rows (or columns) of the matrix in one index of the stored `shard_dim`: cuts at its multiples are at block
+            borders. 0 if not cut.
+        weights: Number of weights of the matrix, for costs; 0 for scales.
     """
 
     shape: tuple[int, int]
@@ -128,22 +124,20 @@ class ParameterSpec:
     """One parameter of the model as plain data.
 
     Args:
-        name: Its Hugging Face name (the first one, when weights are tied).
-        shape: Its shape in the Hugging Face model.
-        dtype: Name of the dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``).
+        name: Its Hugging Face name (the first one if weights are tied).
+        shape: Its Hugging Face shape.
+        dtype: Dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``).
         unit: The layer index, `EMBEDDING` or `HEAD`.
-        shard_dim: The tensor dim that tensor parallelism cuts; None when every tp coordinate holds all of it.
-        parts: How `shard_dim` is cut; empty exactly when `shard_dim` is None.
-        partial_gradient: Held by every tp coordinate, and each one's gradient is only a part of the sum (q/k norms).
+        shard_dim: The dim that tensor parallelism cuts; None if every tp coordinate holds the complete parameter.
+        parts: How `shard_dim` is cut; empty exactly if `shard_dim` is None.
+        partial_gradient: Every tp coordinate holds it, and each gradient is only a part of the sum (q/k norms).
         trainable: False for a frozen parameter: moved, but without gradient and optimizer state.
         tied_names: Further names of the same parameter.
-        in_head: Also used by the head, so that the last pipeline stage holds it too (tied embeddings).
-        offset: Where it starts in the parameter vector.
-        experts: How many experts it has the weights of, along its first dim; 0 where it is not one of experts.
-        frozen_dtype: Name of the dtype in which the master store keeps it while it is frozen: that of the model that was
-            given, so that nothing of it is rounded. None for `dtype`.
-        packed: Of which matrix in 4 bits it is a part; `shape` is how its bytes or scales are stored, while `parts` count rows
-            (or columns) of the matrix. None for a parameter of its own.
+        in_head: Also used by the head, so the last pipeline stage holds it too (tied embeddings).
+        experts: Number of experts along its first dim; 0 for other parameters.
+        frozen_dtype: Dtype in the master store while frozen: the given model's, without rounding. None for `dtype`.
+        packed: The 4-bit matrix that it is a part of, if any. `shape` is then of the stored bytes or scales, while
+            `parts` count rows (or columns) of the matrix.
     """
 
     name: str
@@ -171,34 +165,34 @@ class ParameterSpec:
 
     @property
     def master_dtype(self) -> str:
-        """The dtype of the master store: fp32 for trained weights, fp64 stays fp64, frozen weights stay as loaded."""
+        """Its dtype in the master store: fp32 for trained weights, fp64 stays fp64, frozen weights stay as loaded."""
         return master_dtype(self.dtype) if self.trainable else self.frozen_dtype or self.dtype
 
     @property
     def storage_dim(self) -> int | None:
-        """The dim of `shape` that is outermost in the storage; None for the natural order."""
+        """The dim of `shape` that is outermost in storage; None for the natural order."""
         return None if self.packed is not None and not self.packed.step else self.shard_dim
 
     @property
     def row_size(self) -> int:
-        """Elements of one row of the storage, which has `storage_dim` outermost."""
+        """Elements of one index of `storage_dim` in storage."""
         return self.numel // self.shape[self.storage_dim] if self.storage_dim is not None else 1
 
     @property
     def cut_size(self) -> int:
-        """What `parts` divide: rows or columns along `shard_dim`, of the matrix where it is packed."""
+        """The number of rows or columns that `parts` divide, along `shard_dim`; of the matrix if packed."""
         assert self.shard_dim is not None
         return (self.shape if self.packed is None else self.packed.shape)[self.shard_dim]
 
     @property
     def weights(self) -> int:
-        """The weights of a matrix, which decide what it costs to compute; 0 for vectors."""
+        """The number of weights of a matrix, which decides its compute cost; 0 for vectors."""
         if self.packed is not None:
             return self.packed.weights
         return self.numel if len(self.shape) > 1 else 0
 
     def shard_rows(self, tp: int, shard: int) -> tuple[tuple[int, int], ...]:
-        """The row ranges of one shard along `shard_dim`, in the order in which the shard stores them."""
+        """Returns the row ranges of one shard along `shard_dim`, in storage order."""
         ranges, start = [], 0
         for part in self.parts:
             low, high = part.cut(tp, shard)
@@ -209,7 +203,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Segment:
-    """The parameters `[start, stop)` of the vector that share a unit, both dtypes and being trained or frozen."""
+    """The parameters `[start, stop)` of the vector with one unit, both dtypes and `trainable` in common."""
 
     index: int
     unit: int
@@ -226,13 +220,14 @@ class Segment:
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """What a layer computes for a token, in parameters, with its part of the head.
+    """Work of a layer for one token, in parameters, with its part of the head.
 
     Args:
-        cut: What tensor parallelism divides evenly.
-        whole: What every tp coordinate computes.
-        by_step_time: What it may divide by the relative step time of devices; 0 in layers with experts, whose work depends on the tokens.
-        columns: Of the MLP whose projections these are.
+        cut: Work that tensor parallelism divides evenly.
+        whole: Work that every tp coordinate does.
+        by_step_time: Work that may be divided by the relative step time of devices; 0 in layers with experts, whose
+            work depends on the tokens.
+        columns: Columns of the MLP with the `by_step_time` projections.
     """
 
     cut: int
@@ -246,14 +241,14 @@ class ParameterVector:
     """All parameters of a model in canonical order; made by `build_vector`.
 
     Args:
-        specs: The parameters by offset.
-        segments: The segments by offset; they tile the vector.
+        specs: Sorted by offset.
+        segments: Sorted by offset; they tile the vector.
         layer_costs: Relative compute cost of each decoder layer for one token.
         head_cost: The same for the head (final norm and vocabulary projection).
-        measured: What decides the cut of stages in their place, where seconds of the model were measured. It moves layers
-            between stages and changes nothing else: no offset, no segment, no checkpoint.
-        step_times: How long each rank of the world takes for the same work, see `stages.USUAL_STEP_TIME`: by it the columns of MLPs are
-            divided over tensor-parallel groups, and nothing else changes either. Empty where they are divided evenly.
+        measured: Measured costs that replace both for the stage partition. They move layers between stages and change
+            no offset, segment or checkpoint.
+        step_times: Relative step time of each rank of the world, see `stages.USUAL_STEP_TIME`. Divides the MLP columns
+            of tensor-parallel groups and changes nothing else. Empty for even division.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -265,12 +260,12 @@ class ParameterVector:
 
     @property
     def stage_costs(self) -> StageCosts:
-        """What decides the cut of stages."""
+        """The costs of the stage partition."""
         return self.measured or StageCosts(self.layer_costs, self.head_cost)
 
     @cached_property
     def unit_costs(self) -> dict[int, UnitCosts]:
-        """Of each layer what it computes."""
+        """The work of each layer."""
         by_unit: dict[int, list[ParameterSpec]] = {unit: [] for unit in range(self.num_layers)}
         for spec in self.specs:
             if spec.unit in by_unit and spec.weights:
@@ -289,7 +284,7 @@ class ParameterVector:
         return costs
 
     def with_step_times(self, step_times: Iterable[int]) -> "ParameterVector":
-        """The same parameters, whose MLPs are divided by these relative step times of the ranks; evenly where there are none.
+        """Returns a copy whose MLPs are divided by these relative step times of the ranks; evenly if empty.
 
         Raises:
             HotspaConfigError: a relative step time is not positive.
@@ -297,12 +292,12 @@ class ParameterVector:
         given = tuple(step_times)
         if min(given, default=1) < 1:
             raise HotspaConfigError(
-                "a relative step time of a rank is not positive", fix="give relative step times relative to 100"
+                "a relative step time of a rank is not positive", fix="give relative step times, with 100 as usual"
             )
         return replace(self, step_times=given)
 
     def with_measured(self, costs: StageCosts | None) -> "ParameterVector":
-        """The same parameters, whose stages are cut by what was measured; by count when None.
+        """Returns a copy whose stages are cut by measured costs; by parameter count if None.
 
         Raises:
             HotspaConfigError: the costs are of another number of layers.
@@ -339,12 +334,12 @@ class ParameterVector:
         return [tuple(specs) for specs in by_segment]
 
     def digest(self) -> str:
-        """SHA-256 of everything that decides layouts and plans: equal on ranks with the same model."""
+        """SHA-256 of everything that decides layouts and plans; equal on ranks with the same model."""
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 def trained_part(vector: ParameterVector) -> ParameterVector:
-    """The trained parameters of a vector, laid end to end in the same order."""
+    """Returns the vector of the trained parameters alone, in the same order."""
     trained = [spec for spec in vector.specs if spec.trainable]
     return build_vector(trained, vector.layer_costs, vector.head_cost).with_measured(vector.measured)
 
@@ -354,13 +349,13 @@ def _unit_order(unit: int, num_layers: int) -> int:
 
 
 def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], head_cost: int) -> ParameterVector:
-    """Orders the parameters by unit (embedding, layers, head), then by segment, and gives each its offset.
+    """Orders the parameters by unit (embedding, layers, head), then by segment, and assigns offsets.
 
     Args:
         specs: The parameters in the model's order; their offsets are ignored.
 
     Raises:
-        ModelError: a parameter is empty or scalar where it is sharded, its parts do not add up, or two share a name.
+        ModelError: a sharded parameter is empty or scalar, its parts do not add up, or two share a name.
     """
     ordered: dict[tuple[int, str, bool, str], list[ParameterSpec]] = {}
     names: set[str] = set()

@@ -188,7 +188,7 @@ def test_an_error_of_one_rank_is_raised_by_all(tmp_path: Path) -> None:
         assert "rank 1" in room
         assert "ranks differ in the model config" in differ
         assert "calibration's degrees" in degrees
-        assert "needs a transformers config, and was given a str" in type_
+        assert "needs a transformers config, but got a str" in type_
         assert "not valid JSON" in torn
         assert "delete the file and calibrate again" in torn
 

@@ -310,7 +310,7 @@ def test_round_trip(tmp_path: Path) -> None:
         (lambda d: d["key"].update(world_size=0), "world_size is 0"),
         (lambda d: d["key"].update(dtype="float7"), "float7"),
         (lambda d: d.update(schema_version=0), "schema version 0"),
-        (lambda d: d.update(kind="plan"), "no hf_hotspa calibration"),
+        (lambda d: d.update(kind="plan"), "not of kind hf_hotspa calibration"),
         (
             lambda d: d.update(switches=[{"strategy": "up4", "num_parameters": 1, "load_s": 1, "return_s": 1}]),
             "'up4' is not a strategy",

@@ -97,7 +97,7 @@ def test_the_way_that_moves_least_runs_and_others_can_be_forced() -> None:
     assert choose_way(Strategy(cp=2), wide) == GATHER  # one key/value head is less than any share of 32
     for way in (GATHER, RING):
         assert choose_way(Strategy(cp=4), LLAMA_8B, way) == way
-    with pytest.raises(StrategyError, match="32 attention heads of a rank are no multiple of cp3.*allgather"):
+    with pytest.raises(StrategyError, match="32 attention heads of a rank are not a multiple of cp3.*allgather"):
         choose_way(Strategy(cp=3), LLAMA_8B, ULYSSES)
     with pytest.raises(HotspaConfigError, match="way of context parallelism is 'swarm'.*ulysses"):
         EngineOptions(context_parallel="swarm")
@@ -109,12 +109,12 @@ def test_the_way_that_moves_least_runs_and_others_can_be_forced() -> None:
     [
         ("cp4:3", AUTO, "auto", "cpu", "packs of 3 tokens, and cp4 divides them over 4 ranks"),
         ("cp4:4096", RING, "auto", "cuda", "its blocks are computed by a kernel for CPU"),
-        ("cp2pp2:4096", AUTO, "gpipe", "cpu", "it wants packs of one shape"),
+        ("cp2pp2:4096", AUTO, "gpipe", "cpu", "it needs packs of one shape"),
         ("cp4+ck128+kg1:4096", AUTO, "auto", "cpu", "kept graphs (+kg)"),
         ("cp4+ck128+kh:4096", AUTO, "auto", "cpu", "leave +kh out"),
         ("cp4+ck128+kh:4096", ULYSSES, "auto", "cuda", "leave +kh out"),
         ("cp4+ck128+kh:4096", GATHER, "auto", "cuda", "leave +kh out"),
-        ("cp4+ck128:4096", RING, "auto", "cpu", "those before them on the ring"),
+        ("cp4+ck128:4096", RING, "auto", "cpu", "of earlier chunks on the ring"),
     ],
 )
 def test_what_cannot_run_is_refused_with_a_fix(buckets: str, way: str, schedule: str, device: str, says: str) -> None:

@@ -81,8 +81,8 @@ def test_what_is_frozen_costs_less() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0", "no adapter.*such as 16"),
-        ("r=8,target=q_proj", "no adapter"),
+        ("0", "not an adapter.*such as 16"),
+        ("r=8,target=q_proj", "not an adapter"),
         ("r=8,targets=q_proj+qkv", "'qkv', which is not counted.*all-linear, or some of q_proj[+]k_proj"),
     ],
 )

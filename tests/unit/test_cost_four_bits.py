@@ -56,9 +56,9 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_p
 def test_whole_weights_where_no_shard_ends_with_blocks() -> None:
     shares = {"query": 0.5, "key": 0.5, None: 0.5}
     by_rows, by_columns = FourBits("nf4", LLAMA.linears), LLAMA.linears["down_proj"]
-    assert by_rows.held(shares) == by_rows.cut(shares) == by_rows.weights / 2
+    assert by_rows.held_numel(shares) == by_rows.cut(shares) == by_rows.weights / 2
     # 11008 / 2 is a multiple of 64, 11008 / 8 is not
-    assert FourBits("nf4", {"down_proj": by_columns}).held({None: 1 / 8}) == 4096 * 11008
+    assert FourBits("nf4", {"down_proj": by_columns}).held_numel({None: 1 / 8}) == 4096 * 11008
     assert FourBits("nf4", {"down_proj": by_columns}).most_at_a_time({None: 1 / 8}) == 4096 * 11008 * 9 / 8
 
 

@@ -95,7 +95,7 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
         ("base: a100-80g\nmemory_bytes: lots\n", "memory_bytes is 'lots'"),
         ("base: a100-80g\npeak_flops: 3\n", "instead of speeds by dtype"),
         ("- a\n- b\n", "holds list instead of fields"),
-        ("a: [1\n", "no YAML"),
+        ("a: [1\n", "not YAML"),
     ],
 )
 def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:

@@ -257,7 +257,7 @@ def test_fit_refuses_what_is_no_measurement() -> None:
     with pytest.raises(HotspaConfigError, match="no measurements"):
         TimeModel.fit([], SIZES_7B)
     for wrong in (Sample(1, 2, (4,), float("nan")), Sample(1, 2, (4,), -1.0), Sample(1, 0, (4,), 1.0)):
-        with pytest.raises(HotspaConfigError, match="is no measurement"):
+        with pytest.raises(HotspaConfigError, match="is not a measurement"):
             TimeModel.fit([*good, wrong], SIZES_7B)
 
 

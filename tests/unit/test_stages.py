@@ -131,5 +131,5 @@ def test_what_cannot_be() -> None:
     with pytest.raises(HotspaConfigError, match="negative"):
         StageCosts((1, -1))
     for layers, machines in (((), 2), ((1,), 0)):
-        with pytest.raises(HotspaConfigError, match="no pipeline"):
+        with pytest.raises(HotspaConfigError, match="do not form a pipeline"):
             partition(layers, machines)
