@@ -41,7 +41,7 @@ FIELDS = (
 """What `costs.model_config` reads of a config, in the names that most families use."""
 
 FACTS = (
-    "refused",
+    "unsupported",
     "pp_unsupported_reason",
     "sp_unsupported_reason",
     "ck_unsupported_reason",
@@ -131,7 +131,7 @@ def family_facts(family: str) -> dict[str, object]:
     try:
         exact = described(config)
     except HotspaError as error:
-        return {"refused": getattr(error, "what", str(error))}
+        return {"unsupported": getattr(error, "what", str(error))}
     shape, counted = exact.shape, counted_shape(config) if is_planned else None
     factor = 1.0
     if counted is not None and family not in ONLY_TINY:

@@ -326,7 +326,7 @@ class AutoStrategies(RunPlan):
         if self._race is None:
             self._race = Race(self._names, num_steps)
         else:
-            self._race.go_on(num_steps)
+            self._race.continue_run(num_steps)
 
     @property
     def _names(self) -> list[str]:

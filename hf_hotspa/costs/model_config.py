@@ -228,9 +228,9 @@ def _check_family(config: _Config, facts: Mapping[str, Any]) -> None:
             where=config.where,
             fix="use a model with separate queries, keys and values",
         )
-    if "refused" in facts:
+    if "unsupported" in facts:
         raise ModelError(
-            f"{config.family} cannot be trained: {facts['refused']}",
+            f"{config.family} cannot be trained: {facts['unsupported']}",
             where=config.where,
             fix="use a model of another family",
         )

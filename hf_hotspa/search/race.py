@@ -95,7 +95,7 @@ class Race:
             race._again(why)
         return race
 
-    def go_on(self, num_steps: int) -> None:
+    def continue_run(self, num_steps: int) -> None:
         """Extends the budget: the same plans train again, for so many mini-batches."""
         self._budget += SHARE * num_steps
 
