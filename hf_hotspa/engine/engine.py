@@ -10,8 +10,8 @@
         optimizer.step()
     engine.write_back(model)
 
-Loss and gradients match the plain model on the complete mini-batch, whatever the strategies. Only the optimizer step
-changes the weights. An error that one rank finds before a phase is raised by all ranks before a byte moves.
+Loss and gradients match the plain model on the complete mini-batch, for all strategies. Only the optimizer step changes the
+weights. All ranks raise an error that one finds before a phase, before a byte moves.
 """
 
 import itertools
@@ -58,25 +58,24 @@ class HotSPaEngine:
     """Trains one model with hot-switched strategies. The constructor and all methods are collective unless noted.
 
     Args:
-        model: A transformers causal language model, or a `PeftModel` with a LoRA adapter around one, with weights. If the
+        model: A transformers causal language model with weights, or a `PeftModel` with a LoRA adapter around one. If the
             ranks differ, all use rank 0's weights.
         buckets: Length ranges and their strategies, shortest first (`parse_buckets`).
-        options: Training options, the same on all ranks.
-        weights: Folder from which each rank reads its share of the weights, for a model without them (`open_model`).
-        device: Where this rank computes; by default its CUDA device, if any, otherwise the CPU.
+        options: The same on all ranks.
+        weights: Folder from which each rank reads its share of the weights, for a model of `open_model`.
+        device: Where this rank computes; by default its CUDA device or else the CPU.
 
     Attributes:
         longest: Tokens of the longest sequence that fits a bucket.
-        agreement: How all ranks agree (`Agreement.run`).
-        observer: Called at the begin and end of each phase (`Observer`), if set.
+        observer: Called at the begin and end of each phase, if set.
         stop: Its `requested` is read at the end of each mini-batch: whether this rank wants to stop. None for never.
         failures: Explains failed phases; knows of a lack of memory on this rank.
-        model_digest: `weights_digest` of the model, if it was read when the engine was made.
+        model_digest: `weights_digest` of the model, if read when the engine was made.
         base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
         updates: The optimizer steps of this rank's stage, if stages update by themselves (`EngineOptions.pipedream`): set
             its `step`. None if the caller steps once per mini-batch.
         grad_norm: Global 2-norm of the last mini-batch's gradient, before clipping; if stages update by themselves, the
-            root of the mean square over the updates.
+            root mean square over the updates.
         stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
 
     Raises:
@@ -115,9 +114,7 @@ class HotSPaEngine:
         by_stage = strategies[0] if options.pipedream is not None else None
         self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device, by_stage)
         self.model_digest: str | None = None
-        self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = (
-            None  # the model with our frozen weights, and their version
-        )
+        self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # model with our frozen weights, version
         self.base_digest: str | None = None
         if weights is not None and self.description.adapters is not None:
             self.base_digest = load_below_adapter(weights, model, self.master, self.agreement)
@@ -157,16 +154,16 @@ class HotSPaEngine:
         fits: Callable[[ModelDescription], None] = lambda _: None,
         of_ranks: Iterable[int] = (),
     ) -> bool:
-        """Changes the stage partition and the MLP shares by relative step times, between two mini-batches.
+        """Between two mini-batches, changes the stage partition and the MLP shares by relative step times.
 
-        The next load fills the new stages and shards; the master store, and so checkpoints, do not change. Collective if
-        something changes.
+        The next load fills the new stages and shards; master store and checkpoints do not change. Collective if something
+        changes.
 
         Args:
-            step_times: Of the stages of pipelines (`StageCosts.step_times`), the same on all ranks; empty for the
-                partition that the engine was made with.
-            of_ranks: Of each rank (`ParameterVector.step_times`), for the MLPs of its tensor-parallel group; the same on
-                all ranks; empty for even shares.
+            step_times: Of pipeline stages (`StageCosts.step_times`), the same on all ranks; empty for the original
+                partition.
+            of_ranks: Of each rank (`ParameterVector.step_times`), for tensor-parallel MLPs; the same on all ranks; empty for
+                even shares.
             fits: Raises on a rank that cannot hold the model in this partition.
 
         Returns:
@@ -191,9 +188,9 @@ class HotSPaEngine:
     def mesh(self, strategy: Strategy) -> DeviceMesh | None:
         """The torch mesh of one of this engine's strategies, over all ranks. Collective.
 
-        Its axes are those among `pp`, `dp`, `cp` and `tp` whose degree is above 1; None if all degrees are 1. The `tp`, `cp`
-        and `pp` groups are those that the strategy runs on. The first call creates the `dp` groups: the engine itself sums
-        gradients over replicas in the master store, and needs none.
+        Has the axes among `pp`, `dp`, `cp` and `tp` with a degree above 1; None without any. The strategy runs on its `tp`,
+        `cp` and `pp` groups. The first call creates the `dp` groups: the engine sums gradients over replicas in the master
+        store, and needs none.
 
         Raises:
             HotspaConfigError: the engine has no such strategy.
@@ -206,10 +203,10 @@ class HotSPaEngine:
         return self._groups.device_mesh(strategy)
 
     def device_step_time(self, gives: str | None = None) -> DeviceStepTime:
-        """Returns what watches this engine's devices, given the reports of its mini-batches. Not collective.
+        """Makes the watch over this engine's devices, for the reports of its mini-batches. Not collective.
 
         Args:
-            gives: How to decide what slow ranks should not compute (`DeviceStepTime`); None if they compute everything.
+            gives: How to decide what slow ranks should not compute; None if they compute everything.
         """
         return DeviceStepTime(self.description.vector, self.layouts, self.description.shape.quadratic_cost, gives)
 
@@ -219,12 +216,12 @@ class HotSPaEngine:
         return {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
 
     def give(self, shares: Mapping[str, Sequence[float]], resized: Mapping[str, Sequence[float]] | None = None) -> None:
-        """Makes ranks give shares of their product columns to the rest of their tensor-parallel groups, from the next
-        mini-batch on. Not collective; the same on all ranks. Needs the option `flexible`.
+        """From the next mini-batch on, makes ranks give shares of their product columns to their tensor-parallel groups. Not
+        collective; the same on all ranks. Needs the option `flexible`.
 
         Args:
             shares: By strategy, for each rank.
-            resized: As `shares`, for columns that are left out, which is not exact (`parallel/flexible_linear.py`).
+            resized: Likewise, of columns that are left out, which is not exact (`parallel/flexible_linear.py`).
         """
         for strategy, work in self.flexible_works().items():
             if str(strategy) in shares:
@@ -250,7 +247,7 @@ class HotSPaEngine:
         return bool(self.agreement.gather([float(flag)]).any())
 
     def explain(self, error: Exception, where: str) -> Exception:
-        """What to raise for an error that ends training on this rank; also left for the other ranks (`Mailbox`)."""
+        """What to raise for an error that ends training on this rank; leaves it for the other ranks (`Mailbox`)."""
         return self._mailbox.tell(error, where)
 
     # -- optimizer side -----------------------------------------------------------------------------------------------
@@ -267,8 +264,7 @@ class HotSPaEngine:
         """Two groups for a torch optimizer: with and without weight decay. Not collective.
 
         Args:
-            weight_decay: The decay of the first group.
-            decayed: Names of the parameters to decay; by default all with at least two dims (no biases, no norms).
+            decayed: Names for the first group; by default all parameters with at least two dims (no biases, no norms).
         """
         if decayed is None:
             decayed = {spec.name for spec in self.description.vector.specs if len(spec.shape) > 1}
@@ -314,15 +310,15 @@ class HotSPaEngine:
 
         Args:
             step: Mini-batches before this one in the run (a resumed run counts on); counted by the engine by default.
-            facts: What else must be the same on all ranks, by name, such as the learning rates.
-            add: Add to the existing gradients, instead of starting from zero; `grad_norm` then covers the sum.
-            needs_labels: Whether a mini-batch without labels is an error; False if a tape replaces the loss.
-            training: Whether the model is in training mode; without it there is no dropout.
+            facts: What else must be the same on all ranks, by name, such as learning rates.
+            add: Add to the existing gradients; `grad_norm` then covers the sum.
+            needs_labels: Whether no label is an error; False if a tape replaces the loss.
+            training: Whether the model is in training mode, with dropout.
             scored: An evaluation pass over rows of this mini-batch; the phase whose weights it has loaded runs first.
 
         Raises:
-            HotspaError: on every rank, and the weights are unchanged. Before the first transfer: an error from reading
-                rows, a mini-batch that differs between ranks or has no label. After the last: `NonFiniteError`.
+            HotspaError: on every rank; the weights are unchanged. Before the first transfer: an error from reading rows, a
+                mini-batch that differs between ranks or has no label. After the last: `NonFiniteError`.
         """
         begin, self._steps = time.perf_counter(), self._steps if step is None else step
         where = f"mini-batch {self._steps + 1}"
@@ -352,7 +348,7 @@ class HotSPaEngine:
     def _run_phases(
         self, mini_batch: MiniBatch, order: Sequence[int], loaded: PhaseRunner | None, training: bool, where: str
     ) -> tuple[float, list[PhaseMeasure]]:
-        """Returns this rank's part of the loss and its measurements of each phase; `loaded` has its weights already."""
+        """Returns this rank's part of the loss and its measurements per phase; `loaded` already has its weights."""
         measures: list[PhaseMeasure] = []
         loss, previous, runners = 0.0, None, list[PhaseRunner]()
         for index in order:
@@ -403,7 +399,7 @@ class HotSPaEngine:
         self._switching.arenas.forget()
         if explained is failure:
             raise failure
-        # raised bare, it keeps its own cause: from the wrapper would make a circle
+        # raised bare, it keeps its own cause; from the wrapper it would be a circle
         raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
 
     def _finish(
@@ -460,7 +456,7 @@ class HotSPaEngine:
         """A pass over an evaluation set: `with engine.evaluation() as evaluation: evaluation.run(mini_batch)`.
 
         Args:
-            store: Weights of a second model (`frozen_weights`), in place of the engine's.
+            store: Replaces the weights by a second model's (`frozen_weights`).
             training: Whether the model is in training mode, with the dropout of mini-batch `step` (counted from 0).
         """
         shared = self.phases, self.agreement, self._groups, self._end_all, self._switching.load_facts
@@ -471,7 +467,7 @@ class HotSPaEngine:
         return self._options
 
     def frozen_weights(self, model: nn.Module) -> MasterStore:
-        """The weights of a second model, for `evaluation`: sharded like the engine's, never trained. Collective.
+        """A second model's weights, for `evaluation`: sharded like the engine's, never trained. Collective.
 
         Raises:
             ModelError: on every rank: the model is not built like the engine's.
@@ -517,9 +513,9 @@ class HotSPaEngine:
         self._frozen_in = current
 
     def weights(self, frozen: bool = True, buffers: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every complete weight, or only trained ones, or other `buffers`, as `MasterStore.gather`. Collective: consume
-        it to the end on all ranks."""
-        # barriers have a longer timeout than the switch group, for ranks that come late: a rank may write to a slow disk
+        """Every complete weight, or only trained ones, or other `buffers`, as `MasterStore.gather`. Collective: all ranks
+        consume it to the end."""
+        # barriers have a longer timeout than the switch group: a rank may be late from writing to a slow disk
         self.agreement.barrier()
         return self.master.gather(self._groups.switch, frozen, self.agreement.barrier, buffers)
 
@@ -538,7 +534,7 @@ class HotSPaEngine:
         return {name: whole.clone() for name, whole in gathered}
 
     def close(self) -> None:
-        """Ends the switch thread, frees memory and destroys the process groups. Collective. Use nothing afterwards."""
+        """Ends the switch thread, frees memory and destroys the process groups. Collective and final."""
         self._adopting.remove()
         self._switching.close()
         self.agreement.barrier()
@@ -547,8 +543,8 @@ class HotSPaEngine:
 
 
 def adopt_before_steps(master: MasterStore) -> RemovableHandle:
-    """Adopts low-bit optimizers (`engine/low_bit.py`) that hold shares of the master store before their first step,
-    whoever made them. An error of `adopt` is raised by the step.
+    """Adopts low-bit optimizers (`engine/low_bit.py`) with shares of the master store before their first step, which raises the
+    errors of `adopt`.
 
     Returns:
         A handle that ends it.

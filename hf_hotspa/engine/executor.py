@@ -1,15 +1,12 @@
 """The executor: runs switch plans on one rank, each as a job (`SwitchJob`).
 
-Guarantees:
-
 * Few messages. Long stretches that need no conversion go from buffer to buffer. Everything else is fused into one message
   per (peer, wire dtype, round), packed once and staged (unless it is a single slice in the wire's dtype).
 * Two rounds are in flight: one is packed, copied and unpacked while the other is on the wire.
-* Memory: at most `staging_bytes` for received and `staging_bytes` for sent messages, plus the relay buffers of three groups
-  of segments. `prepare` allocates them once; `extra_bytes` returns the amount beforehand.
-* A gradient return adds the contributions to an element in ascending order of source ranks, the local one in its place
-  (contributions summed in a relay buffer first, in the same way). The result depends neither on `staging_bytes` nor on
-  the order of arrival, bit for bit.
+* Memory: `staging_bytes` each for received and sent messages, plus relay buffers for three groups of segments; allocated
+  once by `prepare`, and known beforehand (`extra_bytes`).
+* A gradient return adds contributions in ascending order of source ranks, the local one in its place (sums in relay buffers
+  are made before, in the same order). The result depends neither on `staging_bytes` nor on the order of arrival, bit for bit.
 * Elements are converted once on each side where source, wire and target dtypes differ; equal dtypes move bits.
 * After a failure in flight the executor does not run again: both ends may hold half a round.
 """
@@ -45,8 +42,8 @@ from hf_hotspa.plan.rounds import cut_rounds
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
-# Turns the slices of a round into tensors on this side: what is sent (packed if it is several slices or needs converting),
-# where it lands, and what happens with it there. No message travels here.
+# Turns the slices of a round into tensors: what is sent (packed if it is several slices or needs converting), where it lands,
+# and what happens with it there. No message travels here.
 
 
 Views = dict[tuple[int, int], torch.Tensor]
@@ -62,27 +59,22 @@ def _dtype(wire: Wire) -> torch.dtype:
 
 
 class BoundRound:
-    """The tensors of a round, made once for the buffers of a switch and used for every switch on them.
-
-    Making a view costs more than copying a kilobyte.
+    """The tensors of a round, made once for the buffers of a switch: making a view costs more than copying a kilobyte.
 
     Args:
         buffers: Detached from autograd.
-        send_staging: Where messages are packed, uint8.
-        receive_staging: Where messages are received that do not land in place, uint8.
+        send_staging, receive_staging: uint8, for messages that are packed, or do not land in place.
         accumulate: Whether received data is added, as in a gradient return.
 
     Attributes:
         outgoing: The tensor that each message sends, once packed.
-        incoming: Where each message is received: in the target buffer itself if possible.
-        packs: What goes into staging unconverted: `(staged, views)`; `converts` lists views of another dtype or device.
+        incoming: Where each message is received, if possible in the target buffer.
+        packs: What is staged unconverted: `(staged, views)`; `converts` has views of another dtype or device.
         local: Targets and sources of the copies inside the rank.
         unpacks: Messages that did not land in place: `(views, parts of the message)`.
-        adds: The contributions of a return, in ascending order of source ranks, including this rank's:
-            `(source rank, views, contributions)`.
-        host_sums: Whether some of them are added on another device: a master store in host memory.
+        adds: Contributions of a return, this rank's included: `(source rank, views, contributions)`, source ranks ascending.
+        host_sums: Whether some are added on another device: a master store in host memory.
         local_bytes: Bytes moved inside the rank, in the target dtype.
-        sent_bytes, received_bytes: Bytes of the round's messages.
     """
 
     def __init__(
@@ -122,7 +114,7 @@ class BoundRound:
         if accumulate and current.local:
             self.adds.append((rank, *self.local))
         self.adds.sort(key=lambda part: part[0])  # makes sums repeatable
-        # with a master store in host memory beside an accelerator, contributions are moved there before they are added
+        # with a master store in host memory beside an accelerator, contributions move there first
         self.host_sums = any(v.device != c.device for _, *sides in self.adds for v, c in zip(*sides, strict=True))
 
     def _bind_send(self, message: Message, buffers: Views, staging: torch.Tensor) -> None:
@@ -131,7 +123,7 @@ class BoundRound:
         if message.staging_offset < 0 or as_it_is:
             self.outgoing.append(views[0])
             return
-        if message.staging_offset not in self._staged:  # messages with the same staging offset share it, packed once
+        if message.staging_offset not in self._staged:  # messages with equal offsets are packed once
             staged = self._staged[message.staging_offset] = _staged(staging, message)
             if all((view.dtype, view.device) == (staged.dtype, staged.device) for view in views):
                 self.packs.append((staged, views))
@@ -149,11 +141,10 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Binding:
-    """The rounds of a schedule, bound to the tensors of one set of buffers.
+    """The rounds of a schedule (None where empty), bound to the tensors of one set of buffers.
 
     Args:
-        buffers: Including the relay buffers, detached from autograd.
-        rounds: None where a round is empty.
+        buffers: With the relay buffers, detached from autograd.
     """
 
     plan: SwitchPlan
@@ -198,7 +189,7 @@ class Progress(Protocol):
     """Couples a switch to the computation around it, segment by segment. Called from the thread that runs the switch."""
 
     def await_source(self, segments: Sequence[int]) -> None:
-        """Returns when the source buffers of these segments are ready to be sent."""
+        """Returns when these segments' source buffers may be sent."""
         return
 
     def target_complete(self, segments: Sequence[int]) -> None:
@@ -208,13 +199,12 @@ class Progress(Protocol):
 
 @dataclass
 class SwitchStats:
-    """What one rank did in one switch. Bytes on the wire count wire dtypes, local bytes the target's dtype. Seconds are host
-    time, without waiting for an accelerator: that would undo the overlap of rounds.
+    """What one rank did in one switch.
+
+    Wire bytes count wire dtypes, local bytes the target's. Seconds are host time, without waiting for an accelerator: that
+    would undo the overlap of rounds.
 
     Args:
-        sent_bytes: To other ranks.
-        received_bytes: From other ranks.
-        local_bytes: Moved inside the rank.
         num_messages: Sent and received.
         num_rounds: The same on every rank.
         pack_seconds: Packing and converting outgoing data.
@@ -235,7 +225,7 @@ class SwitchStats:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the complete switch."""
+        """The total."""
         return self.pack_seconds + self.wire_seconds + self.local_seconds + self.unpack_seconds
 
 
@@ -247,16 +237,15 @@ class SwitchExecutor:
     """Runs the plans of one rank over a transport.
 
     Args:
-        transport: How messages travel.
-        staging_bytes: Limit of each of the two staging buffers. It decides the rounds, so it is the same on all ranks.
-        forward: How messages of hops inside nodes travel (on NCCL a separate communicator: one that spans nodes uses fewer
-            channels); as `transport` by default.
-        native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that hold what loads send in the wire's dtype on every
-            rank, if the target does, too: their long stretches go from buffer to buffer. The same on all ranks.
-        by_layer: Whether groups of segments are kept small, for a computation that runs beside the switch; otherwise as
-            large as memory allows, for fewest messages. The same on all ranks.
-        master_device: Where the source of loads and the target of returns are; `device` by default. If it differs from
-            `device`, `SOURCE` is not `native`.
+        staging_bytes: Limit of each of the two staging buffers. It decides the rounds: the same on all ranks.
+        forward: The transport for hops inside nodes (on NCCL a separate communicator: one that spans nodes uses fewer
+            channels); `transport` by default.
+        native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that have the wire's dtype in loads on every rank: long
+            stretches from one of these to another go from buffer to buffer. The same on all ranks.
+        by_layer: Whether to keep groups of segments small, for a computation beside the switch; otherwise they are as large
+            as memory allows, for fewest messages. The same on all ranks.
+        master_device: Where the source of loads and the target of returns are; `device` by default. If another one,
+            `SOURCE` is not `native`.
     """
 
     def __init__(
@@ -273,7 +262,7 @@ class SwitchExecutor:
         self.transport, self.forward, self.rank = transport, forward or transport, rank
         self.staging_bytes, self._native, self._by_layer = staging_bytes, frozenset(native), by_layer
         self.device, self._master_device = torch.device(device), torch.device(master_device or device)
-        # one slot of each per round in flight, and a relay slot for every group that uses one
+        # one slot of each per round in flight, and a relay slot per group that uses one
         self._send_staging = [self._empty(0)] * _IN_FLIGHT
         self._receive_staging = [self._empty(0)] * _IN_FLIGHT
         self._relay = [self._empty(0)] * RELAY_SLOTS
@@ -285,22 +274,21 @@ class SwitchExecutor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Wires]]) -> int:
-        """Bytes that this rank needs beside source and target buffers to run these switches, one after the other.
-        Allocates none of them."""
+        """Bytes that this rank needs beside source and target buffers to run these switches in turn. Allocates nothing."""
         slots = [self._slots(plan, wires) for plan, wires in switches]
         return sum(max(sizes) for kind in zip(*slots, strict=True) for sizes in zip(*kind, strict=True))
 
     def prepare(self, plan: SwitchPlan, wire_dtypes: Wires) -> None:
-        """Cuts a plan into rounds and allocates their memory, so that running it allocates nothing."""
+        """Cuts a plan into rounds and allocates their memory; running it then allocates nothing."""
         self._grow(self._slots(plan, wire_dtypes))
 
     def forget(self) -> None:
-        """Releases the buffers of past switches, whose views are kept for reuse."""
+        """Releases the buffers of past switches, whose views are kept."""
         self._bindings.clear()
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all staging and relay buffers allocated so far."""
+        """Bytes of all staging and relay buffers so far."""
         return sum(slot.numel() for slot in (*self._send_staging, *self._receive_staging, *self._relay))
 
     def steps(
@@ -313,20 +301,19 @@ class SwitchExecutor:
         progress: Progress | None = None,
         second: Buffers | None = None,
     ) -> Generator[None, None, SwitchStats]:
-        """Runs this rank's part of a plan; its target buffers are complete at the end. Yields once per round, between posting
-        its messages and waiting for them; `run` does the same in one call.
+        """Runs this rank's part of a plan; the target buffers are complete at the end. Yields once per round, between posting
+        messages and waiting for them; `run` is the same in one call.
 
-        Every rank has the same number of rounds, so a single thread can drive all ranks of a loopback hub in turn.
+        Every rank has the same number of rounds, so one thread can drive all ranks of a loopback hub in turn.
 
         Args:
-            source: The buffers of the source layout. Not changed; must not overlap the target buffers.
+            source: The buffers of the source layout; unchanged, not overlapping the target buffers.
             target: The buffers of the target layout; a load copies into them, a gradient return adds to them.
-            wire_dtypes: None only for segments that the plan does not move. Local copies are converted directly from source
-                to target dtype.
-            epoch: A number that all ranks increment with each switch; separates the messages of different switches.
-            progress: Receives complete segments, and waits for segments that are not ready to be sent; None if nothing is
-                computed beside the switch.
-            second: The buffers of the second source layout, if the plan has one.
+            wire_dtypes: None only for segments outside the plan. Local copies are converted directly from source to target
+                dtype.
+            epoch: Incremented by all ranks with each switch; separates the messages of switches.
+            progress: Receives complete segments, and waits for segments to be ready; None if nothing is computed beside.
+            second: The buffers of the second source layout, if any.
 
         Raises:
             PlanError: a buffer is missing or too small, or a wire dtype is missing; nothing was sent.
@@ -342,7 +329,7 @@ class SwitchExecutor:
         index = 0
         try:
             for index, current in enumerate(schedule.rounds):
-                if bound.rounds[index] is None:  # this rank has nothing to do
+                if bound.rounds[index] is None:
                     yield
                     continue
                 while flights and (len(flights) == _IN_FLIGHT or flights[0][0] <= current.needs):
@@ -367,8 +354,7 @@ class SwitchExecutor:
                 return end.value
 
     def _start(self, bound: Binding, index: int, epoch: int, stats: SwitchStats, progress: Progress | None) -> _Flight:
-        """Packs and posts a round (the first of a group once its source is ready), and makes a load's local copies while it
-        is on the wire."""
+        """Packs and posts a round (the first of a group once its source is ready); makes a load's local copies meanwhile."""
         current, tensors, accumulate = bound.schedule.rounds[index], bound.rounds[index], bound.plan.accumulate
         assert tensors is not None
         if current.opens:
@@ -424,7 +410,7 @@ class SwitchExecutor:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def schedule(self, plan: SwitchPlan, wire_dtypes: Wires) -> Schedule:
-        """This rank's rounds of a plan; cut once and kept."""
+        """This rank's rounds of a plan, cached."""
         wire_dtypes = tuple(wire_dtypes)
         key = plan.digest, wire_dtypes
         if key not in self._schedules:
@@ -436,7 +422,7 @@ class SwitchExecutor:
         return self._schedules[key]
 
     def _slots(self, plan: SwitchPlan, wire_dtypes: Wires) -> tuple[list[int], list[int], list[int]]:
-        """Bytes of every send staging, receive staging and relay slot that a switch needs."""
+        """Bytes of each send staging, receive staging and relay slot."""
         schedule = self.schedule(plan, wire_dtypes)
         sends, receives, relays = [0] * _IN_FLIGHT, [0] * _IN_FLIGHT, [0] * RELAY_SLOTS
         for index, current in enumerate(r for r in schedule.rounds if not r.is_empty):
@@ -450,7 +436,7 @@ class SwitchExecutor:
         return sends, receives, relays
 
     def _bind(self, plan: SwitchPlan, wire_dtypes: Wires, stores: dict[int, Buffers]) -> Binding:
-        """The rounds with their tensors, kept for the latest sets of buffers: an arena reuses the same ones."""
+        """The rounds with their tensors, cached for the latest sets of buffers: arenas reuse the same ones."""
         key, schedule = (plan.digest, tuple(wire_dtypes)), self.schedule(plan, wire_dtypes)
         buffers, places = self._checked(plan, schedule, stores)
         for binding in self._bindings.get(key, ()):
@@ -461,7 +447,7 @@ class SwitchExecutor:
         for group in range(len(schedule.groups)):
             for segment, start, end, dtype in _relay_places(plan, schedule, group, wire_dtypes):
                 views[RELAY, segment] = self._relay[group % RELAY_SLOTS][start:end].view(dtype)
-        stagings = cycle(zip(self._send_staging, self._receive_staging, strict=True))  # for rounds that are not empty
+        stagings = cycle(zip(self._send_staging, self._receive_staging, strict=True))  # for non-empty rounds
         rounds = [
             None if current.is_empty else BoundRound(current, views, *next(stagings), plan.accumulate, self.rank)
             for current in schedule.rounds
@@ -479,7 +465,7 @@ class SwitchExecutor:
                     memory[slot] = self._empty(num_bytes)
 
     def _checked(self, plan: SwitchPlan, schedule: Schedule, stores: dict[int, Buffers]) -> tuple[Views, list[Place]]:
-        """The buffers of the plan, and where they are. Checked here, because a transport does not check them."""
+        """The buffers of the plan, and where they are. A transport does not check them."""
         checked, places = Views(), list[Place]()
         for (store, segment), extent in schedule.extents.items():
             if store == RELAY:
@@ -520,8 +506,8 @@ class SwitchExecutor:
 def _relay_places(
     plan: SwitchPlan, schedule: Schedule, group: int, wire_dtypes: Wires
 ) -> list[tuple[int, int, int, torch.dtype]]:
-    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot. Forwarded data keeps the wire's
-    dtype; sums have at least fp32."""
+    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot. Forwarded data keeps the wire dtype;
+    sums have at least fp32."""
     places, end = [], 0
     for segment, extent in schedule.relay_extents(group).items():
         dtype = wire_dtypes[segment]
@@ -536,11 +522,11 @@ def _relay_places(
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
 
-# A switch as a job: already over when it is made, or running beside the computation (`engine/worker.py`).
+# A switch as a job: already over, or running beside the computation (`engine/worker.py`).
 
 
 class _Stamp:
-    """A moment in the work of the current stream. No-op on CPU, where work is done when a call returns."""
+    """A moment in the current stream's work. No-op on CPU, where work is done when a call returns."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -556,7 +542,7 @@ class _Stamp:
 
 
 class SegmentGate:
-    """Keeps a switch from reading `closed` segments before the computation is done with them; others are open."""
+    """Keeps a switch from reading `closed` segments before the computation is done with them."""
 
     def __init__(self, closed: Iterable[int], device: torch.device) -> None:
         self._device, self._closed = device, set(closed)
@@ -565,7 +551,7 @@ class SegmentGate:
         self._changed = threading.Condition()
 
     def open(self, segments: Iterable[int] | None = None) -> None:
-        """Opens segments (all closed ones by default), complete with the work so far in the caller's current stream."""
+        """Opens segments (by default all), complete with the work so far in the caller's current stream."""
         stamp = _Stamp(self._device)
         with self._changed:
             opened = set(self._closed) if segments is None else self._closed.intersection(segments)
@@ -574,7 +560,7 @@ class SegmentGate:
             self._changed.notify_all()
 
     def cancel(self, error: HotspaError) -> None:
-        """Raises the error in everyone who waits for a segment that is still closed: it will never open."""
+        """Raises the error in everyone who waits for a closed segment: it will never open."""
         with self._changed:
             self._cancelled = error
             self._changed.notify_all()
@@ -596,20 +582,20 @@ class SegmentGate:
 
 
 class SwitchJob:
-    """One switch: submitted to `SwitchWorker.submit`, which runs it beside later work, or already over.
+    """One switch: run by `SwitchWorker.submit` beside later work, or already over.
 
     Args:
         run: Runs the switch with the job as its progress; None if it has run in the caller's thread and stream.
         gate: What it waits for before it reads a segment; None if everything is ready.
         device: Where it runs, beside the computation.
-        stats: What a switch that has run did; nothing by default.
+        stats: Of a switch that has run.
 
     Attributes:
-        exposed_s: Host seconds that callers were blocked in `wait` and `result`. On CUDA it excludes the time that the
-            caller's stream waits for events.
-        succeeded: Whether the switch is over, and did all of its work; `stats` is then final.
-        busy_s: Seconds from the start of the switch to its end, without waiting for its gate; 0 before the end, and if
-            nothing was computed beside it. Waiting for peers counts, because it cannot be distinguished from moving bytes.
+        exposed_s: Host seconds that callers were blocked in `wait` and `result`; on CUDA without the time that the caller's
+            stream waits for events.
+        succeeded: Whether the switch is over and did all of its work; `stats` is then final.
+        busy_s: Seconds from start to end of the switch, without waiting for its gate; 0 before the end, and if nothing was
+            computed beside it. Includes waiting for peers, which cannot be distinguished from moving bytes.
     """
 
     def __init__(
@@ -632,7 +618,7 @@ class SwitchJob:
     # -- the side of the computation ----------------------------------------------------------------------------------
 
     def wait(self, segments: Iterable[int]) -> None:
-        """Blocks until the target buffers of these segments are complete, for the host and for the caller's stream.
+        """Blocks until these segments' target buffers are complete, for the host and for the caller's stream.
 
         Segments that the switch does not report are complete at its end.
 
@@ -688,7 +674,7 @@ class SwitchJob:
                 self._gated_s += time.perf_counter() - begin
 
     def target_complete(self, segments: Sequence[int]) -> None:
-        """Reports that these segments' target buffers are complete, up to the current stream's work so far."""
+        """Reports that these segments' target buffers are complete after the current stream's work so far."""
         stamp = _Stamp(self._device)
         with self._changed:
             self._complete.update(dict.fromkeys(segments, stamp))
