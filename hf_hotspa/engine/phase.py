@@ -1,13 +1,12 @@
 """One strategy on this rank: its replica, its buffers, its schedule. Runs one phase at a time.
 
 A phase (`run`) has three acts: `load` (weights from the master store, or also from the previous phase, into this strategy's
-layout), `compute` (forward and backward of the replica's micro-batches), `return_gradients` (gradients summed into the
-master store). Between phases the strategy keeps only an empty model, and its weights if the next phase may draw on them.
-Consecutive phases of equal layout (`Strategy.layout`) share these acts: the first loads, each adds to the same gradients,
-and the last returns them.
+layout), `compute` (forward and backward of the micro-batches), `return_gradients` (gradients summed into the master store).
+Between phases the strategy keeps only an empty model, and its weights if the next phase may draw on them. Consecutive phases
+of equal layout (`Strategy.layout`) share these acts: the first loads, each adds to the same gradients, the last returns them.
 
 If switches run beside the computation (`Overlap`), `load` only starts one. `compute` starts the return, waits for each weight
-and releases each gradient; it ends after the load is over. `return_gradients` then waits for the rest of the return.
+and releases each gradient; it ends after the load. `return_gradients` waits for the rest of the return.
 """
 
 import resource
@@ -44,25 +43,25 @@ from hf_hotspa.strategy import Strategy
 
 # -- measures ---------------------------------------------------------------------------------------------------------
 
-# What a rank measures in a phase, and how the measurements of all ranks become reports.
+# What a rank measures in a phase, and how all ranks' measurements become reports.
 
 
 class Observer(Protocol):
     """Receives the begin and end of each phase of a mini-batch. Must not raise or communicate."""
 
     def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
-        """Called before the weights for phase `order[index]` of mini-batch `step` (counted from 1) are loaded."""
+        """Called before phase `order[index]` of mini-batch `step` (counted from 1) loads its weights."""
 
     def phase_ended(
         self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure
     ) -> None:
-        """Called after its gradients were returned."""
+        """Called after its gradients are returned."""
 
 
 def phase_event(
     step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure | None = None
 ) -> PhaseEvent:
-    """The begin of a phase, or its end if `measured` is given; arguments as for `Observer`."""
+    """The begin of a phase, or with `measured` its end; arguments as for `Observer`."""
     phase = plan.phases[order[index]]
     return PhaseEvent(
         step,
@@ -77,7 +76,7 @@ def phase_event(
 
 
 def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[SwitchEvent]:
-    """The load and return of a phase on this rank."""
+    """A phase's load and return on this rank."""
     return [
         SwitchEvent(step, "load", strategy, measured.load_s, measured.load_busy_s, int(measured.load_bytes)),
         SwitchEvent(step, "return", strategy, measured.return_s, measured.return_busy_s, int(measured.return_bytes)),
@@ -85,7 +84,7 @@ def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[Swit
 
 
 def moment(device: torch.device) -> float:
-    """The time when the current stream has caught up; not the whole device, because a switch may run in another stream."""
+    """The time when the current stream has caught up; not the device, because a switch may run in another stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
@@ -107,13 +106,12 @@ class PhaseRunner:
 
     Args:
         overlap: Which switches to submit to a worker.
-        options: The engine's options. If the first stage is frozen, the pipeline schedule is `own` instead.
+        options: The engine's options. If the first stage is frozen, the pipeline schedule is `own`.
 
     Attributes:
         parts: This rank's stages, one or two with `+v2`, in pipeline order.
         replica: The last of them, which has the loss if the pipeline ends here.
-        name: The strategy's name.
-        layout: The weight layout; strategies with equal layouts run on the same buffers, filled in the same way.
+        layout: The weight layout; equal layouts use the same buffers, filled in the same way.
         hands_over: Whether the next phase of the mini-batch continues with these weights and gradients.
         act: The current or last act: `load`, `compute` or `return`.
         frozen_bytes: Bytes of frozen weights that the last load moved between ranks, summed over ranks.
@@ -187,12 +185,11 @@ class PhaseRunner:
             phase: What this rank runs.
             plan: What all ranks run.
             scale: 1 / (label tokens of the mini-batch).
-            previous: The previous phase of the same mini-batch.
+            previous, following: Neighbouring phases in the mini-batch.
             training: Whether the model is in training mode.
             step: Number of earlier mini-batches.
             since: Moment from which the phase's start is counted.
             wait_for_all: Returns when all ranks are here.
-            following: The next phase of the same mini-batch.
             is_loaded: Whether `load_for_forward` has loaded the weights; graphs of packs may exist, too.
 
         Returns:
@@ -227,8 +224,8 @@ class PhaseRunner:
     def _measure(
         self, load: SwitchJob, returned: SwitchJob, counted: dict[str, float], since: float, moments: Sequence[float]
     ) -> PhaseMeasure:
-        """The measurements of a phase, from the moments that divide its acts. `counted` starts with the
-        unit stream's; attachments of the replicas add theirs."""
+        """The measurements of a phase, from the moments that divide its acts. `counted` begins with the unit stream's;
+        attachments of the replicas add theirs."""
         begin, loaded, computed, met, end = moments
         others_s = counted.get("unit_load_s", 0.0) + counted.get("unit_return_s", 0.0)
         for part in self.parts:
@@ -264,11 +261,11 @@ class PhaseRunner:
         """Fills this strategy's weights and clears its gradients. Collective.
 
         Args:
-            previous: The previous phase of the same mini-batch; its weights are a second source if they are kept.
+            previous: The mini-batch's previous phase; its weights are a second source if they are kept.
             is_loaded: Whether `load_for_forward` has loaded the weights.
 
         Returns:
-            The load: finished, or running beside the computation; then `compute` waits for weights when it needs them.
+            The load: finished, or running beside the computation; `compute` then waits for weights when it needs them.
         """
         if is_loaded:
             self.act, self.frozen_bytes = "load", 0
@@ -292,8 +289,8 @@ class PhaseRunner:
         return job
 
     def load_for_forward(self, store: MasterStore | None = None, training: bool = False) -> None:
-        """Fills this strategy's weights from a store (by default the master store) for `compute_forward` only, without a
-        gradient buffer, in training or eval mode. Collective."""
+        """Fills the weights from a store (by default the master store) for `compute_forward` only, without a gradient buffer,
+        in training or eval mode. Collective."""
         plan, _ = self._take(None, store or self._master)
         self._switching.start(plan, self._source.weights, self.weights)
         self._switching.arenas.last.holder = self._holder
@@ -302,9 +299,9 @@ class PhaseRunner:
             part.model.train(training)
 
     def _take(self, previous: "PhaseRunner | None", store: MasterStore) -> tuple[SwitchPlan, Buffers | None]:
-        """Takes this phase's weight buffers; returns the plan that fills them, and its second source.
+        """Takes the weight buffers; returns the plan that fills them, and its second source.
 
-        If the buffers still hold this strategy's weights from an earlier load, the plan leaves out the frozen ones.
+        If the buffers still hold these weights from an earlier load, the plan leaves out the frozen ones.
         """
         self.act, switching, strategy = "load", self._switching, self.mesh.strategy
         self._source = store
@@ -326,14 +323,13 @@ class PhaseRunner:
         is_last: bool = True,
         plan: PhasePlan | None = None,
     ) -> Tensor:
-        """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss.
+        """Forward and backward. Returns this rank's part of the phase's loss (fp64 scalar); ranks add up to it.
 
         Args:
-            micro_batches: What this rank's replica runs.
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight in a pipeline; None for no limit.
             is_last: Whether gradients are final afterwards.
-            plan: What all replicas run; required if the strategy streams its units, or its replicas run in lockstep.
+            plan: What all replicas run; required if units are streamed or replicas run in lockstep.
         """
         self._return_job = None
         num_packs, keeps_step = len(micro_batches), self._keeps_step
@@ -372,8 +368,8 @@ class PhaseRunner:
         """Forward only, after `load_for_forward`; returns this rank's part of the loss, like `compute`.
 
         Args:
-            most_kept: Token limit of the graphs that are kept for a `run` of the same packs, which begins with these
-                (the first packs). Ignored if the strategy cannot keep graphs (`can_keep`).
+            most_kept: Token limit of the graphs to keep, of the first packs, for a `run` that begins with them. Ignored
+                unless `can_keep`.
         """
         self.act = "compute"
         if self._stream is not None and self.mesh.strategy.z == 3:
@@ -400,7 +396,7 @@ class PhaseRunner:
 
     @property
     def can_keep(self) -> bool:
-        """Whether graphs of packs can outlive a forward: one stage has all layers, complete packs, and its weights throughout."""
+        """Whether graphs can outlive a forward: one stage has all layers, complete packs, and its weights throughout."""
         strategy = self.mesh.strategy
         return not (
             strategy.num_stages > 1 or strategy.ck or strategy.z or self._keeps_step or self.replica.routers is not None
@@ -423,17 +419,16 @@ class PhaseRunner:
         return [*micro_batches, *[idle] * (most - len(micro_batches))]
 
     def _joint_order(self, plan: PhasePlan, most_tokens: int | None) -> list[Operation] | None:
-        """This stage's operations if the stages of all replicas run in lockstep; None if replicas run independently."""
+        """This stage's operations if the stages of all replicas run in lockstep; None for independent replicas."""
         strategy, here = self.mesh.strategy, self.mesh.coord
         if not (self._keeps_step or strategy.z):
             return None
         joint = joint_passes(strategy, pack_lengths(plan), most_tokens, self._pair_cost)
-        # where tokens are exchanged, idle packs fill up replicas with fewer packs
+        # where tokens are exchanged, idle packs fill up shorter replicas
         return joint.passes.operations(here.pp) if self._keeps_step else joint.operations(here.pp, here.dp)
 
     def _forget_idle(self, num_packs: int) -> None:
-        """Drops the losses and logits of idle packs. Only replicas in lockstep have idle packs; replicas in chunks, which
-        leave logits per chunk, do not."""
+        """Drops losses and logits of idle packs. Replicas in chunks leave logits per chunk, but have no idle packs."""
         for kept in (self.replica.losses, self.replica.logits):
             if kept is not None:
                 del kept[num_packs:]
@@ -448,7 +443,7 @@ class PhaseRunner:
         return loss
 
     def report(self, phase: PhasePlan, measured: Tensor) -> PhaseReport:
-        """The report of the last phase from fp64 [world size, fields of `PhaseMeasure`]."""
+        """From fp64 [world size, fields of `PhaseMeasure`] of the last phase."""
         most = PhaseMeasure(*measured.amax(0).tolist())
         least = PhaseMeasure(*measured.amin(0).tolist())
         total = PhaseMeasure(*measured.sum(0).tolist())
@@ -495,27 +490,26 @@ class PhaseRunner:
 
     @property
     def host_bytes(self) -> int:
-        """The most host memory in bytes that `+kh` has used."""
+        """Peak host memory in bytes of `+kh`."""
         return self._runner.host_bytes
 
     @property
     def forecast(self) -> MemoryForecast:
-        """This rank's memory needs, computed before anything was allocated."""
+        """This rank's memory needs, computed before any allocation."""
         return self._switching.forecast
 
     @property
     def overlapped_act(self) -> str:
-        """What the current or last switch beside the computation does; `act` without such a switch.
+        """The act of the current or last switch beside the computation; `act` without one.
 
-        A return begins when the load is over, which may be before the computation begins.
+        A return begins when the load is over, perhaps before the computation begins.
         """
         if self._load_job is not None and not self._load_job.succeeded:
             return "load"
         return "return" if self._return_job is not None else self.act
 
     def return_gradients(self) -> SwitchJob:
-        """Adds the gradients to the master store and releases the storage. Returns the finished return, begun here or in
-        `compute`. Collective."""
+        """Adds the gradients to the master store and releases the storage. Returns the finished job. Collective."""
         self.act = "return"
         job = self._return_job
         if job is not None:

@@ -31,12 +31,11 @@ from hf_hotspa.strategy import Strategy
 
 # -- the plans --------------------------------------------------------------------------------------------------------
 
-# The plans of a pool of strategies, and the order in which switching between them costs least.
+# The plans of a pool of strategies, and the cheapest order of switching between them.
 #
-# Owns what the strategies of a run share: the nested order of their shards, their layouts, and every plan between them.
 # Strategies of equal layouts (`Strategy.layout`) have the same plans, and their consecutive phases share one load and one
-# return. A load reads from the master store alone, or also from the weights of the previous strategy (pair plans), if memory
-# holds both. Plans are made on first use and kept; they are pure functions of the arguments, equal on all ranks. No torch.
+# return. A load reads from the master store, and with pair plans also from the previous strategy's weights, if memory holds
+# both. Plans are made on first use and kept; they are pure functions of the arguments, equal on all ranks. No torch.
 
 
 _RESIDENT = "what several units use"
@@ -47,17 +46,16 @@ class PlanPool:
 
     Args:
         strategies: The pool; the order of their shards is chosen here.
-        weight_sizes: Bytes of one weight of each segment on the wire.
-        gradient_sizes: Bytes of one gradient of each segment on the wire.
+        weight_sizes, gradient_sizes: Bytes per element of each segment on the wire.
         planner: One of `planner.PLANNERS`.
         second_source: Whether a load may also draw on the previous strategy's weights.
         by_stage: Whether each stage's part of the master store lies on its ranks; for a single strategy. Then no transfer
-            leaves a stage, so that stages can transfer at different times: `relay`, which also forwards through other
-            stages' ranks, becomes `algorithm1`.
+            leaves a stage, so that stages can transfer at different times: `relay`, which forwards through other stages'
+            ranks, becomes `algorithm1`.
 
     Attributes:
-        has_frozen: Whether some weights are frozen and others trained: some loads then have only the trained ones.
-        units: The units of the model, which strategies with `+z2` and `+z3` load and return one at a time.
+        has_frozen: Whether some weights are frozen and others trained; some loads then have only the trained ones.
+        units: What strategies with `+z2` and `+z3` load and return one at a time.
 
     Raises:
         HotspaConfigError: unknown planner.
@@ -103,11 +101,10 @@ class PlanPool:
         return self._layouts[strategy]
 
     def load(self, strategy: Strategy, previous: Strategy | None = None, trained_only: bool = False) -> SwitchPlan:
-        """The plan that fills a strategy's weights; with `+z3` only the weights that stay for the complete phase.
+        """The plan that fills a strategy's weights; with `+z3` only those that stay for the complete phase.
 
         Args:
-            previous: The strategy whose weights of the same optimizer step are still in memory; used only with
-                `second_source`.
+            previous: The strategy whose weights of the same optimizer step are still in memory, for `second_source`.
             trained_only: Leave out the frozen weights, which are already in its buffers.
         """
         strategy, previous = self._twins[strategy], self._twins.get(previous) if previous else None
@@ -126,8 +123,7 @@ class PlanPool:
         return self._loads[key]
 
     def return_gradients(self, strategy: Strategy) -> SwitchPlan:
-        """The plan that adds a strategy's gradients to the master store; with `+z2` and `+z3` only the gradients outside its
-        units."""
+        """The plan that adds a strategy's gradients to the master store; with `+z2` and `+z3` only those outside its units."""
         own = self._twins[strategy]  # with the pool's shard order
         if own not in self._returns:
             contributions = gradient_layout(self._vector, own)
@@ -157,24 +153,23 @@ class PlanPool:
 
         Strategies of equal layouts stay together, in the given order. The order of layouts matters in two cases:
 
-        * With a second source a load costs less the more of it the previous strategy has: takes the order with the fewest
-          seconds by the fluid port model.
+        * With a second source, a load costs less the more of it the previous strategy has: the fewest seconds by the fluid
+          port model win.
         * With frozen weights, and memory for one strategy, the first load skips the frozen weights if the previous
           mini-batch ended with the same strategy. So mini-batches alternately begin and end with the first and the second
-          strategy: they serve the shortest sequences and are seldom missing.
+          strategy, which serve the shortest sequences and are seldom missing.
 
-        Otherwise every load draws on the master store alone, all orders cost the same, and the given order stays.
+        Otherwise every load draws on the master store alone, and the given order stays.
 
         Args:
-            step: Number of earlier mini-batches in the run. The result does not depend on earlier loads, so a resumed run
-                keeps the same order.
+            step: Number of earlier mini-batches in the run. Nothing else decides, so a resumed run keeps the order.
         """
         given = tuple(strategies)
         layouts = self._order(tuple(dict.fromkeys(self._twins[strategy] for strategy in given)), step)
         return tuple(s for layout in layouts for s in given if self._twins[s] == layout)
 
     def _order(self, key: tuple[Strategy, ...], step: int) -> tuple[Strategy, ...]:
-        """The order of strategies with different layouts."""
+        """For strategies with different layouts."""
         if len(key) < 2:
             return key
         if not self.second_source:
@@ -214,9 +209,9 @@ class PlanPool:
 
 # Reused memory for the buffers of the active strategy.
 #
-# Only one strategy has storage at a time, so one allocation per dtype, as large as the largest strategy needs, serves all. It
-# is kept between phases: on CPU the page faults of fresh memory cost ten times as much as clearing reused memory. An arena
-# records what it holds, so that a strategy that returns to its own weights need not load the frozen ones again.
+# Only one strategy has storage at a time, so one allocation per dtype, for the largest strategy, serves all. It is kept
+# between phases: on CPU the page faults of fresh memory cost ten times as much as clearing reused memory. An arena records
+# what it holds, so that a strategy that returns to its own weights need not load the frozen ones again.
 
 
 _ALIGNMENT = 64
@@ -228,20 +223,20 @@ _Place = tuple[torch.dtype, int, int]
 
 
 class Places(NamedTuple):
-    """Where a strategy's buffers lie in an arena: elements needed per dtype, and the place of each segment's buffer (None if
-    it has size 0 or no dtype)."""
+    """Where a strategy's buffers lie in an arena: elements needed per dtype, and each segment's place (None without a
+    buffer)."""
 
     needed: dict[torch.dtype, int]
     of_segments: list[_Place | None]
 
 
 Shared = Sequence[Room | None]
-"""Which segments share memory (`layout.units.Rooms`); None for a segment with separate memory."""
+"""Which segments share memory (`layout.units.Rooms`); None for separate memory."""
 
 
 def lay_out(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared) -> Places:
-    """Places a strategy's buffers, from each segment's elements and dtype (None if it needs no buffer)."""
-    inside: list[_Place | None] = []  # for a unit that shares memory: relative to the begin of the unit
+    """Places a strategy's buffers, from each segment's elements and dtype (None for no buffer)."""
+    inside: list[_Place | None] = []  # units that share memory: relative to the begin of the unit
     needed: dict[torch.dtype, int] = {}
     filled: dict[torch.dtype, dict[Room, int]] = {}
     for size, dtype, room in zip(sizes, dtypes, rooms, strict=True):
@@ -270,7 +265,7 @@ def lay_out(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: S
 
 
 def arena_bytes(served: Iterable[Places]) -> int:
-    """Bytes of an arena after it has served all these buffers."""
+    """Bytes of an arena that has served all these buffers."""
     largest: dict[torch.dtype, int] = {}
     for places in served:
         for dtype, numel in places.needed.items():
@@ -282,10 +277,10 @@ class Arenas:
     """The memory of the active strategy: its gradients, its weights, and the previous strategy's weights.
 
     Args:
-        copies: How many strategies' weights are kept at a time: 1, or 2 for a second source.
+        copies: Number of strategies whose weights are kept: 1, or 2 for a second source.
 
     Attributes:
-        keeps_last: Whether the last strategy's weights stay in memory while the next ones are loaded.
+        keeps_last: Whether the last strategy's weights stay while the next ones are loaded.
         last: The arena with the latest weights.
     """
 
@@ -307,8 +302,8 @@ class Arenas:
             holder: The value of `last.holder` when the same weights were loaded before; None for no reuse.
 
         Returns:
-            As `Arena.take`; and whether the buffers still hold those weights, untouched. The arena counts as empty until its
-            holder is set again.
+            As `Arena.take`; and whether the buffers still hold those weights. The arena counts as empty until its holder is
+            set again.
         """
         arena, is_held = self._weights[0], False
         for other in self._weights if holder is not None else ():
@@ -342,7 +337,7 @@ class Arenas:
 
 
 class Arena:
-    """Provides flat buffers by segment; `holder` names their contents, as set by the user, or is None."""
+    """Provides flat buffers by segment; `holder` names their contents, set by the user, or None."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -381,15 +376,13 @@ class Switching:
     """The switches of one rank.
 
     Args:
-        groups: The process groups; made by all ranks.
         on_failure: Called for a switch that fails beside the computation.
 
     Attributes:
         worker: Runs switches beside the computation; None if none does.
-        arenas: The memory of the active strategy.
-        weight_dtypes: Each segment's weight dtype, in strategies and on the wire.
-        gradient_dtypes: The dtype in which its gradients accumulate in strategies; None for frozen segments.
-        return_dtypes: The dtype in which its gradients travel to the master store.
+        weight_dtypes: By segment, in strategies and on the wire.
+        gradient_dtypes: By segment, as accumulated in strategies; None for frozen segments.
+        return_dtypes: By segment, as sent to the master store.
         forecast: The memory that this rank will need.
     """
 
@@ -473,10 +466,10 @@ class Switching:
         )
 
     def take_cut(self, vector: ParameterVector) -> None:
-        """Makes all plans anew for another stage partition; no switch may be in progress. Not collective.
+        """Makes all plans anew for another stage partition; no switch may be running. Not collective.
 
         Raises:
-            DeviceMemoryError: the device cannot hold the strategies with it; `pool` and `forecast` are already the new ones.
+            DeviceMemoryError: the device cannot hold the strategies; `pool` and `forecast` are already the new ones.
         """
         second_source = self.pool.second_source
         self.pool = self._make_pool(vector)
@@ -497,12 +490,12 @@ class Switching:
         """Raises if the forecast does not fit.
 
         Raises:
-            DeviceMemoryError: the forecast is above the given limit, or above the free memory of the device.
+            DeviceMemoryError: it is above the given limit, or above the device's free memory.
         """
         self.forecast.check(self._limit, self._rank)
 
     def prepare(self) -> None:
-        """Allocates everything, so that buffers never move from the first mini-batch on. Invalidates their contents."""
+        """Allocates everything; buffers never move afterwards. Invalidates their contents."""
         self.arenas.forget()
         self.executor.forget()
         for plan, dtypes in self.switches():
@@ -517,7 +510,7 @@ class Switching:
         return self._frozen_bytes[plan.digest]
 
     def load_facts(self) -> dict[str, str]:
-        """What ranks must agree on before a load, for `Agreement.check`: it decides what is loaded again."""
+        """What ranks must agree on before a load (`Agreement.check`): it decides what is loaded again."""
         return {"frozen weights that are loaded already": self.arenas.holders}
 
     def start(
@@ -536,10 +529,10 @@ class Switching:
             second: The previous strategy's weights, if the plan draws on them.
             gate: When the strategy's buffers may be read or written; by default at once.
             beside: Whether to run in the worker's thread; otherwise the job is done on return.
-            cleared: Source buffers to zero before they are sent, for a switch in the worker's thread.
+            cleared: Source buffers to zero before they are sent, in the worker's thread.
         """
         self._epoch += 1
-        epoch = self._epoch  # the same on every rank, because all run the same switches
+        epoch = self._epoch  # the same on every rank: all run the same switches
         dtypes = self.return_dtypes if plan.accumulate else self.weight_dtypes
         if not beside:
             stats = self.executor.run(plan, source, target, dtypes, epoch, None, second)

@@ -1,28 +1,24 @@
 """Finds slow devices, and decides what each rank does not compute while some are slow.
 
-Giving. Under each strategy slow ranks hand work over to others (mode `migrate`), leave it out (`resize`), or either (`semi`):
-equations 1 to 3 and algorithm 2 of "Accelerating Heterogeneous Tensor Parallelism via Flexible Workload Control" (Wang et
-al., arXiv 2401.11469). The shares follow from the known relative step times (`SlowDevices`) and from the part of a rank's
-seconds that are matrix products. They change only when this knowledge changes, except in `semi`, which follows the seconds of
-each mini-batch while a device is slow.
+Giving: slow ranks hand work over to others (mode `migrate`), leave it out (`resize`), or either (`semi`), by equations 1 to 3
+and algorithm 2 of "Accelerating Heterogeneous Tensor Parallelism via Flexible Workload Control" (Wang et al., arXiv
+2401.11469). The shares follow from the known relative step times (`SlowDevices`) and from the part of a rank's seconds that are
+matrix products. They change only with these, except in `semi`, which follows the seconds of each mini-batch while a device is
+slow. Tasks are the ranks of a tensor-parallel group. Where the paper contradicts itself this follows its text: line 8 of
+algorithm 2 prints `if T_i = T_min` for the straggler, and lines 10-11 print `L * beta` for `L * gamma * beta`.
 
-Tasks are the ranks of a tensor-parallel group. Seconds are one iteration's, without waiting for other ranks. Where the paper
-contradicts itself this follows its text: line 8 of algorithm 2 prints `if T_i = T_min` for the straggler, and lines 10-11
-print `L * beta` for `L * gamma * beta`.
-
-Finding. A rank's seconds cover its computation without waiting for others. Lengths differ from step to step, so the seconds
-are divided by the predicted cost of what the rank ran and compared over all ranks. The relative step time is 1 for ranks that
-are not slow, and 3 for a rank that takes three times as long. The measure is the fastest ranks, up to the first gap
-(`usual_step_time`), and not a median: a slow majority would measure itself. Ranks with the same part of the model (a pipeline
-stage) are compared first. A complete stage counts as slow only if it is slow by the costs that favour it most, because the
-predictions of embedding and head are rough.
+Finding: seconds cover a rank's computation without waiting for others. Lengths differ from step to step, so the seconds are
+divided by the predicted cost of what the rank ran and compared over all ranks. The relative step time is 1 for ranks that are
+not slow, and 3 for three times as long. The measure is the fastest ranks, up to the first gap (`usual_step_time`), and not a
+median: a slow majority would measure itself. Ranks with the same part of the model (a pipeline stage) are compared first. A
+complete stage is slow only if it is slow by the costs that favour it most: predictions of embedding and head are rough.
 
 The rule is the paper's (section III-A): what is known of a rank changes only when its own runtime changed by more than 10 %, in
-either direction, so recoveries are detected like onsets. Beyond the paper, a change counts only when two mini-batches in a
-row agree on it, and a slow device stays slow until it is well below the limit (hysteresis). A strategy's first run includes
-allocation and kernel start-up and is ignored.
+either direction, so recoveries are detected like onsets. Beyond the paper, two mini-batches in a row must agree on a change,
+and a slow device stays slow until it is well below the limit (hysteresis). A strategy's first run is ignored: it includes
+allocation and kernel start-up.
 
-All ranks make the same observations and come to the same state; `state_dict` goes into checkpoints. No torch.
+All ranks come to the same state; `state_dict` goes into checkpoints. No torch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -36,13 +32,13 @@ from hf_hotspa.typed import reading_state
 CHANGE = 0.10
 """The paper's significant change of a runtime."""
 SLOW, RECOVERED = 1.3, 1.15
-"""Relative step times from which a device counts as slow, and below which it has recovered."""
+"""Relative step times: a device is slow from the first on, and has recovered below the second."""
 CLEAR = 1.5
 """The gap, as a factor, to the next rank from which a minority of ranks is the measure."""
 ALIKE = 1.25
-"""Two mini-batches agree on a relative step time if they differ by less than this factor: a busy machine explains the rest."""
+"""Two mini-batches agree on a relative step time within this factor: a busy machine explains the rest."""
 LEAST_LOST_S = 0.03
-"""A device that loses less per mini-batch does not count as slow: scheduling noise of small models."""
+"""A device that loses less per mini-batch is not slow: scheduling noise of small models."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +47,9 @@ class PhaseWork:
 
     Args:
         seconds: Per rank, without waiting.
-        costs: Predicted cost of what each rank ran, in any unit; 0 for a rank that ran nothing.
+        costs: Predicted cost of what each rank ran, in any unit; 0 for nothing.
         peers: A number per rank; ranks with the same number did comparable work.
-        least: Lower bounds of the costs, relative to ranks with another number; `costs` when empty.
-        most: Upper bounds, likewise.
+        least, most: Bounds of the costs, relative to ranks with another number; `costs` when empty.
     """
 
     strategy: str
@@ -66,7 +61,7 @@ class PhaseWork:
 
 
 def usual_step_time(step_times: Iterable[float]) -> float:
-    """The median of the ranks that are not slow: the fastest ones up to the first gap, or all without a gap."""
+    """The median of the ranks that are not slow: up to the first gap, or all."""
     ordered = sorted(step_times)
     for count in range(1, len(ordered)):
         if ordered[count] >= ordered[count - 1] * (SLOW if 2 * count >= len(ordered) else CLEAR):
@@ -75,14 +70,14 @@ def usual_step_time(step_times: Iterable[float]) -> float:
 
 
 def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
-    """Each rank's seconds at the relative step time of ranks that are not slow; 0 for a rank that ran nothing."""
+    """Each rank's seconds at the relative step time of ranks that are not slow; 0 if it ran nothing."""
     seconds, costs, most = work.seconds, work.costs, work.most or work.costs
     least, groups = work.least or costs, dict[int, list[int]]()
     for rank, cost in enumerate(costs):
         if cost > 0.0 and seconds[rank] > 0.0:
             groups.setdefault(work.peers[rank], []).append(rank)
     usual = {number: usual_step_time(seconds[r] / costs[r] for r in ranks) for number, ranks in groups.items()}
-    # a group is measured by the lower bound of its cost, and judged by the upper one
+    # a group is measured by the lower bound of its cost, and judged by the upper
     fastest = (
         usual_step_time(usual[number] * costs[r] / least[r] for number, (r, *_) in groups.items()) if groups else 0.0
     )
@@ -96,7 +91,7 @@ def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SlowEvent:
-    """Devices became slow (rank -> its relative step time), or recovered, after a mini-batch, counted from 1."""
+    """Devices that became slow (rank -> relative step time), or recovered, after a mini-batch, counted from 1."""
 
     step: int
     slow: dict[int, float]
@@ -112,14 +107,11 @@ class SlowEvent:
 
 
 class SlowDevices:
-    """What is known of the relative step time of each rank.
-
-    Args:
-        num_ranks: World size.
+    """What is known of each rank's relative step time.
 
     Attributes:
-        known: The relative step time of each rank as of the last change; 1 for ranks that are not slow.
-        slow: The ranks that count as slow.
+        known: Relative step times as of the last change; 1 for ranks that are not slow.
+        slow: The slow ranks.
         num_refreshes: Number of changes of `known`.
     """
 
@@ -127,12 +119,12 @@ class SlowDevices:
         self.known: list[float] = [1.0] * num_ranks
         self.slow: frozenset[int] = frozenset()
         self.num_refreshes = 0
-        self._changed: list[float | None] = [None] * num_ranks  # step times of the last mini-batch, if they differed
+        self._changed: list[float | None] = [None] * num_ranks  # the last mini-batch's, if they differed
         self._seen: set[str] = set()
 
     def observe(self, step: int, phases: Sequence[PhaseWork]) -> tuple[tuple[float | None, ...], SlowEvent | None]:
         """Takes the phases of a mini-batch, counted from 1. Returns each rank's relative step time in it (None if it ran
-        nothing that can be measured), and what changed."""
+        nothing measurable), and what changed."""
         known = [phase for phase in phases if phase.strategy in self._seen]
         self._seen.update(phase.strategy for phase in phases)
         ranks = range(len(self.known))
@@ -169,19 +161,19 @@ class SlowDevices:
         if last is None or (last > kept) != (step_time > kept) or max(last, step_time) > ALIKE * min(last, step_time):
             self._changed[rank] = step_time
             return False
-        # the milder of the two, so that one outlier beside a small change has no effect
+        # the milder of the two: one outlier beside a small change has no effect
         self.known[rank] = min(last, step_time) if step_time > kept else max(last, step_time)
         self._changed[rank] = None
         return True
 
     def speeds(self) -> tuple[float, ...] | None:
-        """The speed of each rank for a division of work, 1 for ranks that are not slow; None if no rank is slow."""
+        """Each rank's speed for a division of work, 1 for ranks that are not slow; None if no rank is slow."""
         if not self.slow:
             return None
         return tuple(1.0 / step_time if rank in self.slow else 1.0 for rank, step_time in enumerate(self.known))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next observations depend on, JSON-ready."""
+        """What the next observations depend on, JSON-ready."""
         return {
             "known": list(self.known),
             "slow": sorted(self.slow),
@@ -194,7 +186,7 @@ class SlowDevices:
         """Restores a state.
 
         Returns:
-            Whether it has the same number of ranks; otherwise it is ignored, because its ranks are other devices.
+            Whether it was taken; not with another number of ranks, because those are other devices.
 
         Raises:
             HotspaConfigError: the state is invalid.
@@ -230,7 +222,7 @@ Curve = Callable[[float], float]
 """Seconds as a function of the number of columns."""
 
 MOST = 0.95
-"""The largest share of a device's columns that it can lose: a product needs some."""
+"""The largest share of its columns that a device can lose: a product needs some."""
 
 _ROUNDS, _SETTLED = 200, 1e-9
 
@@ -239,7 +231,6 @@ def excess_ratio(seconds: float, product_s: float, reference_s: float) -> float:
     """Equation 1: the share of its matrix products that a task should lose to match the reference.
 
     Args:
-        seconds: The task's seconds.
         product_s: Seconds of all its matrix products.
         reference_s: The mean over tasks in the paper's section III, the minimum in section IV.
 
@@ -252,7 +243,7 @@ def excess_ratio(seconds: float, product_s: float, reference_s: float) -> float:
 
 
 def excess_ratios(seconds: Sequence[float], product_s: Sequence[float]) -> tuple[float, ...]:
-    """Equation 1 for every task, with the fastest as the reference."""
+    """Equation 1 for every task, relative to the fastest."""
     return tuple(excess_ratio(t, m, min(seconds)) for t, m in zip(seconds, product_s, strict=True))
 
 
@@ -263,8 +254,7 @@ def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers:
     the seconds at 1.75 times, and later ones reduce it. Here the resulting seconds are computed instead.
 
     Args:
-        seconds: Per task, as if nothing were given.
-        product_s: Seconds of its matrix products, likewise.
+        seconds, product_s: Per task, in all and in matrix products, as if nothing were given.
         givers: The slow tasks; the others divide the given work evenly.
     """
     gammas = [0.0] * len(seconds)
@@ -287,21 +277,21 @@ def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers:
 
 
 def undone(product_share: float, extra: float) -> float:
-    """The product share M / T that a task would have if it neither gave nor took any. `extra` is what it computed beyond its
-    own columns, as a share of them; below 0 for a giver."""
+    """The product share M / T of a task as if it neither gave nor took any. `extra` is what it computed beyond its own
+    columns, as a share of them; below 0 for a giver."""
     return product_share / (1.0 + extra - extra * product_share)
 
 
 @dataclass(frozen=True)
 class PretestCurves:
-    """The results of a pretest; linear, in seconds and columns.
+    """A pretest's results; linear, in seconds and columns.
 
     Args:
         static_s: Omega_1, the allocation of the reduced matrices.
         extract_s: Omega_2 per column: extracting it and putting it back.
         send_s: Phi_1 per column: broadcast and reduce.
         compute_s: Phi_2 per column.
-        send_static_s: The part of Phi_1 that does not depend on the columns: complete gradients and outputs.
+        send_static_s: The part of Phi_1 that is independent of the columns: complete gradients and outputs.
     """
 
     static_s: float
@@ -320,7 +310,7 @@ class PretestCurves:
 
 def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """`(a, b)` of the line `a + b x` through samples `(x, y)` by least squares. Neither is negative: costs do not fall with
-    the number of columns, and a negative slope is noise.
+    more columns, and a negative slope is noise.
 
     Args:
         samples: With at least two different x.
@@ -335,7 +325,7 @@ def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def migrated_share(columns: float, num_tasks: int, curves: PretestCurves) -> float:
     """Equation 2, one slow task: the share beta of the columns it loses that migrate; the rest is resized away.
 
-    Then both sides cost the same: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`. If sending
+    Both sides then cost the same: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`. If sending
     anything costs more than resizing everything, nothing migrates.
 
     Args:
@@ -376,7 +366,7 @@ def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Cu
 
 @dataclass(frozen=True)
 class TaskWork:
-    """What one task does not compute: the shares of its columns that others compute (`migrated`), or nobody (`resized`)."""
+    """The shares of its columns that a task leaves to others (`migrated`), or to nobody (`resized`)."""
 
     migrated: float = 0.0
     resized: float = 0.0
@@ -385,8 +375,8 @@ class TaskWork:
 def divide_semi(
     seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
 ) -> tuple[TaskWork, ...]:
-    """Algorithm 2: who migrates and who is resized, from T (`seconds`), M (`product_s`) and L (`workloads`, in columns of all
-    its layers) of each task, and the pretest's curves."""
+    """Algorithm 2: who migrates and who is resized, from each task's T (`seconds`), M (`product_s`) and L (`workloads`, in
+    columns of all its layers), and the pretest's curves."""
     gammas = excess_ratios(seconds, product_s)
     order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
     slower = [i for i in order if gammas[i] > 0.0]
@@ -405,16 +395,14 @@ def divide_semi(
 def settled_semi(
     seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
 ) -> tuple[TaskWork, ...]:
-    """Algorithm 2, repeated until it converges: the division that repeated measuring and deciding leads to.
+    """Algorithm 2, repeated until it converges, as if it were measured and decided again and again.
 
     Migrated work makes the others slower (a resized task at its own relative step time), so `T_min` rises and all shares with
     it. The algorithm decides once who migrates and who is resized; the shares follow the seconds that they lead to.
 
     Args:
-        seconds: T of each task, as if nothing were given.
-        product_s: M of each, likewise.
+        seconds, product_s: T and M of each task, as if nothing were given.
         workloads: L of each, in columns of all its layers.
-        curves: From the pretest.
     """
     first = divide_semi(seconds, product_s, workloads, curves)
     lost = [work.migrated + work.resized for work in first]
@@ -431,7 +419,7 @@ def settled_semi(
         before = list(lost)
         for task in tasks:
             if before[task] > 0.0:
-                # damped: what a task gives returns to it as time that it waits for
+                # damped: what a task gives returns to it as waiting time
                 change = (now[task] - target) / product_s[task] / 2
                 lost[task] = min(max(before[task] + change, 0.0), MOST + taken[task])
         if max(abs(a - b) for a, b in zip(lost, before, strict=True)) < _SETTLED:
@@ -458,7 +446,7 @@ class Giving:
     """The shares of a run.
 
     Args:
-        strategies: The strategies that can give: with several shards.
+        strategies: Strategies with several shards.
         mode: `migrate`, `resize` or `semi`.
 
     Attributes:
@@ -480,10 +468,10 @@ class Giving:
         self._decided: list[Any] | None = None
 
     def extra(self, strategy: str, left_out: Sequence[float] | None = None) -> Shares:
-        """What each rank computes beyond its own columns, as a share of them; below 0 for a rank that computes less.
+        """What each rank computes beyond its own columns, as a share of them; negative if less.
 
         Args:
-            left_out: What each rank was measured to leave out; by default as decided.
+            left_out: Measured shares that each rank left out; by default as decided.
         """
         shares = self.shares.get(strategy)
         if shares is None:
@@ -509,12 +497,12 @@ class Giving:
 
         Args:
             seconds: Per rank, without waiting for others.
-            product_s: The part spent in matrix products.
-            left_out: The share of its columns that each rank left out; see `extra`.
-            tokens: Tokens that each rank ran.
+            product_s: The part in matrix products.
+            left_out: See `extra`.
+            tokens: Tokens per rank.
 
         Returns:
-            Each rank's seconds as a multiple of its seconds if nothing were given; 1 if nothing is.
+            Each rank's seconds relative to those without giving; 1 if nothing is given.
         """
         extra = self.extra(strategy, left_out)
         if not extra:
@@ -528,7 +516,7 @@ class Giving:
         return tuple(1.0 + a * p for a, p in zip(extra, known, strict=True))
 
     def decide(self, step_times: Sequence[float], slow: frozenset[int]) -> bool:
-        """Decides anew if the knowledge of the devices changed; returns whether a share changed."""
+        """Decides anew if the known step times changed; returns whether a share changed."""
         state = [list(step_times), sorted(slow), sorted(s for s, known in self._products.items() if any(known))]
         if state == self._decided and not (self.mode == "semi" and slow):
             return False
@@ -545,7 +533,7 @@ class Giving:
     def _of_group(
         self, strategy: str, index: int, group: Sequence[int], step_times: Sequence[float], slow: frozenset[int]
     ) -> list[tuple[float, float]]:
-        """For each rank of a group the share that migrates and the share that is left out."""
+        """Per rank the share that migrates, and the share that is left out."""
         givers = [place for place, rank in enumerate(group) if rank in slow]
         if self.mode == "semi":
             return self._semi(strategy, index, group, slow)
@@ -556,8 +544,8 @@ class Giving:
         return [(share, 0.0) for share in settled_ratios(times, products, givers)]
 
     def _semi(self, strategy: str, index: int, group: Sequence[int], slow: frozenset[int]) -> list[tuple[float, float]]:
-        """Algorithm 2 with the last mini-batch's seconds, for a pack of the pretest's tokens; ranks that are not slow all count
-        as the fastest of them."""
+        """Algorithm 2 with the last mini-batch's seconds, for a pack of the pretest's tokens; ranks that are not slow count as
+        the fastest of them."""
         known = [self._token_s[strategy][rank] for rank in group]
         usual = [t for rank, t in zip(group, known, strict=True) if rank not in slow and t > 0.0]
         if not usual or strategy not in self.curves or all(rank not in slow for rank in group):
@@ -570,25 +558,25 @@ class Giving:
         return [(task.migrated, task.resized) for task in work]
 
     def take_pretest(self, strategy: str, rows: Sequence[Sequence[float]], pack_tokens: int) -> None:
-        """Takes all ranks' measurements in the pretest of a strategy.
+        """Takes all ranks' pretest of a strategy.
 
         Args:
             rows: Per rank: the columns of all its products, then static, extract, send and compute seconds and the static
                 part of send, as in `PretestCurves`.
-            pack_tokens: The tokens of the pretest; curves are kept per token, like seconds.
+            pack_tokens: Tokens of the pretest; curves are per token, like seconds.
         """
         self.columns[strategy] = [row[0] for row in rows]
         curves = []
         for group in self._groups[strategy]:
             mine = [rows[rank][1:] for rank in group]
-            # computing and copying cost what a usual rank takes; a message takes as long as its slowest end
+            # computing and copying take a usual rank's time; a message takes as long as its slowest end
             static, extract, compute = (median_low(row[i] for row in mine) for i in (0, 1, 3))
             send, send_static = (max(row[i] for row in mine) for i in (2, 4))
             curves.append(PretestCurves(*(s / pack_tokens for s in (static, extract, send, compute, send_static))))
         self.curves[strategy] = curves
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next decisions depend on, JSON-ready."""
+        """What the next decisions depend on, JSON-ready."""
         shares = {name: list(shares) for name, shares in self.shares.items()}
         resized = {name: list(shares) for name, shares in self.resized.items()}
         curves = {name: [list(vars(curve).values()) for curve in curves] for name, curves in self.curves.items()}
