@@ -1,8 +1,7 @@
 """Forward passes over an evaluation set, under the strategies of the given mini-batches.
 
-Weights are loaded when a mini-batch needs another strategy than the previous one, and stay loaded until the end. There are
-no gradients or gradient buffers, and the model is in eval mode. The loss is returned as a sum over labels with their
-number, so the mean over a complete set is exact.
+Weights are loaded when the strategy changes, and stay loaded until the end. There are no gradients or gradient buffers, and
+the model is in eval mode. The loss is returned as a sum over labels with their number, so the mean over a set is exact.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -31,8 +30,8 @@ class EvaluationResult:
     """The result of one mini-batch, the same on every rank.
 
     Args:
-        loss_sum: The sum of the cross entropies (with label smoothing, if the engine has it) over all label tokens.
-        num_labels: The number of label tokens; may be 0.
+        loss_sum: Of the cross entropies (with the engine's label smoothing) over all label tokens.
+        num_labels: Label tokens; may be 0.
         logits: If requested, [length, vocabulary size] of each sequence by (dataset row, first token), in fp32 or wider,
             on the device.
     """
@@ -46,9 +45,9 @@ class Evaluation:
     """One pass over an evaluation set; use it in a `with` statement. All methods are collective unless noted.
 
     Args:
-        end_all: Called when a phase fails: ends the work of all ranks, and raises.
+        end_all: Called when a phase fails: ends all ranks' work, and raises.
         load_facts: What else the ranks must agree on before weights are loaded.
-        store: Replaces the weights of the master store: a second, frozen model of the same shape.
+        store: Replaces the master store: a second, frozen model of the same shape.
         training: Whether the model is in training mode, with the dropout of the step.
         step: Mini-batches before this one in the run.
     """
@@ -83,8 +82,8 @@ class Evaluation:
             self._loaded = None
 
     def hand_over(self, strategies: Collection[Strategy]) -> PhaseRunner | None:
-        """Returns the runner with loaded weights, for a training pass that begins with it. If its strategy is not one of
-        these, unloads it and returns None. Not collective."""
+        """Returns the loaded runner, for a training pass that begins with it. If its strategy is not one of these, unloads it
+        and returns None. Not collective."""
         runner, self._loaded = self._loaded, None
         if runner is None or runner.mesh.strategy in strategies:
             return runner
@@ -96,8 +95,8 @@ class Evaluation:
 
         Args:
             mini_batch: Its strategies must be in the engine's pool. It may have no labels.
-            keep_graphs: Keep the autograd graphs of the last phase's packs, up to the tokens of one pack: the training
-                pass that takes over begins with them.
+            keep_graphs: Keep the autograd graphs of the last phase's packs, up to the tokens of one pack, for a training
+                pass that begins with them.
             with_logits: Give every rank the logits of all sequences: tokens of the mini-batch x vocabulary size x 4
                 bytes on each rank, and the same over the wire.
 
@@ -129,7 +128,7 @@ class Evaluation:
         runner = self._phases[phase.bucket.strategy]
         if runner is not self._loaded:
             self.close()
-            self._agreement.barrier()  # waits longer than the switch group for ranks that come late
+            self._agreement.barrier()  # waits longer than the switch group for late ranks
             self._loaded = runner
             runner.load_for_forward(self._store, self._training)
         for part in runner.parts:
@@ -139,7 +138,7 @@ class Evaluation:
         return float(runner.compute_forward(micro_batches, 1.0, plan, kept))
 
     def _gather_logits(self, phase: PhasePlan) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """Every sequence's logits on every rank: the owner of each token shard broadcasts it."""
+        """All sequences' logits on every rank: the owner of each token shard broadcasts it."""
         assert self._loaded is not None
         replica = self._loaded.replica
         strategy = replica.mesh.strategy  # in the engine's shard order; the caller's strategy may have another
@@ -154,7 +153,7 @@ class Evaluation:
                 raise _wrong_width(mine.shape[-1], width)
             return mine
 
-        # agreed on, because a broadcast of another size would end the process
+        # agreed on: a broadcast of another size would end the process
         mine = self._agreement.run("evaluation", logits_here)
         for dp, packs in enumerate(phase.replicas):
             parts = [self._parts(replica, pack) for pack in packs]

@@ -1,8 +1,7 @@
-"""What ends a mini-batch, and the errors for it: a rank's own error, a peer's error, out of memory, non-finite numbers.
+"""What ends a mini-batch, and its errors: a rank's own error, a peer's error, out of memory, non-finite numbers.
 
 Peers may wait inside a tensor-parallel collective or a pipeline, and cannot be released to try again. So all ranks end, and
-learn the reason through the mailbox. `OutOfMemory` records, as plain data, what the next launch can learn; a file in the
-output directory keeps it.
+learn the reason through the mailbox. `OutOfMemory` records what the next launch can learn, in a file in the output directory.
 """
 
 import logging
@@ -31,16 +30,16 @@ _HOST_TEXTS = ("can't allocate memory", "not enough memory")
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Facts about running out of memory.
+    """Facts about running out of memory, as plain data.
 
     Args:
         step: The mini-batch, counted from 1.
-        act: What the phase did: `load`, `compute` or `return`.
+        act: The phase's act: `load`, `compute` or `return`.
         pack_tokens: Tokens of the largest pack begun; 0 before the first one.
-        predicted_bytes: The strategy's predicted memory on a rank.
+        predicted_bytes: Of the strategy on a rank.
         held_bytes: This rank's peak memory so far.
         text: The allocator's message.
-        is_whole: Whether the prediction includes activations and optimizer states, as with `auto`; otherwise only weights,
+        is_whole: Whether the prediction includes activations and optimizer states, as with `auto`, and not only weights,
             gradients, master store and switch buffers.
     """
 
@@ -70,7 +69,7 @@ class OutOfMemory:
 
 
 def memory_cause(error: BaseException) -> BaseException | None:
-    """The out-of-memory error that an error is, or was raised from; None for others."""
+    """The out-of-memory error that an error is, or was raised from, if any."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError | torch.OutOfMemoryError):
@@ -84,15 +83,15 @@ def memory_cause(error: BaseException) -> BaseException | None:
 def out_of_memory(
     failure: BaseException, phase: PhaseBatch, runner: PhaseRunner, step: int, predicted: Mapping[Strategy, float]
 ) -> OutOfMemory | None:
-    """Facts about a failure of this rank in a mini-batch, counted from 1, that ran out of memory; None for other failures.
-    `predicted` are bytes on a rank by strategy, including activations, for strategies that a memory model covers."""
+    """Facts about a failure of this rank in a mini-batch, counted from 1, if it ran out of memory. `predicted` are bytes on a
+    rank by strategy, including activations, for strategies that a memory model covers."""
     cause = memory_cause(failure)
     if cause is None:
         return None
     act = runner.act
     if act != "return" and isinstance(hotspa_cause(failure), TransferError):
         act = runner.overlapped_act  # in the switch thread, before or beside the computation
-    # only a rank with just the last stage knows how far it came: packs that it had not begun are not to blame
+    # only a rank with just the last stage knows how far it came: packs not begun are not to blame
     knows = runner.replica.is_last and len(runner.parts) == 1
     begun = len(runner.replica.losses) + 1 if knows else len(phase.micro_batches)
     packs = [] if runner.act == "load" else phase.micro_batches[:begun]
@@ -113,11 +112,11 @@ def out_of_memory(
 
 
 class PhaseFailures:
-    """Explains the failures of phases, on the main thread and in the thread of switches.
+    """Explains the failures of phases, on the main thread and in the switch thread.
 
     Attributes:
         out_of_memory: Facts about running out of memory on this rank, until `note` writes them.
-        predicted_bytes: Memory of each strategy on a rank, if a memory model knows; for messages.
+        predicted_bytes: By strategy, on a rank, if a memory model knows; for messages.
     """
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
@@ -130,10 +129,10 @@ class PhaseFailures:
         self._now = phase, runner, step, where
 
     def explain(self, failure: Exception) -> Exception:
-        """What to raise for a failure of the current phase: the failure, or the error of a peer that caused it.
+        """What to raise for a failure of the current phase: the failure, or the peer's error that caused it.
 
-        Also leaves the error for the other ranks. A switch beside the computation reports its failure from its own thread,
-        because the computation may wait for it for a long time.
+        Also leaves the error for the other ranks. A switch beside the computation reports failures from its own thread:
+        the computation may wait for it for a long time.
         """
         phase, runner, step, where = self._now
         place = f"{where}, strategy {runner.mesh.strategy}"
@@ -146,15 +145,15 @@ class PhaseFailures:
 
 # -- what the next launch should know ----------------------------------------------------------------------------------
 
-# A run records running out of memory for the next launch: `auto` then makes smaller packs for that strategy, and given
-# buckets that failed before cause a warning. One JSON file in the output directory.
+# A run records out-of-memory failures for the next launch: `auto` then makes smaller packs for that strategy, and given buckets
+# that failed before cause a warning. One JSON file in the output directory.
 
 
 FILE = "hotspa_out_of_memory.json"
 _KIND, _VERSION = "hotspa_out_of_memory", 1
 _REMEDY = f"delete {FILE}: it only says what to avoid"
 _SMALLER = 0.75
-"""Factor from the pack size that failed to the new one."""
+"""Factor from a failed pack size to the new one."""
 
 
 def record(folder: str | Path, shortage: OutOfMemory) -> None:
@@ -170,14 +169,14 @@ def record(folder: str | Path, shortage: OutOfMemory) -> None:
 
 
 def note(folder: str | Path, failures: PhaseFailures) -> None:
-    """Adds this rank's facts about running out of memory to the file, once. Never raises."""
+    """Writes this rank's out-of-memory facts to the file, once. Never raises."""
     shortage, failures.out_of_memory = failures.out_of_memory, None
     if shortage is not None:
         record(folder, shortage)
 
 
 def largest_packs(folder: str | Path) -> dict[str, int]:
-    """Strategy -> the largest number of tokens for its packs; 0 if its weights did not fit. Empty without a file.
+    """Strategy -> maximum tokens of its packs; 0 if its weights did not fit. Empty without a file.
 
     Raises:
         HotspaConfigError: the file is damaged.
@@ -190,7 +189,7 @@ def largest_packs(folder: str | Path) -> dict[str, int]:
 
 
 def fewest_tokens(shortages: Iterable[Mapping[str, int]]) -> dict[Strategy, int]:
-    """Combines the results of `largest_packs` on all ranks."""
+    """Combines `largest_packs` of all ranks."""
     most: dict[Strategy, int] = {}
     for of_rank in shortages:
         for name, tokens in of_rank.items():
@@ -200,7 +199,7 @@ def fewest_tokens(shortages: Iterable[Mapping[str, int]]) -> dict[Strategy, int]
 
 
 def warn_of_known(folder: str | Path, buckets: Sequence[Bucket]) -> None:
-    """Warns of buckets that ran out of memory before. Never raises."""
+    """Warns of buckets that failed before. Never raises."""
     try:
         entries = _entries(folder)
     except HotspaError as error:
@@ -220,7 +219,7 @@ def warn_of_known(folder: str | Path, buckets: Sequence[Bucket]) -> None:
 
 
 def _entries(folder: str | Path) -> list[dict[str, Any]]:
-    """The checked entries of the file; none without a file."""
+    """The checked entries of the file, if it exists."""
     path = Path(folder, FILE)
     if not path.exists():
         return []
@@ -239,7 +238,7 @@ def _entries(folder: str | Path) -> list[dict[str, Any]]:
 
 # -- numbers that are not finite ---------------------------------------------------------------------------------------
 
-# Errors for a mini-batch whose loss or gradient is not finite. They name parameter, strategy, pack and rows.
+# Errors for a non-finite loss or gradient: parameter, strategy, pack and rows.
 #
 # The search runs after the collective that reported the numbers: nothing is in flight, and the weights are unchanged.
 
@@ -262,7 +261,7 @@ def raise_non_finite(
     """Raises the same error on every rank. Collective.
 
     Args:
-        phases: The runners, which still hold the losses of their packs.
+        phases: The runners, with the losses of their packs.
         is_unchanged: Whether this mini-batch has changed no weight.
 
     Raises:
@@ -289,7 +288,7 @@ def raise_non_finite(
 
 
 def _first_bad_pack(plan: MiniBatchPlan, phases: Mapping[Strategy, PhaseRunner]) -> tuple[int, int, int]:
-    """(phase, replica, pack) of the first pack on this rank whose loss is not finite; (-1, -1, -1) if none."""
+    """(phase, replica, pack) of this rank's first pack with a non-finite loss; (-1, -1, -1) if none."""
     for index, phase in enumerate(plan.phases):
         runner = phases[phase.bucket.strategy]
         for pack, loss in enumerate(runner.replica.losses):

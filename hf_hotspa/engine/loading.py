@@ -1,10 +1,10 @@
 """The first fill of the master store: from a model that every rank holds, or from the files of a Hugging Face folder.
 
 `open_model` and `load_weights` serve models that do not fit in one process. Each rank reads only its elements from the
-safetensors files, so beside its share of the store at most its part of one tensor is in memory (or the complete saved
-tensors, where transformers makes one weight from several). The store then matches `from_pretrained` bit for bit. A tensor
-that is missing, unexpected, of another shape or saved as a pickle raises an error on every rank, by name, before a weight
-is read. `open_qlora` is for a base that is quantized while it is read.
+safetensors files: beside its share of the store at most its part of one tensor is in memory (or the complete saved tensors,
+where transformers makes one weight from several). The store then matches `from_pretrained` bit for bit. A tensor that is
+missing, unexpected, of another shape or saved as a pickle raises an error by name, on every rank, before a weight is read.
+`open_qlora` quantizes a base while it is read.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ _MAX_LISTED = 3
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a model for `MasterStore.fill`, under all of their names."""
+    """Parameters for `MasterStore.fill`, under all of their names."""
     return dict(stored_tensors(model, remove_duplicate=False))
 
 
@@ -71,8 +71,7 @@ def fill_from_model(
     """Copies each rank's share from a model that all ranks hold; from rank 0's if they differ. Collective.
 
     Returns:
-        The digest of this rank's model (`weights_digest`), which costs a pass over its weights; and whether all ranks held
-        the same model.
+        `weights_digest` of this rank's model, which costs a pass over its weights; and whether all ranks had the same.
     """
     digest = weights_digest(model)
     tensors = whole_parameters(model)
@@ -91,7 +90,7 @@ def fill_from_model(
 
 
 def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies weights into the parameters of a model.
+    """Copies weights into a model's parameters.
 
     Raises:
         ModelError: its parameters are on the meta device.
@@ -113,14 +112,14 @@ def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> N
 
 
 def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """Makes the model of a folder without its weights: parameters on the meta device, buffers as its class computes them.
+    """Makes a folder's model without its weights: parameters on the meta device, buffers as its class computes them.
 
     Args:
-        folder: A folder with a `config.json` and weights.
+        folder: With a `config.json` and weights.
         config: Replaces the folder's config; sets the model's dtype.
 
     Returns:
-        The same model as `from_pretrained`, in the dtype of its config, or else of its weights.
+        The model that `from_pretrained` makes, in the dtype of its config, or else of its weights.
 
     Raises:
         HotspaError: the folder has no causal language model, or one that cannot be read by slices; see `WeightFiles`.
@@ -140,7 +139,7 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
             )
         if config.dtype is None:
             config.dtype = _first_dtype(files)
-        # buffers are computed, and small
+        # buffers are computed and small
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         if idle := other_half(model):
@@ -182,7 +181,7 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
 
 
 def has_weights(model: nn.Module) -> bool:
-    """Whether a model holds weights, so is not on the meta device."""
+    """Whether a model is not on the meta device."""
     return not any(p.is_meta for p in model.parameters())
 
 
@@ -191,7 +190,7 @@ def has_weights(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Conversion:
-    """Saved tensors from which transformers makes one or more model tensors (such as experts that it fuses)."""
+    """Saved tensors from which transformers makes one or more model tensors (such as fused experts)."""
 
     converter: WeightConverter
     target: str
@@ -208,10 +207,10 @@ class _Conversion:
 
 
 class SavedModel:
-    """The weights of a model in files: maps the tensors of a folder to the model's.
+    """A model's weights in files: maps the tensors of a folder to the model's.
 
     Args:
-        model: The model, with or without weights; records how its names were changed, for `save_pretrained`.
+        model: With or without weights; records how its names were changed, for `save_pretrained`.
 
     Raises:
         ModelError: a weight is missing, of another shape or not floating-point, or the files have an unexpected one.
@@ -226,7 +225,7 @@ class SavedModel:
         self._check(self._match())
 
     def buffers(self) -> dict[str, Tensor]:
-        """The complete buffers that are saved with the model, by name."""
+        """The complete saved buffers by name."""
         return {
             name: self._source(name, None, 0, tensor.numel()).view(tensor.shape)
             for name, tensor in self._expected.items()
@@ -281,7 +280,7 @@ class SavedModel:
         return unexpected
 
     def _dry_run(self, conversion: _Conversion) -> Mapping[str, Tensor]:
-        """What a conversion makes, without data; checks its shapes."""
+        """A conversion's results without data; checks their shapes."""
 
         def empty(name: str) -> Tensor:
             return torch.empty(self.files.tensors[name].shape, device="meta")
@@ -376,7 +375,7 @@ def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agre
     """Fills this rank's share of the master store, and the model's saved buffers, from a folder. Collective.
 
     Args:
-        model: The model of `open_model`.
+        model: From `open_model`.
         master: The store to fill, made from that model.
 
     Raises:
@@ -400,23 +399,22 @@ def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agre
 
 # -- a base in 4 bits --------------------------------------------------------------------------------------------------
 
-# A 4-bit base below an adapter that does not fit in one process: each rank reads its elements from plain files and quantizes
-# them.
+# A 4-bit base below an adapter, too large for one process: each rank reads its elements from plain files and quantizes them.
 #
-# `open_qlora` makes the model without the weights of its base, but with its adapter's. Codes match `from_pretrained` bit for
-# bit: blocks are quantized one by one. Quantized scales depend on all scales of a weight, so a rank that owns some of them
-# reads the complete weight, one weight at a time.
+# `open_qlora` makes the model with its adapter's weights only. Codes match `from_pretrained` bit for bit: blocks are quantized
+# one by one. Quantized scales depend on all scales of a weight, so a rank that owns some of them reads the complete weight, one
+# weight at a time.
 
 
 _WRAP = 1 << 64
 
 
 def open_qlora(folder: str | Path, adapter: Any, quantization: BitsAndBytesConfig) -> Any:
-    """Makes the `PeftModel` for a folder of plain weights, whose base will be in 4 bits and has no weights yet
-    (`hotspa_model_path`).
+    """Makes the `PeftModel` for a folder of plain weights (`hotspa_model_path`). Its base will be in 4 bits and has no
+    weights yet.
 
-    The factors of the adapter are those that `get_peft_model(prepare_model_for_kbit_training(...))` draws from torch's
-    random state; set the same state on all ranks.
+    `get_peft_model(prepare_model_for_kbit_training(...))` draws the adapter's factors from torch's random state; set the same
+    state on all ranks.
 
     Args:
         folder: With unquantized weights.
@@ -509,7 +507,7 @@ def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agre
 
 
 def _digest(model: nn.Module, frozen: Mapping[str, ParameterSpec], sums: list[Mapping[str, int]]) -> str:
-    """See `frozen_digest`; `sums` are the sums of shares, by rank."""
+    """See `frozen_digest`; `sums` are of shares, by rank."""
     digest = hashlib.sha256()
     for name, tensor in stored_tensors(model):
         if name in frozen:

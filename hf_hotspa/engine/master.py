@@ -1,8 +1,8 @@
 """The master store: each element of the parameter vector on exactly one rank, in fp32, with its gradient.
 
-The only authority on the weights: strategies load from it, gradients return to it, and only the optimizer step changes
-it. Optimizers see one 1-D view per parameter under its Hugging Face name. Parameter groups and schedulers work as usual,
-but only elementwise optimizers are exact on such shards.
+The only authority on the weights: strategies load from it, gradients return to it, and only the optimizer step changes it.
+Optimizers see one 1-D view per parameter under its Hugging Face name. Parameter groups and schedulers work as usual, but only
+elementwise optimizers are exact on such shards.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,8 +29,7 @@ def bare_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 class MasterShare(NamedTuple):
-    """A rank's part of a parameter: elements `[start, stop)` of its storage, possibly none, at `low` in the segment's
-    buffer."""
+    """A rank's part of a parameter: elements `[start, stop)` of its storage, possibly none, at `low` in the segment buffer."""
 
     spec: ParameterSpec
     start: int
@@ -55,7 +54,7 @@ def _whole(
     group: dist.ProcessGroup | None,
     to: int | None,
 ) -> Tensor | None:
-    """A complete segment, on one rank or on all; None elsewhere. Each share goes directly to its place. Collective."""
+    """A complete segment, on one rank or on all, else None. Each share goes directly to its place. Collective."""
     rank, device = store.rank, store.compute_device
     if group is None:
         assert own is not None
@@ -85,7 +84,7 @@ def _parts(
         assert flat is not None
         own = flat[spec.offset - start : spec.stop - start]
         whole = from_storage(own, spec.shape, spec.shard_dim).to(dtype_of(spec))
-        # a caller that keeps the last tensor while the next segment comes must not keep all of this segment
+        # a caller that keeps the last tensor meanwhile must not keep all of this segment
         yield spec, whole.clone() if spec is specs[-1] else whole
 
 
@@ -101,20 +100,19 @@ class MasterStore:
     """This rank's share of the weights and gradients.
 
     Args:
-        device: Where the share lives.
         compute_device: Where this rank computes and its process groups are; `device` by default. A share in host memory
             beside an accelerator is pinned.
         by_stage: See `master_layout`.
-        trained: Whether there will be gradients; otherwise the store only holds weights that strategies load.
+        trained: Whether there will be gradients; otherwise strategies only load from it.
 
     Attributes:
         weights: By segment, 1-D in the segment's master dtype; None if this rank owns nothing of it.
-        gradients: As `weights`, for trained segments.
+        gradients: Likewise, for trained segments.
         parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model. Their `.grad` is a view
-            of `gradients` after `bind_gradients`. Parameters without elements on this rank have size 0.
-        trained: The names of the parameters that have gradients, the same on all ranks.
+            of `gradients` after `bind_gradients`. Size 0 without elements on this rank.
+        trained: Names of the parameters with gradients, the same on all ranks.
         shares: This rank's part of each parameter, by Hugging Face name.
-        frozen_version: Counts changes of frozen weights, so that strategies can tell that their copies are old.
+        frozen_version: Counts changes of frozen weights, so that strategies know when their copies are old.
     """
 
     def __init__(
@@ -158,13 +156,13 @@ class MasterStore:
         self.trained = tuple(self._views)
 
     def empty_buffers(self) -> list[Tensor | None]:
-        """Zeros in the layout of this rank's trained weights: by segment, None if it owns nothing or nothing is trained."""
+        """Zeros laid out as this rank's trained weights: by segment, None if it owns nothing or nothing is trained."""
         pairs = zip(self.vector.segments, self.weights, strict=True)
         return [torch.zeros_like(own) if own is not None and segment.trainable else None for segment, own in pairs]
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies this rank's share from full parameters by name, on any device; other parameters keep their values."""
+        """Copies this rank's share from full parameters by name, on any device; others keep their values."""
         self.frozen_version += 1
         for name, (spec, start, stop, *_) in self.shares.items():
             if stop > start and name in tensors:
@@ -182,12 +180,11 @@ class MasterStore:
 
         Args:
             group: All ranks; None with one rank.
-            frozen: Whether to include frozen weights.
             before: Called before each segment.
-            buffers: What to gather instead, in the layout and dtypes of the weights: the gradients, `empty_buffers`.
+            buffers: What to gather instead, with the weights' layout and dtypes: the gradients, `empty_buffers`.
 
         Yields:
-            The Hugging Face name (each tied name once) and a tensor of the Hugging Face shape, valid until the next one.
+            The Hugging Face name (each tied name once) and a tensor of that shape, valid until the next one.
         """
         if buffers is None:
             buffers = self.weights
@@ -226,11 +223,10 @@ class MasterStore:
     ) -> Iterator[tuple[ParameterSpec, Tensor]]:
         """Every complete parameter, in the requested dtype: shares are cast before they travel. Collective.
 
-        A rank holds at most one segment beyond its share, and a second copy of its part of that segment if it is cast.
+        A rank holds at most one segment beyond its share, and if it casts its part of that, a second copy of the part.
 
         Args:
             group: All ranks; None with one rank.
-            dtype_of: The dtype of a parameter.
             to: The only rank that receives them; all by default.
             before: Called before each segment.
 
@@ -247,20 +243,20 @@ class MasterStore:
             yield from _parts(_whole(own, sizes, dtype, self, group, to), segment.start, specs, dtype_of)
 
     def zero_gradients(self) -> None:
-        """Clears the gradients for a new mini-batch."""
+        """Begins a mini-batch."""
         for gradient in self.gradients:
             if gradient is not None:
                 gradient.zero_()
 
     def bind_gradients(self, names: Collection[str] | None = None) -> None:
-        """Sets `.grad` on the parameters of these names, or on all (an optimizer's `zero_grad` may have dropped it).
-        Removes it from others: an optimizer then skips them, also their decay."""
+        """Sets `.grad` on these parameters, or on all (an optimizer's `zero_grad` may have dropped it). Removes it from
+        others: an optimizer then skips them, also their decay."""
         self._bound = self.trained if names is None else names
         for name, gradient in self._views.items():
             self.parameters[name].grad = gradient if name in self._bound else None
 
     def are_cleared(self, since: int) -> bool:
-        """Whether the gradients were zeroed or one was removed since `gradient_version` had this value."""
+        """Whether gradients were zeroed, or one was removed, since `gradient_version` had this value."""
         for name in self._bound:
             if self.parameters[name].grad is None:
                 return True
@@ -268,7 +264,7 @@ class MasterStore:
 
     @property
     def gradient_version(self) -> int:
-        """A number that grows with every change of a gradient."""
+        """Grows with every change of a gradient."""
         version = 0
         for gradient in self.gradients:
             if gradient is not None:
@@ -276,13 +272,13 @@ class MasterStore:
         return version
 
     def drop_gradients_of(self, names: Collection[str]) -> None:
-        """Zeros the gradients of some parameters, and removes them."""
+        """Zeros and removes the gradients of some parameters."""
         for name in names:
             self._views[name].zero_()
         self.bind_gradients(set(self._bound) - set(names))
 
     def squared_norm(self) -> float:
-        """Sum of squares of this rank's gradients, in fp64. Every element has one owner, so rank sums add up exactly."""
+        """Sum of squares of this rank's gradients, in fp64. Every element has one owner: rank sums add up exactly."""
         norms = list[Tensor]()
         for gradient in self.gradients:
             if gradient is not None:
@@ -296,5 +292,5 @@ class MasterStore:
                 gradient.mul_(factor)
 
     def non_finite_parameters(self) -> list[str]:
-        """Names of the parameters whose gradient on this rank is not finite."""
+        """Names of the parameters with a non-finite gradient on this rank."""
         return [name for name, gradient in self._views.items() if not torch.isfinite(gradient).all()]

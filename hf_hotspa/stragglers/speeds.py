@@ -1,21 +1,18 @@
 """Which speeds divide the packs of which mini-batch, and how speeds divide the layers of pipelines and MLPs.
 
-Packs. A loop may plan mini-batches ahead of training (the Trainer does not). So speeds that are known after mini-batch n
-(counted from 0) apply from mini-batch `n + 1 + delay` on, with `delay` at least as far as anybody plans ahead. Then every rank
-divides the same way, and so does a run that resumes from `state_dict`.
+Packs: a loop may plan mini-batches ahead of training (the Trainer does not). So speeds known after mini-batch n (counted from
+0) apply from mini-batch `n + 1 + delay` on, with `delay` at least as far as anybody plans ahead. Then every rank divides the
+same way, and so does a run that resumes from `state_dict`.
 
-Stages. A stage with a slow device gets fewer layers. All replicas of a strategy share one partition, and packs are divided
-over them by speed (`Speeds`). So a partition is judged by its throughput: how many mini-batches of one pack all replicas
-together finish in a time, which is the sum of the inverses of their slowest stages. With one replica that is PipeDream's
-objective, with stages weighted by relative step time. With several the even partition is often better, because another one
-would slow the replicas that are not slow.
+Stages: a stage with a slow device gets fewer layers. All replicas of a strategy share one partition, and packs are divided
+over them by speed (`Speeds`). So the best partition has the highest throughput of all replicas together: the sum of the
+inverses of their slowest stages. With one replica that is PipeDream's objective, with stages weighted by relative step time.
+With several, the even partition is often better: another one would slow the replicas that are not slow.
 
-MLPs. `layout.shares` divides them, separately for each tensor-parallel group: other replicas' groups stay even and lose
-nothing. So the only question is whether the change is worth a switch. The partition of stages and the division of packs
-use each rank's resulting work.
+MLPs: `layout.shares` divides them per tensor-parallel group. Other replicas' groups stay even and lose nothing, so the only
+question is whether the change is worth a switch. Stage partition and pack division use each rank's resulting work.
 
-All ranks come to the same result: relative step times are integers, sums are fractions or have the same order everywhere. No
-torch.
+All ranks come to the same result: relative step times are integers, and sums are fractions or have a fixed order. No torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
