@@ -1,12 +1,11 @@
 """`hotspa_stragglers`: what a run knows about slow devices, and what it does about them.
 
-Watching adds no communication: the engine gathers the seconds of all ranks at the end of a mini-batch anyway, and all ranks
-come to the same conclusion. The step reports name relative step times and slow ranks; the main process logs when a device becomes
-slow or recovers. `balance` also divides the packs of later mini-batches over replicas by their speed, and likewise the layers
-of pipelines and the MLPs of tensor-parallel groups. `migrate` lets slow ranks hand over columns of their matrix products to
-the rest of their tensor-parallel group. Both only change the order of sums. `resize` lets slow ranks leave columns out, and
-`semi` divides between the two by the results of a pretest; these are not exact, and log a warning. Checkpoints contain
-everything that these modes depend on.
+Watching adds no communication: the engine gathers all ranks' seconds at the end of a mini-batch anyway, and all ranks come to
+the same conclusion. Step reports have the relative step times and slow ranks; the main process logs when a device becomes slow
+or recovers. `balance` also divides by speed: packs of later mini-batches over replicas, layers over pipeline stages, and
+tensor-parallel MLPs. `migrate` lets slow ranks hand over columns of their matrix products to their tensor-parallel group. Both
+only change the order of sums. `resize` lets slow ranks leave columns out, and `semi` divides between the two by a pretest;
+these are not exact, and log a warning. Checkpoints contain everything that the modes depend on.
 """
 
 import logging
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_LOGGED = 10
 _WORTH_LOGGING = 0.05
-"""Shares that changed by less since the last log line are only in the report."""
+"""Smaller changes of shares since the last log line are only in the report."""
 _IMPUTED = {"zero": "0", "same": "the previous mini-batch's", "average": "the mean of the others"}
 
 
@@ -45,7 +44,7 @@ class DeviceWatch:
 
     Attributes:
         decides: Whether the run depends on the results; checkpoints then contain them.
-        speeds: The speeds that divide packs; None if the mode divides evenly.
+        speeds: Speeds that divide packs; None if the mode divides evenly.
 
     Raises:
         HotspaConfigError: no strategy has replicas, stages or groups to divide packs, layers or MLPs over, or shards whose
@@ -90,14 +89,13 @@ class DeviceWatch:
             )
 
     def start(self) -> SpeedHistory | None:
-        """The speeds for a pass through a data set or a stream from its beginning; keeps the latest speeds."""
+        """The speeds for a pass through a data set or stream from its beginning; keeps the latest."""
         if self.speeds is not None:
             self.speeds.restart()
         return self.speeds
 
     def begin(self, step: int, pass_steps: int) -> None:
-        """Called before a mini-batch. Collective if columns are chosen by variation, or a resumed run has another partition
-        of stages or MLPs.
+        """Called before a mini-batch. Collective if columns are chosen by variation, or a resumed run has another partition.
 
         Args:
             step: Mini-batches trained so far.
@@ -111,8 +109,7 @@ class DeviceWatch:
                 logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)", step + 1, change, self.mode)
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> StepReport:
-        """Takes the report of a mini-batch; returns it with the facts about devices. Collective if pipelines or MLPs are
-        partitioned anew."""
+        """Takes the report of a mini-batch; returns it with the facts about devices. Collective if the partition changes."""
         report, event = self._step_time.trained(plan, report)
         action = self._act(report.step)
         if (event is not None or action) and self._logs and self._num_logged < _MOST_LOGGED:
@@ -124,7 +121,7 @@ class DeviceWatch:
         return report
 
     def _act(self, step: int) -> str:
-        """Decides anew; returns what changes from some later mini-batch on, or an empty string."""
+        """Decides anew; returns what changes in later mini-batches, or an empty string."""
         devices = self._step_time.devices
         if self.speeds is not None and self._stages is not None:
             return self._balanced(step, self.speeds, self._stages)
@@ -168,7 +165,7 @@ class DeviceWatch:
         return {"devices": self._step_time.devices.state_dict(), **of_mode}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state; ignores one with another number of ranks, because those are other devices.
+        """Restores a state, unless it has another number of ranks: those are other devices.
 
         Raises:
             HotspaConfigError: the state is damaged.
@@ -182,12 +179,12 @@ class DeviceWatch:
             self._engine.give(self._step_time.giving.shares, self._step_time.giving.resized)
 
     def _parts(self) -> dict[str, Any]:
-        """The parts that the mode uses, by their name in the state; each has a separate state."""
+        """The mode's parts, by their name in the state."""
         parts = {"speeds": self.speeds, "stages": self._stages, "giving": self._step_time.giving}
         return {name: part for name, part in parts.items() if part is not None}
 
     def rank_tensors(self) -> dict[str, Tensor]:
-        """What only this rank needs to resume bit for bit, in host memory."""
+        """This rank's own state for resuming bit for bit, in host memory."""
         return self._statistics.tensors() if self._statistics is not None else {}
 
     def load_rank_tensors(self, tensors: Mapping[str, Tensor]) -> None:
@@ -204,7 +201,7 @@ def watch_devices(
     """Makes the `DeviceWatch` of a run; None if off, or with a single device. Collective for `semi`.
 
     Args:
-        plan: Predicts for another partition of stages and MLPs, and raises for what does not fit in it.
+        plan: Predicts for another partition, and raises if it does not fit.
 
     Raises:
         HotspaConfigError: see `DeviceWatch`.

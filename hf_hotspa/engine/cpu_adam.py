@@ -1,7 +1,7 @@
 """DeepSpeed's CPU Adam for a master store in host memory: vectorized C++, compiled once by the system's compiler.
 
-Loads the kernel and wraps it in an optimizer class. A step depends only on weights, gradients, state and groups, so a
-resumed run continues bit for bit. The state matches `torch.optim.AdamW`: each loads the other's checkpoints.
+A step depends only on weights, gradients, state and groups, so a resumed run continues bit for bit. The state matches
+`torch.optim.AdamW`: each loads the other's checkpoints.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ CPU_ADAM = "CpuAdamW"
 
 
 def load_cpu_adam() -> str | None:
-    """Loads the kernel, and compiles it on the first use on this machine (about a minute; kept in torch's extension
-    cache, `TORCH_EXTENSIONS_DIR`).
+    """Loads the kernel. Compiles it on first use on this machine (about a minute; kept in torch's extension cache,
+    `TORCH_EXTENSIONS_DIR`).
 
     Returns:
-        None on success, otherwise a short reason. Never raises, and never waits for a process that was killed
-        (`sole_compiler`): the caller can use another optimizer.
+        None on success, otherwise a short reason. Never raises, and never waits for a killed process (`sole_compiler`):
+        the caller can use another optimizer.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it looks for others, and prints that there are none
@@ -59,11 +59,11 @@ def cpu_adam_class() -> type[Optimizer]:
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     class CpuAdamW(DeepSpeedCPUAdam):  # type: ignore[misc]
-        """DeepSpeed's class, without the memory that it keeps outside its state."""
+        """DeepSpeed's class, without its memory outside the state."""
 
         def step(self, closure: Any = None) -> Any:
-            # DeepSpeed's C++ object multiplies up the powers of the betas step by step, in fp32; a new object computes
-            # them from the step number, as a resumed process would
+            # DeepSpeed's C++ object multiplies up powers of the betas step by step, in fp32; a new one computes them from the
+            # step number, as a resumed process would
             first = self.param_groups[0]
             constants = first["lr"], *first["betas"], first["eps"], first["weight_decay"]
             self.ds_opt_adam.create_adam(self.opt_id, *constants, self.adam_w_mode, False)
@@ -82,10 +82,9 @@ def cpu_adam_class() -> type[Optimizer]:
 
 # One process at a time compiles a torch extension, and none waits for a killed compilation.
 #
-# torch's own lock is a file `lock` in the extension's folder. It stays behind if its process is killed, and every later
-# process then waits for it forever, without a message. Our processes wait for each other by a lock that ends with its
-# process. An orphaned torch lock is removed: at once if one of our processes died on this machine, otherwise once it is
-# older than any compilation.
+# torch's own lock is a file `lock` in the extension's folder. It outlives a killed process, and later processes wait for it
+# forever, without a message. Our processes wait for each other by a lock that ends with its process. An orphaned torch lock is
+# removed: at once if one of our processes died on this machine, otherwise once it is older than any compilation.
 
 
 _BATON = "lock"  # the name that torch gives it
@@ -93,8 +92,8 @@ _PATIENCE_S = 1200.0
 """How long to wait for a living process; less than ranks wait for each other."""
 
 _STALE_S = 600.0
-"""The age at which a file counts as orphaned if no process on this machine holds it; it may belong to another machine.
-Compiling takes a minute or two."""
+"""The age at which a file is orphaned if no process on this machine holds it; it may be another machine's. Compiling takes a
+minute or two."""
 
 
 @contextlib.contextmanager

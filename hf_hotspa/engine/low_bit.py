@@ -1,9 +1,8 @@
 """The bitsandbytes and torchao optimizers with 8- or 4-bit states, on shares of the master store.
 
-The libraries' own code makes the steps. They decide by the size of a tensor whether to quantize it; here that size is the
-complete parameter's. Shares end at blocks of their parameter (`MASTER_ALIGNMENT`), so codes, scales and weights have the
-same bits under every layout. Also defines how such states are saved: 1-D tensors whose values each cover one element of
-the parameter, or a fixed number of them.
+The libraries' own code makes the steps, but decides by the complete parameter whether a tensor is large enough to quantize.
+Shares end at blocks of their parameter (`MASTER_ALIGNMENT`), so codes, scales and weights have the same bits under every
+layout. Also defines how states are saved: 1-D tensors whose values each cover one or more elements of the parameter.
 """
 
 import hashlib
@@ -28,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
 RELEASES = {BITSANDBYTES: ">=0.50,<0.51", TORCHAO: ">=0.16,<0.19"}
-"""Tested releases, as in setup.cfg. Other releases may move what is overridden of their classes."""
+"""Tested releases, as in setup.cfg. Others may move what is overridden of their classes."""
 _BNB_BLOCK = 256
-"""Elements that share one scale in bitsandbytes, which has no name for the number."""
+"""Elements that share one scale in bitsandbytes, which does not name the number."""
 _TORCHAO_LEAST = 4096
-"""Elements from which torchao quantizes a parameter; torchao has no name for the number either."""
+"""Elements from which torchao quantizes a parameter; torchao does not name the number either."""
 _TORCHAO_KINDS = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit")
 _ELEMENTS, _SCALES, _MAPS = ("state1", "state2"), ("absmax1", "absmax2"), ("qmap1", "qmap2")
 """What bitsandbytes keeps per parameter: codes or fp32 values, the scales of blocks, and constant tables."""
@@ -56,7 +55,7 @@ def library_of(kind: type) -> str | None:
 
 
 def check_installed(library: str, optim: str) -> None:
-    """Raises if an optimizer's library is missing, or in an untested release.
+    """Raises if an optimizer's library is missing or untested.
 
     Raises:
         HotspaConfigError: with the command that installs it.
@@ -72,7 +71,7 @@ def check_installed(library: str, optim: str) -> None:
 
 
 def check_low_bit(optimizer: Optimizer) -> None:
-    """Raises for an optimizer of these libraries that would depend on the layout, or that is untested.
+    """Raises for an optimizer of these libraries that would depend on the layout, or is untested.
 
     Raises:
         UnsupportedError: naming the reason.
@@ -108,7 +107,7 @@ def _is_ours(kind: type) -> bool:
 
 
 class _OnShares:
-    """Fields of the classes derived from the libraries' own: the size of each share's complete parameter."""
+    """Fields of the classes derived from the libraries' own."""
 
     wholes: Mapping[int, int]
     """Id of a share -> elements of its parameter."""
@@ -118,7 +117,7 @@ class _OnShares:
 
 @cache
 def _on_shares(kind: Any) -> Any:
-    """A subclass of the library's class, under the same name, that decides by complete parameters what to quantize."""
+    """A subclass of the library's class, with its name, that decides by complete parameters what to quantize."""
     if kind.__module__.partition(".")[0] == BITSANDBYTES:
 
         class BitsAndBytes(kind, _OnShares):  # type: ignore[misc]
@@ -165,7 +164,7 @@ def overrides_of(optimizer: Any) -> dict[int, dict[str, Any]]:
 
 
 def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None) -> None:
-    """Makes an optimizer of these libraries decide by complete parameters. Its parameters are shares of the master store.
+    """Makes an optimizer of these libraries decide by complete parameters; its parameters are shares of the master store.
 
     Args:
         overrides: Id of a share -> its parameter's overrides in `GlobalOptimManager`.
@@ -190,7 +189,7 @@ def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str,
 
 
 def _report_compilation(optimizer: Optimizer) -> None:
-    """Logs after the first step how long it took: torchao compiles it for every share size."""
+    """Logs how long the first step took: torchao compiles it for every share size."""
     begun = list[float]()
 
     def after(*_: Any) -> None:
@@ -213,7 +212,7 @@ def disown(optimizer: Any) -> None:
 
 
 def needs_adopting(kind: type) -> bool:
-    """Whether it is a class of these libraries without the changes of `adopt`."""
+    """Whether it is such a class without the changes of `adopt`."""
     return library_of(kind) is not None and not _is_ours(kind)
 
 
@@ -221,7 +220,7 @@ def needs_adopting(kind: type) -> bool:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The optimizer's name in checkpoints; states can be loaded only into the same kind."""
+    """The optimizer's name in checkpoints; only the same kind can load the states."""
     library, name = library_of(type(optimizer)), type(optimizer).__name__
     if library is None:
         return name
@@ -232,7 +231,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def code_digest(optimizer: Any) -> str | None:
-    """A digest of the meaning of the codes in its states; None without codes."""
+    """A digest of what the codes in its states mean; None without codes."""
     library = library_of(type(optimizer))
     if library is None:
         return None
@@ -251,7 +250,7 @@ def _maps(optimizer: Any) -> dict[str, Tensor]:
 
 
 def stored_states(optimizer: Any, share: Tensor) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """The states of a share: by name, those saved by range of elements; and those that the parameter has once."""
+    """A share's states: by name, those saved by range of elements; and those that the parameter has once."""
     stored, rest = dict[str, Stored](), dict[str, Any]()
     library, state = library_of(type(optimizer)), optimizer.state.get(share, {})
     for key, value in state.items():
@@ -279,7 +278,7 @@ def _bits(optimizer: Any) -> int:
 
 
 def loaded_states(optimizer: Any, share: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of `stored_states`: the states of a share in the optimizer's form."""
+    """The inverse of `stored_states`."""
     library, state = library_of(type(optimizer)), dict[str, Any]()
     for name, values in stored.items():
         key, _, part = name.partition(".")
@@ -301,7 +300,7 @@ def loaded_states(optimizer: Any, share: Tensor, stored: Mapping[str, Tensor]) -
 
 
 def cut_state(optimizer: Any, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
-    """Cuts an optimizer's state of a complete parameter to a share; leaves values that are already cut.
+    """Cuts an optimizer's state of a complete parameter to a share, unless it is already cut.
 
     Raises:
         UnsupportedError: the master store has the weight transposed, so its blocks have other elements.

@@ -2,12 +2,12 @@
 
 `packing.weight_versions` decides which pack uses which version. Here `StageUpdates` makes the next version in the master
 store (each stage has its own part, `MasterStore.by_stage`). `PipeDreamRunner` keeps the versions that packs in flight need,
-and runs our 1F1B with them. Guarantees:
+and runs our 1F1B with them.
 
-* Forward and backward of a pack use the same weight buffers on a stage, and nothing writes to them in between.
+* Forward and backward of a pack use the same weight buffers on a stage, which nothing writes to in between.
 * Replicas add up the gradients of their k-th packs before update k, in rank order, as for any mini-batch; a replica without
   a k-th pack adds nothing.
-* Versions that no pack of the mini-batch uses are not made; at most `PipeDream.most_versions` buffers exist.
+* Unused versions are not made; at most `PipeDream.most_versions` buffers exist.
 * A non-finite gradient is not applied, nor is any later one of the mini-batch on this stage.
 """
 
@@ -37,12 +37,12 @@ class StageUpdates:
     """The optimizer steps of this rank's part of its stage.
 
     Args:
-        master: The master store, with each stage's part on its ranks.
+        master: With each stage's part on its ranks.
         mode: Which version each pack uses, and to which norm a stage clips.
-        stage: The ranks of the stage; None if it is this rank alone.
+        stage: The ranks of the stage; None for this rank alone.
 
     Attributes:
-        step: An optimizer step on the gradients of this rank's shares (`optimizer.step`); set by the engine's caller.
+        step: An optimizer step on this rank's shares (`optimizer.step`); set by the engine's caller.
     """
 
     def __init__(self, master: MasterStore, mode: PipeDream, stage: dist.ProcessGroup | None) -> None:
@@ -54,7 +54,7 @@ class StageUpdates:
         """Starts a mini-batch.
 
         Raises:
-            HotspaConfigError: there is no optimizer.
+            HotspaConfigError: no optimizer is set.
         """
         if self.step is None:
             raise HotspaConfigError(
@@ -67,12 +67,11 @@ class StageUpdates:
         """Makes one step with the master store's gradients. Collective in the stage.
 
         Args:
-            reached: The parameters with a gradient from this rank; the stage's parameters without one on any rank are not
-                stepped.
+            reached: Parameters with a gradient from this rank; the stage's parameters without one on any rank are not stepped.
         """
         assert self.step is not None
         own, trained = self._master.squared_norm(), self._master.trained
-        # other stages' parameters are empty here; they count as stepped, or their state would be missing on this rank
+        # other stages' parameters are empty here; they count as stepped, or this rank would lack their state
         is_here = [float(self._master.parameters[name].numel() > 0) for name in trained]
         sums = [own, *is_here, *(float(name in reached) for name in trained)]
         if self._stage is not None:
@@ -92,20 +91,20 @@ class StageUpdates:
         self.step()
 
     def end(self) -> None:
-        """Ends the mini-batch: an optimizer step of the surrounding loop then changes nothing."""
+        """Ends the mini-batch: an optimizer step of the caller's loop then changes nothing."""
         self._master.bind_gradients(())
 
     @property
     def squared_norm(self) -> float:
-        """Mean over the updates of the mini-batch, for the gradients of this rank's shares before clipping. All ranks add up
-        to the complete model's mean squared norm."""
+        """Mean over the mini-batch's updates, of this rank's shares before clipping. All ranks add up to the complete model's
+        mean squared norm."""
         return self._squares / max(self._num, 1)
 
 
 def stage_updates(
     mode: PipeDream | None, strategy: Strategy, groups: ProcessGroups, master: MasterStore
 ) -> StageUpdates | None:
-    """The updates of this rank's stage; None if stages do not update by themselves. Otherwise collective."""
+    """The updates of this rank's stage, collective; None if stages do not update by themselves."""
     if mode is None:
         return None
     size, mine = strategy.stage_size, strategy.coord(groups.rank).pp
@@ -138,9 +137,6 @@ class _Run(OneForwardOneBackward):
 class PipeDreamRunner(PhaseRunner):
     """The one strategy of a run whose stages update by themselves; takes the arguments of `PhaseRunner`, and `updates`.
 
-    Args:
-        updates: For this rank's part of its stage.
-
     Attributes:
         most_held: The most versions that this stage has held at a time.
     """
@@ -150,7 +146,7 @@ class PipeDreamRunner(PhaseRunner):
         self._updates, self._mode = updates, updates.mode
         self._by_version: dict[int, list[Tensor | None]] = {}
         self._free: list[list[Tensor | None]] = []
-        self._extra: list[list[Tensor | None]] = []  # all except version 0's
+        self._extra: list[list[Tensor | None]] = []  # without version 0
         self._versions: list[int] = []
         self._needed: frozenset[int] = frozenset()
         self._labels: list[int] = []
@@ -166,7 +162,7 @@ class PipeDreamRunner(PhaseRunner):
     ) -> Tensor:
         """Forward and backward of all packs, and the updates; arguments and result as for `PhaseRunner.compute`.
 
-        The loss is the mini-batch's mean over its label tokens, each pack with the weights it was run with.
+        The loss is the mini-batch's mean over label tokens, each pack with its weights.
         """
         assert plan is not None, "update k needs the k-th packs of all replicas"
         self.act = "compute"
@@ -177,19 +173,19 @@ class PipeDreamRunner(PhaseRunner):
         run = _Run(self, self._labels, [labels / plan.num_labels for labels in self._labels])
         order = self._passes_of(own, most_tokens).operations(self.mesh.coord.pp)
         loss = run.run([Chunk(m, i) for i, m in enumerate(micro_batches)], scale, order)
-        for k in range(len(own), len(self._labels)):  # packs that only other replicas have
+        for k in range(len(own), len(self._labels)):  # packs of other replicas
             self.update(k)
         self._updates.end()
         return self._counted(loss)
 
     def return_gradients(self) -> SwitchJob:
-        """Releases the storage; the gradients have been used. Not collective."""
+        """Releases the storage. Not collective."""
         self.act = "return"
         self.release()
         return SwitchJob(f"gradients of {self.mesh.strategy}, which are applied already")
 
     def release(self) -> None:
-        """As `PhaseRunner.release`; the version buffers stay for the next mini-batch."""
+        """As `PhaseRunner.release`, but keeps the version buffers for the next mini-batch."""
         self._by_version, self._free = {}, []
         super().release()
 
@@ -204,7 +200,7 @@ class PipeDreamRunner(PhaseRunner):
         self._labels = [sum(r[k].num_labels for r in plan.replicas if k < len(r)) for k in range(most)]
 
     def use_version_of(self, pack: int) -> None:
-        """Sets the weights that a pack runs with."""
+        """Sets a pack's weights."""
         self.replica.use_weights(self._by_version[self._versions[pack]])
 
     def update(self, k: int) -> None:
@@ -234,7 +230,7 @@ class PipeDreamRunner(PhaseRunner):
             self.most_held = max(self.most_held, len(self._by_version))
 
     def _new_buffers(self) -> list[Tensor | None]:
-        """Memory for one more version of the trained weights; all versions share the frozen ones."""
+        """One more version of the trained weights; all versions share the frozen ones."""
         trained = self._switching.gradient_dtypes
         self._extra.append([
             torch.empty_like(own) if own is not None and dtype is not None else own
@@ -244,7 +240,7 @@ class PipeDreamRunner(PhaseRunner):
 
 
 def check_pipedream_model(buckets: Sequence[Bucket], description: ModelDescription, options: EngineOptions) -> None:
-    """Raises for what stages cannot update by themselves, and for what needs the gradient of the complete mini-batch.
+    """Raises for what stages cannot update by themselves, and for what needs the complete mini-batch's gradient.
 
     Raises:
         StrategyError: see `check_pipedream`.

@@ -1,8 +1,8 @@
-"""Checks an engine's model and strategies and makes all plans, before there are weights; and plans for another partition of
-the model, between two mini-batches.
+"""Checks an engine's model and strategies and makes all plans, before there are weights; and again for another partition of the
+model, between two mini-batches.
 
-What does not fit raises one error on every rank, before anything is allocated. Ranks whose models, options or plans differ
-are named.
+What does not fit raises one error on every rank, before any allocation. The error names ranks whose models, options or plans
+differ.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,13 +41,13 @@ def describe(
     groups: ProcessGroups,
     agreement: Agreement,
 ) -> ModelDescription:
-    """Describes the model for layouts, and checks everything about it and the strategies. Collective.
+    """Describes the model for layouts, and checks it and the strategies. Collective.
 
     Args:
         weights: Where its weights are, if not in the model.
 
     Raises:
-        HotspaError: on every rank: the error of one rank, or what differs between ranks.
+        HotspaError: on every rank: one rank's error, or what differs between ranks.
     """
     libraries = [
         name for name, used in {"peft": is_adapted(model), "deepspeed": options.offload_master}.items() if used
@@ -87,7 +87,7 @@ def plan_switches(
     agreement: Agreement,
     failures: PhaseFailures,
 ) -> Switching:
-    """Plans every switch. All ranks must make the same plans, and have the memory for them. Collective.
+    """Plans every switch. All ranks must make the same plans, and have the memory. Collective.
 
     Raises:
         HotspaError: on every rank: plans differ, or a device cannot hold them.
@@ -103,10 +103,9 @@ def plan_switches(
 
 # -- another partition, between two mini-batches -----------------------------------------------------------------------
 
-# When pipeline stages, or the MLPs of tensor-parallel groups, are divided in another way, plans and models of the affected
-# strategies are made anew. The master store does not depend on the partition, so nothing moves here: the next load fills the
-# new stages and shards. All ranks make everything, and its memory, before one of them uses it; otherwise all keep the
-# previous partition. One collective.
+# If pipeline stages or tensor-parallel MLPs are divided in another way, the plans and models of the affected strategies are made
+# anew. The master store does not depend on the partition, so nothing moves here: the next load fills the new stages and shards.
+# All ranks make everything, and its memory, before one uses it; otherwise all keep the previous partition. One collective.
 
 
 def with_step_times(
@@ -115,11 +114,10 @@ def with_step_times(
     usual: StageCosts | None,
     of_ranks: Iterable[int] = (),
 ) -> ModelDescription:
-    """Divides the model by the relative step times of its devices: stages by `step_times`, the MLPs of tensor-parallel groups
-    by `of_ranks`.
+    """Divides the model by relative step times: stages by `step_times`, tensor-parallel MLPs by `of_ranks`.
 
     Args:
-        usual: Costs that divide stages without relative step times; None to divide by count.
+        usual: Costs that divide stages without step times; None to divide by count.
     """
     costs = description.vector.stage_costs.with_step_times(step_times)
     vector = description.vector.with_measured(costs if costs.step_times else usual).with_step_times(of_ranks)
@@ -150,11 +148,10 @@ def take_cut(
     Args:
         meshes: Of the affected strategies.
         switching: Has the new plans afterwards.
-        make: Makes a runner.
         fits: Raises on a rank that cannot hold the model in this partition.
 
     Raises:
-        HotspaError: on every rank, the error of one of them; nothing has changed.
+        HotspaError: on every rank, one rank's error; nothing has changed.
     """
     before = switching.pool, switching.forecast
 

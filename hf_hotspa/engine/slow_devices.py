@@ -1,7 +1,5 @@
-"""What an engine does about slow devices.
-
-Partitions its pipelines, and the MLPs of its tensor-parallel groups, by relative step time (`StageCuts`); measures the cost of
-handing over product columns (`pretest`); and tracks which columns can be left out (`ColumnStatistics`).
+"""What an engine does about slow devices: partitions by relative step time (`StageCuts`), the cost of handing over product columns
+(`pretest`), and which columns can be left out (`ColumnStatistics`).
 """
 
 from collections import Counter
@@ -39,11 +37,11 @@ from hf_hotspa.typed import reading_state
 
 
 _Cut = tuple[StepTimes, tuple[int, ...]]
-"""Relative step times that partition stages, and relative step times of ranks that divide MLPs."""
+"""Step times that partition stages, and step times of ranks that divide MLPs."""
 
 
 class StageCuts:
-    """Partitions the pipelines of an engine, and the MLPs of its tensor-parallel groups.
+    """Partitions an engine's pipelines, and the MLPs of its tensor-parallel groups.
 
     Args:
         fits: Raises if a device cannot hold the pool in a partition.
@@ -68,12 +66,12 @@ class StageCuts:
 
     @property
     def loads(self) -> tuple[tuple[float, ...], ...]:
-        """The work of each stage, see `Speeds.loads`; empty while all partitions are the usual ones."""
+        """Each stage's work, see `Speeds.loads`; empty while all partitions are the usual ones."""
         return stage_loads(self._vector.stage_costs)
 
     @property
     def works(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
-        """The work of each rank of tensor-parallel groups, see `Speeds.works`."""
+        """Each rank's work in tensor-parallel groups, see `Speeds.works`."""
         return works_by_degree(self._vector, self._engine.phases)
 
     @property
@@ -81,14 +79,14 @@ class StageCuts:
         return self._engine.description.vector
 
     def begin(self) -> str:
-        """Before a mini-batch: takes the partition of the run that this run resumes. Returns what changes from now on, or an
-        empty string. Collective if the partition changes."""
+        """Before a mini-batch: takes the partition of the resumed run. Returns what changes, or an empty string. Collective if
+        the partition changes."""
         cut, self._resumed = self._resumed, None
         return self._recut([cut]) if cut is not None else ""
 
     def decide(self, speeds: Sequence[float] | None) -> str:
-        """After a mini-batch: partitions by `SlowDevices.speeds`. Returns what changes from the next mini-batch on, or an
-        empty string. Collective if a partition changes."""
+        """After a mini-batch: partitions by `SlowDevices.speeds`. Returns what changes from the next one on, or an empty
+        string. Collective if a partition changes."""
         known = tuple(speeds) if speeds is not None else None
         if known == self._decided:
             return ""
@@ -115,7 +113,7 @@ class StageCuts:
         return f"the shards of {', '.join(groups)} stay even, as no layer has a dense MLP that its plan divides"
 
     def _recut(self, wanted: Sequence[_Cut]) -> str:
-        """Takes the first partition that memory holds."""
+        """Takes the first that memory holds."""
         before, message = (self._cuts(), self._shares()), ""
         for step_times, of_ranks in wanted:
             if (step_times, of_ranks) == (self._vector.stage_costs.step_times, self._vector.step_times):
@@ -174,7 +172,7 @@ class StageCuts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state, from the next mini-batch on.
+        """Restores a state for the next mini-batch.
 
         Raises:
             HotspaConfigError: the state is invalid.
@@ -191,19 +189,19 @@ class StageCuts:
 
 # -- the cost of handing columns over ----------------------------------------------------------------------------------
 
-# The pretest of SEMI-migration (Wang et al., arXiv 2401.11469, sections IV-B and IV-C): the costs of resizing and migrating on
-# this machine.
+# The pretest of SEMI-migration (Wang et al., arXiv 2401.11469, sections IV-B and IV-C) measures the costs of resizing and
+# migrating on this machine.
 #
 # Before training, each tensor-parallel group of a strategy makes the copies, messages and products for a few column shares of
-# every kind of linear that it has, on random tensors, forward and backward. Lines through these samples are the curves of
-# equations 2 and 3: Omega (resizing: a static part and a part per column), Phi_1 (sending, likewise) and Phi_2 (computing).
-# All ranks then agree on them in one gather per strategy.
+# every kind of linear, on random tensors, forward and backward. Lines through these samples are the curves of equations 2 and 3:
+# Omega (resizing: a static part and a part per column), Phi_1 (sending, likewise) and Phi_2 (computing). All ranks agree on
+# them in one gather per strategy.
 
 
 SHARES = (0.25, 0.5, 0.75)
 """Shares of the columns that are measured."""
 MOST_TOKENS = 1024
-"""The pretest needs no more tokens: costs are nearly proportional from there on."""
+"""The pretest needs no more: costs are nearly proportional from there on."""
 _TIMES = 3
 
 
@@ -223,8 +221,8 @@ def measure(work: FlexibleWork, tokens: int, dtype: torch.dtype, device: torch.d
     """Measures this rank. Collective in the group.
 
     Returns:
-        The columns of all its products; then, for all its products together, static, extract (per column), send, compute, and
-        the static part of send, in seconds.
+        The columns of all its products; then, for these together, static, extract (per column), send, compute, and the static
+        part of send, in seconds.
     """
     kinds = Counter(work.products.values())
     columns = sum(product.columns[work.position] * number for product, number in kinds.items())
@@ -246,7 +244,7 @@ def measure(work: FlexibleWork, tokens: int, dtype: torch.dtype, device: torch.d
 def _sample(
     work: FlexibleWork, product: Product, share: float, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float]:
-    """Seconds of one linear, forward and backward: resizing a share of its columns; sending and computing as many."""
+    """Seconds of one linear, forward and backward: resizing a share of its columns; sending, and computing, as many."""
     columns, outputs = product.columns[work.position], product.outputs[work.position]
     x, w, grad = (
         torch.randn(shape, dtype=dtype, device=device)
@@ -275,7 +273,7 @@ def _sample(
 
 
 def _send(work: FlexibleWork, product: Product, share: float, tokens: int, like: Tensor) -> None:
-    """The messages of a product if the group's first position hands over a share."""
+    """The messages of a product if position 0 of the group hands over a share."""
     giver = 0
     migration = migrate(work.size, giver, product.columns[giver], share)
     if migration is None:
@@ -300,7 +298,7 @@ def _send(work: FlexibleWork, product: Product, share: float, tokens: int, like:
 
 
 def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """The fewest seconds of a few runs; with a group, all its ranks start each run together."""
+    """The fewest seconds of a few runs; a group's ranks start each run together."""
     seconds = []
     for _ in range(_TIMES):
         if group is not None:
@@ -313,12 +311,12 @@ def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGro
 
 # -- how much columns vary ---------------------------------------------------------------------------------------------
 
-# How much each column of each weight varies from one period to the next: the paper's Pri and PriDiff choose columns by it.
+# How much each column of each weight varies between periods: the paper's Pri and PriDiff choose columns by it.
 #
 # The previous period's weights are kept as in the master store, each element on one rank. At the end of a period
-# `|w(t) - w(t-1)|` is computed where the weights are and gathered like weights. Each rank then takes the means over the rows
-# of its shards, for every strategy with shards: `delta_i` of arXiv 2401.11469, section III-B. Columns that were left out in
-# the period keep their old value. Frozen weights have no statistics: their columns are drawn at random.
+# `|w(t) - w(t-1)|` is computed there and gathered like weights. Each rank takes the means over the rows of its shards, for every
+# strategy with shards: `delta_i` of arXiv 2401.11469, section III-B. Columns that were left out in the period keep their old
+# value. Frozen weights have no statistics: their columns are drawn at random.
 #
 # `tensors` is everything that the next columns depend on, for this rank's file in a checkpoint.
 
@@ -327,9 +325,9 @@ _BEFORE, _VARIATION, _LEFT_OUT, _GRADIENT = "weights", "variation", "left out", 
 
 
 class ColumnStatistics:
-    """The statistics of a run, and the other state of resized products that outlives a mini-batch.
+    """The statistics of a run, and other state of resized products that outlives a mini-batch.
 
-    For an engine that resizes all products of its strategies with shards, on all ranks, in the given way."""
+    For an engine that resizes all products of its strategies with shards, on all ranks."""
 
     def __init__(self, engine: HotSPaEngine, resizing: Resizing) -> None:
         self._engine, self._works, self._resizing = engine, engine.flexible_works(), resizing
@@ -340,7 +338,7 @@ class ColumnStatistics:
             work.resizing = resizing
 
     def _shards(self) -> dict[str, list[tuple[Strategy, str, tuple[tuple[int, int], ...], int]]]:
-        """Parameter name -> per strategy the linear, and the rows of this rank's shard along the sharded dim."""
+        """Parameter name -> per strategy the linear, and this rank's rows along the sharded dim."""
         description = self._engine.description
         specs = {spec.name: spec for spec in description.vector.specs}
         shards: dict[str, list[tuple[Strategy, str, tuple[tuple[int, int], ...], int]]] = {}
@@ -354,8 +352,8 @@ class ColumnStatistics:
 
     @torch.no_grad()
     def begin(self, step: int, pass_steps: int) -> None:
-        """Called before a mini-batch, with `step` mini-batches trained. Chooses columns anew after each period (`pass_steps`
-        by default). Collective."""
+        """Before a mini-batch, with `step` mini-batches trained: chooses columns anew after each period (`pass_steps` by
+        default). Collective."""
         if not self._is_kept:
             return
         period = self._resizing.period or pass_steps
@@ -389,7 +387,7 @@ class ColumnStatistics:
     def _means(
         work: FlexibleWork, linear: str, change: Tensor, rows: tuple[tuple[int, int], ...], dim: int
     ) -> tuple[float, ...]:
-        """The statistics of the columns of a shard, from |w(t) - w(t-1)| of the complete weight."""
+        """A shard's column statistics, from |w(t) - w(t-1)| of the complete weight."""
         shard = torch.cat([change.narrow(dim, low, high - low) for low, high in rows], dim)
         left_out = work.left_out.get(linear, set())
         kept = [i for i in range(shard.shape[1]) if i not in left_out]
@@ -416,7 +414,7 @@ class ColumnStatistics:
         return dict(sorted(state.items()))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores `tensors` of the same rank. Ignores what does not fit (other strategies, another model)."""
+        """Restores `tensors` of the same rank; ignores what does not fit (other strategies, another model)."""
         if self._is_kept:
             self._before = [
                 _fitting(tensors.get(f"{_BEFORE}/{index}"), w)
@@ -442,7 +440,7 @@ def _copied(x: Tensor | None) -> Tensor | None:
 
 
 def _fitting(saved: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A saved tensor if its size fits, else a copy of the current one."""
+    """A saved tensor of the right size, else a copy of the current one."""
     if like is None or saved is None or saved.shape != like.shape:
         return _copied(like)
     return saved.to(like)

@@ -1,19 +1,16 @@
 """The worker that runs switches (`SwitchJob`) in a separate thread, beside the computation.
 
-Guarantees:
-
-* Switches run one after another in order of submission. Every rank submits the same switches in the same order, so the
-  workers of all ranks meet in the same one.
+* Switches run one after another in order of submission. All ranks submit the same switches in the same order, so their
+  workers meet in the same one.
 * A switch reads a segment only after its gate is open, and the segment may be used once `SwitchJob.wait` has returned for
   it. Nothing else couples a switch to the computation.
-* An error ends its job, and the same object is raised in everyone who waits for the job. A cancelled job ends although its
-  gate never opens. After either, no further switch is accepted: peers may hold half of one.
+* An error ends its job, and everyone who waits for the job gets the same object. A cancelled job ends although its gate never
+  opens. After either, no further switch is accepted: peers may hold half of one.
 
-On CUDA the thread uses a side stream. Completed segments and opened gates are recorded as events, for which the other side's
-stream waits, so host waits are short and the device order is kept. Buffers that both streams use belong to arenas, master
-store and executor, which keep them between phases and hand them out again only after the job was joined, so the caching
-allocator never reuses them too early. What the executor allocates temporarily is allocated, used and freed under the side
-stream.
+On CUDA the thread uses a side stream. Completed segments and opened gates are events that the other side's stream waits for,
+so host waits are short and the device order is kept. Buffers that both streams use belong to arenas, master store and
+executor, which keep them between phases and reuse them only after the job was joined, so the caching allocator never reuses
+them too early. The executor's temporary memory is allocated, used and freed under the side stream.
 """
 
 import contextlib
@@ -30,11 +27,11 @@ from hf_hotspa.errors import TransferError
 class SwitchWorker:
     """Runs the switches of one rank in one thread, which starts with the first switch.
 
-    While jobs are in progress nobody else may use the executor.
+    While jobs run, nobody else may use the executor.
 
     Args:
-        on_failure: Called for a switch that failed (not: was cancelled), at once and in the thread: the caller may learn of
-            it only after its computation has waited in vain for a peer.
+        on_failure: Called in the thread, at once, for a switch that failed (not: was cancelled): the caller may learn of it
+            only after its computation has waited in vain for a peer.
     """
 
     def __init__(self, device: torch.device, on_failure: Callable[[Exception], object] | None = None) -> None:
@@ -50,8 +47,8 @@ class SwitchWorker:
     def submit(self, name: str, run: Callable[[SwitchJob], SwitchStats], gate: SegmentGate | None = None) -> SwitchJob:
         """Queues a switch; it starts when earlier ones are over.
 
-        The switch runs after the work so far in the caller's stream. The target buffers may be used once the job reports
-        them complete. The source buffers may be changed until the gate opens, and after the end of the job.
+        The switch runs after the work so far in the caller's stream. Target buffers may be used once the job reports them
+        complete. Source buffers may be changed until the gate opens, and after the job.
 
         Args:
             run: Runs the switch, with the job as its progress.
@@ -81,7 +78,7 @@ class SwitchWorker:
         return job
 
     def cancel(self, reason: str) -> None:
-        """Ends the jobs that have not started or wait at their gate, and accepts no more. Does not wait.
+        """Ends jobs that have not started or wait at their gate, and accepts no more. Does not wait.
 
         A job that waits for a peer ends when the peer does its part, or at the transport's timeout.
         """
@@ -92,8 +89,8 @@ class SwitchWorker:
             job.cancel(TransferError(f"switch {job.name!r} was cancelled", why=reason))
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends the thread after the jobs in progress, waiting up to `timeout` seconds. Nothing may be submitted afterwards. A
-        thread that is stuck in a transfer ends with the process."""
+        """Ends the thread after the current jobs, waiting up to `timeout` seconds; final. A thread that is stuck in a transfer
+        ends with the process."""
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None
