@@ -1,11 +1,12 @@
 """`hotspa_stragglers`: what a run knows about slow devices, and what it does about them.
 
-Watching adds no communication: the engine gathers all ranks' seconds at the end of a mini-batch anyway, and all ranks come to
-the same conclusion. Step reports have the relative step times and slow ranks; the main process logs when a device becomes slow
-or recovers. `balance` also divides by speed: packs of later mini-batches over replicas, layers over pipeline stages, and
-tensor-parallel MLPs. `migrate` lets slow ranks hand over columns of their matrix products to their tensor-parallel group. Both
-only change the order of sums. `resize` lets slow ranks leave columns out, and `semi` divides between the two by a pretest;
-these are not exact, and log a warning. Checkpoints contain everything that the modes depend on.
+Watching adds no communication: the engine gathers all ranks' seconds at the end of a mini-batch anyway, and all ranks
+come to the same conclusion. Step reports have the relative step times and slow ranks; the main process logs when a
+device becomes slow or recovers. `balance` also divides by speed: packs of later mini-batches over replicas, layers over
+pipeline stages, and tensor-parallel MLPs. `migrate` lets slow ranks hand over columns of their matrix products to their
+tensor-parallel group. Both only change the order of sums. `resize` lets slow ranks leave columns out, and `semi`
+divides between the two by a pretest; these are not exact, and log a warning. Checkpoints contain everything that the
+modes depend on.
 """
 
 import logging
@@ -47,8 +48,8 @@ class DeviceWatch:
         speeds: Speeds that divide packs; None if the mode divides evenly.
 
     Raises:
-        HotspaConfigError: no strategy has replicas, stages or groups to divide packs, layers or MLPs over, or shards whose
-            columns could go elsewhere.
+        HotspaConfigError: no strategy has replicas, stages or groups to divide packs, layers or MLPs over, or shards
+            whose columns could go elsewhere.
         UnsupportedError: `migrate`, `resize` or `semi` with a strategy of `+z` or cp.
     """
 
@@ -95,7 +96,7 @@ class DeviceWatch:
         return self.speeds
 
     def begin(self, step: int, pass_steps: int) -> None:
-        """Called before a mini-batch. Collective if columns are chosen by variation, or a resumed run has another partition.
+        """Called before a mini-batch. Collective if columns are chosen by variation, or resuming changes the partition.
 
         Args:
             step: Mini-batches trained so far.
@@ -109,7 +110,7 @@ class DeviceWatch:
                 logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)", step + 1, change, self.mode)
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> StepReport:
-        """Takes the report of a mini-batch; returns it with the facts about devices. Collective if the partition changes."""
+        """Takes the report of a mini-batch; adds the facts about devices. Collective if the partition changes."""
         report, event = self._step_time.trained(plan, report)
         action = self._act(report.step)
         if (event is not None or action) and self._logs and self._num_logged < _MOST_LOGGED:

@@ -62,8 +62,8 @@ def cpu_adam_class() -> type[Optimizer]:
         """DeepSpeed's class, without its memory outside the state."""
 
         def step(self, closure: Any = None) -> Any:
-            # DeepSpeed's C++ object multiplies up powers of the betas step by step, in fp32; a new one computes them from the
-            # step number, as a resumed process would
+            # DeepSpeed's C++ object multiplies up powers of the betas step by step, in fp32; a new one computes them
+            # from the step number, as a resumed process would
             first = self.param_groups[0]
             constants = first["lr"], *first["betas"], first["eps"], first["weight_decay"]
             self.ds_opt_adam.create_adam(self.opt_id, *constants, self.adam_w_mode, False)
@@ -82,9 +82,10 @@ def cpu_adam_class() -> type[Optimizer]:
 
 # One process at a time compiles a torch extension, and none waits for a killed compilation.
 #
-# torch's own lock is a file `lock` in the extension's folder. It outlives a killed process, and later processes wait for it
-# forever, without a message. Our processes wait for each other by a lock that ends with its process. An orphaned torch lock is
-# removed: at once if one of our processes died on this machine, otherwise once it is older than any compilation.
+# torch's own lock is a file `lock` in the extension's folder. It outlives a killed process, and later processes wait
+# for it forever, without a message. Our processes wait for each other by a lock that ends with its process. An orphaned
+# torch lock is removed: at once if one of our processes died on this machine, otherwise once it is older than any
+# compilation.
 
 
 _BATON = "lock"  # the name that torch gives it
@@ -92,8 +93,8 @@ _PATIENCE_S = 1200.0
 """How long to wait for a living process; less than ranks wait for each other."""
 
 _STALE_S = 600.0
-"""The age at which a file is orphaned if no process on this machine holds it; it may be another machine's. Compiling takes a
-minute or two."""
+"""The age at which a file is orphaned if no process on this machine holds it; it may be another machine's. Compiling
+takes a minute or two."""
 
 
 @contextlib.contextmanager

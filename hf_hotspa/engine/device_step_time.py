@@ -1,8 +1,8 @@
 """How fast each device computes, from the reports of mini-batches: a rank's seconds divided by the cost of what it ran.
 
-Pack costs come from packing (`packing.bucketing.sequence_cost`). A rank's part is its stage's part (by the costs that cut
-layers into stages) times its shard's part (by the weights that it holds). No communication: the report holds the
-measurements of all ranks, and all ranks come to the same result.
+Packing gives the cost of packs (`packing.bucketing.sequence_cost`). A rank's part is its stage's (by the costs that
+partition layers) times its shard's (by the weights that it holds). No communication: reports have the measurements of
+all ranks, and all ranks come to the same result.
 """
 
 from collections import defaultdict
@@ -37,7 +37,7 @@ _GRADIENT_OF_TABLE = 8
 def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> tuple[_Share, ...]:
     """Each rank's part of its replica's work: its stage's cost times its shard of the stage's weights.
 
-    Parameters are a poor measure of a head, which costs less beside small layers, and say nothing about an embedding."""
+    Parameters are a poor measure of a head, which costs less beside small layers, and none of an embedding."""
     costs = vector.stage_costs.of_ranks(strategy.pp, strategy.v)
     least, most = list(costs), list(costs)
     if vector.measured is None:
@@ -62,7 +62,6 @@ class DeviceStepTime:
         gives: What slow ranks do with columns (`Giving`): `migrate`, `resize` or `semi`; None if they compute all.
 
     Attributes:
-        devices: What is known of each device.
         giving: What slow ranks do not compute; None if they compute everything.
     """
 
@@ -76,11 +75,11 @@ class DeviceStepTime:
         self.devices = SlowDevices(next(iter(layouts)).world_size)
 
     def take_cut(self, vector: ParameterVector, layouts: dict[Strategy, Layout]) -> None:
-        """Takes another partition of stages or MLPs. What is known of devices stays: it is relative to what they run."""
+        """Takes another partition of stages or MLPs; keeps what is known of devices, relative to what they run."""
         self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:
-        """Takes the report of a mini-batch; returns it with the relative step times and the slow devices, and what changed."""
+        """Takes the report of a mini-batch; returns it with relative step times and slow devices, and what changed."""
         if report.ranks is None:
             return report, None
         step_times, event = self.devices.observe(report.step, self._work(plan, report, report.ranks.phases))

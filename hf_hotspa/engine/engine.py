@@ -10,8 +10,8 @@
         optimizer.step()
     engine.write_back(model)
 
-Loss and gradients match the plain model on the complete mini-batch, for all strategies. Only the optimizer step changes the
-weights. All ranks raise an error that one finds before a phase, before a byte moves.
+Loss and gradients match the plain model on the complete mini-batch, for all strategies. Only the optimizer step changes
+the weights. All ranks raise an error that one finds before a phase, before a byte moves.
 """
 
 import itertools
@@ -58,8 +58,8 @@ class HotSPaEngine:
     """Trains one model with hot-switched strategies. The constructor and all methods are collective unless noted.
 
     Args:
-        model: A transformers causal language model with weights, or a `PeftModel` with a LoRA adapter around one. If the
-            ranks differ, all use rank 0's weights.
+        model: A transformers causal language model with weights, or a `PeftModel` with a LoRA adapter around one. If
+            the ranks differ, all use rank 0's weights.
         buckets: Length ranges and their strategies, shortest first (`parse_buckets`).
         options: The same on all ranks.
         weights: Folder from which each rank reads its share of the weights, for a model of `open_model`.
@@ -72,8 +72,8 @@ class HotSPaEngine:
         failures: Explains failed phases; knows of a lack of memory on this rank.
         model_digest: `weights_digest` of the model, if read when the engine was made.
         base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
-        updates: The optimizer steps of this rank's stage, if stages update by themselves (`EngineOptions.pipedream`): set
-            its `step`. None if the caller steps once per mini-batch.
+        updates: The optimizer steps of this rank's stage, if stages update by themselves (`EngineOptions.pipedream`):
+            set its `step`. None if the caller steps once per mini-batch.
         grad_norm: Global 2-norm of the last mini-batch's gradient, before clipping; if stages update by themselves, the
             root mean square over the updates.
         stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
@@ -156,14 +156,13 @@ class HotSPaEngine:
     ) -> bool:
         """Between two mini-batches, changes the stage partition and the MLP shares by relative step times.
 
-        The next load fills the new stages and shards; master store and checkpoints do not change. Collective if something
-        changes.
+        The next load fills the new stages and shards; master store and checkpoints do not change. Collective if
+        something changes.
 
         Args:
-            step_times: Of pipeline stages (`StageCosts.step_times`), the same on all ranks; empty for the original
-                partition.
-            of_ranks: Of each rank (`ParameterVector.step_times`), for tensor-parallel MLPs; the same on all ranks; empty for
-                even shares.
+            step_times: Of pipeline stages (`StageCosts.step_times`), the same on all ranks; empty for the original ones.
+            of_ranks: Of each rank (`ParameterVector.step_times`), for tensor-parallel MLPs; the same on all ranks;
+                empty for even shares.
             fits: Raises on a rank that cannot hold the model in this partition.
 
         Returns:
@@ -188,9 +187,9 @@ class HotSPaEngine:
     def mesh(self, strategy: Strategy) -> DeviceMesh | None:
         """The torch mesh of one of this engine's strategies, over all ranks. Collective.
 
-        Has the axes among `pp`, `dp`, `cp` and `tp` with a degree above 1; None without any. The strategy runs on its `tp`,
-        `cp` and `pp` groups. The first call creates the `dp` groups: the engine sums gradients over replicas in the master
-        store, and needs none.
+        Has the axes among `pp`, `dp`, `cp` and `tp` with a degree above 1; None without any. The strategy runs on its
+        `tp`, `cp` and `pp` groups. The first call creates the `dp` groups: the engine sums gradients over replicas in
+        the master store, and needs none.
 
         Raises:
             HotspaConfigError: the engine has no such strategy.
@@ -216,8 +215,8 @@ class HotSPaEngine:
         return {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
 
     def give(self, shares: Mapping[str, Sequence[float]], resized: Mapping[str, Sequence[float]] | None = None) -> None:
-        """From the next mini-batch on, makes ranks give shares of their product columns to their tensor-parallel groups. Not
-        collective; the same on all ranks. Needs the option `flexible`.
+        """From the next mini-batch on, makes ranks give shares of their product columns to their tensor-parallel
+        groups. Not collective; the same on all ranks. Needs the option `flexible`.
 
         Args:
             shares: By strategy, for each rank.
@@ -317,8 +316,8 @@ class HotSPaEngine:
             scored: An evaluation pass over rows of this mini-batch; the phase whose weights it has loaded runs first.
 
         Raises:
-            HotspaError: on every rank; the weights are unchanged. Before the first transfer: an error from reading rows, a
-                mini-batch that differs between ranks or has no label. After the last: `NonFiniteError`.
+            HotspaError: on every rank; the weights are unchanged. Before the first transfer: an error from reading
+                rows, a mini-batch that differs between ranks or has no label. After the last: `NonFiniteError`.
         """
         begin, self._steps = time.perf_counter(), self._steps if step is None else step
         where = f"mini-batch {self._steps + 1}"
@@ -513,8 +512,8 @@ class HotSPaEngine:
         self._frozen_in = current
 
     def weights(self, frozen: bool = True, buffers: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every complete weight, or only trained ones, or other `buffers`, as `MasterStore.gather`. Collective: all ranks
-        consume it to the end."""
+        """Every complete weight, or only trained ones, or other `buffers`, as `MasterStore.gather`. Collective: all
+        ranks consume it to the end."""
         # barriers have a longer timeout than the switch group: a rank may be late from writing to a slow disk
         self.agreement.barrier()
         return self.master.gather(self._groups.switch, frozen, self.agreement.barrier, buffers)
@@ -543,8 +542,8 @@ class HotSPaEngine:
 
 
 def adopt_before_steps(master: MasterStore) -> RemovableHandle:
-    """Adopts low-bit optimizers (`engine/low_bit.py`) with shares of the master store before their first step, which raises the
-    errors of `adopt`.
+    """Adopts low-bit optimizers (`engine/low_bit.py`) with shares of the master store before their first step, which
+    raises the errors of `adopt`.
 
     Returns:
         A handle that ends it.

@@ -1,7 +1,7 @@
 """Forward passes over an evaluation set, under the strategies of the given mini-batches.
 
-Weights are loaded when the strategy changes, and stay loaded until the end. There are no gradients or gradient buffers, and
-the model is in eval mode. The loss is returned as a sum over labels with their number, so the mean over a set is exact.
+Weights are loaded when the strategy changes, and stay loaded until the end. There are no gradients or gradient buffers,
+and the model is in eval mode. The loss is returned as a sum over labels with their number: exact over a complete set.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -32,8 +32,8 @@ class EvaluationResult:
     Args:
         loss_sum: Of the cross entropies (with the engine's label smoothing) over all label tokens.
         num_labels: Label tokens; may be 0.
-        logits: If requested, [length, vocabulary size] of each sequence by (dataset row, first token), in fp32 or wider,
-            on the device.
+        logits: If requested, [length, vocabulary size] of each sequence by (dataset row, first token), in fp32 or
+            wider, on the device.
     """
 
     loss_sum: float
@@ -82,8 +82,8 @@ class Evaluation:
             self._loaded = None
 
     def hand_over(self, strategies: Collection[Strategy]) -> PhaseRunner | None:
-        """Returns the loaded runner, for a training pass that begins with it. If its strategy is not one of these, unloads it
-        and returns None. Not collective."""
+        """Returns the loaded runner, for a training pass that begins with it. If its strategy is not one of these,
+        unloads it and returns None. Not collective."""
         runner, self._loaded = self._loaded, None
         if runner is None or runner.mesh.strategy in strategies:
             return runner
@@ -95,8 +95,8 @@ class Evaluation:
 
         Args:
             mini_batch: Its strategies must be in the engine's pool. It may have no labels.
-            keep_graphs: Keep the autograd graphs of the last phase's packs, up to the tokens of one pack, for a training
-                pass that begins with them.
+            keep_graphs: Keep the autograd graphs of the last phase's packs, up to the tokens of one pack, for a
+                training pass that begins with them.
             with_logits: Give every rank the logits of all sequences: tokens of the mini-batch x vocabulary size x 4
                 bytes on each rank, and the same over the wire.
 

@@ -1,12 +1,13 @@
 """The executor: runs switch plans on one rank, each as a job (`SwitchJob`).
 
-* Few messages. Long stretches that need no conversion go from buffer to buffer. Everything else is fused into one message
-  per (peer, wire dtype, round), packed once and staged (unless it is a single slice in the wire's dtype).
+* Few messages. Long stretches that need no conversion go from buffer to buffer. Everything else is fused into one
+  message per (peer, wire dtype, round), packed once and staged (unless it is a single slice in the wire's dtype).
 * Two rounds are in flight: one is packed, copied and unpacked while the other is on the wire.
-* Memory: `staging_bytes` each for received and sent messages, plus relay buffers for three groups of segments; allocated
-  once by `prepare`, and known beforehand (`extra_bytes`).
-* A gradient return adds contributions in ascending order of source ranks, the local one in its place (sums in relay buffers
-  are made before, in the same order). The result depends neither on `staging_bytes` nor on the order of arrival, bit for bit.
+* Memory: `staging_bytes` each for received and sent messages, plus relay buffers for three groups of segments;
+  allocated once by `prepare`, and known beforehand (`extra_bytes`).
+* A gradient return adds contributions in ascending order of source ranks, the local one in its place (sums in relay
+  buffers are made before, in the same order). The result depends neither on `staging_bytes` nor on the order of
+  arrival, bit for bit.
 * Elements are converted once on each side where source, wire and target dtypes differ; equal dtypes move bits.
 * After a failure in flight the executor does not run again: both ends may hold half a round.
 """
@@ -42,8 +43,8 @@ from hf_hotspa.plan.rounds import cut_rounds
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
-# Turns the slices of a round into tensors: what is sent (packed if it is several slices or needs converting), where it lands,
-# and what happens with it there. No message travels here.
+# Turns the slices of a round into tensors: what is sent (packed if it is several slices or needs converting), where it
+# lands, and what happens with it there. No message travels here.
 
 
 Views = dict[tuple[int, int], torch.Tensor]
@@ -72,7 +73,7 @@ class BoundRound:
         packs: What is staged unconverted: `(staged, views)`; `converts` has views of another dtype or device.
         local: Targets and sources of the copies inside the rank.
         unpacks: Messages that did not land in place: `(views, parts of the message)`.
-        adds: Contributions of a return, this rank's included: `(source rank, views, contributions)`, source ranks ascending.
+        adds: Contributions of a return, this rank's included, by source rank: `(source rank, views, contributions)`.
         host_sums: Whether some are added on another device: a master store in host memory.
         local_bytes: Bytes moved inside the rank, in the target dtype.
     """
@@ -186,7 +187,7 @@ _STORE_NAMES = {SOURCE: "source", SECOND: "second source", TARGET: "target", REL
 
 
 class Progress(Protocol):
-    """Couples a switch to the computation around it, segment by segment. Called from the thread that runs the switch."""
+    """Couples a switch to the computation around it, segment by segment. Called in the switch's thread."""
 
     def await_source(self, segments: Sequence[int]) -> None:
         """Returns when these segments' source buffers may be sent."""
@@ -201,8 +202,8 @@ class Progress(Protocol):
 class SwitchStats:
     """What one rank did in one switch.
 
-    Wire bytes count wire dtypes, local bytes the target's. Seconds are host time, without waiting for an accelerator: that
-    would undo the overlap of rounds.
+    Wire bytes count wire dtypes, local bytes the target's. Seconds are host time, without waiting for an accelerator:
+    that would undo the overlap of rounds.
 
     Args:
         num_messages: Sent and received.
@@ -240,10 +241,10 @@ class SwitchExecutor:
         staging_bytes: Limit of each of the two staging buffers. It decides the rounds: the same on all ranks.
         forward: The transport for hops inside nodes (on NCCL a separate communicator: one that spans nodes uses fewer
             channels); `transport` by default.
-        native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that have the wire's dtype in loads on every rank: long
-            stretches from one of these to another go from buffer to buffer. The same on all ranks.
-        by_layer: Whether to keep groups of segments small, for a computation beside the switch; otherwise they are as large
-            as memory allows, for fewest messages. The same on all ranks.
+        native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that have the wire's dtype in loads on every rank:
+            long stretches from one of these to another go from buffer to buffer. The same on all ranks.
+        by_layer: Whether to keep groups of segments small, for a computation beside the switch; otherwise they are as
+            large as memory allows, for fewest messages. The same on all ranks.
         master_device: Where the source of loads and the target of returns are; `device` by default. If another one,
             `SOURCE` is not `native`.
     """
@@ -274,7 +275,7 @@ class SwitchExecutor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Wires]]) -> int:
-        """Bytes that this rank needs beside source and target buffers to run these switches in turn. Allocates nothing."""
+        """This rank's bytes beside source and target buffers to run these switches in turn. Allocates nothing."""
         slots = [self._slots(plan, wires) for plan, wires in switches]
         return sum(max(sizes) for kind in zip(*slots, strict=True) for sizes in zip(*kind, strict=True))
 
@@ -301,18 +302,18 @@ class SwitchExecutor:
         progress: Progress | None = None,
         second: Buffers | None = None,
     ) -> Generator[None, None, SwitchStats]:
-        """Runs this rank's part of a plan; the target buffers are complete at the end. Yields once per round, between posting
-        messages and waiting for them; `run` is the same in one call.
+        """Runs this rank's part of a plan; the target buffers are complete at the end. Yields once per round, between
+        posting messages and waiting for them; `run` is the same in one call.
 
         Every rank has the same number of rounds, so one thread can drive all ranks of a loopback hub in turn.
 
         Args:
             source: The buffers of the source layout; unchanged, not overlapping the target buffers.
             target: The buffers of the target layout; a load copies into them, a gradient return adds to them.
-            wire_dtypes: None only for segments outside the plan. Local copies are converted directly from source to target
-                dtype.
+            wire_dtypes: None only for segments outside the plan. Local copies are converted directly from source to
+                target dtype.
             epoch: Incremented by all ranks with each switch; separates the messages of switches.
-            progress: Receives complete segments, and waits for segments to be ready; None if nothing is computed beside.
+            progress: Receives complete segments, and waits for unready ones; None if nothing is computed beside.
             second: The buffers of the second source layout, if any.
 
         Raises:
@@ -354,7 +355,7 @@ class SwitchExecutor:
                 return end.value
 
     def _start(self, bound: Binding, index: int, epoch: int, stats: SwitchStats, progress: Progress | None) -> _Flight:
-        """Packs and posts a round (the first of a group once its source is ready); makes a load's local copies meanwhile."""
+        """Packs and posts a round (the first of a group once its source is ready); meanwhile makes a load's local copies."""
         current, tensors, accumulate = bound.schedule.rounds[index], bound.rounds[index], bound.plan.accumulate
         assert tensors is not None
         if current.opens:
@@ -506,8 +507,8 @@ class SwitchExecutor:
 def _relay_places(
     plan: SwitchPlan, schedule: Schedule, group: int, wire_dtypes: Wires
 ) -> list[tuple[int, int, int, torch.dtype]]:
-    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot. Forwarded data keeps the wire dtype;
-    sums have at least fp32."""
+    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot. Forwarded data keeps the wire
+    dtype; sums have at least fp32."""
     places, end = [], 0
     for segment, extent in schedule.relay_extents(group).items():
         dtype = wire_dtypes[segment]
@@ -591,11 +592,11 @@ class SwitchJob:
         stats: Of a switch that has run.
 
     Attributes:
-        exposed_s: Host seconds that callers were blocked in `wait` and `result`; on CUDA without the time that the caller's
-            stream waits for events.
+        exposed_s: Host seconds that callers were blocked in `wait` and `result`; on CUDA without the time that the
+            caller's stream waits for events.
         succeeded: Whether the switch is over and did all of its work; `stats` is then final.
-        busy_s: Seconds from start to end of the switch, without waiting for its gate; 0 before the end, and if nothing was
-            computed beside it. Includes waiting for peers, which cannot be distinguished from moving bytes.
+        busy_s: Seconds from start to end of the switch, without waiting for its gate; 0 before the end, and if nothing
+            was computed beside it. Includes waiting for peers, which cannot be distinguished from moving bytes.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """What ends a mini-batch, and its errors: a rank's own error, a peer's error, out of memory, non-finite numbers.
 
-Peers may wait inside a tensor-parallel collective or a pipeline, and cannot be released to try again. So all ranks end, and
-learn the reason through the mailbox. `OutOfMemory` records what the next launch can learn, in a file in the output directory.
+Peers may wait inside a tensor-parallel collective or a pipeline, and cannot be released to try again. So all ranks end,
+and learn the reason through the mailbox. `OutOfMemory` records facts for the next launch, in the output directory.
 """
 
 import logging
@@ -39,8 +39,8 @@ class OutOfMemory:
         predicted_bytes: Of the strategy on a rank.
         held_bytes: This rank's peak memory so far.
         text: The allocator's message.
-        is_whole: Whether the prediction includes activations and optimizer states, as with `auto`, and not only weights,
-            gradients, master store and switch buffers.
+        is_whole: Whether the prediction includes activations and optimizer states, as with `auto`, and not only
+            weights, gradients, master store and switch buffers.
     """
 
     rank: int
@@ -83,8 +83,8 @@ def memory_cause(error: BaseException) -> BaseException | None:
 def out_of_memory(
     failure: BaseException, phase: PhaseBatch, runner: PhaseRunner, step: int, predicted: Mapping[Strategy, float]
 ) -> OutOfMemory | None:
-    """Facts about a failure of this rank in a mini-batch, counted from 1, if it ran out of memory. `predicted` are bytes on a
-    rank by strategy, including activations, for strategies that a memory model covers."""
+    """Facts about a failure of this rank in a mini-batch, counted from 1, if it ran out of memory. `predicted` are
+    bytes on a rank by strategy, including activations, for strategies that a memory model covers."""
     cause = memory_cause(failure)
     if cause is None:
         return None
@@ -145,8 +145,8 @@ class PhaseFailures:
 
 # -- what the next launch should know ----------------------------------------------------------------------------------
 
-# A run records out-of-memory failures for the next launch: `auto` then makes smaller packs for that strategy, and given buckets
-# that failed before cause a warning. One JSON file in the output directory.
+# A run records out-of-memory failures for the next launch: `auto` then makes smaller packs for that strategy, and given
+# buckets that failed before cause a warning. One JSON file in the output directory.
 
 
 FILE = "hotspa_out_of_memory.json"
@@ -265,7 +265,7 @@ def raise_non_finite(
         is_unchanged: Whether this mini-batch has changed no weight.
 
     Raises:
-        NonFiniteError: naming the first parameter with a non-finite gradient, and the first pack with a non-finite loss.
+        NonFiniteError: naming the first parameter with a non-finite gradient, the first pack with a non-finite loss.
     """
     why = _UNCHANGED if is_unchanged else _CHANGED
     places = agreement.gather([float(number) for number in _first_bad_pack(plan, phases)])

@@ -1,10 +1,10 @@
 """The first fill of the master store: from a model that every rank holds, or from the files of a Hugging Face folder.
 
 `open_model` and `load_weights` serve models that do not fit in one process. Each rank reads only its elements from the
-safetensors files: beside its share of the store at most its part of one tensor is in memory (or the complete saved tensors,
-where transformers makes one weight from several). The store then matches `from_pretrained` bit for bit. A tensor that is
-missing, unexpected, of another shape or saved as a pickle raises an error by name, on every rank, before a weight is read.
-`open_qlora` quantizes a base while it is read.
+safetensors files: beside its share of the store at most its part of one tensor is in memory (or the complete saved
+tensors, where transformers makes one weight from several). The store then matches `from_pretrained` bit for bit. A
+tensor that is missing, unexpected, of another shape or saved as a pickle raises an error by name, on every rank, before
+a weight is read. `open_qlora` quantizes a base while it is read.
 """
 
 import hashlib
@@ -399,11 +399,12 @@ def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agre
 
 # -- a base in 4 bits --------------------------------------------------------------------------------------------------
 
-# A 4-bit base below an adapter, too large for one process: each rank reads its elements from plain files and quantizes them.
+# A 4-bit base below an adapter, too large for one process: each rank reads its elements from plain files and quantizes
+# them.
 #
-# `open_qlora` makes the model with its adapter's weights only. Codes match `from_pretrained` bit for bit: blocks are quantized
-# one by one. Quantized scales depend on all scales of a weight, so a rank that owns some of them reads the complete weight, one
-# weight at a time.
+# `open_qlora` makes the model with its adapter's weights only. Codes match `from_pretrained` bit for bit: blocks are
+# quantized one by one. Quantized scales depend on all scales of a weight, so a rank that owns some of them reads the
+# complete weight, one weight at a time.
 
 
 _WRAP = 1 << 64
@@ -413,8 +414,8 @@ def open_qlora(folder: str | Path, adapter: Any, quantization: BitsAndBytesConfi
     """Makes the `PeftModel` for a folder of plain weights (`hotspa_model_path`). Its base will be in 4 bits and has no
     weights yet.
 
-    `get_peft_model(prepare_model_for_kbit_training(...))` draws the adapter's factors from torch's random state; set the same
-    state on all ranks.
+    `get_peft_model(prepare_model_for_kbit_training(...))` draws the adapter's factors from torch's random state; set
+    the same state on all ranks.
 
     Args:
         folder: With unquantized weights.

@@ -1,11 +1,11 @@
 """Checks losses before the first step: a loss that would be silently replaced by another raises an error by name.
 
-Two questions, both answered with a few random numbers:
+Two questions, answered with a few random numbers:
 
 * Is a custom loss a sum over its parts, in value and gradient (`check_own_loss`)? Otherwise it would depend on how the
   mini-batch is packed and cut.
 * Is the loss that a model's forward returns the one that will be trained (`check_model_loss`)? Replicas use only the
-  logits of that forward; and the logits must match a new model built with the same weights.
+  logits of that forward, and these must match a new model with the same weights.
 """
 
 import inspect
@@ -31,7 +31,7 @@ from hf_hotspa.parallel.four_bit import products, stored_tensors
 from hf_hotspa.parallel.loss import IGNORE, SequenceLoss, TokenLoss, TokenSlice, WholeSequence
 
 _TOLERANCE = 1e-4
-"""Relative, between the parts of a loss and the total: fp32 arithmetic differs by less, errors by more."""
+"""Relative, between a loss's parts and total: fp32 arithmetic differs by less, errors by more."""
 _OF_MODEL = 2e-5
 """Relative, between a model's loss and the one from its logits. Terms that people add start at about 1e-4."""
 _TOKENS, _LENGTHS = 16, (9, 6)
@@ -44,7 +44,7 @@ def check_loss(
     """Raises for a loss that is not a sum, and on rank 0 for one that would be silently replaced by another.
 
     Args:
-        device: Where the loss computes: a custom loss may hold tensors there.
+        device: Where the loss computes: a custom loss may hold tensors.
 
     Raises:
         UnsupportedError: naming the loss.
@@ -66,10 +66,10 @@ def check_loss(
 
 
 def check_own_loss(loss: TokenLoss | SequenceLoss, vocab_size: int, device: torch.device) -> None:
-    """Calls a loss with random numbers, on all tokens or sequences and on parts of them.
+    """Calls a loss with random numbers, in all and in parts.
 
     Raises:
-        UnsupportedError: it fails, gives no scalar with a gradient, varies between calls, or is not a sum over its parts.
+        UnsupportedError: it fails, gives no scalar with a gradient, varies between calls, or is not a sum of its parts.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -197,7 +197,7 @@ def _column(loss: TokenLoss | SequenceLoss, name: str, length: int, generator: t
 
 
 def _called(loss: TokenLoss | SequenceLoss, call: Callable[[], Any]) -> Tensor:
-    """Calls the loss once; checks that it is a finite scalar with a gradient."""
+    """Checks that the loss is a finite scalar with a gradient."""
     try:
         with torch.enable_grad():
             value = call()
@@ -241,12 +241,12 @@ def _unsupported(loss: Any, what: str, where: str | None, fix: str) -> Unsupport
 
 
 def check_model_loss(model: nn.Module, description: ModelDescription, loss: SequenceLoss | None = None) -> None:
-    """Compares the loss that a model returns for a few tokens with the one computed from its logits.
+    """Compares a model's loss for a few tokens with the one computed from its logits.
 
     A model without weights cannot be called: its class and its loss must come from transformers.
 
     Args:
-        model: Called once, without gradient, and not changed.
+        model: Called once, without gradient; unchanged.
         loss: Trained on its logits; by default the cross entropy, and the balance loss of routers.
 
     Raises:
@@ -274,13 +274,13 @@ def check_model_loss(model: nn.Module, description: ModelDescription, loss: Sequ
     own, expected = float(own), float(expected)
     tolerance = _OF_MODEL if out["loss"].dtype in (torch.float32, torch.float64) else 1e-2
     same = abs(own - expected) <= tolerance * abs(expected) or (math.isnan(own) and math.isnan(expected))
-    if not same:  # training finds and names weights that are not finite
+    if not same:  # training finds and names non-finite weights
         raise _replaced(model, f"is {own:.6g} for a row of {ids.shape[1]} tokens where its logits give {expected:.6g}")
 
 
 def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, labels: Tensor, logits: Tensor) -> None:
-    """Raises `ModelError` if the logits differ from a fresh model's: one that the class builds from its config, as replicas
-    are, with the same weights."""
+    """Raises `ModelError` if the logits differ from a fresh model's: one that the class builds from its config, as
+    replicas are, with the same weights."""
     bare = bare_model(model)[0]
     if attention_dropouts(bare.config) != attention_dropouts(description.config):
         return  # turned off for this run
@@ -291,7 +291,7 @@ def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, 
     try:
         fresh.set_attn_implementation(bare.config._attn_implementation)
         rebuilt = _one_forward(fresh, ids, labels, False, state)["logits"]
-    except Exception:  # it cannot be called like this; modules and attributes were compared already
+    except Exception:  # it cannot be called like this; modules and attributes are already compared
         return
     # logits of a base in 4 bits are often fp32, and its products in 16 bits
     dtypes = {logits.dtype, *(layer.compute_dtype or logits.dtype for layer in description.four_bit.values())}
@@ -318,7 +318,7 @@ def _expected(logits: Tensor, ids: Tensor, labels: Tensor, loss: SequenceLoss | 
 def _one_forward(
     model: nn.Module, ids: Tensor, labels: Tensor, counted: bool, state: dict[str, Tensor] | None = None
 ) -> Mapping[str, Any]:
-    """One call in training mode, as in training; restores modes and random state.
+    """One call in training mode; restores modes and random state.
 
     Args:
         state: Replaces the model's parameters and buffers.

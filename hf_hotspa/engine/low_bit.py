@@ -1,8 +1,8 @@
 """The bitsandbytes and torchao optimizers with 8- or 4-bit states, on shares of the master store.
 
-The libraries' own code makes the steps, but decides by the complete parameter whether a tensor is large enough to quantize.
-Shares end at blocks of their parameter (`MASTER_ALIGNMENT`), so codes, scales and weights have the same bits under every
-layout. Also defines how states are saved: 1-D tensors whose values each cover one or more elements of the parameter.
+The libraries' own code makes the steps, but decides by the complete parameter whether a tensor is large enough to
+quantize. Shares end at blocks of their parameter (`MASTER_ALIGNMENT`), so codes, scales and weights have the same bits
+under every layout. Also defines how states are saved: 1-D tensors whose values each cover one or more elements.
 """
 
 import hashlib
@@ -164,7 +164,7 @@ def overrides_of(optimizer: Any) -> dict[int, dict[str, Any]]:
 
 
 def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None) -> None:
-    """Makes an optimizer of these libraries decide by complete parameters; its parameters are shares of the master store.
+    """Makes an optimizer of these libraries decide by complete parameters; it has shares of the master store.
 
     Args:
         overrides: Id of a share -> its parameter's overrides in `GlobalOptimManager`.

@@ -1,8 +1,8 @@
 """The master store: each element of the parameter vector on exactly one rank, in fp32, with its gradient.
 
-The only authority on the weights: strategies load from it, gradients return to it, and only the optimizer step changes it.
-Optimizers see one 1-D view per parameter under its Hugging Face name. Parameter groups and schedulers work as usual, but only
-elementwise optimizers are exact on such shards.
+The only authority on the weights: strategies load from it, gradients return to it, and only the optimizer step changes
+it. Optimizers see one 1-D view per parameter under its Hugging Face name. Parameter groups and schedulers work as
+usual, but only elementwise optimizers are exact on such shards.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ def bare_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 class MasterShare(NamedTuple):
-    """A rank's part of a parameter: elements `[start, stop)` of its storage, possibly none, at `low` in the segment buffer."""
+    """A rank's part of a parameter: elements `[start, stop)` of its storage, or none, at `low` in the segment buffer."""
 
     spec: ParameterSpec
     start: int
@@ -108,8 +108,8 @@ class MasterStore:
     Attributes:
         weights: By segment, 1-D in the segment's master dtype; None if this rank owns nothing of it.
         gradients: Likewise, for trained segments.
-        parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model. Their `.grad` is a view
-            of `gradients` after `bind_gradients`. Size 0 without elements on this rank.
+        parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model. Their `.grad` is a
+            view of `gradients` after `bind_gradients`. Size 0 without elements on this rank.
         trained: Names of the parameters with gradients, the same on all ranks.
         shares: This rank's part of each parameter, by Hugging Face name.
         frozen_version: Counts changes of frozen weights, so that strategies know when their copies are old.

@@ -1,7 +1,7 @@
-"""Counts what the engine will allocate on a rank beforehand, and raises an error if the device cannot hold it.
+"""Counts what the engine will allocate on a rank, and raises an error if the device cannot hold it.
 
-Counts what layouts and plans decide: the master store, the active strategy's weights and gradients, the buffers of
-switches. Activations and optimizer state are not included.
+Layouts and plans decide it: the master store, the active strategy's weights and gradients, the switch buffers.
+Activations and optimizer state are not included.
 """
 
 import gc
@@ -19,12 +19,11 @@ class MemoryForecast:
     """Bytes on one rank.
 
     Args:
-        master_weights: The rank's share of the master store.
-        master_gradients: The gradients of that share.
-        weights: Weights in the largest strategy of the pool; of two strategies with a second source. Includes all weight
-            versions if stages update by themselves.
-        gradients: Gradients in the largest strategy.
-        switch: Staging and relay buffers: everything that a switch needs beside source and target.
+        master_weights, master_gradients: The rank's share of the master store.
+        weights: In the largest strategy of the pool; of two strategies with a second source. Includes all versions if
+            stages update by themselves.
+        gradients: In the largest strategy.
+        switch: Staging and relay buffers: everything beside source and target.
     """
 
     master_weights: int
@@ -45,7 +44,7 @@ class MemoryForecast:
         """Raises if the total is above the limit.
 
         Args:
-            limit_bytes: What the engine may allocate on this rank; None for no limit.
+            limit_bytes: None for no limit.
 
         Raises:
             DeviceMemoryError: with the parts of the total.
@@ -62,8 +61,8 @@ class MemoryForecast:
 def device_limit(device: torch.device) -> int | None:
     """Bytes that this process can still allocate on an accelerator; None on the CPU, where the limit is unknown.
 
-    Memory that torch caches (after a calibration, say) is returned to the device first. Otherwise a plan made after a
-    calibration would have less memory than one that reads the calibration from a file.
+    First returns torch's cached memory (of a calibration, say) to the device: otherwise a plan made after a calibration
+    would have less memory than one that reads its file.
     """
     if device.type != "cuda":
         return None

@@ -1,13 +1,13 @@
 """Couples a replica to the switches that run beside it: when a weight may be used, when a gradient is final.
 
 * `WeightGuard`: before a module first runs in a phase, it waits for the segments of its parameters. A decoder layer
-  waits for all of its parameters at once; outside the layers each module waits for the parameters that it owns. A
-  parameter that no module announced in the first forward is an error: it may have had the values of another phase.
+  waits for all of its parameters at once; outside the layers each module waits for its own. A parameter that no module
+  announced in the first forward is an error: it may have had the values of another phase.
 * `GradientWatch`: a segment's gate opens when the backward of the last micro-batch has added to each of its parameters
   on this rank, at the latest at the end of the computation (unused parameters, no micro-batches).
 * `UnitStream`: the same for a strategy whose units come and go one at a time (`+z2`, `+z3`).
 
-Each registers its hooks on the replica once. Between phases, and if nothing is pending, a hook is one comparison.
+Each registers its hooks once. Between phases, and if nothing is pending, a hook is one comparison.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -36,7 +36,7 @@ class WeightGuard:
     Args:
         model: The replica's model. Only modules that are called (not only their `forward`) can be guarded.
         layers: Its decoder layers; layers of other stages own nothing.
-        parameters: The replica's parameters and where they lie.
+        parameters: With their slots.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WeightGuard:
             self._guarded.append((own, frozenset(self._slots[parameter].segment for parameter in own)))
 
     def arm(self, job: SwitchJob, there: Collection[int] = ()) -> None:
-        """Makes modules wait for this load, except for the segments that are there already."""
+        """Makes modules wait for this load, except for segments that are already there."""
         self._job, self._there = job, frozenset(there)
         self._pending = set(range(len(self._guarded)))
         self._unseen = set(self._slots)
@@ -74,7 +74,7 @@ class WeightGuard:
         self._job = None
 
     def check(self) -> None:
-        """Called at the end of every forward of the replica.
+        """Runs at the end of every forward of the replica.
 
         Raises:
             ModelError: after the first forward, if no module waited for a parameter.
@@ -101,7 +101,7 @@ class WeightGuard:
 
 
 class GradientWatch:
-    """Opens the gates of a gradient return, for the replica's parameters and their slots."""
+    """Opens the gates of a gradient return."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Slot]]) -> None:
         watched = [(parameter, slot) for parameter, slot in parameters if slot.spec.trainable and slot.numel]
@@ -111,16 +111,16 @@ class GradientWatch:
         self._counts: list[int] = []
         self._left: dict[int, int] = {}
         for index, (parameter, _) in enumerate(watched):
-            # the hook stays with the parameter, whatever storage it is bound to
+            # the hook stays with the parameter, whatever its storage
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, index))
 
     @property
     def segments(self) -> frozenset[int]:
-        """Segments with a gradient from this rank."""
+        """Segments with gradients from this rank."""
         return frozenset(slot.segment for slot in self._watched)
 
     def arm(self, gate: SegmentGate, num_backwards: int) -> None:
-        """Starts to count `num_backwards` for a gate that is closed for `segments`; with 0, all gradients are final."""
+        """Counts `num_backwards` for a gate that is closed for `segments`; with 0, all gradients are final."""
         self._gate, self._expected = gate, num_backwards
         self._counts = [0] * len(self._watched)
         self._left = dict.fromkeys(self.segments, 0)
@@ -140,7 +140,7 @@ class GradientWatch:
         self._gate = None
 
     def _accumulated(self, index: int, parameter: Tensor) -> None:
-        """Called by autograd once per backward and parameter; on CUDA from autograd's own thread and stream."""
+        """Called by autograd once per backward and parameter; on CUDA from its own thread and stream."""
         if self._gate is None:
             return
         slot = self._watched[index]
@@ -160,28 +160,27 @@ class GradientWatch:
 
 # -- units, one at a time ----------------------------------------------------------------------------------------------
 
-# Streams the units of a replica through its memory, which holds two: weights come just in time, gradients leave as soon as
-# they are made.
+# Streams a replica's units through memory for two of them: weights come just in time, gradients leave once made.
 #
-# `UnitStream` runs the program of a phase (`plan.units`) on one rank. It submits all transfers to the switch worker at the
-# start, in the agreed order, each with a gate. The computation walks through its visits; at the border between two units it
-# opens the gates of what waited for the first and waits for the weights of the second.
+# `UnitStream` runs the program of a phase (`plan.units`) on one rank. It submits all transfers to the switch worker at
+# the start, in the agreed order, each with a gate. The computation walks through its visits; at the border between two
+# units it opens the gates of what waited for the first and waits for the weights of the second.
 #
-# A rank skips the passes of other replicas: their gates open as soon as the rank's previous pass is over, and it sends
-# zeros as the gradients, set by the worker when the transfer's turn comes. So the rank takes part in every transfer, and
-# these wait for nothing later in the agreed order: neither for a message of another stage, nor for its next pass.
+# A rank skips other replicas' passes: their gates open once its previous pass is over, and it sends zeros as gradients,
+# set by the worker when the transfer's turn comes. So it takes part in every transfer, and these wait for nothing later
+# in the agreed order: neither for a message of another stage, nor for its next pass.
 #
-# How the borders are detected:
+# Borders:
 #
 # * forward: a decoder layer, or a module outside the layers that owns weights, is called;
-# * backward: the gradient of a layer's output is there (for the embedding: of the first layer's input). Autograd runs what
-#   was made last first, and adds to leaves at once, so nothing of the following layer is left to do then.
+# * backward: the gradient of a layer's output is there (for the embedding: of the first layer's input). Autograd runs
+#   what was made last first, and adds to leaves at once, so nothing of the following layer is left to do then.
 #
-# Backward sees the right weights although their memory was used in between. A unit has one place, so what autograd has
-# saved is a view of it, and the unit is loaded again before its backward begins. Views that are filled through the arena's
-# buffer keep the version that autograd has seen.
+# Backward sees the right weights although their memory was used in between: a unit has one place, so what autograd
+# saved is a view of it, and the unit is loaded again before its backward begins. Views that are filled through the
+# arena's buffer keep the version that autograd has seen.
 #
-# An order that differs from the program is an error before a wrong weight is read.
+# Another order than the program's is an error before a wrong weight is read.
 
 
 class _Transfer(NamedTuple):
@@ -250,7 +249,7 @@ class UnitStream:
     # -- a phase ------------------------------------------------------------------------------------------------------
 
     def begin(self, program: Program, weights: Buffers, gradients: Buffers, master: MasterStore) -> None:
-        """Submits all transfers of a phase, for a program that is the same on all ranks. Collective."""
+        """Submits all transfers of a phase; the program is the same on all ranks. Collective."""
         device, mine = self._replica.device, program.stages[self._stage]
         waits = {index for one in mine for visit in one.visits for index in visit.opens}
         of_others = {i for one in mine if self._is_foreign(one) for visit in one.visits for i in visit.opens}
@@ -279,14 +278,14 @@ class UnitStream:
             self._advance()
 
     def end_pass(self) -> None:
-        """Ends the pass, and skips the following passes of other replicas: this replica's next pass may wait for another
+        """Ends the pass, and skips other replicas' following passes: this replica's next pass may wait for another
         stage, which waits for the units released here."""
         if self._is_running:
             self._close_pass()
             self._skip_passes()
 
     def _skip_passes(self) -> None:
-        """Opens the gates of following passes that belong to other replicas."""
+        """Opens the gates of other replicas' following passes."""
         while self._passes and self._is_foreign(self._passes[0]):
             for visit in self._passes.pop(0).visits:
                 self._open(visit)
@@ -305,7 +304,7 @@ class UnitStream:
         self._is_running = False
 
     def measure(self) -> dict[str, float]:
-        """Times and bytes of the last phase's transfers, once it has ended, by the names of `PhaseMeasure`."""
+        """Times and bytes of the finished phase's transfers, by the names of `PhaseMeasure`."""
         measured = dict[str, float]()
         for kind, is_load in (("unit_load", True), ("unit_return", False)):
             jobs = [transfer.job for transfer in self._transfers if transfer.is_load == is_load]
@@ -359,7 +358,7 @@ class UnitStream:
 
     def _close_pass(self) -> None:
         left = [visit.unit for visit in self._left]
-        # a forward pass that only computes keys and values may end before the head
+        # a forward pass only for keys and values may end before the head
         if left and (self._is_backward or left != [HEAD]):
             raise self._disordered(f"a pass that ends before the {name_of_unit(left[0])}")
         self._leave()

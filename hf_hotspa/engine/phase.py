@@ -1,12 +1,13 @@
 """One strategy on this rank: its replica, its buffers, its schedule. Runs one phase at a time.
 
-A phase (`run`) has three acts: `load` (weights from the master store, or also from the previous phase, into this strategy's
-layout), `compute` (forward and backward of the micro-batches), `return_gradients` (gradients summed into the master store).
-Between phases the strategy keeps only an empty model, and its weights if the next phase may draw on them. Consecutive phases
-of equal layout (`Strategy.layout`) share these acts: the first loads, each adds to the same gradients, the last returns them.
+A phase (`run`) has three acts: `load` (weights from the master store, or also from the previous phase, into this
+strategy's layout), `compute` (forward and backward of the micro-batches), `return_gradients` (gradients summed into the
+master store). Between phases the strategy keeps only an empty model, and its weights if the next phase may draw on
+them. Consecutive phases of equal layout (`Strategy.layout`) share these acts: the first loads, each adds to the same
+gradients, the last returns them.
 
-If switches run beside the computation (`Overlap`), `load` only starts one. `compute` starts the return, waits for each weight
-and releases each gradient; it ends after the load. `return_gradients` waits for the rest of the return.
+If switches run beside the computation (`Overlap`), `load` only starts one. `compute` starts the return, waits for each
+weight and releases each gradient; it ends after the load. `return_gradients` waits for the rest of the return.
 """
 
 import resource
@@ -289,8 +290,8 @@ class PhaseRunner:
         return job
 
     def load_for_forward(self, store: MasterStore | None = None, training: bool = False) -> None:
-        """Fills the weights from a store (by default the master store) for `compute_forward` only, without a gradient buffer,
-        in training or eval mode. Collective."""
+        """Fills the weights from a store (by default the master store) for `compute_forward` only, without a gradient
+        buffer, in training or eval mode. Collective."""
         plan, _ = self._take(None, store or self._master)
         self._switching.start(plan, self._source.weights, self.weights)
         self._switching.arenas.last.holder = self._holder
@@ -396,7 +397,7 @@ class PhaseRunner:
 
     @property
     def can_keep(self) -> bool:
-        """Whether graphs can outlive a forward: one stage has all layers, complete packs, and its weights throughout."""
+        """Whether graphs can outlive a forward: one stage always has all layers, weights, and complete packs."""
         strategy = self.mesh.strategy
         return not (
             strategy.num_stages > 1 or strategy.ck or strategy.z or self._keeps_step or self.replica.routers is not None

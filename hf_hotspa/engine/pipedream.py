@@ -1,12 +1,12 @@
 """PipeDream on one rank: a stage that updates its weights after every backward pass, and keeps versions of them.
 
-`packing.weight_versions` decides which pack uses which version. Here `StageUpdates` makes the next version in the master
-store (each stage has its own part, `MasterStore.by_stage`). `PipeDreamRunner` keeps the versions that packs in flight need,
-and runs our 1F1B with them.
+`packing.weight_versions` decides which pack uses which version. Here `StageUpdates` makes the next version in the
+master store (each stage has its own part, `MasterStore.by_stage`). `PipeDreamRunner` keeps the versions that packs in
+flight need, and runs our 1F1B with them.
 
 * Forward and backward of a pack use the same weight buffers on a stage, which nothing writes to in between.
-* Replicas add up the gradients of their k-th packs before update k, in rank order, as for any mini-batch; a replica without
-  a k-th pack adds nothing.
+* Replicas add up the gradients of their k-th packs before update k, in rank order, as for any mini-batch; a replica
+  without a k-th pack adds nothing.
 * Unused versions are not made; at most `PipeDream.most_versions` buffers exist.
 * A non-finite gradient is not applied, nor is any later one of the mini-batch on this stage.
 """
@@ -67,7 +67,7 @@ class StageUpdates:
         """Makes one step with the master store's gradients. Collective in the stage.
 
         Args:
-            reached: Parameters with a gradient from this rank; the stage's parameters without one on any rank are not stepped.
+            reached: Parameters with a gradient from this rank; the stage's parameters without any are not stepped.
         """
         assert self.step is not None
         own, trained = self._master.squared_norm(), self._master.trained
@@ -96,8 +96,8 @@ class StageUpdates:
 
     @property
     def squared_norm(self) -> float:
-        """Mean over the mini-batch's updates, of this rank's shares before clipping. All ranks add up to the complete model's
-        mean squared norm."""
+        """Mean over the mini-batch's updates, of this rank's shares before clipping. All ranks add up to the complete
+        model's mean squared norm."""
         return self._squares / max(self._num, 1)
 
 

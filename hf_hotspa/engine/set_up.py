@@ -1,8 +1,8 @@
-"""Checks an engine's model and strategies and makes all plans, before there are weights; and again for another partition of the
-model, between two mini-batches.
+"""Checks an engine's model and strategies and makes all plans, before there are weights; and again for another
+partition of the model, between two mini-batches.
 
-What does not fit raises one error on every rank, before any allocation. The error names ranks whose models, options or plans
-differ.
+What does not fit raises one error on every rank, before any allocation. The error names ranks whose models, options or
+plans differ.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -103,9 +103,10 @@ def plan_switches(
 
 # -- another partition, between two mini-batches -----------------------------------------------------------------------
 
-# If pipeline stages or tensor-parallel MLPs are divided in another way, the plans and models of the affected strategies are made
-# anew. The master store does not depend on the partition, so nothing moves here: the next load fills the new stages and shards.
-# All ranks make everything, and its memory, before one uses it; otherwise all keep the previous partition. One collective.
+# If pipeline stages or tensor-parallel MLPs are divided in another way, the plans and models of the affected strategies
+# are made anew. The master store does not depend on the partition, so nothing moves here: the next load fills the new
+# stages and shards. All ranks make everything, and its memory, before one uses it; otherwise all keep the previous
+# partition. One collective.
 
 
 def with_step_times(

@@ -1,5 +1,5 @@
-"""What an engine does about slow devices: partitions by relative step time (`StageCuts`), the cost of handing over product columns
-(`pretest`), and which columns can be left out (`ColumnStatistics`).
+"""What an engine does about slow devices: partitions by relative step time (`StageCuts`), the cost of handing over
+product columns (`pretest`), and which columns can be left out (`ColumnStatistics`).
 """
 
 from collections import Counter
@@ -79,14 +79,14 @@ class StageCuts:
         return self._engine.description.vector
 
     def begin(self) -> str:
-        """Before a mini-batch: takes the partition of the resumed run. Returns what changes, or an empty string. Collective if
-        the partition changes."""
+        """Before a mini-batch: takes the partition of the resumed run. Returns what changes, or an empty string.
+        Collective if the partition changes."""
         cut, self._resumed = self._resumed, None
         return self._recut([cut]) if cut is not None else ""
 
     def decide(self, speeds: Sequence[float] | None) -> str:
-        """After a mini-batch: partitions by `SlowDevices.speeds`. Returns what changes from the next one on, or an empty
-        string. Collective if a partition changes."""
+        """After a mini-batch: partitions by `SlowDevices.speeds`. Returns what changes from the next one on, or an
+        empty string. Collective if a partition changes."""
         known = tuple(speeds) if speeds is not None else None
         if known == self._decided:
             return ""
@@ -189,13 +189,13 @@ class StageCuts:
 
 # -- the cost of handing columns over ----------------------------------------------------------------------------------
 
-# The pretest of SEMI-migration (Wang et al., arXiv 2401.11469, sections IV-B and IV-C) measures the costs of resizing and
-# migrating on this machine.
+# The pretest of SEMI-migration (Wang et al., arXiv 2401.11469, sections IV-B and IV-C) measures the costs of resizing
+# and migrating on this machine.
 #
-# Before training, each tensor-parallel group of a strategy makes the copies, messages and products for a few column shares of
-# every kind of linear, on random tensors, forward and backward. Lines through these samples are the curves of equations 2 and 3:
-# Omega (resizing: a static part and a part per column), Phi_1 (sending, likewise) and Phi_2 (computing). All ranks agree on
-# them in one gather per strategy.
+# Before training, each tensor-parallel group of a strategy makes the copies, messages and products for a few column
+# shares of every kind of linear, on random tensors, forward and backward. Lines through these samples are the curves of
+# equations 2 and 3: Omega (resizing: a static part and a part per column), Phi_1 (sending, likewise) and Phi_2
+# (computing). All ranks agree on them in one gather per strategy.
 
 
 SHARES = (0.25, 0.5, 0.75)
@@ -221,8 +221,8 @@ def measure(work: FlexibleWork, tokens: int, dtype: torch.dtype, device: torch.d
     """Measures this rank. Collective in the group.
 
     Returns:
-        The columns of all its products; then, for these together, static, extract (per column), send, compute, and the static
-        part of send, in seconds.
+        The columns of all its products; then, for these together, static, extract (per column), send, compute, and the
+        static part of send, in seconds.
     """
     kinds = Counter(work.products.values())
     columns = sum(product.columns[work.position] * number for product, number in kinds.items())
@@ -313,10 +313,10 @@ def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGro
 
 # How much each column of each weight varies between periods: the paper's Pri and PriDiff choose columns by it.
 #
-# The previous period's weights are kept as in the master store, each element on one rank. At the end of a period
-# `|w(t) - w(t-1)|` is computed there and gathered like weights. Each rank takes the means over the rows of its shards, for every
-# strategy with shards: `delta_i` of arXiv 2401.11469, section III-B. Columns that were left out in the period keep their old
-# value. Frozen weights have no statistics: their columns are drawn at random.
+# The previous period's weights are kept as in the master store, each element on one rank. At the end of a period `|w(t)
+# - w(t-1)|` is computed there and gathered like weights. Each rank takes the means over the rows of its shards, for
+# every strategy with shards: `delta_i` of arXiv 2401.11469, section III-B. Columns that were left out in the period
+# keep their old value. Frozen weights have no statistics: their columns are drawn at random.
 #
 # `tensors` is everything that the next columns depend on, for this rank's file in a checkpoint.
 
@@ -352,8 +352,7 @@ class ColumnStatistics:
 
     @torch.no_grad()
     def begin(self, step: int, pass_steps: int) -> None:
-        """Before a mini-batch, with `step` mini-batches trained: chooses columns anew after each period (`pass_steps` by
-        default). Collective."""
+        """Before a mini-batch, with `step` mini-batches trained: chooses columns anew each period (default: `pass_steps`). Collective."""
         if not self._is_kept:
             return
         period = self._resizing.period or pass_steps

@@ -1,7 +1,7 @@
 """Everything that moves weights and gradients on a rank: plans, executor, worker and memory of a run's strategies.
 
-Built before anything large is allocated, so that strategies that do not fit fail early. `start` begins a switch and returns
-its job, which runs beside the computation or is already done.
+Built before anything large is allocated, so that strategies that do not fit fail early. `start` begins a switch and
+returns its job, which runs beside the computation or is already done.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -33,9 +33,10 @@ from hf_hotspa.strategy import Strategy
 
 # The plans of a pool of strategies, and the cheapest order of switching between them.
 #
-# Strategies of equal layouts (`Strategy.layout`) have the same plans, and their consecutive phases share one load and one
-# return. A load reads from the master store, and with pair plans also from the previous strategy's weights, if memory holds
-# both. Plans are made on first use and kept; they are pure functions of the arguments, equal on all ranks. No torch.
+# Strategies of equal layouts (`Strategy.layout`) have the same plans, and their consecutive phases share one load and
+# one return. A load reads from the master store, and with pair plans also from the previous strategy's weights, if
+# memory holds both. Plans are made on first use and kept; they are pure functions of the arguments, equal on all ranks.
+# No torch.
 
 
 _RESIDENT = "what several units use"
@@ -49,9 +50,9 @@ class PlanPool:
         weight_sizes, gradient_sizes: Bytes per element of each segment on the wire.
         planner: One of `planner.PLANNERS`.
         second_source: Whether a load may also draw on the previous strategy's weights.
-        by_stage: Whether each stage's part of the master store lies on its ranks; for a single strategy. Then no transfer
-            leaves a stage, so that stages can transfer at different times: `relay`, which forwards through other stages'
-            ranks, becomes `algorithm1`.
+        by_stage: Whether each stage's part of the master store lies on its ranks; for a single strategy. Then no
+            transfer leaves a stage, so that stages can transfer at different times: `relay`, which forwards through
+            other stages' ranks, becomes `algorithm1`.
 
     Attributes:
         has_frozen: Whether some weights are frozen and others trained; some loads then have only the trained ones.
@@ -123,7 +124,7 @@ class PlanPool:
         return self._loads[key]
 
     def return_gradients(self, strategy: Strategy) -> SwitchPlan:
-        """The plan that adds a strategy's gradients to the master store; with `+z2` and `+z3` only those outside its units."""
+        """The plan that adds a strategy's gradients to the master store; with `+z2` and `+z3` those outside units."""
         own = self._twins[strategy]  # with the pool's shard order
         if own not in self._returns:
             contributions = gradient_layout(self._vector, own)
@@ -153,11 +154,11 @@ class PlanPool:
 
         Strategies of equal layouts stay together, in the given order. The order of layouts matters in two cases:
 
-        * With a second source, a load costs less the more of it the previous strategy has: the fewest seconds by the fluid
-          port model win.
+        * With a second source, a load costs less the more of it the previous strategy has: the fewest seconds by the
+          fluid port model win.
         * With frozen weights, and memory for one strategy, the first load skips the frozen weights if the previous
-          mini-batch ended with the same strategy. So mini-batches alternately begin and end with the first and the second
-          strategy, which serve the shortest sequences and are seldom missing.
+          mini-batch ended with the same strategy. So mini-batches alternately begin and end with the first and the
+          second strategy, which serve the shortest sequences and are seldom missing.
 
         Otherwise every load draws on the master store alone, and the given order stays.
 
@@ -210,8 +211,8 @@ class PlanPool:
 # Reused memory for the buffers of the active strategy.
 #
 # Only one strategy has storage at a time, so one allocation per dtype, for the largest strategy, serves all. It is kept
-# between phases: on CPU the page faults of fresh memory cost ten times as much as clearing reused memory. An arena records
-# what it holds, so that a strategy that returns to its own weights need not load the frozen ones again.
+# between phases: on CPU the page faults of fresh memory cost ten times as much as clearing reused memory. An arena
+# records what it holds, so that a strategy that returns to its own weights need not load the frozen ones again.
 
 
 _ALIGNMENT = 64
@@ -223,8 +224,7 @@ _Place = tuple[torch.dtype, int, int]
 
 
 class Places(NamedTuple):
-    """Where a strategy's buffers lie in an arena: elements needed per dtype, and each segment's place (None without a
-    buffer)."""
+    """Where a strategy's buffers lie in an arena: elements needed per dtype, and each segment's place (None if empty)."""
 
     needed: dict[torch.dtype, int]
     of_segments: list[_Place | None]
@@ -302,8 +302,8 @@ class Arenas:
             holder: The value of `last.holder` when the same weights were loaded before; None for no reuse.
 
         Returns:
-            As `Arena.take`; and whether the buffers still hold those weights. The arena counts as empty until its holder is
-            set again.
+            As `Arena.take`; and whether the buffers still hold those weights. The arena counts as empty until its
+            holder is set again.
         """
         arena, is_held = self._weights[0], False
         for other in self._weights if holder is not None else ():

@@ -4,13 +4,13 @@
 * `start` posts everything submitted since the last start; the `wait` of its handle blocks until it is done.
 
 Between `start` and the end of `wait` a sent tensor must not change and a received one must not be touched. Tensors are
-contiguous, a rank does not talk to itself, and both ends submit the messages of a pair in the same order with equal tags,
-sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL. A transport of the tests joins ranks of one process and checks
-what real ones do not (a wrong order of equal sizes is silent corruption).
+contiguous, a rank does not talk to itself, and both ends submit the messages of a pair in the same order with equal
+tags, sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL. A transport of the tests joins ranks of one
+process and checks what real ones do not (a wrong order of equal sizes is silent corruption).
 
-gloo silently accepts a message that is shorter than its buffer, and ends the process at a longer one. It does compare tags,
-so these also encode size and dtype: ends that disagree find no message, time out and raise `TransferError`. NCCL has no
-tags; only the agreement on the plans protects it.
+gloo silently accepts a message that is shorter than its buffer, and ends the process at a longer one. It does compare
+tags, so these also encode size and dtype: ends that disagree find no message, time out and raise `TransferError`. NCCL
+has no tags; only the agreement on the plans protects it.
 """
 
 import functools
@@ -27,8 +27,8 @@ class TransferHandle(Protocol):
     """Operations that were started together."""
 
     def wait(self) -> None:
-        """Returns when all are done: on CPU when the bytes have arrived, on an accelerator when later work of the current
-        stream will come after their arrival.
+        """Returns when all are done: on CPU when the bytes have arrived, on an accelerator when later work of the
+        current stream will come after their arrival.
 
         Raises:
             TransferError: an operation failed; the message names rank, peer and tag.
@@ -108,8 +108,8 @@ class Submissions:
 class ProcessGroupTransport(Submissions):
     """Point-to-point transfers of a torch process group; one `batch_isend_irecv` per start.
 
-    On NCCL, which has no tags, the order of submission pairs the messages. All ranks of a group must take part in its first
-    operation there (`ProcessGroups.warm_up`).
+    On NCCL, which has no tags, the order of submission pairs the messages. All ranks of a group must take part in its
+    first operation there (`ProcessGroups.warm_up`).
 
     Args:
         group: The group; None for the default one. Ranks are global ranks.

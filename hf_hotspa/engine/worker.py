@@ -2,15 +2,15 @@
 
 * Switches run one after another in order of submission. All ranks submit the same switches in the same order, so their
   workers meet in the same one.
-* A switch reads a segment only after its gate is open, and the segment may be used once `SwitchJob.wait` has returned for
-  it. Nothing else couples a switch to the computation.
-* An error ends its job, and everyone who waits for the job gets the same object. A cancelled job ends although its gate never
-  opens. After either, no further switch is accepted: peers may hold half of one.
+* A switch reads a segment only after its gate is open, and the segment may be used once `SwitchJob.wait` has returned
+  for it. Nothing else couples a switch to the computation.
+* An error ends its job, and everyone who waits for the job gets the same object. A cancelled job ends although its gate
+  never opens. After either, no further switch is accepted: peers may hold half of one.
 
-On CUDA the thread uses a side stream. Completed segments and opened gates are events that the other side's stream waits for,
-so host waits are short and the device order is kept. Buffers that both streams use belong to arenas, master store and
-executor, which keep them between phases and reuse them only after the job was joined, so the caching allocator never reuses
-them too early. The executor's temporary memory is allocated, used and freed under the side stream.
+On CUDA the thread uses a side stream. Completed segments and opened gates are events that the other side's stream waits
+for, so host waits are short and the device order is kept. Buffers that both streams use belong to arenas, master store
+and executor, which keep them between phases and reuse them only after the job was joined, so the caching allocator
+never reuses them too early. The executor's temporary memory is allocated, used and freed under the side stream.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ class SwitchWorker:
     While jobs run, nobody else may use the executor.
 
     Args:
-        on_failure: Called in the thread, at once, for a switch that failed (not: was cancelled): the caller may learn of it
-            only after its computation has waited in vain for a peer.
+        on_failure: Called in the thread, at once, for a switch that failed (not: was cancelled): the caller may learn
+            of it only after its computation has waited in vain for a peer.
     """
 
     def __init__(self, device: torch.device, on_failure: Callable[[Exception], object] | None = None) -> None:
@@ -47,8 +47,8 @@ class SwitchWorker:
     def submit(self, name: str, run: Callable[[SwitchJob], SwitchStats], gate: SegmentGate | None = None) -> SwitchJob:
         """Queues a switch; it starts when earlier ones are over.
 
-        The switch runs after the work so far in the caller's stream. Target buffers may be used once the job reports them
-        complete. Source buffers may be changed until the gate opens, and after the job.
+        The switch runs after the work so far in the caller's stream. Target buffers may be used once the job reports
+        them complete. Source buffers may be changed until the gate opens, and after the job.
 
         Args:
             run: Runs the switch, with the job as its progress.
@@ -89,8 +89,8 @@ class SwitchWorker:
             job.cancel(TransferError(f"switch {job.name!r} was cancelled", why=reason))
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends the thread after the current jobs, waiting up to `timeout` seconds; final. A thread that is stuck in a transfer
-        ends with the process."""
+        """Ends the thread after the current jobs, waiting up to `timeout` seconds; final. A thread that is stuck in a
+        transfer ends with the process."""
         with self._lock:
             self._closed = True
             thread, self._thread = self._thread, None

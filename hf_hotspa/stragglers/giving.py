@@ -1,22 +1,24 @@
 """Finds slow devices, and decides what each rank does not compute while some are slow.
 
-Giving: slow ranks hand work over to others (mode `migrate`), leave it out (`resize`), or either (`semi`), by equations 1 to 3
-and algorithm 2 of "Accelerating Heterogeneous Tensor Parallelism via Flexible Workload Control" (Wang et al., arXiv
-2401.11469). The shares follow from the known relative step times (`SlowDevices`) and from the part of a rank's seconds that are
-matrix products. They change only with these, except in `semi`, which follows the seconds of each mini-batch while a device is
-slow. Tasks are the ranks of a tensor-parallel group. Where the paper contradicts itself this follows its text: line 8 of
-algorithm 2 prints `if T_i = T_min` for the straggler, and lines 10-11 print `L * beta` for `L * gamma * beta`.
+Giving: slow ranks hand work over to others (mode `migrate`), leave it out (`resize`), or either (`semi`), by equations
+1 to 3 and algorithm 2 of "Accelerating Heterogeneous Tensor Parallelism via Flexible Workload Control" (Wang et al.,
+arXiv 2401.11469). The shares follow from the known relative step times (`SlowDevices`) and from the part of a rank's
+seconds that are matrix products. They change only with these, except in `semi`, which follows the seconds of each
+mini-batch while a device is slow. Tasks are the ranks of a tensor-parallel group. Where the paper contradicts itself
+this follows its text: line 8 of algorithm 2 prints `if T_i = T_min` for the straggler, and lines 10-11 print `L * beta`
+for `L * gamma * beta`.
 
-Finding: seconds cover a rank's computation without waiting for others. Lengths differ from step to step, so the seconds are
-divided by the predicted cost of what the rank ran and compared over all ranks. The relative step time is 1 for ranks that are
-not slow, and 3 for three times as long. The measure is the fastest ranks, up to the first gap (`usual_step_time`), and not a
-median: a slow majority would measure itself. Ranks with the same part of the model (a pipeline stage) are compared first. A
-complete stage is slow only if it is slow by the costs that favour it most: predictions of embedding and head are rough.
+Finding: seconds cover a rank's computation without waiting for others. Lengths differ from step to step, so the seconds
+are divided by the predicted cost of what the rank ran and compared over all ranks. The relative step time is 1 for
+ranks that are not slow, and 3 for three times as long. The measure is the fastest ranks, up to the first gap
+(`usual_step_time`), and not a median: a slow majority would measure itself. Ranks with the same part of the model (a
+pipeline stage) are compared first. A complete stage is slow only if it is slow by the costs that favour it most:
+predictions of embedding and head are rough.
 
-The rule is the paper's (section III-A): what is known of a rank changes only when its own runtime changed by more than 10 %, in
-either direction, so recoveries are detected like onsets. Beyond the paper, two mini-batches in a row must agree on a change,
-and a slow device stays slow until it is well below the limit (hysteresis). A strategy's first run is ignored: it includes
-allocation and kernel start-up.
+The rule is the paper's (section III-A): what is known of a rank changes only when its own runtime changed by more than
+10 %, in either direction, so recoveries are detected like onsets. Beyond the paper, two mini-batches in a row must
+agree on a change, and a slow device stays slow until it is well below the limit (hysteresis). A strategy's first run is
+ignored: it includes allocation and kernel start-up.
 
 All ranks come to the same state; `state_dict` goes into checkpoints. No torch.
 """
@@ -123,8 +125,8 @@ class SlowDevices:
         self._seen: set[str] = set()
 
     def observe(self, step: int, phases: Sequence[PhaseWork]) -> tuple[tuple[float | None, ...], SlowEvent | None]:
-        """Takes the phases of a mini-batch, counted from 1. Returns each rank's relative step time in it (None if it ran
-        nothing measurable), and what changed."""
+        """Takes the phases of a mini-batch, counted from 1. Returns each rank's relative step time in it (None if it
+        ran nothing measurable), and what changed."""
         known = [phase for phase in phases if phase.strategy in self._seen]
         self._seen.update(phase.strategy for phase in phases)
         ranks = range(len(self.known))
@@ -248,10 +250,10 @@ def excess_ratios(seconds: Sequence[float], product_s: Sequence[float]) -> tuple
 
 
 def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers: Collection[int]) -> tuple[float, ...]:
-    """Equation 1, repeated until it converges: the shares that slow tasks give to the others so that all finish at once.
+    """Equation 1, repeated until it converges: the shares that slow tasks give to others to finish at once.
 
-    The paper measures, gives and measures again: with the mean as reference the first result leaves a task with four times
-    the seconds at 1.75 times, and later ones reduce it. Here the resulting seconds are computed instead.
+    The paper measures, gives and measures again: with the mean as reference the first result leaves a task with four
+    times the seconds at 1.75 times, and later ones reduce it. Here the resulting seconds are computed instead.
 
     Args:
         seconds, product_s: Per task, in all and in matrix products, as if nothing were given.
@@ -309,8 +311,8 @@ class PretestCurves:
 
 
 def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """`(a, b)` of the line `a + b x` through samples `(x, y)` by least squares. Neither is negative: costs do not fall with
-    more columns, and a negative slope is noise.
+    """`(a, b)` of the line `a + b x` through samples `(x, y)` by least squares. Neither is negative: costs do not fall
+    with more columns, and a negative slope is noise.
 
     Args:
         samples: With at least two different x.
@@ -325,8 +327,8 @@ def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def migrated_share(columns: float, num_tasks: int, curves: PretestCurves) -> float:
     """Equation 2, one slow task: the share beta of the columns it loses that migrate; the rest is resized away.
 
-    Both sides then cost the same: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`. If sending
-    anything costs more than resizing everything, nothing migrates.
+    Both sides then cost the same: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`. If
+    sending anything costs more than resizing everything, nothing migrates.
 
     Args:
         columns: n = L * gamma.
@@ -375,8 +377,8 @@ class TaskWork:
 def divide_semi(
     seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
 ) -> tuple[TaskWork, ...]:
-    """Algorithm 2: who migrates and who is resized, from each task's T (`seconds`), M (`product_s`) and L (`workloads`, in
-    columns of all its layers), and the pretest's curves."""
+    """Algorithm 2: who migrates and who is resized, from each task's T (`seconds`), M (`product_s`) and L (`workloads`,
+    in columns of all its layers), and the pretest's curves."""
     gammas = excess_ratios(seconds, product_s)
     order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
     slower = [i for i in order if gammas[i] > 0.0]
@@ -397,8 +399,9 @@ def settled_semi(
 ) -> tuple[TaskWork, ...]:
     """Algorithm 2, repeated until it converges, as if it were measured and decided again and again.
 
-    Migrated work makes the others slower (a resized task at its own relative step time), so `T_min` rises and all shares with
-    it. The algorithm decides once who migrates and who is resized; the shares follow the seconds that they lead to.
+    Migrated work makes the others slower (a resized task at its own relative step time), so `T_min` rises and all
+    shares with it. The algorithm decides once who migrates and who is resized; the shares follow the seconds that they
+    lead to.
 
     Args:
         seconds, product_s: T and M of each task, as if nothing were given.
@@ -544,8 +547,8 @@ class Giving:
         return [(share, 0.0) for share in settled_ratios(times, products, givers)]
 
     def _semi(self, strategy: str, index: int, group: Sequence[int], slow: frozenset[int]) -> list[tuple[float, float]]:
-        """Algorithm 2 with the last mini-batch's seconds, for a pack of the pretest's tokens; ranks that are not slow count as
-        the fastest of them."""
+        """Algorithm 2 with the last mini-batch's seconds, for a pack of the pretest's tokens; ranks that are not slow
+        count as the fastest of them."""
         known = [self._token_s[strategy][rank] for rank in group]
         usual = [t for rank, t in zip(group, known, strict=True) if rank not in slow and t > 0.0]
         if not usual or strategy not in self.curves or all(rank not in slow for rank in group):
@@ -561,8 +564,8 @@ class Giving:
         """Takes all ranks' pretest of a strategy.
 
         Args:
-            rows: Per rank: the columns of all its products, then static, extract, send and compute seconds and the static
-                part of send, as in `PretestCurves`.
+            rows: Per rank: the columns of all its products, then static, extract, send and compute seconds and the
+                static part of send, as in `PretestCurves`.
             pack_tokens: Tokens of the pretest; curves are per token, like seconds.
         """
         self.columns[strategy] = [row[0] for row in rows]

@@ -1,18 +1,18 @@
 """Which speeds divide the packs of which mini-batch, and how speeds divide the layers of pipelines and MLPs.
 
-Packs: a loop may plan mini-batches ahead of training (the Trainer does not). So speeds known after mini-batch n (counted from
-0) apply from mini-batch `n + 1 + delay` on, with `delay` at least as far as anybody plans ahead. Then every rank divides the
-same way, and so does a run that resumes from `state_dict`.
+Packs: a loop may plan mini-batches ahead of training (the Trainer does not). So speeds known after mini-batch n
+(counted from 0) apply from mini-batch `n + 1 + delay` on, with `delay` at least as far as anybody plans ahead. Then
+every rank divides the same way, and so does a run that resumes from `state_dict`.
 
-Stages: a stage with a slow device gets fewer layers. All replicas of a strategy share one partition, and packs are divided
-over them by speed (`Speeds`). So the best partition has the highest throughput of all replicas together: the sum of the
-inverses of their slowest stages. With one replica that is PipeDream's objective, with stages weighted by relative step time.
-With several, the even partition is often better: another one would slow the replicas that are not slow.
+Stages: a stage with a slow device gets fewer layers. All replicas of a strategy share one partition, and packs are
+divided over them by speed (`Speeds`). So the best partition has the highest throughput of all replicas together: the
+sum of the inverses of their slowest stages. With one replica that is PipeDream's objective, with stages weighted by
+relative step time. With several, the even partition is often better: others slow the replicas that are not slow.
 
-MLPs: `layout.shares` divides them per tensor-parallel group. Other replicas' groups stay even and lose nothing, so the only
-question is whether the change is worth a switch. Stage partition and pack division use each rank's resulting work.
+MLPs: `layout.shares` divides them per tensor-parallel group. Other replicas' groups stay even and lose nothing, so the
+only question is whether the change is worth a switch. Stage partition and pack division use each rank's resulting work.
 
-All ranks come to the same result: relative step times are integers, and sums are fractions or have a fixed order. No torch.
+All ranks come to the same result: relative step times are integers, sums are fractions or have a fixed order. No torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,10 +33,10 @@ class Speeds:
 
     Args:
         ranks: The speed of each rank, relative to each other.
-        loads: If pipeline stages are also partitioned by speed, the work of each stage relative to its pipeline's mean: one
-            tuple per depth, with one entry per stage.
-        works: If tensor-parallel groups also divide MLPs by speed, the work of each rank relative to an even share: one tuple
-            per degree of tp, after the degree.
+        loads: If pipeline stages are also partitioned by speed, the work of each stage relative to its pipeline's mean:
+            one tuple per depth, with one entry per stage.
+        works: If tensor-parallel groups also divide MLPs by speed, the work of each rank relative to an even share: one
+            tuple per degree of tp, after the degree.
     """
 
     ranks: tuple[Positive, ...]
@@ -75,7 +75,7 @@ class SpeedHistory:
         return next((speeds for first, speeds in reversed(known) if first <= number), known[0][1])
 
     def trained(self, number: int, speeds: Speeds | None) -> int | None:
-        """Takes the speeds known after mini-batch `number`; returns the first mini-batch that they apply to, if they changed."""
+        """Takes the speeds known after mini-batch `number`; if new, returns the first mini-batch they apply to."""
         if speeds == self._in_force[-1][1]:
             return None
         # replaced as a whole: another thread may be reading
@@ -116,7 +116,7 @@ def _read(numbers: list[Any]) -> Speeds | None:
 
 
 LEAST_GAIN = Fraction(5, 100)
-"""A partition is replaced only if another is faster by this share: a switch costs seconds, and step times are measurements."""
+"""A partition is replaced only if another is faster by this share: a switch costs seconds, and step times are measured."""
 
 StepTimes = tuple[tuple[int, ...], ...]
 """See `StageCosts.step_times`."""
@@ -139,8 +139,8 @@ def stages_of_replicas(strategy: Strategy, ranks: Sequence[int]) -> list[list[in
 def throughput(
     costs: StageCosts, stages: Sequence[range], replicas: Iterable[Sequence[int]], pp: int | None = None
 ) -> Fraction:
-    """How many packs all replicas (`stages_of_replicas`) together finish under a partition in the time of one unit of cost;
-    with as many ranks per pipeline as stages, or `pp`."""
+    """How many packs all replicas (`stages_of_replicas`) together finish under a partition in the time of one unit of
+    cost; with as many ranks per pipeline as stages, or `pp`."""
     own, passes, total = costs.of_stages(stages), costs.passes(stages), Fraction(0)
     pp = pp or len(stages)
     for step_times in replicas:
@@ -162,8 +162,8 @@ def cut_by_speed(
         costs: What decides the partition, with the current relative step times.
         strategies: The pool, with one world size.
         speeds: Of each rank, relative to one that is not slow; None if no rank is slow.
-        step_times_of: The relative step time of each rank under a strategy, for ranks whose work differs from an even shard's
-            (`step_times_of_groups`).
+        step_times_of: The relative step time of each rank under a strategy, for ranks whose work differs from an even
+            shard's (`step_times_of_groups`).
 
     Returns:
         For `StageCosts.with_step_times`: the current ones unless others are worth a change; empty if no device is slow.
@@ -184,7 +184,7 @@ def cut_by_speed(
 
 
 def _best(costs: StageCosts, depth: int, pool: Sequence[tuple[int, list[list[int]]]]) -> tuple[int, ...] | None:
-    """The relative step times for pipelines of this depth; None for the even partition, the current ones if no change pays."""
+    """The relative step times for pipelines of this depth; None for an even partition, the current ones if no change pays."""
     even = costs.with_step_times(()).stages(depth)
     of_even = [throughput(costs, even, replicas, pp) for pp, replicas in pool]
 
@@ -237,8 +237,8 @@ def shares_by_speed(
         speeds: Of each rank, relative to one that is not slow; None if no rank is slow.
 
     Returns:
-        For `ParameterVector.with_step_times`: the current ones unless others are faster by `LEAST_GAIN`; empty if no device
-        is slow.
+        For `ParameterVector.with_step_times`: the current ones unless others are faster by `LEAST_GAIN`; empty if no
+        device is slow.
     """
     pool = [strategy for strategy in strategies if strategy.tp > 1]
     if speeds is None or not pool or not can_share(vector):
