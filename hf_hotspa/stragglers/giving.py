@@ -250,7 +250,7 @@ def excess_ratios(seconds: Sequence[float], product_s: Sequence[float]) -> tuple
 
 
 def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers: Collection[int]) -> tuple[float, ...]:
-    """Equation 1, repeated until it converges: the shares that slow tasks give to others to finish at once.
+    """Equation 1, repeated until it converges: the shares to give to others so that all finish together.
 
     The paper measures, gives and measures again: with the mean as reference the first result leaves a task with four
     times the seconds at 1.75 times, and later ones reduce it. Here the resulting seconds are computed instead.

@@ -278,7 +278,7 @@ REFUSED = [
     ("norm 0.0", "use 1.0"),
     ("no optimizer", "engine.updates.step"),
     ("global norm", "max_norm"),
-    ("is not finite", "have changed the weights already"),
+    ("is not finite", "have already changed the weights"),
 ]
 
 
