@@ -313,9 +313,9 @@ def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGro
 
 # How much each column of each weight varies between periods: the paper's Pri and PriDiff choose columns by it.
 #
-# The previous period's weights are kept as in the master store, each element on one rank. At the end of a period `|w(t)
-# - w(t-1)|` is computed there and gathered like weights. Each rank takes the means over the rows of its shards, for
-# every strategy with shards: `delta_i` of arXiv 2401.11469, section III-B. Columns that were left out in the period
+# The previous period's weights are kept as in the master store, each element on one rank. At the end of a period
+# `|w(t) - w(t-1)|` is computed there and gathered like weights. Each rank takes the means over the rows of its shards,
+# for every strategy with shards: `delta_i` of arXiv 2401.11469, section III-B. Columns that were left out in the period
 # keep their old value. Frozen weights have no statistics: their columns are drawn at random.
 #
 # `tensors` is everything that the next columns depend on, for this rank's file in a checkpoint.

@@ -7,9 +7,9 @@ without a gradient they would vary least forever. Follows algorithm 1 except for
 *kept* columns (its lines 12-13; its text calls them yet to be pruned), and old values are put back before sorting
 (lines 5-8).
 
-Migration (section IV-A): tasks that hand nothing over are helpers. They are renumbered from the slow task on, `r' = (r
-+ e - r_slow) % e` in the paper's notation for one slow task, and take consecutive columns in that order, so each knows
-its part without a message. If the columns do not divide evenly, the first helpers take one more.
+Migration (section IV-A): tasks that hand nothing over are helpers. They are renumbered from the slow task on,
+`r' = (r + e - r_slow) % e` in the paper's notation for one slow task, and take consecutive columns in that order, so
+each knows its part without a message. If the columns do not divide evenly, the first helpers take one more.
 """
 
 import random
