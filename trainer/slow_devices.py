@@ -1,11 +1,12 @@
-"""`hotspa_stragglers`: what a run knows of slow devices, and what it does about them.
+"""`hotspa_stragglers`: what a run knows about slow devices, and what it does about them.
 
-Watching costs nothing of its own: every rank learns the seconds of all ranks from what the engine gathers at the end of a
-mini-batch anyway, and all come to the same conclusion. What is found is in the step reports (`paces`, `slow`), and in the log of the
-main process when a device becomes slow or recovers. `balance` also divides the packs of later mini-batches over replicas by
-their speed and cuts the layers of pipelines and the MLPs of tensor-parallel groups by it, and `migrate` lets slow ranks give columns of their matrix products to the others of their tensor-parallel group.
-Both change the order of sums alone. `resize` lets slow ranks leave columns out, and `semi` divides between the two by what a
-pretest found; these are not exact, and say so. What any of them depends on is in checkpoints.
+Watching adds no communication: the engine gathers all ranks' seconds at the end of a mini-batch anyway, and all ranks
+come to the same conclusion. Step reports have the relative step times and slow ranks; the main process logs when a
+device becomes slow or recovers. `balance` also divides by speed: packs of later mini-batches over replicas, layers over
+pipeline stages, and tensor-parallel MLPs. `migrate` lets slow ranks hand over columns of their matrix products to their
+tensor-parallel group. Both only change the order of sums. `resize` lets slow ranks leave columns out, and `semi`
+divides between the two by a pretest; these are not exact, and log a warning. Checkpoints contain everything that the
+modes depend on.
 """
 
 import logging
@@ -27,10 +28,10 @@ from hf_hotspa.trainer.run_plan import RunPlan
 
 logger = logging.getLogger(__name__)
 
-_MOST_SAID = 10
-_WORTH_SAYING = 0.05
-"""Shares that changed by less since they were said last are in the report alone."""
-_IMPUTED = {"zero": "0", "same": "those of the mini-batch before", "average": "the mean of the others"}
+_MOST_LOGGED = 10
+_WORTH_LOGGING = 0.05
+"""Smaller changes of shares since the last log line are only in the report."""
+_IMPUTED = {"zero": "0", "same": "the previous mini-batch's", "average": "the mean of the others"}
 
 
 class DeviceWatch:
@@ -40,15 +41,15 @@ class DeviceWatch:
         mode: `hotspa_stragglers`, not `off`.
         delay: How many mini-batches are planned ahead of training.
         resizing: How products are resized, in `resize` and `semi`.
-        stages: Cuts pipelines and MLPs in `balance`.
+        stages: Partitions pipelines and MLPs in `balance`.
 
     Attributes:
-        decides: Whether the run depends on what is found; a checkpoint then holds it.
-        speeds: By which packs are divided; None where the mode divides evenly.
+        decides: Whether the run depends on the results; checkpoints then contain them.
+        speeds: Speeds that divide packs; None if the mode divides evenly.
 
     Raises:
-        HotspaConfigError: no strategy has replicas to divide packs over, stages to divide layers over or groups to divide MLPs
-            over, or shards whose columns could go elsewhere.
+        HotspaConfigError: no strategy has replicas, stages or groups to divide packs, layers or MLPs over, or shards
+            whose columns could go elsewhere.
         UnsupportedError: `migrate`, `resize` or `semi` with a strategy of `+z` or cp.
     """
 
@@ -62,25 +63,25 @@ class DeviceWatch:
                 lacking += ", and no layer has a dense MLP that its plan divides"
             _needs(engine, ("dp", "pp", "tp") if shares else ("dp", "pp"), mode, lacking, why)
         if mode in GIVING:
-            why = "columns are those of products that a tensor-parallel group shares"
+            why = "a tensor-parallel group must share the products whose columns are handed over"
             _needs(engine, ("tp",), mode, "no strategy is tensor parallel", why)
             if untried := [str(s) for s in engine.phases if s.z or s.cp > 1]:
                 raise UnsupportedError(
                     f"hotspa_stragglers={mode} with {', '.join(untried)}",
-                    why="columns stay with their rank yet where weights come layer by layer or tokens are shared (+z, cp)",
+                    why="columns cannot be handed over yet if weights come layer by layer or tokens are shared (+z, cp)",
                     fix="leave these strategies out, or use hotspa_stragglers=watch",
                 )
         self._step_time = engine.device_step_time(mode if mode in GIVING else None)
         self.speeds = SpeedHistory(delay) if mode == "balance" else None
         self._stages = stages if mode == "balance" else None
         self._has_replicas = any(strategy.dp > 1 for strategy in engine.phases)
-        self._speaks, self._said = engine.rank == 0, 0
+        self._logs, self._num_logged = engine.rank == 0, 0
         self._last: list[float] = []
         self._statistics = ColumnStatistics(engine, resizing) if mode in LOSSY else None
         if mode == "semi":
             assert self._step_time.giving is not None
             pretest(engine, self._step_time.giving)
-        if mode in LOSSY and self._speaks:
+        if mode in LOSSY and self._logs:
             logger.warning(
                 "hotspa_stragglers=%s: this run is not exact. While a device is slow, columns of its products are left out, "
                 "and their gradients are %s (migrate and balance are exact)",
@@ -89,41 +90,39 @@ class DeviceWatch:
             )
 
     def start(self) -> SpeedHistory | None:
-        """The speeds for a walk through a data set or a stream from its beginning; what is known last stays."""
+        """The speeds for a pass through a data set or stream from its beginning; keeps the latest."""
         if self.speeds is not None:
             self.speeds.restart()
         return self.speeds
 
     def begin(self, step: int, pass_steps: int) -> None:
-        """Before a mini-batch. Collective where columns are chosen by variation, and where a resumed run has another cut
-        of stages or MLPs.
+        """Called before a mini-batch. Collective if columns are chosen by variation, or resuming changes the partition.
 
         Args:
             step: Mini-batches trained so far.
-            pass_steps: Those of a pass over the data.
+            pass_steps: Mini-batches in a pass over the data.
         """
         if self._statistics is not None:
             self._statistics.begin(step, pass_steps)
-        if self._stages is not None and (said := self._stages.begin()):
+        if self._stages is not None and (change := self._stages.begin()):
             self._take_cut()
-            if self._speaks:
-                logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)", step + 1, said, self.mode)
+            if self._logs:
+                logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)", step + 1, change, self.mode)
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> StepReport:
-        """Takes the report of a mini-batch; returns it with what it says of the devices. Collective where pipelines or
-        MLPs are cut anew."""
+        """Takes the report of a mini-batch; adds the facts about devices. Collective if the partition changes."""
         report, event = self._step_time.trained(plan, report)
-        answer = self._answer(report.step)
-        if (event is not None or answer) and self._speaks and self._said < _MOST_SAID:
-            self._said += 1
-            said = str(event) if event is not None else "the relative step time of a slow device changed"
-            last = "; further changes are in the report alone" if self._said == _MOST_SAID else ""
-            text = f"{said}; {answer}" if answer else said
+        action = self._act(report.step)
+        if (event is not None or action) and self._logs and self._num_logged < _MOST_LOGGED:
+            self._num_logged += 1
+            what = str(event) if event is not None else "the relative step time of a slow device changed"
+            last = "; further changes are only in the report" if self._num_logged == _MOST_LOGGED else ""
+            text = f"{what}; {action}" if action else what
             logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)%s", report.step, text, self.mode, last)
         return report
 
-    def _answer(self, step: int) -> str:
-        """What is done from some later mini-batch on; empty where nothing changes."""
+    def _act(self, step: int) -> str:
+        """Decides anew; returns what changes in later mini-batches, or an empty string."""
         devices = self._step_time.devices
         if self.speeds is not None and self._stages is not None:
             return self._balanced(step, self.speeds, self._stages)
@@ -135,26 +134,28 @@ class DeviceWatch:
         now = [share for shares in most for share in shares]
         if (
             len(now) == len(self._last)
-            and max(abs(a - b) for a, b in zip(now, self._last, strict=True)) < _WORTH_SAYING
+            and max(abs(a - b) for a, b in zip(now, self._last, strict=True)) < _WORTH_LOGGING
         ):
             return ""
         self._last = now
-        said = []
+        lines = []
         for rank, (given, left) in enumerate(zip(*most, strict=True)):
-            does = [f"gives {given:.0%} of its columns away"] if given > 0.0 else []
+            does = [f"hands over {given:.0%} of its columns"] if given > 0.0 else []
             does += [f"leaves {left:.0%} of its columns out"] if left > 0.0 else []
-            said += [f"rank {rank} {' and '.join(does)}"] if does else []
-        return ", ".join(said) or "all columns are computed where they lie"
+            lines += [f"rank {rank} {' and '.join(does)}"] if does else []
+        return ", ".join(lines) or "every rank computes all of its columns"
 
     def _balanced(self, step: int, history: SpeedHistory, stages: StageCuts) -> str:
-        ranks, said = self._step_time.devices.speeds(), list[str]()
+        ranks, lines = self._step_time.devices.speeds(), list[str]()
         if of_stages := stages.decide(ranks):
             self._take_cut()
-            said.append(of_stages)
+            lines.append(of_stages)
         first = history.trained(step - 1, Speeds(ranks, stages.loads, stages.works) if ranks is not None else None)
         if first is not None and self._has_replicas:
-            said.append(f"from mini-batch {first + 1} on packs are divided {'evenly' if ranks is None else 'by speed'}")
-        return "; ".join(said)
+            lines.append(
+                f"from mini-batch {first + 1} on packs are divided {'evenly' if ranks is None else 'by speed'}"
+            )
+        return "; ".join(lines)
 
     def _take_cut(self) -> None:
         self._step_time.take_cut(self._engine.description.vector, self._engine.layouts)
@@ -165,10 +166,10 @@ class DeviceWatch:
         return {"devices": self._step_time.devices.state_dict(), **of_mode}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; one of another number of ranks is left, as those are other devices.
+        """Restores a state, unless it has another number of ranks: those are other devices.
 
         Raises:
-            HotspaConfigError: it is damaged.
+            HotspaConfigError: the state is damaged.
         """
         if not self._step_time.devices.load_state_dict(state.get("devices", {})):
             return
@@ -179,16 +180,16 @@ class DeviceWatch:
             self._engine.give(self._step_time.giving.shares, self._step_time.giving.resized)
 
     def _parts(self) -> dict[str, Any]:
-        """What the mode goes by, by its name in the state; each has a state of its own."""
+        """The mode's parts, by their name in the state."""
         parts = {"speeds": self.speeds, "stages": self._stages, "giving": self._step_time.giving}
         return {name: part for name, part in parts.items() if part is not None}
 
     def rank_tensors(self) -> dict[str, Tensor]:
-        """What this rank alone needs to go on bit for bit, in host memory."""
+        """This rank's own state for resuming bit for bit, in host memory."""
         return self._statistics.tensors() if self._statistics is not None else {}
 
     def load_rank_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Goes on from `rank_tensors`."""
+        """Restores `rank_tensors`."""
         if self._statistics is not None:
             self._statistics.load(tensors)
 
@@ -198,10 +199,10 @@ def watch_devices(
     args: HotSPaTrainingArguments,
     plan: RunPlan,
 ) -> DeviceWatch | None:
-    """Whoever watches the devices of a run; None where nobody does, and for a device alone. Collective for `semi`.
+    """Makes the `DeviceWatch` of a run; None if off, or with a single device. Collective for `semi`.
 
     Args:
-        plan: Predicts for another cut of stages and MLPs, and says what does not fit in it.
+        plan: Predicts for another partition, and raises if it does not fit.
 
     Raises:
         HotspaConfigError: see `DeviceWatch`.

@@ -1,8 +1,7 @@
 """DeepSpeed's CPU Adam for a master store in host memory: vectorized C++, compiled once by the system's compiler.
 
-Owns loading the kernel, and the optimizer class around it. It promises that a step depends on nothing but weights,
-gradients, the state and the groups, so that a resumed run goes on bit for bit, and that its state is that of
-`torch.optim.AdamW`: each goes on from a checkpoint of the other.
+A step depends only on weights, gradients, state and groups, so a resumed run continues bit for bit. The state matches
+`torch.optim.AdamW`: each loads the other's checkpoints.
 """
 
 import contextlib
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-# private, and the only one who knows where torch compiles
+# private, but nothing else knows where torch compiles
 from torch.utils.cpp_extension import _get_build_directory
 
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
@@ -26,19 +25,19 @@ from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 logger = logging.getLogger(__name__)
 
 CPU_ADAM = "CpuAdamW"
-"""The name of the class, as checkpoints have it."""
+"""The class name in checkpoints."""
 
 
 def load_cpu_adam() -> str | None:
-    """Loads the kernel, compiled before if this is the first time on this machine (a minute; kept in torch's cache of
-    extensions, `TORCH_EXTENSIONS_DIR`).
+    """Loads the kernel. Compiles it on first use on this machine (about a minute; kept in torch's extension cache,
+    `TORCH_EXTENSIONS_DIR`).
 
     Returns:
-        None, or in a few words why it cannot be had. Never raises, and never waits for a process that was killed
-        (`sole_compiler`): the caller has another optimizer.
+        None on success, otherwise a short reason. Never raises, and never waits for a killed process (`sole_compiler`):
+        the caller can use another optimizer.
     """
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it looks for others, and prints that there are none
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it looks for others, and prints that there are none
     try:
         from deepspeed.ops.op_builder.cpu import CPUAdamBuilder
     except ImportError as error:
@@ -47,7 +46,7 @@ def load_cpu_adam() -> str | None:
         builder = CPUAdamBuilder()
         with sole_compiler(Path(_get_build_directory(builder.name, False))):
             builder.load(verbose=False)
-    except Exception as error:  # of a compiler, of ninja, of the loader
+    except Exception as error:  # from the compiler, ninja or the loader
         lines = str(error).strip().splitlines()
         return f"its kernel cannot be compiled: {lines[0] if lines else type(error).__name__}"
     return None
@@ -55,16 +54,16 @@ def load_cpu_adam() -> str | None:
 
 @cache
 def cpu_adam_class() -> type[Optimizer]:
-    """`CpuAdamW(groups, lr, betas, eps, weight_decay)`: AdamW on fp32 parameters in host memory. Made on demand, after
-    `load_cpu_adam`: DeepSpeed is an optional dependency."""
+    """`CpuAdamW(groups, lr, betas, eps, weight_decay)`: AdamW on fp32 parameters in host memory. Call it after
+    `load_cpu_adam`; it imports DeepSpeed, which is optional."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     class CpuAdamW(DeepSpeedCPUAdam):  # type: ignore[misc]
-        """DeepSpeed's class, without what it remembers beside its state."""
+        """DeepSpeed's class, without its memory outside the state."""
 
         def step(self, closure: Any = None) -> Any:
-            # DeepSpeed's C++ object multiplies the powers of the betas up from step to step, in fp32; a new one takes
-            # them from the number of the step, as a process that was resumed would
+            # DeepSpeed's C++ object multiplies up powers of the betas step by step, in fp32; a new one computes them
+            # from the step number, as a resumed process would
             first = self.param_groups[0]
             constants = first["lr"], *first["betas"], first["eps"], first["weight_decay"]
             self.ds_opt_adam.create_adam(self.opt_id, *constants, self.adam_w_mode, False)
@@ -73,7 +72,7 @@ def cpu_adam_class() -> type[Optimizer]:
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             super().load_state_dict(state_dict)
             for state in self.state.values():
-                state["step"] = int(state["step"])  # a tensor in torch's AdamW; the kernel takes a number
+                state["step"] = int(state["step"])  # a tensor in torch's AdamW; the kernel requires a number
 
     CpuAdamW.__qualname__ = CPU_ADAM
     return CpuAdamW
@@ -81,29 +80,29 @@ def cpu_adam_class() -> type[Optimizer]:
 
 # -- compiling it once -------------------------------------------------------------------------------------------------
 
-# One process at a time compiles an extension of torch, and none waits for a compilation that was killed.
+# One process at a time compiles a torch extension, and none waits for a killed compilation.
 #
-# torch's own lock is a file `lock` in the folder of the extension, which stays where its process is killed; every later
-# one then waits for it for ever, and says nothing. Here ours wait for each other by a lock that ends with its process,
-# and a file that nobody holds is taken away: at once where one of ours died on this machine, else when it is older than
-# any compilation.
+# torch's own lock is a file `lock` in the extension's folder. It outlives a killed process, and later processes wait
+# for it forever, without a message. Our processes wait for each other by a lock that ends with its process. An orphaned
+# torch lock is removed: at once if one of our processes died on this machine, otherwise once it is older than any
+# compilation.
 
 
 _BATON = "lock"  # the name that torch gives it
 _PATIENCE_S = 1200.0
-"""How long a living process is waited for; less than ranks wait for each other."""
+"""How long to wait for a living process; less than ranks wait for each other."""
 
 _STALE_S = 600.0
-"""The age from which a file is left over that nobody on this machine holds, and that may be another machine's. Compiling
+"""The age at which a file is orphaned if no process on this machine holds it; it may be another machine's. Compiling
 takes a minute or two."""
 
 
 @contextlib.contextmanager
 def sole_compiler(folder: Path) -> Iterator[None]:
-    """Inside, no other process of ours compiles in this folder, and torch will not wait for one that is gone.
+    """While active, none of our other processes compiles in this folder, and torch waits for no dead process.
 
     Raises:
-        TimeoutError: another process is at it for longer than any compilation takes.
+        TimeoutError: another process compiles for longer than any compilation takes.
         OSError: the folder cannot be written to.
     """
     lock, host = ProcessLock(folder / LOCK_NAME), socket.gethostname()
@@ -119,7 +118,7 @@ def sole_compiler(folder: Path) -> Iterator[None]:
 
 
 def _take_away(baton: Path, died_here: bool) -> None:
-    """Waits until torch's file is gone, or removes it where nobody holds it any more."""
+    """Waits until torch's lock file is gone, or removes it if orphaned."""
     deadline, waits = time.monotonic() + _PATIENCE_S, False
     while (age_s := _age_s(baton)) is not None:
         holder = _holder(baton)
@@ -144,10 +143,10 @@ def _age_s(path: Path) -> float | None:
 
 
 def _holder(path: Path) -> int | None:
-    """A process of this machine that has the file open, as torch has it while it compiles; None where none is seen."""
+    """A process on this machine that has the file open, as torch does while it compiles; None if none is visible."""
     wanted = str(path.resolve())
     for folder in Path("/proc").glob("[0-9]*/fd"):
-        with contextlib.suppress(OSError):  # of somebody else, or ended meanwhile
+        with contextlib.suppress(OSError):  # another user's process, or one that ended meanwhile
             if any(os.readlink(entry.path) == wanted for entry in os.scandir(folder)):
                 return int(folder.parent.name)
     return None

@@ -1,8 +1,8 @@
-"""How fast each device computes, from the reports of mini-batches: what a rank took, by the cost of what it ran.
+"""How fast each device computes, from the reports of mini-batches: a rank's seconds divided by the cost of what it ran.
 
-The cost of a pack is that of packing (`packing.bucketing.sequence_cost`); a rank has its stage's part of it (the costs by
-which layers were cut into stages) and its shard's (by the weights that it holds). No communication: the report holds what
-every rank measured, and all ranks come to the same result.
+Packing gives the cost of packs (`packing.bucketing.sequence_cost`). A rank's part is its stage's (by the costs that
+partition layers) times its shard's (by the weights that it holds). No communication: reports have the measurements of
+all ranks, and all ranks come to the same result.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ _COMPUTE, _OTHERS, _PRODUCTS, _LEFT_OUT = (
 
 
 class _Share(NamedTuple):
-    """The part of a replica's work that a rank has; `least` and `most` are bounds where costs were not measured."""
+    """A rank's part of its replica's work; `least` and `most` are bounds where costs were not measured."""
 
     cost: float
     least: float
@@ -31,39 +31,38 @@ class _Share(NamedTuple):
 
 
 _GRADIENT_OF_TABLE = 8
-"""One part in so many of what a head of its size computes is what an embedding may take to sum its gradient."""
+"""Summing the gradient of an embedding may take up to 1/8 of what a head of the same size computes."""
 
 
 def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> tuple[_Share, ...]:
-    """The part of a replica's work that each rank has: of its stage's cost by its shard of the stage's weights.
+    """Each rank's part of its replica's work: its stage's cost times its shard of the stage's weights.
 
-    Parameters say little about a head, which takes less beside layers that are small, and nothing about an embedding."""
+    Parameters are a poor measure of a head, which costs less beside small layers, and none of an embedding."""
     costs = vector.stage_costs.of_ranks(strategy.pp, strategy.v)
     least, most = list(costs), list(costs)
     if vector.measured is None:
         least[-1] = max(least[-1] - vector.head_cost, 1)
         most[0] += sum(s.numel for s in vector.segments if s.unit == EMBEDDING) // _GRADIENT_OF_TABLE
     coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
-    # a look-up in a table of embeddings is nearly free, unless the head multiplies with it, too
+    # an embedding look-up is nearly free, unless the head multiplies with the same table
     computed = [s.index for s in vector.segments if s.unit != EMBEDDING or any(p.in_head for p in vector.specs_of(s))]
     sizes = [sum(layout.rank_sizes(rank)[index] for index in computed) for rank in range(strategy.world_size)]
-    held: dict[tuple[int, int], int] = defaultdict(int)
+    stage_sizes: dict[tuple[int, int], int] = defaultdict(int)
     for coord, size in zip(coords, sizes, strict=True):
-        held[coord.dp, coord.pp] += size
-    parts = [(c.pp, size / held[c.dp, c.pp]) for c, size in zip(coords, sizes, strict=True)]
+        stage_sizes[coord.dp, coord.pp] += size
+    parts = [(c.pp, size / stage_sizes[c.dp, c.pp]) for c, size in zip(coords, sizes, strict=True)]
     return tuple(_Share(costs[pp] * part, least[pp] * part, most[pp] * part) for pp, part in parts)
 
 
 class DeviceStepTime:
-    """Watches the devices of a run.
+    """Watches the devices of a run for slow ones.
 
     Args:
         quadratic_cost: See `ModelShape.quadratic_cost`.
-        gives: What slow ranks do with columns (`Giving`): `migrate`, `resize` or `semi`; None where they compute all of theirs.
+        gives: What slow ranks do with columns (`Giving`): `migrate`, `resize` or `semi`; None if they compute all.
 
     Attributes:
-        devices: What is known of them.
-        giving: What they do not compute; None where they compute everything.
+        giving: What slow ranks do not compute; None if they compute everything.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class DeviceStepTime:
         self.devices = SlowDevices(next(iter(layouts)).world_size)
 
     def take_cut(self, vector: ParameterVector, layouts: dict[Strategy, Layout]) -> None:
-        """Goes on with another cut of stages or MLPs: what is known of devices stays, as it is relative to what they run."""
+        """Takes another partition of stages or MLPs; keeps what is known of devices, relative to what they run."""
         self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:
-        """Takes the report of a mini-batch; returns it with `step_times` and `slow`, and what changed."""
+        """Takes the report of a mini-batch; returns it with relative step times and slow devices, and what changed."""
         if report.ranks is None:
             return report, None
         step_times, event = self.devices.observe(report.step, self._work(plan, report, report.ranks.phases))

@@ -1,4 +1,4 @@
-"""The conductor of a mini-batch: for each phase load the weights, run the packs, return the gradients.
+"""Runs a mini-batch: for each phase loads the weights, runs the packs and returns the gradients.
 
 `HotSPaEngine` is the public entry below the Trainer; any loop can drive it:
 
@@ -10,8 +10,8 @@
         optimizer.step()
     engine.write_back(model)
 
-It promises: loss and gradients are those of the plain model on the whole mini-batch, whatever the strategies; only the
-optimizer step changes the weights; what one rank finds wrong before a phase is raised by all ranks before a byte moves.
+Loss and gradients match the plain model on the complete mini-batch, for all strategies. Only the optimizer step changes
+the weights. All ranks raise an error that one finds before a phase, before a byte moves.
 """
 
 import itertools
@@ -55,28 +55,27 @@ from hf_hotspa.strategy import Bucket, Strategy, check_launch
 
 
 class HotSPaEngine:
-    """Trains one model with hot-switched strategies. Construction and all methods but the properties are collective.
+    """Trains one model with hot-switched strategies. The constructor and all methods are collective unless noted.
 
     Args:
-        model: A transformers causal language model, or a `PeftModel` with a LoRA adapter around one, with its weights,
-            the same on all ranks (else rank 0's are taken).
+        model: A transformers causal language model with weights, or a `PeftModel` with a LoRA adapter around one. If
+            the ranks differ, all use rank 0's weights.
         buckets: Length ranges and their strategies, shortest first (`parse_buckets`).
-        options: How it trains; the same on all ranks.
-        weights: Folder of which each rank reads its share of the weights, for a model without them (`open_model`).
-        device: Where this rank computes; its CUDA device when there is one, else the CPU.
+        options: The same on all ranks.
+        weights: Folder from which each rank reads its share of the weights, for a model of `open_model`.
+        device: Where this rank computes; by default its CUDA device or else the CPU.
 
     Attributes:
-        longest: Tokens of the longest sequence that some bucket takes.
-        agreement: How all ranks agree (`Agreement.run`).
-        observer: Told of the phases (`Observer`), where somebody wants to be.
-        stop: Its `requested` says, when a mini-batch ends, whether this rank wants to stop; None where it never does.
-        failures: What ended a phase; knows of a lack of memory on this rank.
-        model_digest: `weights_digest` of the model, where it was read when the engine was made.
+        longest: Tokens of the longest sequence that fits a bucket.
+        observer: Called at the begin and end of each phase, if set.
+        stop: Its `requested` is read at the end of each mini-batch: whether this rank wants to stop. None for never.
+        failures: Explains failed phases; knows of a lack of memory on this rank.
+        model_digest: `weights_digest` of the model, if read when the engine was made.
         base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
-        updates: The optimizer steps of this rank's stage, where stages update by themselves (`EngineOptions.pipedream`): set its
-            `step`. None where the loop around the engine steps, once a mini-batch.
-        grad_norm: Global 2-norm of the gradient of the last mini-batch, before clipping; where stages update by themselves, the
-            root of the mean square over the updates.
+        updates: The optimizer steps of this rank's stage, if stages update by themselves (`EngineOptions.pipedream`):
+            set its `step`. None if the caller steps once per mini-batch.
+        grad_norm: Global 2-norm of the last mini-batch's gradient, before clipping; if stages update by themselves, the
+            root mean square over the updates.
         stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
 
     Raises:
@@ -115,7 +114,7 @@ class HotSPaEngine:
         by_stage = strategies[0] if options.pipedream is not None else None
         self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device, by_stage)
         self.model_digest: str | None = None
-        self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model with our frozen weights, and which
+        self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # model with our frozen weights, version
         self.base_digest: str | None = None
         if weights is not None and self.description.adapters is not None:
             self.base_digest = load_below_adapter(weights, model, self.master, self.agreement)
@@ -130,7 +129,7 @@ class HotSPaEngine:
         self._buffers, self._options = dict(bare_model(model)[0].named_buffers()), options
         self._attached: list[Callable[[Replica], Attachment]] = []
         self.phases = {strategy: self._runner(self.description, self._groups.mesh(strategy)) for strategy in strategies}
-        self.agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
+        self.agreement.barrier()  # build times differ by rank, and the switch groups have a shorter timeout
         self._groups.warm_up()
         self._switching.prepare()
         self.observer: Observer | None = None
@@ -155,25 +154,27 @@ class HotSPaEngine:
         fits: Callable[[ModelDescription], None] = lambda _: None,
         of_ranks: Iterable[int] = (),
     ) -> bool:
-        """Between two mini-batches, cuts the stages of pipelines by these relative step times of their devices (`StageCosts.step_times`), and the
-        MLPs of tensor-parallel groups by those of their ranks (`ParameterVector.step_times`). The next load fills the new stages and
-        shards; the master store, and so checkpoints, do not change. Collective where a cut changes.
+        """Between two mini-batches, changes the stage partition and the MLP shares by relative step times.
+
+        The next load fills the new stages and shards; master store and checkpoints do not change. Collective if
+        something changes.
 
         Args:
-            step_times: The same on all ranks; none for the cut that the engine was made with.
-            of_ranks: The same on all ranks, one for each rank; none for even shares.
-            fits: Raises on a rank that cannot hold the model in this cut.
+            step_times: Of pipeline stages (`StageCosts.step_times`), the same on all ranks; empty for the original ones.
+            of_ranks: Of each rank (`ParameterVector.step_times`), for tensor-parallel MLPs; the same on all ranks;
+                empty for even shares.
+            fits: Raises on a rank that cannot hold the model in this partition.
 
         Returns:
-            Whether a cut changed.
+            Whether anything changed.
 
         Raises:
-            DeviceMemoryError: on every rank, where one of them cannot hold it; the cut is the one before.
-            HotspaConfigError: stages update by themselves: the master store has their cut.
+            DeviceMemoryError: on every rank, if one of them cannot hold it; the partition does not change.
+            HotspaConfigError: stages update by themselves: the master store has their partition.
         """
         if self.updates is not None:
             raise HotspaConfigError(
-                "another cut of stages that update by themselves", fix="use hotspa_stragglers=watch"
+                "stages that update by themselves cannot be partitioned anew", fix="use hotspa_stragglers=watch"
             )
         description = with_step_times(self.description, step_times, self._options.stage_costs, of_ranks)
         meshes = {s: self.phases[s].mesh for s in changed(self.description, description, self.phases)}
@@ -184,42 +185,42 @@ class HotSPaEngine:
         return bool(meshes)
 
     def mesh(self, strategy: Strategy) -> DeviceMesh | None:
-        """The torch mesh of a strategy of this engine: all ranks, over those of the axes `pp`, `dp`, `cp`, `tp` whose
-        degree is above 1; None where all degrees are 1. Collective.
+        """The torch mesh of one of this engine's strategies, over all ranks. Collective.
 
-        Its groups of `tp`, `cp` and `pp` are those that the strategy runs on. Those of `dp` are made by the first call: the
-        engine sums gradients over replicas into the master store, and needs none.
+        Has the axes among `pp`, `dp`, `cp` and `tp` with a degree above 1; None without any. The strategy runs on its
+        `tp`, `cp` and `pp` groups. The first call creates the `dp` groups: the engine sums gradients over replicas in
+        the master store, and needs none.
 
         Raises:
             HotspaConfigError: the engine has no such strategy.
         """
         if strategy not in self.phases:
             raise HotspaConfigError(
-                f"{strategy} is none of the engine's strategies",
+                f"{strategy} is not one of the engine's strategies",
                 fix=f"ask for one of {', '.join(map(str, self.phases))}",
             )
         return self._groups.device_mesh(strategy)
 
     def device_step_time(self, gives: str | None = None) -> DeviceStepTime:
-        """Watches the devices of this engine, when it is given the reports of its mini-batches. Not collective.
+        """Makes the watch over this engine's devices, for the reports of its mini-batches. Not collective.
 
         Args:
-            gives: How what slow ranks should not compute is decided, too (`DeviceStepTime`); None where it is not.
+            gives: How to decide what slow ranks should not compute; None if they compute everything.
         """
         return DeviceStepTime(self.description.vector, self.layouts, self.description.shape.quadratic_cost, gives)
 
     @property
     def layouts(self) -> dict[Strategy, Layout]:
-        """Where the weights of each strategy lie."""
+        """Where each strategy's weights lie."""
         return {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
 
     def give(self, shares: Mapping[str, Sequence[float]], resized: Mapping[str, Sequence[float]] | None = None) -> None:
-        """From the next mini-batch on ranks give these shares of the columns of their products to the others of their
-        tensor-parallel groups. Not collective; the same on all ranks. Needs the option `flexible`.
+        """From the next mini-batch on, makes ranks give shares of their product columns to their tensor-parallel
+        groups. Not collective; the same on all ranks. Needs the option `flexible`.
 
         Args:
             shares: By strategy, for each rank.
-            resized: The same of what is left out, which is not exact (`parallel/flexible_linear.py`); nothing when None.
+            resized: Likewise, of columns that are left out, which is not exact (`parallel/flexible_linear.py`).
         """
         for strategy, work in self.flexible_works().items():
             if str(strategy) in shares:
@@ -227,25 +228,25 @@ class HotSPaEngine:
                 work.resized = resized[str(strategy)][self.rank] if resized is not None else 0.0
 
     def flexible_works(self) -> dict[Strategy, FlexibleWork]:
-        """By strategy what this rank need not compute; empty without the option `flexible`. Not collective."""
+        """What this rank need not compute, by strategy; empty without the option `flexible`. Not collective."""
         works = {strategy: runner.replica.flexible for strategy, runner in self.phases.items()}
         return {strategy: work for strategy, work in works.items() if work is not None}
 
     def side_agreement(self) -> Agreement:
-        """An agreement over a group of its own, for a thread that works beside the engine. Collective."""
+        """An agreement over a separate group, for a thread that works beside the engine. Collective."""
         return Agreement(self._groups.beside(), self.rank, None)
 
     @property
     def part_models(self) -> list[nn.Module]:
-        """The models of all replicas of this rank, and of their stages."""
+        """The models of all replicas on this rank, and of their stages."""
         return [part.model for runner in self.phases.values() for part in runner.parts]
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether any rank says so. Collective."""
+        """Whether the flag is set on any rank. Collective."""
         return bool(self.agreement.gather([float(flag)]).any())
 
     def explain(self, error: Exception, where: str) -> Exception:
-        """What to raise for an error that ends training on this rank alone; it is left for the others (`Mailbox`)."""
+        """What to raise for an error that ends training on this rank; leaves it for the other ranks (`Mailbox`)."""
         return self._mailbox.tell(error, where)
 
     # -- optimizer side -----------------------------------------------------------------------------------------------
@@ -262,8 +263,7 @@ class HotSPaEngine:
         """Two groups for a torch optimizer: with and without weight decay. Not collective.
 
         Args:
-            weight_decay: The decay of the first group.
-            decayed: Names of the parameters to decay; when None, all with at least two dims (no biases, no norms).
+            decayed: Names for the first group; by default all parameters with at least two dims (no biases, no norms).
         """
         if decayed is None:
             decayed = {spec.name for spec in self.description.vector.specs if len(spec.shape) > 1}
@@ -274,17 +274,17 @@ class HotSPaEngine:
         ]
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scales the gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
+        """Scales the gradients so that their global 2-norm is at most `max_norm`; returns the previous norm.
 
         The factor is torch's: `max_norm / (norm + 1e-6)`, at most 1. No communication.
 
         Raises:
-            HotspaConfigError: stages update by themselves, and have done so.
+            HotspaConfigError: stages update by themselves, and have already updated.
         """
         if self.updates is not None:
             raise HotspaConfigError(
-                "gradients are to be clipped by their global norm, where stages update by themselves",
-                why="no moment exists at which the gradients of all stages are there",
+                "gradients cannot be clipped by their global norm, because stages update by themselves",
+                why="the gradients of all stages never exist at the same time",
                 fix="clip on each stage: EngineOptions(pipedream=PipeDream(max_norm=...))",
             )
         factor = max_norm / (self.grad_norm + 1e-6)
@@ -305,19 +305,19 @@ class HotSPaEngine:
         training: bool = True,
         scored: Evaluation | None = None,
     ) -> StepReport:
-        """Runs every phase of a mini-batch; afterwards the gradients in the master store are those of this mini-batch.
+        """Runs every phase of a mini-batch; afterwards the master store holds its gradients.
 
         Args:
-            step: How many came before it in the run (a resumed one counts on); counted by the engine when None.
-            facts: What must be the same on all ranks beside it, by name, such as the learning rates.
-            add: Add to the gradients that are there, instead of beginning at zero; `grad_norm` is that of the sum.
-            needs_labels: Whether a mini-batch without a label is an error: not where a tape is in the place of the loss.
-            training: Whether the model is in training mode; in eval mode it drops nothing.
-            scored: A pass over rows of this mini-batch; the phase that it has loaded runs first, from there.
+            step: Mini-batches before this one in the run (a resumed run counts on); counted by the engine by default.
+            facts: What else must be the same on all ranks, by name, such as learning rates.
+            add: Add to the existing gradients; `grad_norm` then covers the sum.
+            needs_labels: Whether no label is an error; False if a tape replaces the loss.
+            training: Whether the model is in training mode, with dropout.
+            scored: An evaluation pass over rows of this mini-batch; the phase whose weights it has loaded runs first.
 
         Raises:
-            HotspaError: on every rank. Before the first transfer: an error found while reading rows, a mini-batch that
-                differs between ranks or has no label. After the last: `NonFiniteError`. The weights are unchanged.
+            HotspaError: on every rank; the weights are unchanged. Before the first transfer: an error from reading
+                rows, a mini-batch that differs between ranks or has no label. After the last: `NonFiniteError`.
         """
         begin, self._steps = time.perf_counter(), self._steps if step is None else step
         where = f"mini-batch {self._steps + 1}"
@@ -330,7 +330,7 @@ class HotSPaEngine:
                 fix="use a larger hotspa_mini_batch_size or drop rows without labels",
             )
         if error is not None or self.world_size > 1:
-            check_mini_batch(self.agreement, mini_batch, self._switching.held, error, where, facts)
+            check_mini_batch(self.agreement, mini_batch, self._switching.load_facts, error, where, facts)
         self._agreed = time.perf_counter()  # about the same moment on all ranks
         if not add:
             self.master.zero_gradients()
@@ -347,14 +347,14 @@ class HotSPaEngine:
     def _run_phases(
         self, mini_batch: MiniBatch, order: Sequence[int], loaded: PhaseRunner | None, training: bool, where: str
     ) -> tuple[float, list[PhaseMeasure]]:
-        """This rank's part of the loss, and what it measured of each phase; `loaded` has its weights already."""
+        """Returns this rank's part of the loss and its measurements per phase; `loaded` already has its weights."""
         measures: list[PhaseMeasure] = []
         loss, previous, runners = 0.0, None, list[PhaseRunner]()
         for index in order:
             runners.append(self.phases[mini_batch.phases[index].bucket.strategy])
         for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
-            if self._switching.worker is not None:  # whose thread explains failures, too
+            if self._switching.worker is not None:  # its thread explains failures, too
                 self.failures.phase_begins(phase, runner, self._steps + 1, where)
             if self.observer is not None:
                 self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
@@ -398,7 +398,7 @@ class HotSPaEngine:
         self._switching.arenas.forget()
         if explained is failure:
             raise failure
-        # unwrapped, it keeps its own cause: the wrapper's would be a circle
+        # raised bare, it keeps its own cause; from the wrapper it would be a circle
         raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
 
     def _finish(
@@ -455,10 +455,10 @@ class HotSPaEngine:
         """A pass over an evaluation set: `with engine.evaluation() as evaluation: evaluation.run(mini_batch)`.
 
         Args:
-            store: Weights of a second model (`frozen_weights`), in the place of the engine's own.
+            store: Replaces the weights by a second model's (`frozen_weights`).
             training: Whether the model is in training mode, with the dropout of mini-batch `step` (counted from 0).
         """
-        shared = self.phases, self.agreement, self._groups, self._end_all, self._switching.held
+        shared = self.phases, self.agreement, self._groups, self._end_all, self._switching.load_facts
         return Evaluation(*shared, store, training, step)
 
     @property
@@ -466,10 +466,10 @@ class HotSPaEngine:
         return self._options
 
     def frozen_weights(self, model: nn.Module) -> MasterStore:
-        """The weights of a second model, for `evaluation`: shared out like the engine's own, never trained. Collective.
+        """A second model's weights, for `evaluation`: sharded like the engine's, never trained. Collective.
 
         Raises:
-            ModelError: on every rank: the model is not built as the engine's is.
+            ModelError: on every rank: the model is not built like the engine's.
         """
         agreement, vector = self.agreement, self.description.vector
         agreement.run("set-up of a second model", lambda: check_same_build(model, self.description, self._buffers))
@@ -479,24 +479,24 @@ class HotSPaEngine:
         return store
 
     def attach(self, make: Callable[[Replica], Attachment]) -> None:
-        """Hangs what `make` gives for it on every replica of this rank, of later cuts too. Not collective."""
+        """Attaches the result of `make` to every replica on this rank, also after later `recut`s. Not collective."""
         self._attached.append(make)
         for runner in self.phases.values():
             _attach(make, runner)
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiplies the gradients that are there, and their norm. Not collective: the same on all ranks."""
+        """Multiplies the existing gradients, and their norm. Not collective: the same on all ranks."""
         self.master.scale_gradients(factor)
         self.grad_norm *= abs(factor)
 
     def drop_gradients(self) -> None:
-        """Makes the gradients 0. Not collective: on all ranks."""
+        """Sets the gradients to 0. Not collective: on all ranks."""
         self.master.zero_gradients()
         self.master.bind_gradients()
         self.grad_norm = 0.0
 
     def leave_out(self, names: Collection[str]) -> None:
-        """Takes the gradients of some parameters away, and out of the norm, as if they had never been trained. Collective."""
+        """Drops the gradients of some parameters, also from the norm, as if they had no gradient. Collective."""
         self.master.drop_gradients_of(names)
         self.grad_norm = float(self.agreement.gather([self.master.squared_norm()]).sum()) ** 0.5
 
@@ -504,34 +504,36 @@ class HotSPaEngine:
 
     @torch.no_grad()
     def write_back(self, model: nn.Module) -> None:
-        """Copies the weights into a model of the same structure (one segment at a time), without the frozen ones if it
-        has them: the engine was made of it, or wrote to it last. Collective."""
+        """Copies the weights into a model of the same structure, one segment at a time. Collective.
+
+        Skips frozen weights that the model already has: the engine was made from it, or wrote to it last."""
         current = weakref.ref(model), self.master.frozen_version
         write_to_model(model, self.weights(frozen=current != self._frozen_in))
         self._frozen_in = current
 
     def weights(self, frozen: bool = True, buffers: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight whole, or every trained one, or other `buffers`, as `MasterStore.gather`. Collective: all take all."""
-        # barriers wait longer than the group of switches for ranks that come late: a rank may write to a slow disk
+        """Every complete weight, or only trained ones, or other `buffers`, as `MasterStore.gather`. Collective: all
+        ranks consume it to the end."""
+        # barriers have a longer timeout than the switch group: a rank may be late from writing to a slow disk
         self.agreement.barrier()
         return self.master.gather(self._groups.switch, frozen, self.agreement.barrier, buffers)
 
     def stream(
         self, dtype_of: Callable[[ParameterSpec], torch.dtype], to: int | None = None
     ) -> Iterator[tuple[ParameterSpec, torch.Tensor]]:
-        """Every weight whole, as `MasterStore.stream`, on one rank or on all. Collective: all take all."""
+        """Every complete weight, as `MasterStore.stream`, on one rank or on all. Collective: consume it to the end."""
         self.agreement.barrier()
         return self.master.stream(self._groups.switch, dtype_of, to, self.agreement.barrier)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:
-        """The whole gradient of the last mini-batch by Hugging Face name, on every rank, for inspection. Collective."""
+        """The last mini-batch's complete gradient by Hugging Face name, on every rank, for inspection. Collective."""
         self.agreement.barrier()
         gathered = self.master.gather(self._groups.switch, frozen=False, buffers=self.master.gradients)
         return {name: whole.clone() for name, whole in gathered}
 
     def close(self) -> None:
-        """Ends the switch thread, frees memory and destroys the process groups. Collective; nothing may follow."""
+        """Ends the switch thread, frees memory and destroys the process groups. Collective and final."""
         self._adopting.remove()
         self._switching.close()
         self.agreement.barrier()
@@ -540,11 +542,11 @@ class HotSPaEngine:
 
 
 def adopt_before_steps(master: MasterStore) -> RemovableHandle:
-    """Adopts any optimizer of few bits (`engine/low_bit.py`) that holds shares of the master store before it makes its first step,
-    whoever made it. What `adopt` refuses is raised by the step.
+    """Adopts low-bit optimizers (`engine/low_bit.py`) with shares of the master store before their first step, which
+    raises the errors of `adopt`.
 
     Returns:
-        What ends it.
+        A handle that ends it.
     """
     store, own, others = weakref.ref(master), {id(share) for share in master.parameters.values()}, set[type]()
 

@@ -1,8 +1,7 @@
-"""Forward passes over an evaluation set, under the strategies of the mini-batches that it is given.
+"""Forward passes over an evaluation set, under the strategies of the given mini-batches.
 
-Owns what happens between two optimizer steps when nothing is trained: weights are loaded when a mini-batch needs
-another strategy than the one before and stay loaded until the end, no gradient or gradient buffer exists, and the model
-is in eval mode. The loss comes back as a sum over labels and their number, so that the mean over a whole set is exact.
+Weights are loaded when the strategy changes, and stay loaded until the end. There are no gradients or gradient buffers,
+and the model is in eval mode. The loss is returned as a sum over labels with their number: exact over a complete set.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -28,13 +27,13 @@ from hf_hotspa.strategy import Coord, Strategy
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What one mini-batch gave, the same on every rank.
+    """The result of one mini-batch, the same on every rank.
 
     Args:
-        loss_sum: The sum of the cross entropies (with label smoothing, if the engine has it) over all label tokens.
-        num_labels: How many they are; may be 0.
-        logits: When they were asked for, [length, vocabulary size] of each sequence by (dataset row, first token), in
-            fp32 or wider, on the device.
+        loss_sum: Of the cross entropies (with the engine's label smoothing) over all label tokens.
+        num_labels: Label tokens; may be 0.
+        logits: If requested, [length, vocabulary size] of each sequence by (dataset row, first token), in fp32 or
+            wider, on the device.
     """
 
     loss_sum: float
@@ -43,13 +42,13 @@ class EvaluationResult:
 
 
 class Evaluation:
-    """One pass over an evaluation set; use it in a `with` statement. Everything is collective.
+    """One pass over an evaluation set; use it in a `with` statement. All methods are collective unless noted.
 
     Args:
-        end_all: Called where a phase fails: ends what is under way on all ranks, and raises.
-        held: What else the ranks must have in common before weights are loaded.
-        store: Other weights than those of the master store: a second, frozen model of the same shape.
-        training: Whether the model is in training mode, and drops what it drops in the step.
+        end_all: Called when a phase fails: ends all ranks' work, and raises.
+        load_facts: What else the ranks must agree on before weights are loaded.
+        store: Replaces the master store: a second, frozen model of the same shape.
+        training: Whether the model is in training mode, with the dropout of the step.
         step: Mini-batches before this one in the run.
     """
 
@@ -59,12 +58,12 @@ class Evaluation:
         agreement: Agreement,
         groups: ProcessGroups,
         end_all: Callable[[PhaseBatch, str, BaseException], NoReturn],
-        held: Callable[[], dict[str, str]],
+        load_facts: Callable[[], dict[str, str]],
         store: MasterStore | None = None,
         training: bool = False,
         step: int = 0,
     ) -> None:
-        self._phases, self._agreement, self._groups, self._held = phases, agreement, groups, held
+        self._phases, self._agreement, self._groups, self._load_facts = phases, agreement, groups, load_facts
         self._end_all, self._store, self._training, self._step = end_all, store, training, step
         self._loaded: PhaseRunner | None = None
         self._num_mini_batches = 0
@@ -76,15 +75,15 @@ class Evaluation:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the weights. Not collective."""
+        """Releases the weights. Not collective."""
         if self._loaded is not None:
             self._loaded.replica.logits = None
             self._loaded.release()
             self._loaded = None
 
     def hand_over(self, strategies: Collection[Strategy]) -> PhaseRunner | None:
-        """What has its weights loaded, for a training pass that is to begin with it; None, and nothing is loaded, where its
-        strategy is none of these. Not collective."""
+        """Returns the loaded runner, for a training pass that begins with it. If its strategy is not one of these,
+        unloads it and returns None. Not collective."""
         runner, self._loaded = self._loaded, None
         if runner is None or runner.mesh.strategy in strategies:
             return runner
@@ -95,9 +94,9 @@ class Evaluation:
         """Runs all phases of a mini-batch forward.
 
         Args:
-            mini_batch: Its strategies must be of the engine's pool. A mini-batch without labels is a normal case.
-            keep_graphs: Keep those of packs of the last phase, of as many tokens as a pack may have: the training pass that
-                it is handed over to begins with them.
+            mini_batch: Its strategies must be in the engine's pool. It may have no labels.
+            keep_graphs: Keep the autograd graphs of the last phase's packs, up to the tokens of one pack, for a
+                training pass that begins with them.
             with_logits: Give every rank the logits of all sequences: tokens of the mini-batch x vocabulary size x 4
                 bytes on each rank, and the same over the wire.
 
@@ -106,7 +105,7 @@ class Evaluation:
         """
         self._num_mini_batches += 1
         where = f"evaluation mini-batch {self._num_mini_batches}"
-        check_mini_batch(self._agreement, mini_batch, self._held, mini_batch.error, where)
+        check_mini_batch(self._agreement, mini_batch, self._load_facts, mini_batch.error, where)
         loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
         in_order = self._in_order(mini_batch)
         for index, (plan, phase) in enumerate(in_order):
@@ -129,7 +128,7 @@ class Evaluation:
         runner = self._phases[phase.bucket.strategy]
         if runner is not self._loaded:
             self.close()
-            self._agreement.barrier()  # which waits longer than the group of switches for ranks that come late
+            self._agreement.barrier()  # waits longer than the switch group for late ranks
             self._loaded = runner
             runner.load_for_forward(self._store, self._training)
         for part in runner.parts:
@@ -139,10 +138,10 @@ class Evaluation:
         return float(runner.compute_forward(micro_batches, 1.0, plan, kept))
 
     def _gather_logits(self, phase: PhasePlan) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """Every sequence's logits on every rank: each shard of some tokens is broadcast by the rank that has it."""
+        """All sequences' logits on every rank: the owner of each token shard broadcasts it."""
         assert self._loaded is not None
         replica = self._loaded.replica
-        strategy = replica.mesh.strategy  # in the engine's shard order, which a strategy of the caller's need not have
+        strategy = replica.mesh.strategy  # in the engine's shard order; the caller's strategy may have another
         logits, replica.logits = replica.logits, None
 
         def logits_here() -> Tensor | None:
@@ -177,7 +176,7 @@ class Evaluation:
         return context.parts(pack.lengths) if context is not None else [share_by_tokens(pack.lengths, 1)]
 
     def _of_replica(self, replica: Replica, place: Coord, num_tokens: int, mine: Tensor | None) -> Tensor:
-        """[num_tokens, vocabulary size] of the ranks at a place, of any tp coordinate."""
+        """[num_tokens, vocabulary size] of the ranks at a place, over all tp coordinates."""
         strategy, widths, dtype = replica.mesh.strategy, replica.vocabulary_widths, _dtype_of_logits(replica)
         shards = [torch.empty(num_tokens, width, dtype=dtype, device=self._groups.device) for width in widths]
         for tp in range(strategy.tp if num_tokens else 0):

@@ -1,17 +1,15 @@
 """The executor: runs switch plans on one rank, each as a job (`SwitchJob`).
 
-What it promises:
-
-* Few messages: long stretches that need no conversion go from buffer to buffer; everything else is fused in one
-  message per (peer, wire dtype, round), packed once and staged (unless it is a single slice, and of the wire's dtype).
-* Two rounds are in flight at a time: one is packed, copied and unpacked while the other is on the wire.
-* Memory: at most `staging_bytes` for received and `staging_bytes` for sent messages, and what the relay buffers of
-  three groups of segments take; allocated once by `prepare`, which can be asked before how much it will be.
-* A gradient return adds the contributions to an element in ascending order of the source ranks, the local one in its
-  place (those summed in a relay buffer first, in the same way): the result depends neither on `staging_bytes` nor on
-  the order of arrival, bit for bit.
-* Elements are converted where source, wire and target dtypes differ, once on each side; equal dtypes move bits.
-* After a failure in flight the executor refuses to run again: both ends may hold half a round.
+* Few messages. Long stretches that need no conversion go from buffer to buffer. Everything else is fused into one
+  message per (peer, wire dtype, round), packed once and staged (unless it is a single slice in the wire's dtype).
+* Two rounds are in flight: one is packed, copied and unpacked while the other is on the wire.
+* Memory: `staging_bytes` each for received and sent messages, plus relay buffers for three groups of segments;
+  allocated once by `prepare`, and known beforehand (`extra_bytes`).
+* A gradient return adds contributions in ascending order of source ranks, the local one in its place (sums in relay
+  buffers are made before, in the same order). The result depends neither on `staging_bytes` nor on the order of
+  arrival, bit for bit.
+* Elements are converted once on each side where source, wire and target dtypes differ; equal dtypes move bits.
+* After a failure in flight the executor does not run again: both ends may hold half a round.
 """
 
 import threading
@@ -45,14 +43,12 @@ from hf_hotspa.plan.rounds import cut_rounds
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
-# Packing: the views, copies and sums on this side of a message.
-#
-# A round names slices of buffers; here they become tensors: what is sent (packed when it is several slices or needs
-# converting), where it lands, and what happens with it there. Local: no message travels here.
+# Turns the slices of a round into tensors: what is sent (packed if it is several slices or needs converting), where it
+# lands, and what happens with it there. No message travels here.
 
 
 Views = dict[tuple[int, int], torch.Tensor]
-"""The buffers that a plan touches, by (store, segment)."""
+"""The buffers of a plan, by (store, segment)."""
 
 
 def wire_of(dtype: torch.dtype) -> Wire:
@@ -64,27 +60,22 @@ def _dtype(wire: Wire) -> torch.dtype:
 
 
 class BoundRound:
-    """The tensors of a round: made once for the buffers of a switch, used every time that the switch runs on them.
-
-    Making a view costs more than copying a kilobyte.
+    """The tensors of a round, made once for the buffers of a switch: making a view costs more than copying a kilobyte.
 
     Args:
-        buffers: The buffers, detached from autograd.
-        send_staging: Where messages are packed, uint8.
-        receive_staging: Where messages are received that do not land in place, uint8.
-        accumulate: Whether the round is part of a gradient return: what is received is added.
+        buffers: Detached from autograd.
+        send_staging, receive_staging: uint8, for messages that are packed, or do not land in place.
+        accumulate: Whether received data is added, as in a gradient return.
 
     Attributes:
-        outgoing: The tensor that each message sends, once it is packed.
-        incoming: Where each message is received: in the target buffer itself when it can be.
-        packs: What goes into staging as it is: `(staged, views)`; `converts` is what another dtype or device has.
+        outgoing: The tensor that each message sends, once packed.
+        incoming: Where each message is received, if possible in the target buffer.
+        packs: What is staged unconverted: `(staged, views)`; `converts` has views of another dtype or device.
         local: Targets and sources of the copies inside the rank.
-        unpacks: What did not land in place: `(views, parts of the message)`.
-        adds: The contributions of a return, in ascending order of the source ranks, this rank's own among them:
-            `(source rank, views, contributions)`.
-        host_sums: Whether some of them are to be added on another device: a master store in host memory.
-        local_bytes: Bytes moved inside the rank, in the dtype of where they go.
-        sent_bytes, received_bytes: Bytes of its messages.
+        unpacks: Messages that did not land in place: `(views, parts of the message)`.
+        adds: Contributions of a return, this rank's included, by source rank: `(source rank, views, contributions)`.
+        host_sums: Whether some are added on another device: a master store in host memory.
+        local_bytes: Bytes moved inside the rank, in the target dtype.
     """
 
     def __init__(
@@ -123,8 +114,8 @@ class BoundRound:
         self.received_bytes = sum(message.num_bytes for message in current.receives)
         if accumulate and current.local:
             self.adds.append((rank, *self.local))
-        self.adds.sort(key=lambda part: part[0])  # the order that makes sums repeatable
-        # a master store in host memory beside an accelerator: what is added goes there first
+        self.adds.sort(key=lambda part: part[0])  # makes sums repeatable
+        # with a master store in host memory beside an accelerator, contributions move there first
         self.host_sums = any(v.device != c.device for _, *sides in self.adds for v, c in zip(*sides, strict=True))
 
     def _bind_send(self, message: Message, buffers: Views, staging: torch.Tensor) -> None:
@@ -133,7 +124,7 @@ class BoundRound:
         if message.staging_offset < 0 or as_it_is:
             self.outgoing.append(views[0])
             return
-        if message.staging_offset not in self._staged:  # messages with one place in staging share it, packed once
+        if message.staging_offset not in self._staged:  # messages with equal offsets are packed once
             staged = self._staged[message.staging_offset] = _staged(staging, message)
             if all((view.dtype, view.device) == (staged.dtype, staged.device) for view in views):
                 self.packs.append((staged, views))
@@ -143,19 +134,18 @@ class BoundRound:
 
 
 Place = tuple[tuple[int, int], int, int, torch.dtype]
-"""Which buffer a view was made of: (store, segment), address, elements, dtype."""
+"""The buffer behind a view: (store, segment), address, elements, dtype."""
 
 _KEPT = 2
-"""Bindings of a schedule that are kept: weights alternate between two arenas where there is a second source."""
+"""Bindings kept per schedule: with a second source, weights alternate between two arenas."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The rounds of a schedule with the tensors of one set of buffers.
+    """The rounds of a schedule (None where empty), bound to the tensors of one set of buffers.
 
     Args:
-        buffers: The buffers and the relay buffers, detached from autograd.
-        rounds: None where a round is empty.
+        buffers: With the relay buffers, detached from autograd.
     """
 
     plan: SwitchPlan
@@ -185,10 +175,10 @@ def _split(tensor: torch.Tensor, message: Message) -> list[torch.Tensor]:
 
 
 Buffers = Sequence[torch.Tensor | None]
-"""A rank's buffers by segment: flat and contiguous; None where the rank holds nothing."""
+"""A rank's buffers by segment: flat and contiguous; None where the rank has no elements."""
 Wires = Sequence[torch.dtype | None]
 """The dtype in which each segment travels, the same on every rank."""
-_ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 12, 1 << 13, 1 << 6  # 31 bits: what gloo takes as a tag
+_ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 12, 1 << 13, 1 << 6  # 31 bits: the limit of a gloo tag
 
 _IN_FLIGHT = 2
 """Rounds in flight at a time."""
@@ -197,30 +187,29 @@ _STORE_NAMES = {SOURCE: "source", SECOND: "second source", TARGET: "target", REL
 
 
 class Progress(Protocol):
-    """Couples a switch to the computation around it, segment by segment. Called from the thread that runs the switch."""
+    """Couples a switch to the computation around it, segment by segment. Called in the switch's thread."""
 
     def await_source(self, segments: Sequence[int]) -> None:
-        """Returns when the source buffers of these segments hold what is to be sent."""
+        """Returns when these segments' source buffers may be sent."""
         return
 
     def target_complete(self, segments: Sequence[int]) -> None:
-        """These segments' target buffers are complete on this rank."""
+        """Reports that these segments' target buffers are complete on this rank."""
         return
 
 
 @dataclass
 class SwitchStats:
-    """What one rank did in one switch. Bytes on the wire count wire dtypes, local bytes the target's dtype. Seconds are the
-    host's, which does not wait for an accelerator: that would undo the overlap of rounds.
+    """What one rank did in one switch.
+
+    Wire bytes count wire dtypes, local bytes the target's. Seconds are host time, without waiting for an accelerator:
+    that would undo the overlap of rounds.
 
     Args:
-        sent_bytes: Bytes sent to other ranks.
-        received_bytes: Bytes received from other ranks.
-        local_bytes: Bytes moved inside the rank.
-        num_messages: Messages sent and received.
-        num_rounds: Rounds, the same number on every rank.
-        pack_seconds: Packing and converting what is sent.
-        wire_seconds: Waiting for messages to arrive, and posting them.
+        num_messages: Sent and received.
+        num_rounds: The same on every rank.
+        pack_seconds: Packing and converting outgoing data.
+        wire_seconds: Posting messages and waiting for them.
         local_seconds: Copies inside the rank of a load; they overlap with messages on the wire.
         unpack_seconds: Unpacking, converting and adding.
     """
@@ -237,28 +226,27 @@ class SwitchStats:
 
     @property
     def seconds(self) -> float:
-        """The whole switch."""
+        """The total."""
         return self.pack_seconds + self.wire_seconds + self.local_seconds + self.unpack_seconds
 
 
 _Flight = tuple[int, TransferHandle | None]
-"""A round whose messages are on their way: its index, and what to wait for."""
+"""A round in flight: its index, and the handle to wait for."""
 
 
 class SwitchExecutor:
     """Runs the plans of one rank over a transport.
 
     Args:
-        transport: How messages travel.
-        staging_bytes: Bound of each of the two staging buffers. Every rank must have the same: it decides the rounds.
-        forward: How messages of hops inside nodes travel (on NCCL a communicator of its own: one that spans nodes uses
-            fewer channels); the same way as the others when None.
-        native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that hold what loads send in the dtype of the wire on
-            every rank, if the target does, too: long stretches of these go from buffer to buffer. The same on all ranks.
-        by_layer: Whether groups of segments are kept small, for a computation that goes on beside; else as large as
-            memory allows, for fewest messages. The same on all ranks.
-        master_device: Where the source of loads and the target of returns are; `device` when None. `SOURCE` is not
-            `native` where that is another one.
+        staging_bytes: Limit of each of the two staging buffers. It decides the rounds: the same on all ranks.
+        forward: The transport for hops inside nodes (on NCCL a separate communicator: one that spans nodes uses fewer
+            channels); `transport` by default.
+        native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that have the wire's dtype in loads on every rank:
+            long stretches from one of these to another go from buffer to buffer. The same on all ranks.
+        by_layer: Whether to keep groups of segments small, for a computation beside the switch; otherwise they are as
+            large as memory allows, for fewest messages. The same on all ranks.
+        master_device: Where the source of loads and the target of returns are; `device` by default. If another one,
+            `SOURCE` is not `native`.
     """
 
     def __init__(
@@ -275,7 +263,7 @@ class SwitchExecutor:
         self.transport, self.forward, self.rank = transport, forward or transport, rank
         self.staging_bytes, self._native, self._by_layer = staging_bytes, frozenset(native), by_layer
         self.device, self._master_device = torch.device(device), torch.device(master_device or device)
-        # a slot of each for every round in flight, and a relay slot for every group that uses one
+        # one slot of each per round in flight, and a relay slot per group that uses one
         self._send_staging = [self._empty(0)] * _IN_FLIGHT
         self._receive_staging = [self._empty(0)] * _IN_FLIGHT
         self._relay = [self._empty(0)] * RELAY_SLOTS
@@ -287,22 +275,21 @@ class SwitchExecutor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Wires]]) -> int:
-        """Bytes that this rank needs beside source and target buffers to run these switches, one after the other.
-        Nothing is allocated for them."""
+        """This rank's bytes beside source and target buffers to run these switches in turn. Allocates nothing."""
         slots = [self._slots(plan, wires) for plan, wires in switches]
         return sum(max(sizes) for kind in zip(*slots, strict=True) for sizes in zip(*kind, strict=True))
 
     def prepare(self, plan: SwitchPlan, wire_dtypes: Wires) -> None:
-        """Cuts a plan in rounds and allocates what they need, so that running it allocates nothing."""
+        """Cuts a plan into rounds and allocates their memory; running it then allocates nothing."""
         self._grow(self._slots(plan, wire_dtypes))
 
     def forget(self) -> None:
-        """Lets go of the buffers of the switches that ran: their views are kept for the next time."""
+        """Releases the buffers of past switches, whose views are kept."""
         self._bindings.clear()
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all staging and relay buffers allocated so far."""
+        """Bytes of all staging and relay buffers so far."""
         return sum(slot.numel() for slot in (*self._send_staging, *self._receive_staging, *self._relay))
 
     def steps(
@@ -315,36 +302,35 @@ class SwitchExecutor:
         progress: Progress | None = None,
         second: Buffers | None = None,
     ) -> Generator[None, None, SwitchStats]:
-        """Runs this rank's part of a plan; its target buffers are complete at the end. Yields once a round, between posting
-        its messages and waiting for them; `run` is the same in one call.
+        """Runs this rank's part of a plan; the target buffers are complete at the end. Yields once per round, between
+        posting messages and waiting for them; `run` is the same in one call.
 
-        Every rank has the same number of rounds, so a single thread can drive all ranks of a loopback hub in turn.
+        Every rank has the same number of rounds, so one thread can drive all ranks of a loopback hub in turn.
 
         Args:
-            source: The buffers of the source layout. Not changed; must not overlap the target buffers.
-            target: The buffers of the target layout; copied into by a load, added to by a gradient return.
-            wire_dtypes: None only for segments that the plan does not move. Local copies are converted straight from source to
+            source: The buffers of the source layout; unchanged, not overlapping the target buffers.
+            target: The buffers of the target layout; a load copies into them, a gradient return adds to them.
+            wire_dtypes: None only for segments outside the plan. Local copies are converted directly from source to
                 target dtype.
-            epoch: A number that all ranks count up with each switch; keeps the messages of switches apart.
-            progress: Told of segments that are complete, and asked to wait for segments that are not ready to be sent; None for
-                a switch that nothing computes beside.
-            second: The buffers of the second source layout, for a plan that has one.
+            epoch: Incremented by all ranks with each switch; separates the messages of switches.
+            progress: Receives complete segments, and waits for unready ones; None if nothing is computed beside.
+            second: The buffers of the second source layout, if any.
 
         Raises:
             PlanError: a buffer is missing or too small, or a wire dtype is missing; nothing was sent.
             TransferError: a transfer failed; the process group must not be used again.
         """
         if self._failure:
-            raise TransferError(f"switch {plan.name!r} refused: an earlier one failed in flight", why=self._failure)
+            raise TransferError(f"switch {plan.name!r} cannot run: an earlier one failed in flight", why=self._failure)
         bound = self._bind(plan, wire_dtypes, {SOURCE: source, TARGET: target, SECOND: second or ()})
         schedule = bound.schedule
         stats = SwitchStats(num_rounds=len(schedule.rounds))
         flights: deque[_Flight] = deque()
-        self._failure = f"switch {plan.name!r} did not end"  # until it has: also when a signal ends this frame
+        self._failure = f"switch {plan.name!r} did not end"  # until it does: a signal may also end this frame
         index = 0
         try:
             for index, current in enumerate(schedule.rounds):
-                if bound.rounds[index] is None:  # this rank has nothing to do
+                if bound.rounds[index] is None:
                     yield
                     continue
                 while flights and (len(flights) == _IN_FLIGHT or flights[0][0] <= current.needs):
@@ -369,8 +355,7 @@ class SwitchExecutor:
                 return end.value
 
     def _start(self, bound: Binding, index: int, epoch: int, stats: SwitchStats, progress: Progress | None) -> _Flight:
-        """Packs and posts a round, the first of a group when its source is ready, and makes a load's local copies while it is on
-        the wire."""
+        """Packs and posts a round (the first of a group once its source is ready); meanwhile makes a load's local copies."""
         current, tensors, accumulate = bound.schedule.rounds[index], bound.rounds[index], bound.plan.accumulate
         assert tensors is not None
         if current.opens:
@@ -426,7 +411,7 @@ class SwitchExecutor:
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def schedule(self, plan: SwitchPlan, wire_dtypes: Wires) -> Schedule:
-        """This rank's rounds of a plan; cut once and kept."""
+        """This rank's rounds of a plan, cached."""
         wire_dtypes = tuple(wire_dtypes)
         key = plan.digest, wire_dtypes
         if key not in self._schedules:
@@ -438,7 +423,7 @@ class SwitchExecutor:
         return self._schedules[key]
 
     def _slots(self, plan: SwitchPlan, wire_dtypes: Wires) -> tuple[list[int], list[int], list[int]]:
-        """Bytes of every slot of the send staging, the receive staging and the relay buffers that a switch needs."""
+        """Bytes of each send staging, receive staging and relay slot."""
         schedule = self.schedule(plan, wire_dtypes)
         sends, receives, relays = [0] * _IN_FLIGHT, [0] * _IN_FLIGHT, [0] * RELAY_SLOTS
         for index, current in enumerate(r for r in schedule.rounds if not r.is_empty):
@@ -452,7 +437,7 @@ class SwitchExecutor:
         return sends, receives, relays
 
     def _bind(self, plan: SwitchPlan, wire_dtypes: Wires, stores: dict[int, Buffers]) -> Binding:
-        """The rounds with their tensors, kept for the sets of buffers used last: an arena gives the same ones again and again."""
+        """The rounds with their tensors, cached for the latest sets of buffers: arenas reuse the same ones."""
         key, schedule = (plan.digest, tuple(wire_dtypes)), self.schedule(plan, wire_dtypes)
         buffers, places = self._checked(plan, schedule, stores)
         for binding in self._bindings.get(key, ()):
@@ -463,7 +448,7 @@ class SwitchExecutor:
         for group in range(len(schedule.groups)):
             for segment, start, end, dtype in _relay_places(plan, schedule, group, wire_dtypes):
                 views[RELAY, segment] = self._relay[group % RELAY_SLOTS][start:end].view(dtype)
-        stagings = cycle(zip(self._send_staging, self._receive_staging, strict=True))  # for rounds that are not empty
+        stagings = cycle(zip(self._send_staging, self._receive_staging, strict=True))  # for non-empty rounds
         rounds = [
             None if current.is_empty else BoundRound(current, views, *next(stagings), plan.accumulate, self.rank)
             for current in schedule.rounds
@@ -476,12 +461,12 @@ class SwitchExecutor:
         for memory, wanted in zip((self._send_staging, self._receive_staging, self._relay), slots, strict=True):
             for slot, num_bytes in enumerate(wanted):
                 if memory[slot].numel() < num_bytes:
-                    self._bindings.clear()  # which hold the old slot
+                    self._bindings.clear()  # they hold the old slot
                     memory[slot] = self._empty(0)  # freed first, or both exist at once
                     memory[slot] = self._empty(num_bytes)
 
     def _checked(self, plan: SwitchPlan, schedule: Schedule, stores: dict[int, Buffers]) -> tuple[Views, list[Place]]:
-        """The buffers that the plan touches, and where they are; checked, because a transport would not."""
+        """The buffers of the plan, and where they are. A transport does not check them."""
         checked, places = Views(), list[Place]()
         for (store, segment), extent in schedule.extents.items():
             if store == RELAY:
@@ -522,8 +507,8 @@ class SwitchExecutor:
 def _relay_places(
     plan: SwitchPlan, schedule: Schedule, group: int, wire_dtypes: Wires
 ) -> list[tuple[int, int, int, torch.dtype]]:
-    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot. What is forwarded keeps the
-    wire's dtype; sums are kept in fp32 at least."""
+    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot. Forwarded data keeps the wire
+    dtype; sums have at least fp32."""
     places, end = [], 0
     for segment, extent in schedule.relay_extents(group).items():
         dtype = wire_dtypes[segment]
@@ -538,11 +523,11 @@ def _relay_places(
 
 # -- jobs -------------------------------------------------------------------------------------------------------------
 
-# A switch as a job, which is over when it is made, or runs beside the computation (`engine/worker.py`).
+# A switch as a job: already over, or running beside the computation (`engine/worker.py`).
 
 
 class _Stamp:
-    """A moment in the work of the current stream; on CPU, where work is done when a call returns, nothing."""
+    """A moment in the current stream's work. No-op on CPU, where work is done when a call returns."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -552,13 +537,13 @@ class _Stamp:
             self._event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """What the current stream does from now on comes after that moment."""
+        """Makes later work of the current stream wait for that moment."""
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
 class SegmentGate:
-    """Keeps a switch from reading `closed` segments before the computation is done with them; others are open."""
+    """Keeps a switch from reading `closed` segments before the computation is done with them."""
 
     def __init__(self, closed: Iterable[int], device: torch.device) -> None:
         self._device, self._closed = device, set(closed)
@@ -567,7 +552,7 @@ class SegmentGate:
         self._changed = threading.Condition()
 
     def open(self, segments: Iterable[int] | None = None) -> None:
-        """What the current stream of the caller has done so far completes these segments; all that are closed when None."""
+        """Opens segments (by default all), complete with the work so far in the caller's current stream."""
         stamp = _Stamp(self._device)
         with self._changed:
             opened = set(self._closed) if segments is None else self._closed.intersection(segments)
@@ -576,13 +561,13 @@ class SegmentGate:
             self._changed.notify_all()
 
     def cancel(self, error: HotspaError) -> None:
-        """The segments that are still closed will never be opened: whoever waits for one gets the error."""
+        """Raises the error in everyone who waits for a closed segment: it will never open."""
         with self._changed:
             self._cancelled = error
             self._changed.notify_all()
 
     def wait(self, segments: Iterable[int]) -> None:
-        """Blocks until all these segments are open; then the caller's stream comes after what completed them.
+        """Blocks until all these segments are open; the caller's stream then waits for what completed them.
 
         Raises:
             HotspaError: the gate was cancelled.
@@ -598,20 +583,20 @@ class SegmentGate:
 
 
 class SwitchJob:
-    """One switch; of `SwitchWorker.submit`, which runs it beside what follows, or one that is over.
+    """One switch: run by `SwitchWorker.submit` beside later work, or already over.
 
     Args:
-        run: Runs the switch with the job as its progress; None when it has run in the caller's thread and stream.
-        gate: What it must wait for before it reads a segment; None when everything is ready.
+        run: Runs the switch with the job as its progress; None if it has run in the caller's thread and stream.
+        gate: What it waits for before it reads a segment; None if everything is ready.
         device: Where it runs, beside the computation.
-        stats: What it did that has run; nothing by default.
+        stats: Of a switch that has run.
 
     Attributes:
-        exposed_s: Host seconds that callers have spent blocked in `wait` and `result`. On CUDA, what the caller's stream then
-            waits for the events is not in it.
-        succeeded: Whether the switch is over, and all that it had to do is done; then `stats` says what it did.
-        busy_s: Seconds from the start of the switch to its end, without those in which it waited for its gate; 0 before, and
-            where nothing was computed beside it. Waiting for peers counts, as it cannot be told from moving bytes.
+        exposed_s: Host seconds that callers were blocked in `wait` and `result`; on CUDA without the time that the
+            caller's stream waits for events.
+        succeeded: Whether the switch is over and did all of its work; `stats` is then final.
+        busy_s: Seconds from start to end of the switch, without waiting for its gate; 0 before the end, and if nothing
+            was computed beside it. Includes waiting for peers, which cannot be distinguished from moving bytes.
     """
 
     def __init__(
@@ -634,7 +619,7 @@ class SwitchJob:
     # -- the side of the computation ----------------------------------------------------------------------------------
 
     def wait(self, segments: Iterable[int]) -> None:
-        """Blocks until the target buffers of these segments are complete, for the host and for the caller's stream.
+        """Blocks until these segments' target buffers are complete, for the host and for the caller's stream.
 
         Segments that the switch does not report are complete at its end.
 
@@ -650,7 +635,7 @@ class SwitchJob:
             stamp.wait()
 
     def result(self) -> SwitchStats:
-        """Blocks until the switch is over; returns what it did.
+        """Blocks until the switch is over; returns its statistics.
 
         Raises:
             Exception: what ended the job.
@@ -671,7 +656,7 @@ class SwitchJob:
                 raise self._error
 
     def cancel(self, error: HotspaError) -> None:
-        """Ends the job with this error where it can be ended: before it starts, or at its gate. Does not wait."""
+        """Ends the job with this error if possible: before it starts, or at its gate. Does not wait."""
         with self._changed:
             if self._run is not None:
                 self._end(error=error)
@@ -690,14 +675,14 @@ class SwitchJob:
                 self._gated_s += time.perf_counter() - begin
 
     def target_complete(self, segments: Sequence[int]) -> None:
-        """These segments' target buffers are complete, as far as the current stream goes."""
+        """Reports that these segments' target buffers are complete after the current stream's work so far."""
         stamp = _Stamp(self._device)
         with self._changed:
             self._complete.update(dict.fromkeys(segments, stamp))
             self._changed.notify_all()
 
     def execute(self) -> bool:
-        """Runs the switch in the calling thread and stream; whether it succeeded."""
+        """Runs the switch in the calling thread and stream; returns whether it succeeded."""
         with self._changed:
             run, self._run = self._run, None
         if run is None:  # cancelled before it started
@@ -708,7 +693,7 @@ class SwitchJob:
             assert self._submitted is not None
             self._submitted.wait()
             stats = run(self)
-        except BaseException as failure:  # also what is no Exception: the caller must not wait for ever
+        except BaseException as failure:  # not only Exception: the caller must not wait forever
             error = failure
         with self._changed:
             self.busy_s = time.perf_counter() - begin - self._gated_s
@@ -717,5 +702,5 @@ class SwitchJob:
 
     def _end(self, stats: SwitchStats | None = None, error: BaseException | None = None) -> None:
         self._ended, self._run, self._error, self.stats = _Stamp(self._device), None, error, stats or self.stats
-        self.succeeded = error is None  # last: `result` takes no lock then
+        self.succeeded = error is None  # last: `result` then takes no lock
         self._changed.notify_all()

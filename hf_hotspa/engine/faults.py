@@ -1,8 +1,7 @@
-"""What ends a mini-batch, and what is raised for it: a rank's own error, a peer's, a lack of memory, numbers that are not finite.
+"""What ends a mini-batch, and its errors: a rank's own error, a peer's error, out of memory, non-finite numbers.
 
 Peers may wait inside a tensor-parallel collective or a pipeline, and cannot be released to try again. So all ranks end,
-and learn why through the mailbox. Of a lack of memory `OutOfMemory` says, as plain data, what the next launch can learn from; a
-file in the output directory keeps it.
+and learn the reason through the mailbox. `OutOfMemory` records facts for the next launch, in the output directory.
 """
 
 import logging
@@ -26,22 +25,22 @@ logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _HOST_TEXTS = ("can't allocate memory", "not enough memory")
-"""What torch says, in a plain `RuntimeError`, when the host has no memory left."""
+"""What torch reports, in a plain `RuntimeError`, when host memory runs out."""
 
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """What is known of a lack of memory.
+    """Facts about running out of memory, as plain data.
 
     Args:
         step: The mini-batch, counted from 1.
-        act: What the phase did: `load`, `compute` or `return`.
-        pack_tokens: Tokens of the largest pack that had been begun; 0 before the first one.
-        predicted_bytes: What the strategy was expected to take on a rank.
-        held_bytes: The most that this rank had held by then.
-        text: What the allocator said.
-        is_whole: The prediction counts activations and optimizer states too, as with `auto`; else weights, gradients,
-            master store and switch buffers alone.
+        act: The phase's act: `load`, `compute` or `return`.
+        pack_tokens: Tokens of the largest pack begun; 0 before the first one.
+        predicted_bytes: Of the strategy on a rank.
+        held_bytes: This rank's peak memory so far.
+        text: The allocator's message.
+        is_whole: Whether the prediction includes activations and optimizer states, as with `auto`, and not only
+            weights, gradients, master store and switch buffers.
     """
 
     rank: int
@@ -65,12 +64,12 @@ class OutOfMemory:
             where=where,
             why="its peers wait for it inside collectives and cannot try again",
             fix="start again with resume_from_checkpoint=True: auto then makes smaller packs for this strategy; with "
-            "strategies of your own, lower the tokens after @, or use more tp or pp",
+            "custom strategies, lower the tokens after @, or use more tp or pp",
         )
 
 
 def memory_cause(error: BaseException) -> BaseException | None:
-    """The lack of memory that an error is, or was raised from."""
+    """The out-of-memory error that an error is, or was raised from, if any."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, MemoryError | torch.OutOfMemoryError):
@@ -84,15 +83,15 @@ def memory_cause(error: BaseException) -> BaseException | None:
 def out_of_memory(
     failure: BaseException, phase: PhaseBatch, runner: PhaseRunner, step: int, predicted: Mapping[Strategy, float]
 ) -> OutOfMemory | None:
-    """What is known of a failure on this rank in a mini-batch, counted from 1, that is a lack of memory; None for
-    others. `predicted` are bytes on a rank by strategy, activations included, where a memory model knows."""
+    """Facts about a failure of this rank in a mini-batch, counted from 1, if it ran out of memory. `predicted` are
+    bytes on a rank by strategy, including activations, for strategies that a memory model covers."""
     cause = memory_cause(failure)
     if cause is None:
         return None
     act = runner.act
     if act != "return" and isinstance(hotspa_cause(failure), TransferError):
-        act = runner.overlapped_act  # in the thread of switches, before or beside the computation
-    # a rank with the last stage alone knows how far it came: packs that it had not begun are not to blame
+        act = runner.overlapped_act  # in the switch thread, before or beside the computation
+    # only a rank with just the last stage knows how far it came: packs not begun are not to blame
     knows = runner.replica.is_last and len(runner.parts) == 1
     begun = len(runner.replica.losses) + 1 if knows else len(phase.micro_batches)
     packs = [] if runner.act == "load" else phase.micro_batches[:begun]
@@ -113,11 +112,11 @@ def out_of_memory(
 
 
 class PhaseFailures:
-    """Explains the failures of phases, on the main thread and in the thread of switches.
+    """Explains the failures of phases, on the main thread and in the switch thread.
 
     Attributes:
-        out_of_memory: What is known of a lack of memory on this rank, until it is taken away.
-        predicted_bytes: What each strategy should take on a rank, where a memory model knows; for messages.
+        out_of_memory: Facts about running out of memory on this rank, until `note` writes them.
+        predicted_bytes: By strategy, on a rank, if a memory model knows; for messages.
     """
 
     def __init__(self, rank: int, mailbox: Mailbox) -> None:
@@ -126,43 +125,43 @@ class PhaseFailures:
         self.predicted_bytes: Mapping[Strategy, float] = {}
 
     def phase_begins(self, phase: PhaseBatch, runner: PhaseRunner, step: int, where: str) -> None:
-        """From now on failures are those of this phase; `step` is counted from 1."""
+        """Attributes later failures to this phase; `step` is counted from 1."""
         self._now = phase, runner, step, where
 
     def explain(self, failure: Exception) -> Exception:
-        """What to raise for a failure of the phase under way: the failure, or the error of a peer that caused it.
+        """What to raise for a failure of the current phase: the failure, or the peer's error that caused it.
 
-        The error is left for the other ranks. A switch beside the computation tells of its failure in its own thread:
-        the computation may wait for it in vain for long.
+        Also leaves the error for the other ranks. A switch beside the computation reports failures from its own thread:
+        the computation may wait for it for a long time.
         """
         phase, runner, step, where = self._now
         place = f"{where}, strategy {runner.mesh.strategy}"
         shortage = out_of_memory(failure, phase, runner, step, self.predicted_bytes)
         if shortage is not None:
-            self.out_of_memory = self.out_of_memory or shortage  # the other thread may have been the first to note it
+            self.out_of_memory = self.out_of_memory or shortage  # the other thread may have noted it first
             return self._mailbox.explain(self.out_of_memory.error(place), place)
         return self._mailbox.explain(hotspa_cause(failure) or lost_peer(failure, self._rank, place) or failure, place)
 
 
 # -- what the next launch should know ----------------------------------------------------------------------------------
 
-# What a run notes of a lack of memory, for the next launch: `auto` makes smaller packs for that strategy, and given buckets
-# that failed before are warned of. One JSON file in the output directory.
+# A run records out-of-memory failures for the next launch: `auto` then makes smaller packs for that strategy, and given
+# buckets that failed before cause a warning. One JSON file in the output directory.
 
 
 FILE = "hotspa_out_of_memory.json"
 _KIND, _VERSION = "hotspa_out_of_memory", 1
 _REMEDY = f"delete {FILE}: it only says what to avoid"
 _SMALLER = 0.75
-"""How much smaller the packs become that failed."""
+"""Factor from a failed pack size to the new one."""
 
 
 def record(folder: str | Path, shortage: OutOfMemory) -> None:
-    """Adds an entry to the file. Never raises: the lack of memory is the error that counts."""
+    """Adds an entry to the file. Never raises: running out of memory is the error that counts."""
     try:
         try:
             entries = _entries(folder)
-        except HotspaError:  # damaged: what is known now counts
+        except HotspaError:  # damaged: only the new entry counts
             entries = []
         write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*entries, asdict(shortage)]})
     except OSError as error:
@@ -170,14 +169,14 @@ def record(folder: str | Path, shortage: OutOfMemory) -> None:
 
 
 def note(folder: str | Path, failures: PhaseFailures) -> None:
-    """Adds what is known of a lack of memory on this rank to the file, once. Never raises."""
+    """Writes this rank's out-of-memory facts to the file, once. Never raises."""
     shortage, failures.out_of_memory = failures.out_of_memory, None
     if shortage is not None:
         record(folder, shortage)
 
 
 def largest_packs(folder: str | Path) -> dict[str, int]:
-    """Strategy -> the most tokens that its packs should have; 0 where its weights did not fit. Empty without a file.
+    """Strategy -> maximum tokens of its packs; 0 if its weights did not fit. Empty without a file.
 
     Raises:
         HotspaConfigError: the file is damaged.
@@ -190,7 +189,7 @@ def largest_packs(folder: str | Path) -> dict[str, int]:
 
 
 def fewest_tokens(shortages: Iterable[Mapping[str, int]]) -> dict[Strategy, int]:
-    """The answers of `largest_packs` on all ranks as one."""
+    """Combines `largest_packs` of all ranks."""
     most: dict[Strategy, int] = {}
     for of_rank in shortages:
         for name, tokens in of_rank.items():
@@ -200,7 +199,7 @@ def fewest_tokens(shortages: Iterable[Mapping[str, int]]) -> dict[Strategy, int]
 
 
 def warn_of_known(folder: str | Path, buckets: Sequence[Bucket]) -> None:
-    """Warns of buckets that ran out of memory before. Never raises."""
+    """Warns of buckets that failed before. Never raises."""
     try:
         entries = _entries(folder)
     except HotspaError as error:
@@ -220,7 +219,7 @@ def warn_of_known(folder: str | Path, buckets: Sequence[Bucket]) -> None:
 
 
 def _entries(folder: str | Path) -> list[dict[str, Any]]:
-    """The entries of the file, checked; none without a file."""
+    """The checked entries of the file, if it exists."""
     path = Path(folder, FILE)
     if not path.exists():
         return []
@@ -239,17 +238,15 @@ def _entries(folder: str | Path) -> list[dict[str, Any]]:
 
 # -- numbers that are not finite ---------------------------------------------------------------------------------------
 
-# What is said about a mini-batch whose loss or gradient is not finite: which parameter, strategy, pack and rows.
+# Errors for a non-finite loss or gradient: parameter, strategy, pack and rows.
 #
-# The search runs after the collective that found the numbers, when nothing is in flight and the weights are unchanged.
+# The search runs after the collective that reported the numbers: nothing is in flight, and the weights are unchanged.
 
 
 _ROWS_SHOWN = 8
 _FIX = "lower the learning rate, clip gradients, or look for broken samples in this mini-batch"
 _UNCHANGED = "the weights were not changed"
-_CHANGED = (
-    "packs before it in this mini-batch have changed the weights already, on each stage others; go on from a checkpoint"
-)
+_CHANGED = "earlier packs of this mini-batch have already changed the weights, different ones on each stage; resume from a checkpoint"
 
 
 def raise_non_finite(
@@ -264,11 +261,11 @@ def raise_non_finite(
     """Raises the same error on every rank. Collective.
 
     Args:
-        phases: The runners, which still know the losses of their packs.
-        is_unchanged: Whether no weight has been changed by this mini-batch.
+        phases: The runners, with the losses of their packs.
+        is_unchanged: Whether this mini-batch has changed no weight.
 
     Raises:
-        NonFiniteError: naming the first parameter whose gradient is not finite, and the first pack whose loss is not.
+        NonFiniteError: naming the first parameter with a non-finite gradient, the first pack with a non-finite loss.
     """
     why = _UNCHANGED if is_unchanged else _CHANGED
     places = agreement.gather([float(number) for number in _first_bad_pack(plan, phases)])
@@ -291,7 +288,7 @@ def raise_non_finite(
 
 
 def _first_bad_pack(plan: MiniBatchPlan, phases: Mapping[Strategy, PhaseRunner]) -> tuple[int, int, int]:
-    """(phase, replica, pack) of the first pack on this rank whose loss is not finite; (-1, -1, -1) without any."""
+    """(phase, replica, pack) of this rank's first pack with a non-finite loss; (-1, -1, -1) if none."""
     for index, phase in enumerate(plan.phases):
         runner = phases[phase.bucket.strategy]
         for pack, loss in enumerate(runner.replica.losses):

@@ -1,10 +1,10 @@
 """The first fill of the master store: from a model that every rank holds, or from the files of a Hugging Face folder.
 
-`open_model` and `load_weights` serve models that no process could hold. Each rank reads from the safetensors files only
-the elements that it owns, so that beside its share of the store at most its part of one tensor is in memory (the whole
-of the saved ones, where transformers makes a weight of several). The store then holds, bit for bit, what
-`from_pretrained` would have put there. What is missing, unexpected, of another shape or saved as a pickle is refused by
-name, on every rank, before a weight is read. `open_qlora` is for a base that is quantized while it is read.
+`open_model` and `load_weights` serve models that do not fit in one process. Each rank reads only its elements from the
+safetensors files: beside its share of the store at most its part of one tensor is in memory (or the complete saved
+tensors, where transformers makes one weight from several). The store then matches `from_pretrained` bit for bit. A
+tensor that is missing, unexpected, of another shape or saved as a pickle raises an error by name, on every rank, before
+a weight is read. `open_qlora` quantizes a base while it is read.
 """
 
 import hashlib
@@ -61,28 +61,27 @@ _MAX_LISTED = 3
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of a model for `MasterStore.fill`, under every name that they have."""
+    """Parameters for `MasterStore.fill`, under all of their names."""
     return dict(stored_tensors(model, remove_duplicate=False))
 
 
 def fill_from_model(
     model: nn.Module, master: MasterStore, agreement: Agreement, group: dist.ProcessGroup | None
 ) -> tuple[str, bool]:
-    """Takes each rank's share of a model that all ranks hold; of rank 0's, where they hold different ones. Collective.
+    """Copies each rank's share from a model that all ranks hold; from rank 0's if they differ. Collective.
 
     Returns:
-        The digest of this rank's model (`weights_digest`), which costs a pass over its weights; and whether all ranks
-        held the same model.
+        `weights_digest` of this rank's model, which costs a pass over its weights; and whether all ranks had the same.
     """
     digest = weights_digest(model)
     tensors = whole_parameters(model)
-    # compared on 52 bits, which a float64 carries exactly
+    # compared on 52 bits, which float64 holds exactly
     digests = agreement.gather([float(int(digest[:13], 16))])
     if len(set(digests[:, 0].tolist())) == 1:
         master.fill(tensors)
         return digest, True
     if agreement.rank == 0:
-        logger.warning("ranks hold different initial weights (seed?): those of rank 0 are used")
+        logger.warning("ranks hold different initial weights (seed?): rank 0's weights are used")
     for spec in master.vector.specs:
         tensor = tensors[spec.name].to(master.compute_device, copy=True).contiguous()
         dist.broadcast(tensor, src=0, group=group)
@@ -91,10 +90,10 @@ def fill_from_model(
 
 
 def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copies weights into the parameters of a model.
+    """Copies weights into a model's parameters.
 
     Raises:
-        ModelError: its parameters have no memory.
+        ModelError: its parameters are on the meta device.
     """
     if not has_weights(model):
         raise ModelError("the model is on the meta device", fix="give its parameters memory (trainer.materialize())")
@@ -113,17 +112,17 @@ def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> N
 
 
 def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """The model of a folder without its weights: parameters on the meta device, buffers as its class computes them.
+    """Makes a folder's model without its weights: parameters on the meta device, buffers as its class computes them.
 
     Args:
-        folder: A folder with a `config.json` and weights.
-        config: The config to use instead of the folder's; its dtype is that of the model.
+        folder: With a `config.json` and weights.
+        config: Replaces the folder's config; sets the model's dtype.
 
     Returns:
         The model that `from_pretrained` makes, in the dtype of its config, or else of its weights.
 
     Raises:
-        HotspaError: the folder holds no causal language model, or one that cannot be read by slices; see `WeightFiles`.
+        HotspaError: the folder has no causal language model, or one that cannot be read by slices; see `WeightFiles`.
     """
     files = WeightFiles(folder)
     try:
@@ -134,20 +133,20 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
             raise UnsupportedError(
                 "the weights are quantized",
                 where=str(folder),
-                why="reading by slices knows plain weights alone",
+                why="reading by slices supports only plain weights",
                 fix="give the original weights (below a LoRA adapter in 4 bits: hf_hotspa.open_qlora); or load the model in "
                 "every process: from_pretrained, with dequantize=True for mxfp4 and fp8",
             )
         if config.dtype is None:
             config.dtype = _first_dtype(files)
-        # buffers are computed, and small
+        # buffers are computed and small
         with init_empty_weights(include_buffers=False):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         if idle := other_half(model):
             raise UnsupportedError(
-                f"{type(model).__name__} has {len(idle)} parameters beside those of its language model, the first {next(iter(idle))!r}",
+                f"{type(model).__name__} has {len(idle)} parameters outside its language model, the first {next(iter(idle))!r}",
                 where=str(folder),
-                why="reading by slices knows models of text alone",
+                why="reading by slices supports only text models",
                 fix="load the model in every process (from_pretrained), and pass it to the trainer",
             )
         generation = folder / "generation_config.json"
@@ -161,7 +160,7 @@ def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrain
             where=str(folder),
             fix="give a folder with the config.json of a model that transformers itself knows",
         ) from error
-    model.tie_weights()  # moving to the meta device has cut the ties
+    model.tie_weights()  # moving to the meta device cut the ties
     _keep_in_fp32(model)
     return model
 
@@ -172,7 +171,7 @@ def _first_dtype(files: WeightFiles) -> torch.dtype:
 
 
 def _keep_in_fp32(model: PreTrainedModel) -> None:
-    """Gives those tensors fp32 that the class wants in fp32 in 16-bit models, as `from_pretrained` does."""
+    """Converts tensors to fp32 that the class keeps in fp32 in 16-bit models, as `from_pretrained` does."""
     plan = model._get_dtype_plan(model.dtype)
     if plan:
         pattern = build_glob_alternation(list(plan))[0]
@@ -182,7 +181,7 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
 
 
 def has_weights(model: nn.Module) -> bool:
-    """Whether a model holds weights; one on the meta device does not."""
+    """Whether a model is not on the meta device."""
     return not any(p.is_meta for p in model.parameters())
 
 
@@ -191,7 +190,7 @@ def has_weights(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Conversion:
-    """Saved tensors of which transformers makes one or more of the model's (experts that it fuses, and the like)."""
+    """Saved tensors from which transformers makes one or more model tensors (such as fused experts)."""
 
     converter: WeightConverter
     target: str
@@ -208,13 +207,13 @@ class _Conversion:
 
 
 class SavedModel:
-    """The weights of a model in files: which tensors of a folder are which of the model's.
+    """A model's weights in files: maps the tensors of a folder to the model's.
 
     Args:
-        model: The model, with or without weights; it learns how its names were changed, for `save_pretrained`.
+        model: With or without weights; records how its names were changed, for `save_pretrained`.
 
     Raises:
-        ModelError: a weight is missing, of another shape or not a floating-point one, or the files hold another one.
+        ModelError: a weight is missing, of another shape or not floating-point, or the files have an unexpected one.
     """
 
     def __init__(self, model: PreTrainedModel, files: WeightFiles) -> None:
@@ -226,7 +225,7 @@ class SavedModel:
         self._check(self._match())
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that are saved with the model, whole, by name."""
+        """The complete saved buffers by name."""
         return {
             name: self._source(name, None, 0, tensor.numel()).view(tensor.shape)
             for name, tensor in self._expected.items()
@@ -265,7 +264,7 @@ class SavedModel:
         unexpected: dict[str, str] = {}
         for saved in sorted(self.files.tensors, key=dot_natural_key):
             name, pattern = rename_source_key(saved, renamings, converters, prefix, expected)
-            if name not in expected and saved in expected:  # saved under the names of the model in memory
+            if name not in expected and saved in expected:  # saved under the in-memory names
                 name, pattern = rename_source_key(saved, [], [], prefix, expected)
             if name not in expected:
                 unexpected[name] = saved
@@ -281,7 +280,7 @@ class SavedModel:
         return unexpected
 
     def _dry_run(self, conversion: _Conversion) -> Mapping[str, Tensor]:
-        """What a conversion makes, without data; its shapes are checked."""
+        """A conversion's results without data; checks their shapes."""
 
         def empty(name: str) -> Tensor:
             return torch.empty(self.files.tensors[name].shape, device="meta")
@@ -289,7 +288,7 @@ class SavedModel:
         first = conversion.sources[0][1]
         try:
             made = conversion.run(self._model, empty)
-        except Exception as error:  # whatever an operation of transformers raises
+        except Exception as error:  # any error of a transformers operation
             raise ModelError(
                 f"{conversion.target!r} cannot be made of {first!r} and {len(conversion.sources) - 1} more: {error}",
                 where=self._where(first),
@@ -314,21 +313,21 @@ class SavedModel:
             conversion_errors={},
             **{f.name: set() for f in fields(LoadStateDictInfo) if f.name == "skipped_pp_keys"},  # newer releases
         )
-        self._model._adjust_missing_and_unexpected_keys(info)  # what the class can do without, and what it ignores
+        self._model._adjust_missing_and_unexpected_keys(info)  # the class's optional and ignored keys
         lost = sorted((missing & self._parameters) | info.missing_keys)
         if lost:
             raise ModelError(
                 f"the files have no tensor for {_some(lost)} of {type(self._model).__name__}",
                 where=str(self.files.folder),
                 why="it would be trained from random values",
-                fix="give a folder with the whole model, or a config that fits it",
+                fix="give a folder with the complete model, or a config that fits it",
             )
         if info.unexpected_keys:
             left = sorted(unexpected[name] for name in info.unexpected_keys)
             raise ModelError(
                 f"{_some(left)} has no place in {type(self._model).__name__}",
                 where=self._where(left[0]),
-                why="a part of what was saved would be left behind",
+                why="part of the saved model would be lost",
                 fix="give a config that fits the files, or save the model without it",
             )
 
@@ -341,7 +340,7 @@ class SavedModel:
         raise ModelError(
             f"{saved!r} is {dtype} {list(shape)}, and {name!r} of {type(self._model).__name__} is {wanted}",
             where=self._where(saved),
-            fix="give the config of the model that was saved",
+            fix="give the config of the saved model",
         )
 
     def _source(self, name: str, shard_dim: int | None, start: int, stop: int) -> Tensor:
@@ -350,7 +349,7 @@ class SavedModel:
             tensor = self.files.read(source, shard_dim, start, stop)
         else:
             if self._made is None or self._made[0] is not source:
-                self._made = None  # not two at a time
+                self._made = None  # frees the old one first
                 self._made = source, source.run(self._model, self.files.whole)
             tensor = to_storage(self._made[1][name], shard_dim)[start:stop]
         return tensor.to(self._expected[name].dtype)
@@ -376,7 +375,7 @@ def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agre
     """Fills this rank's share of the master store, and the model's saved buffers, from a folder. Collective.
 
     Args:
-        model: The model of `open_model`.
+        model: From `open_model`.
         master: The store to fill, made from that model.
 
     Raises:
@@ -400,41 +399,43 @@ def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agre
 
 # -- a base in 4 bits --------------------------------------------------------------------------------------------------
 
-# A base in 4 bits below an adapter that no process could hold: each rank reads what it owns from plain files and quantizes it.
+# A 4-bit base below an adapter, too large for one process: each rank reads its elements from plain files and quantizes
+# them.
 #
-# `open_qlora` makes the model without the weights of its base; its adapter has them. Codes are those of `from_pretrained`, bit for
-# bit: blocks are quantized one by one. Scales that are quantized themselves depend on all scales of a weight, so that a rank reads
-# the weights whole, one at a time, of whose scales it owns some.
+# `open_qlora` makes the model with its adapter's weights only. Codes match `from_pretrained` bit for bit: blocks are
+# quantized one by one. Quantized scales depend on all scales of a weight, so a rank that owns some of them reads the
+# complete weight, one weight at a time.
 
 
 _WRAP = 1 << 64
 
 
 def open_qlora(folder: str | Path, adapter: Any, quantization: BitsAndBytesConfig) -> Any:
-    """The `PeftModel` of a folder of plain weights, whose base is to be in 4 bits and has no weights yet (`hotspa_model_path`).
+    """Makes the `PeftModel` for a folder of plain weights (`hotspa_model_path`). Its base will be in 4 bits and has no
+    weights yet.
 
-    The factors of the adapter are those that `get_peft_model(prepare_model_for_kbit_training(...))` draws from torch's random
-    state; give all ranks the same.
+    `get_peft_model(prepare_model_for_kbit_training(...))` draws the adapter's factors from torch's random state; set
+    the same state on all ranks.
 
     Args:
-        folder: With the weights, not quantized.
+        folder: With unquantized weights.
         adapter: A `LoraConfig`.
         quantization: With `load_in_4bit`.
 
     Raises:
-        HotspaError: as of `open_model`; the quantization is another one.
+        HotspaError: as of `open_model`; also for another quantization.
     """
     from peft import get_peft_model, prepare_model_for_kbit_training
 
     if not quantization.load_in_4bit:
         raise HotspaConfigError(
-            "only 4 bits of bitsandbytes are quantized while they are read",
+            "only the 4-bit quantization of bitsandbytes can run while weights are read",
             fix="use BitsAndBytesConfig(load_in_4bit=True)",
         )
     model = open_model(Path(folder).expanduser())
     quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=False)
     quantizer.preprocess_model(model=model, device_map=None)
-    model.is_loaded_in_4bit, model.hf_quantizer = True, quantizer  # PEFT asks, and the Trainer
+    model.is_loaded_in_4bit, model.hf_quantizer = True, quantizer  # for PEFT and the Trainer
     model.config.quantization_config = quantization
     with _staying_on_cpu():
         return get_peft_model(prepare_model_for_kbit_training(model, use_gradient_checkpointing=False), adapter)
@@ -460,10 +461,10 @@ def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agre
     """Fills this rank's share of the master store: the base from a folder, the adapter from memory. Collective.
 
     Args:
-        model: Of `open_qlora`.
+        model: From `open_qlora`.
 
     Returns:
-        What `frozen_digest` says of the same base in memory.
+        The `frozen_digest` of the same base in memory.
 
     Raises:
         HotspaError: on every rank; see `WeightFiles` and `SavedModel`.
@@ -507,7 +508,7 @@ def load_below_adapter(folder: Path, model: nn.Module, master: MasterStore, agre
 
 
 def _digest(model: nn.Module, frozen: Mapping[str, ParameterSpec], sums: list[Mapping[str, int]]) -> str:
-    """See `frozen_digest`; the sums are those of shares, by rank."""
+    """See `frozen_digest`; `sums` are of shares, by rank."""
     digest = hashlib.sha256()
     for name, tensor in stored_tensors(model):
         if name in frozen:
@@ -518,7 +519,7 @@ def _digest(model: nn.Module, frozen: Mapping[str, ParameterSpec], sums: list[Ma
 
 
 def _quantized(saved: SavedModel, spec: ParameterSpec, layer: FourBit, start: int, stop: int) -> Tensor:
-    """Elements `[start, stop)` of the codes, or of the scales, of a weight in storage order."""
+    """Elements `[start, stop)` of a weight's codes or scales, in storage order."""
     from bitsandbytes.functional import quantize_4bit
 
     assert spec.packed is not None
@@ -528,7 +529,7 @@ def _quantized(saved: SavedModel, spec: ParameterSpec, layer: FourBit, start: in
     name = f"{spec.name.rpartition('.')[0]}.weight"
     by_columns = replace(spec, name=name, shape=layer.shape, packed=None, shard_dim=1)
     by_rows = replace(by_columns, shard_dim=None)
-    # what is stored of one row, of one column of blocks, or of one block
+    # stored elements per row, per column of blocks, or per block
     each = spec.row_size if dim is not None else 1 if are_scales else block // 2
     first, last = (0, spec.numel) if nested else (start // each, -(-stop // each))
     if nested:

@@ -1,11 +1,11 @@
-"""Looks at losses before the first step: what would be replaced by something else without a word is refused by name.
+"""Checks losses before the first step: a loss that would be silently replaced by another raises an error by name.
 
-Owns two questions, both answered with a few random numbers:
+Two questions, answered with a few random numbers:
 
-* Is a loss of the user's own a sum over its parts, in value and gradient (`check_own_loss`)? Else it would depend on how
-  the mini-batch is packed and cut.
-* Is the loss that a model's own forward returns the one that will be trained (`check_model_loss`)? Replicas take the
-  logits of that forward and no more; and the logits must be those of a model built anew with the same weights.
+* Is a custom loss a sum over its parts, in value and gradient (`check_own_loss`)? Otherwise it would depend on how the
+  mini-batch is packed and cut.
+* Is the loss that a model's forward returns the one that will be trained (`check_model_loss`)? Replicas use only the
+  logits of that forward, and these must match a new model with the same weights.
 """
 
 import inspect
@@ -31,9 +31,9 @@ from hf_hotspa.parallel.four_bit import products, stored_tensors
 from hf_hotspa.parallel.loss import IGNORE, SequenceLoss, TokenLoss, TokenSlice, WholeSequence
 
 _TOLERANCE = 1e-4
-"""Of the parts of a loss against the whole; what computes in fp32 inside differs by less, what is wrong by more."""
+"""Relative, between a loss's parts and total: fp32 arithmetic differs by less, errors by more."""
 _OF_MODEL = 2e-5
-"""Of a model's loss against the one computed from the same logits. The terms that people add begin at about 1e-4."""
+"""Relative, between a model's loss and the one from its logits. Terms that people add start at about 1e-4."""
 _TOKENS, _LENGTHS = 16, (9, 6)
 _CUTS = ((8,), (1,), (5, 11))
 
@@ -41,10 +41,10 @@ _CUTS = ((8,), (1,), (5, 11))
 def check_loss(
     model: nn.Module, description: ModelDescription, options: EngineOptions, rank: int, device: torch.device
 ) -> None:
-    """Refuses a loss that is no sum, and on rank 0 one that would be replaced by another without a word.
+    """Raises for a loss that is not a sum, and on rank 0 for one that would be silently replaced by another.
 
     Args:
-        device: Where it computes: a loss of the user's own may hold tensors there.
+        device: Where the loss computes: a custom loss may hold tensors.
 
     Raises:
         UnsupportedError: naming the loss.
@@ -62,14 +62,14 @@ def check_loss(
         check_model_loss(model, description, loss if isinstance(loss, SequenceLoss) else None)
 
 
-# -- losses of the user's own -----------------------------------------------------------------------------------------
+# -- custom losses ----------------------------------------------------------------------------------------------------
 
 
 def check_own_loss(loss: TokenLoss | SequenceLoss, vocab_size: int, device: torch.device) -> None:
-    """Calls a loss with random numbers, on a whole and on its parts.
+    """Calls a loss with random numbers, in all and in parts.
 
     Raises:
-        UnsupportedError: it fails, gives no scalar with a gradient, is not the same twice, or is no sum over its parts.
+        UnsupportedError: it fails, gives no scalar with a gradient, varies between calls, or is not a sum of its parts.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -107,7 +107,7 @@ def _check_token_loss(loss: TokenLoss, vocab_size: int, generator: torch.Generat
         )
 
 
-_SAME = "leave out what is random or changes from call to call (put models of your own into eval mode)"
+_SAME = "leave out what is random or changes from call to call (put your own models into eval mode)"
 
 
 def _check_sequence_loss(loss: SequenceLoss, vocab_size: int, generator: torch.Generator, device: torch.device) -> None:
@@ -197,7 +197,7 @@ def _column(loss: TokenLoss | SequenceLoss, name: str, length: int, generator: t
 
 
 def _called(loss: TokenLoss | SequenceLoss, call: Callable[[], Any]) -> Tensor:
-    """The value of one call: a finite scalar with a gradient."""
+    """Checks that the loss is a finite scalar with a gradient."""
     try:
         with torch.enable_grad():
             value = call()
@@ -205,18 +205,18 @@ def _called(loss: TokenLoss | SequenceLoss, call: Callable[[], Any]) -> Tensor:
         raise
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        raise _refused(
+        raise _unsupported(
             loss,
             f"it fails on a small example: {type(error).__name__}: {error}",
             f"{last.filename}:{last.lineno}",
-            "it is called with what the page on losses lists, and with nothing else; name the columns it reads in loss_columns",
+            "it is called only with what the page on losses lists; name the columns it reads in loss_columns",
         ) from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise _refused(loss, f"it gives {shape}", None, "return a scalar tensor")
+        raise _unsupported(loss, f"it gives {shape}", None, "return a scalar tensor")
     if not value.requires_grad or not bool(torch.isfinite(value)):
         what = "has no gradient" if not value.requires_grad else f"is {value.item()}"
-        raise _refused(
+        raise _unsupported(
             loss, f"its value on a small example {what}", None, "compute it from the log-probabilities or logits"
         )
     return value.reshape(())
@@ -225,10 +225,10 @@ def _called(loss: TokenLoss | SequenceLoss, call: Callable[[], Any]) -> Tensor:
 def _same(loss: Any, actual: tuple[Tensor, Tensor], expected: Any, what: str, fix: str) -> None:
     for a, b in zip(actual, expected, strict=True):
         if not bool((a - b).norm() <= _TOLERANCE * torch.maximum(a.norm(), b.norm())):
-            raise _refused(loss, what, None, fix)
+            raise _unsupported(loss, what, None, fix)
 
 
-def _refused(loss: Any, what: str, where: str | None, fix: str) -> UnsupportedError:
+def _unsupported(loss: Any, what: str, where: str | None, fix: str) -> UnsupportedError:
     return UnsupportedError(
         f"the loss {loss.name} cannot be honoured: {what}",
         where=where,
@@ -241,13 +241,13 @@ def _refused(loss: Any, what: str, where: str | None, fix: str) -> UnsupportedEr
 
 
 def check_model_loss(model: nn.Module, description: ModelDescription, loss: SequenceLoss | None = None) -> None:
-    """Compares the loss that a model returns for a few tokens with the one that will be made of its logits.
+    """Compares a model's loss for a few tokens with the one computed from its logits.
 
-    A model without weights cannot be called: its class must be one of transformers, with that loss.
+    A model without weights cannot be called: its class and its loss must come from transformers.
 
     Args:
-        model: The model that was given; it is called once, without gradient, and not changed.
-        loss: What will be trained on its logits; the cross entropy, and the balance loss of routers, when None.
+        model: Called once, without gradient; unchanged.
+        loss: Trained on its logits; by default the cross entropy, and the balance loss of routers.
 
     Raises:
         UnsupportedError: they differ.
@@ -274,13 +274,13 @@ def check_model_loss(model: nn.Module, description: ModelDescription, loss: Sequ
     own, expected = float(own), float(expected)
     tolerance = _OF_MODEL if out["loss"].dtype in (torch.float32, torch.float64) else 1e-2
     same = abs(own - expected) <= tolerance * abs(expected) or (math.isnan(own) and math.isnan(expected))
-    if not same:  # weights that are not finite are found in training, and named
+    if not same:  # training finds and names non-finite weights
         raise _replaced(model, f"is {own:.6g} for a row of {ids.shape[1]} tokens where its logits give {expected:.6g}")
 
 
 def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, labels: Tensor, logits: Tensor) -> None:
-    """Refuses a model whose logits differ from those of the same weights in what its class builds from its config, as
-    replicas are (`ModelError`)."""
+    """Raises `ModelError` if the logits differ from a fresh model's: one that the class builds from its config, as
+    replicas are, with the same weights."""
     bare = bare_model(model)[0]
     if attention_dropouts(bare.config) != attention_dropouts(description.config):
         return  # turned off for this run
@@ -291,7 +291,7 @@ def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, 
     try:
         fresh.set_attn_implementation(bare.config._attn_implementation)
         rebuilt = _one_forward(fresh, ids, labels, False, state)["logits"]
-    except Exception:  # it cannot be called so: modules and attributes were compared
+    except Exception:  # it cannot be called like this; modules and attributes are already compared
         return
     # logits of a base in 4 bits are often fp32, and its products in 16 bits
     dtypes = {logits.dtype, *(layer.compute_dtype or logits.dtype for layer in description.four_bit.values())}
@@ -318,10 +318,10 @@ def _expected(logits: Tensor, ids: Tensor, labels: Tensor, loss: SequenceLoss | 
 def _one_forward(
     model: nn.Module, ids: Tensor, labels: Tensor, counted: bool, state: dict[str, Tensor] | None = None
 ) -> Mapping[str, Any]:
-    """One call in training mode, as training makes it; modes and random numbers are left as they were.
+    """One call in training mode; restores modes and random state.
 
     Args:
-        state: Parameters and buffers in the place of the model's.
+        state: Replaces the model's parameters and buffers.
     """
     modes = [(module, module.training) for module in model.modules()]
     devices = [ids.device] if ids.device.type == "cuda" else []
@@ -338,7 +338,7 @@ def _one_forward(
 
 
 def _check_class(model: nn.Module, why: str, loss: SequenceLoss | None) -> None:
-    """Refuses a model whose forward, or loss function where it is not `loss`, is not that of transformers."""
+    """Raises if the model's forward, or without `loss` its loss function, does not come from transformers."""
     bare = bare_model(model)[0]
     forward = inspect.unwrap(type(bare).forward)
     own = [

@@ -1,9 +1,8 @@
-"""The optimizers of bitsandbytes and torchao, whose states are 8 or 4 bits wide, on shares of the master store.
+"""The bitsandbytes and torchao optimizers with 8- or 4-bit states, on shares of the master store.
 
-Their own code makes the steps. Owns what they would read off the size of a tensor, and here take from the whole parameter:
-whether it is quantized at all. Shares end at blocks of their parameter (`MASTER_ALIGNMENT`), so codes, scales and weights are
-the same bits whatever the layout is. Also owns the form in which such states are saved: 1-D tensors of which each value stands for
-one element of the parameter, or for so many.
+The libraries' own code makes the steps, but decides by the complete parameter whether a tensor is large enough to
+quantize. Shares end at blocks of their parameter (`MASTER_ALIGNMENT`), so codes, scales and weights have the same bits
+under every layout. Also defines how states are saved: 1-D tensors whose values each cover one or more elements.
 """
 
 import hashlib
@@ -28,18 +27,18 @@ logger = logging.getLogger(__name__)
 
 BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
 RELEASES = {BITSANDBYTES: ">=0.50,<0.51", TORCHAO: ">=0.16,<0.19"}
-"""Those that were tried, as in setup.cfg. What is overridden of their classes may move with another one."""
+"""Tested releases, as in setup.cfg. Others may move what is overridden of their classes."""
 _BNB_BLOCK = 256
-"""Elements that bitsandbytes scales together; it has no name for the number."""
+"""Elements that share one scale in bitsandbytes, which does not name the number."""
 _TORCHAO_LEAST = 4096
-"""Elements from which torchao quantizes a parameter; it has no name for the number either."""
+"""Elements from which torchao quantizes a parameter; torchao does not name the number either."""
 _TORCHAO_KINDS = ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit")
 _ELEMENTS, _SCALES, _MAPS = ("state1", "state2"), ("absmax1", "absmax2"), ("qmap1", "qmap2")
-"""What bitsandbytes keeps of a parameter: codes or fp32 values, the scales of blocks, and tables that are constants of it."""
+"""What bitsandbytes keeps per parameter: codes or fp32 values, the scales of blocks, and constant tables."""
 
 
 class Stored(NamedTuple):
-    """A state as it is saved: 1-D values, each of which stands for so many elements of the parameter, one after the other."""
+    """A state as it is saved: 1-D values that each cover `each` consecutive elements of the parameter."""
 
     values: Tensor
     each: int = 1
@@ -50,34 +49,32 @@ def _library_class(kind: type) -> type | None:
 
 
 def library_of(kind: type) -> str | None:
-    """Whose class of optimizers it is, or is derived from: `bitsandbytes`, `torchao`, or None."""
+    """The library of an optimizer class or its bases: `bitsandbytes`, `torchao`, or None."""
     known = _library_class(kind)
     return None if known is None else known.__module__.partition(".")[0]
 
 
 def check_installed(library: str, optim: str) -> None:
-    """Refuses an optimizer whose library is not there, or in a release that nobody has tried.
+    """Raises if an optimizer's library is missing or untested.
 
     Raises:
-        HotspaConfigError: with the line that installs it.
+        HotspaConfigError: with the command that installs it.
     """
     installed = version_of(library)
     if installed is None or installed not in SpecifierSet(RELEASES[library], prereleases=True):
         raise HotspaConfigError(
             f"the optimizer {optim!r} is one of {library}, "
             + ("which is not installed" if installed is None else f"of which {installed} is installed"),
-            why=None
-            if installed is None
-            else "what is overridden of its classes may have moved in releases that nobody tried",
+            why=None if installed is None else "what is overridden of its classes may have moved in untested releases",
             fix=f'pip install "{library}{RELEASES[library]}"',
         )
 
 
 def check_low_bit(optimizer: Optimizer) -> None:
-    """Refuses an optimizer of these libraries that would change with the layout, or that nobody has tried.
+    """Raises for an optimizer of these libraries that would depend on the layout, or is untested.
 
     Raises:
-        UnsupportedError: naming what it does.
+        UnsupportedError: naming the reason.
     """
     library, kind, attributes = library_of(type(optimizer)), type(optimizer), vars(optimizer)
     check_installed(str(library), kind.__name__)
@@ -110,17 +107,17 @@ def _is_ours(kind: type) -> bool:
 
 
 class _OnShares:
-    """What the classes have that are made of the libraries' own: the size of the whole parameter of each share."""
+    """Fields of the classes derived from the libraries' own."""
 
     wholes: Mapping[int, int]
     """Id of a share -> elements of its parameter."""
     overrides: Mapping[int, dict[str, Any]]
-    """Id of a share -> what `GlobalOptimManager` of bitsandbytes was told of the parameter."""
+    """Id of a share -> the parameter's overrides in `GlobalOptimManager` of bitsandbytes."""
 
 
 @cache
 def _on_shares(kind: Any) -> Any:
-    """The class of the library, which decides by whole parameters what is quantized. It goes by the library's name."""
+    """A subclass of the library's class, with its name, that decides by complete parameters what to quantize."""
     if kind.__module__.partition(".")[0] == BITSANDBYTES:
 
         class BitsAndBytes(kind, _OnShares):  # type: ignore[misc]
@@ -135,7 +132,7 @@ def _on_shares(kind: Any) -> Any:
             def update_step(self, group: dict[str, Any], p: Tensor, gindex: int, pindex: int) -> None:
                 if p.numel():
                     super().update_step(group, p, gindex, pindex)
-                else:  # kernels of GPUs cannot be started for nothing; checkpoints want the number of the step
+                else:  # GPU kernels cannot be launched on empty tensors; checkpoints need the step number
                     self.state[p]["step"] += 1
 
         made: Any = BitsAndBytes
@@ -157,7 +154,7 @@ def _on_shares(kind: Any) -> Any:
 
 
 def overrides_of(optimizer: Any) -> dict[int, dict[str, Any]]:
-    """Id of a parameter -> what bitsandbytes was told of it: embeddings have 32 bits where `Trainer` makes the optimizer."""
+    """Id of a parameter -> its bitsandbytes overrides: embeddings have 32 bits if `Trainer` makes the optimizer."""
     if library_of(type(optimizer)) != BITSANDBYTES:
         return {}
     manager, of_modules = optimizer.mng, {}
@@ -167,13 +164,13 @@ def overrides_of(optimizer: Any) -> dict[int, dict[str, Any]]:
 
 
 def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str, Any]] | None = None) -> None:
-    """Has an optimizer of these libraries decide by whole parameters. Its parameters are shares of the master store.
+    """Makes an optimizer of these libraries decide by complete parameters; it has shares of the master store.
 
     Args:
-        overrides: Id of a share -> what `GlobalOptimManager` was told of its parameter.
+        overrides: Id of a share -> its parameter's overrides in `GlobalOptimManager`.
 
     Raises:
-        UnsupportedError: it cannot be honoured; it is unchanged.
+        UnsupportedError: the optimizer cannot be honoured; it is unchanged.
     """
     check_low_bit(optimizer)
     if not _is_ours(type(optimizer)):
@@ -192,7 +189,7 @@ def adopt(optimizer: Any, master: MasterStore, overrides: Mapping[int, dict[str,
 
 
 def _report_compilation(optimizer: Optimizer) -> None:
-    """Says after the first step how long it took: torchao compiles it for every size of a share."""
+    """Logs how long the first step took: torchao compiles it for every share size."""
     begun = list[float]()
 
     def after(*_: Any) -> None:
@@ -208,14 +205,14 @@ def _report_compilation(optimizer: Optimizer) -> None:
 
 
 def disown(optimizer: Any) -> None:
-    """Undoes `adopt`: the optimizer goes on with parameters that are no shares."""
+    """Undoes `adopt`: the optimizer continues with parameters that are not shares."""
     if _is_ours(type(optimizer)):
         optimizer.__class__ = type(optimizer).__base__
         del optimizer.wholes, optimizer.overrides
 
 
 def needs_adopting(kind: type) -> bool:
-    """Whether it is a class of these libraries that `adopt` has not changed."""
+    """Whether it is such a class without the changes of `adopt`."""
     return library_of(kind) is not None and not _is_ours(kind)
 
 
@@ -223,7 +220,7 @@ def needs_adopting(kind: type) -> bool:
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """What a checkpoint calls the optimizer: states of one go into another of the same kind."""
+    """The optimizer's name in checkpoints; only the same kind can load the states."""
     library, name = library_of(type(optimizer)), type(optimizer).__name__
     if library is None:
         return name
@@ -234,7 +231,7 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def code_digest(optimizer: Any) -> str | None:
-    """A digest of what the codes of its states mean; None where there are none."""
+    """A digest of what the codes in its states mean; None without codes."""
     library = library_of(type(optimizer))
     if library is None:
         return None
@@ -253,7 +250,7 @@ def _maps(optimizer: Any) -> dict[str, Tensor]:
 
 
 def stored_states(optimizer: Any, share: Tensor) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """The states of a share: those that are saved by range of elements, by name, and what there is once for the parameter."""
+    """A share's states: by name, those saved by range of elements; and those that the parameter has once."""
     stored, rest = dict[str, Stored](), dict[str, Any]()
     library, state = library_of(type(optimizer)), optimizer.state.get(share, {})
     for key, value in state.items():
@@ -266,7 +263,7 @@ def stored_states(optimizer: Any, share: Tensor) -> tuple[dict[str, Stored], dic
                 stored[key if value.dim() == 1 else f"{key}.{number}"] = Stored(row, each)
         elif library == TORCHAO and isinstance(value, Tensor) and value.dim() and optimizer.is_quantized(share):
             packed = 8 // _bits(optimizer)
-            codes = getattr(value, "codes", torch.empty(0, dtype=torch.uint8))  # nothing of the parameter is here
+            codes = getattr(value, "codes", torch.empty(0, dtype=torch.uint8))  # no part of the parameter is here
             stored[f"{key}.codes"] = Stored(codes, packed)
             stored[f"{key}.scale"] = Stored(getattr(value, "scale", torch.empty(0)), optimizer.block_size)
         elif isinstance(value, Tensor) and value.shape == share.shape:
@@ -281,7 +278,7 @@ def _bits(optimizer: Any) -> int:
 
 
 def loaded_states(optimizer: Any, share: Tensor, stored: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The inverse of `stored_states`: the states of a share as the optimizer keeps them."""
+    """The inverse of `stored_states`."""
     library, state = library_of(type(optimizer)), dict[str, Any]()
     for name, values in stored.items():
         key, _, part = name.partition(".")
@@ -303,10 +300,10 @@ def loaded_states(optimizer: Any, share: Tensor, stored: Mapping[str, Tensor]) -
 
 
 def cut_state(optimizer: Any, state: Mapping[str, Any], share: MasterShare) -> dict[str, Any]:
-    """The state that an optimizer of these libraries has of a whole parameter, cut to a share; what is cut already stays.
+    """Cuts an optimizer's state of a complete parameter to a share, unless it is already cut.
 
     Raises:
-        UnsupportedError: blocks of elements lie in another order in the master store, which has a weight transposed.
+        UnsupportedError: the master store has the weight transposed, so its blocks have other elements.
     """
     spec, start, stop, *_ = share
     lead = (2,) if vars(optimizer).get("optimizer_name") == "ademamix" else ()
@@ -324,7 +321,7 @@ def cut_state(optimizer: Any, state: Mapping[str, Any], share: MasterShare) -> d
             raise UnsupportedError(
                 f"the state {key!r} that the optimizer {type(optimizer).__name__} has of {spec.name!r} is of shape "
                 f"{tuple(value.shape)}",
-                fix="go on with the same model and the same optimizer",
+                fix="continue with the same model and the same optimizer",
             )
         elif hasattr(value, "codes") or value.dtype == torch.uint8:
             if spec.shard_dim not in (None, 0):

@@ -1,8 +1,8 @@
 """The master store: each element of the parameter vector on exactly one rank, in fp32, with its gradient.
 
-The only authority on the weights: strategies load from it, gradients come back to it, and only the optimizer step
-changes it. Optimizers see one 1-D view per parameter under its Hugging Face name, so parameter groups and schedulers
-work as usual, but only elementwise optimizers are exact on such shards.
+The only authority on the weights: strategies load from it, gradients return to it, and only the optimizer step changes
+it. Optimizers see one 1-D view per parameter under its Hugging Face name. Parameter groups and schedulers work as
+usual, but only elementwise optimizers are exact on such shards.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,8 +29,7 @@ def bare_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 class MasterShare(NamedTuple):
-    """What a rank owns of a parameter: elements `[start, stop)` of its storage, perhaps none, at `low` in the buffer of the
-    segment."""
+    """A rank's part of a parameter: elements `[start, stop)` of its storage, or none, at `low` in the segment buffer."""
 
     spec: ParameterSpec
     start: int
@@ -40,11 +39,11 @@ class MasterShare(NamedTuple):
 
 
 def _share(spec: ParameterSpec, segment: int, owned: Mapping[int, Interval]) -> MasterShare:
-    held = owned.get(segment)
-    if held is None or held.stop <= spec.offset or spec.stop <= held.start:
+    interval = owned.get(segment)
+    if interval is None or interval.stop <= spec.offset or spec.stop <= interval.start:
         return MasterShare(spec, 0, 0, segment, 0)
-    start, stop = max(held.start - spec.offset, 0), min(held.stop - spec.offset, spec.numel)
-    return MasterShare(spec, start, stop, segment, spec.offset + start - held.start)
+    start, stop = max(interval.start - spec.offset, 0), min(interval.stop - spec.offset, spec.numel)
+    return MasterShare(spec, start, stop, segment, spec.offset + start - interval.start)
 
 
 def _whole(
@@ -55,7 +54,7 @@ def _whole(
     group: dist.ProcessGroup | None,
     to: int | None,
 ) -> Tensor | None:
-    """A segment whole, on one rank or on all; None elsewhere. Each share goes straight to its place. Collective."""
+    """A complete segment, on one rank or on all, else None. Each share goes directly to its place. Collective."""
     rank, device = store.rank, store.compute_device
     if group is None:
         assert own is not None
@@ -85,15 +84,15 @@ def _parts(
         assert flat is not None
         own = flat[spec.offset - start : spec.stop - start]
         whole = from_storage(own, spec.shape, spec.shard_dim).to(dtype_of(spec))
-        # who still has the last one when the next segment comes must not keep all of this one
+        # a caller that keeps the last tensor meanwhile must not keep all of this segment
         yield spec, whole.clone() if spec is specs[-1] else whole
 
 
-def _refuse_in_a_loss(name: str, gradient: Tensor) -> None:
+def _reject_in_a_loss(name: str, gradient: Tensor) -> None:
     raise UnsupportedError(
         f"the loss is a function of the weight {name!r} itself, beside the logits",
-        why="a process holds a share of the weights, and their gradients are those of the logits",
-        fix="leave the term out: weight_decay stands for an L2 norm; or train with the stock Trainer",
+        why="a process holds only a share of the weights, and their gradients come from the logits",
+        fix="leave the term out: weight_decay replaces an L2 norm; or train with the stock Trainer",
     )
 
 
@@ -101,20 +100,19 @@ class MasterStore:
     """This rank's share of the weights and gradients.
 
     Args:
-        device: Where the share lives.
-        compute_device: Where this rank computes, and its process groups are; `device` when None. A share in host memory
+        compute_device: Where this rank computes and its process groups are; `device` by default. A share in host memory
             beside an accelerator is pinned.
         by_stage: See `master_layout`.
-        trained: Whether any gradient will exist; else it only holds weights that strategies load.
+        trained: Whether there will be gradients; otherwise strategies only load from it.
 
     Attributes:
-        weights: By segment, 1-D of the segment's master dtype; None where this rank owns nothing.
-        gradients: The same for trained segments.
-        parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model; their `.grad` is a
-            view of `gradients` after `bind_gradients`. Parameters of which this rank owns nothing have size 0.
-        trained: The names of those that have gradients, the same on all ranks.
-        shares: What this rank owns of each parameter, by Hugging Face name.
-        frozen_version: Counts the changes of frozen weights, so that strategies that hold them know theirs are old.
+        weights: By segment, 1-D in the segment's master dtype; None if this rank owns nothing of it.
+        gradients: Likewise, for trained segments.
+        parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model. Their `.grad` is a
+            view of `gradients` after `bind_gradients`. Size 0 without elements on this rank.
+        trained: Names of the parameters with gradients, the same on all ranks.
+        shares: This rank's part of each parameter, by Hugging Face name.
+        frozen_version: Counts changes of frozen weights, so that strategies know when their copies are old.
     """
 
     def __init__(
@@ -154,17 +152,17 @@ class MasterStore:
             parameter = self.parameters[name] = nn.Parameter(view, requires_grad=spec.trainable and trained)
             if parameter.requires_grad:
                 self._views[name] = grad[here] if grad is not None else torch.empty_like(view)
-                parameter.register_hook(partial(_refuse_in_a_loss, name))
+                parameter.register_hook(partial(_reject_in_a_loss, name))
         self.trained = tuple(self._views)
 
     def empty_buffers(self) -> list[Tensor | None]:
-        """Zeros, laid out as this rank's trained weights: by segment, None where it owns nothing or nothing is trained."""
+        """Zeros laid out as this rank's trained weights: by segment, None if it owns nothing or nothing is trained."""
         pairs = zip(self.vector.segments, self.weights, strict=True)
         return [torch.zeros_like(own) if own is not None and segment.trainable else None for segment, own in pairs]
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes this rank's share of full parameters by name, on any device; those left out keep their values."""
+        """Copies this rank's share from full parameters by name, on any device; others keep their values."""
         self.frozen_version += 1
         for name, (spec, start, stop, *_) in self.shares.items():
             if stop > start and name in tensors:
@@ -178,18 +176,15 @@ class MasterStore:
         before: Callable[[], None] = lambda: None,
         buffers: Sequence[Tensor | None] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter whole, on every rank, in master precision; at most one segment exists at a time. Collective.
+        """Every complete parameter, on every rank, in master precision; one segment at a time is in memory. Collective.
 
         Args:
             group: All ranks; None with one rank.
-            frozen: Whether frozen weights are gathered, too.
-            before: Called ahead of each segment.
-            buffers: Something else to gather, that is laid out as the weights and has their dtypes: the gradients,
-                `empty_buffers`.
+            before: Called before each segment.
+            buffers: What to gather instead, with the weights' layout and dtypes: the gradients, `empty_buffers`.
 
         Yields:
-            The Hugging Face name (tied names once each) and a tensor of the Hugging Face shape, valid until the next
-            one.
+            The Hugging Face name (each tied name once) and a tensor of that shape, valid until the next one.
         """
         if buffers is None:
             buffers = self.weights
@@ -204,7 +199,7 @@ class MasterStore:
                 assert own is not None
                 flat = own
             else:
-                # gloo wants equal sizes
+                # gloo requires equal sizes
                 padded = torch.zeros(max(sizes), dtype=dtype, device=self.compute_device)
                 if own is not None:
                     padded[: own.numel()] = own
@@ -226,18 +221,17 @@ class MasterStore:
         to: int | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[ParameterSpec, Tensor]]:
-        """Every parameter whole, in the dtype that it is wanted in: shares are cast before they travel. Collective.
+        """Every complete parameter, in the requested dtype: shares are cast before they travel. Collective.
 
-        No rank holds more than one segment beyond its share, and its own share of that once more where it is cast.
+        A rank holds at most one segment beyond its share, and if it casts its part of that, a second copy of the part.
 
         Args:
             group: All ranks; None with one rank.
-            dtype_of: The dtype of a parameter.
-            to: The only rank that gets them; all do when None.
-            before: Called ahead of each segment.
+            to: The only rank that receives them; all by default.
+            before: Called before each segment.
 
         Yields:
-            What it is, and a tensor of the Hugging Face shape, which stays as it is; nothing on ranks that get none.
+            The spec, and a tensor of the Hugging Face shape, which stays valid; nothing on other ranks than `to`.
         """
         for segment in self.vector.segments:
             specs = [spec for spec in self.vector.specs if segment.start <= spec.offset < segment.stop]
@@ -249,20 +243,20 @@ class MasterStore:
             yield from _parts(_whole(own, sizes, dtype, self, group, to), segment.start, specs, dtype_of)
 
     def zero_gradients(self) -> None:
-        """Starts the accumulation of a mini-batch."""
+        """Begins a mini-batch."""
         for gradient in self.gradients:
             if gradient is not None:
                 gradient.zero_()
 
     def bind_gradients(self, names: Collection[str] | None = None) -> None:
-        """Hangs the gradients on the parameters of these names, or on all (an optimizer's `zero_grad` may have dropped
-        them); takes them off others, which an optimizer then leaves as they are, without decay."""
+        """Sets `.grad` on these parameters, or on all (an optimizer's `zero_grad` may have dropped it). Removes it from
+        others: an optimizer then skips them, also their decay."""
         self._bound = self.trained if names is None else names
         for name, gradient in self._views.items():
             self.parameters[name].grad = gradient if name in self._bound else None
 
     def are_cleared(self, since: int) -> bool:
-        """Whether somebody has made the gradients 0, or taken one off, since `gradient_version` was this."""
+        """Whether gradients were zeroed, or one was removed, since `gradient_version` had this value."""
         for name in self._bound:
             if self.parameters[name].grad is None:
                 return True
@@ -270,7 +264,7 @@ class MasterStore:
 
     @property
     def gradient_version(self) -> int:
-        """Another number once somebody has changed a gradient."""
+        """Grows with every change of a gradient."""
         version = 0
         for gradient in self.gradients:
             if gradient is not None:
@@ -278,13 +272,13 @@ class MasterStore:
         return version
 
     def drop_gradients_of(self, names: Collection[str]) -> None:
-        """Makes the gradients of some parameters 0, and takes them off."""
+        """Zeros and removes the gradients of some parameters."""
         for name in names:
             self._views[name].zero_()
         self.bind_gradients(set(self._bound) - set(names))
 
     def squared_norm(self) -> float:
-        """Sum of squares of this rank's gradients, in fp64. Every element is owned once, so ranks add up exactly."""
+        """Sum of squares of this rank's gradients, in fp64. Every element has one owner: rank sums add up exactly."""
         norms = list[Tensor]()
         for gradient in self.gradients:
             if gradient is not None:
@@ -292,11 +286,11 @@ class MasterStore:
         return float(torch.stack(norms).square().sum()) if norms else 0.0
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiplies all gradients (clipping)."""
+        """Multiplies all gradients, for clipping."""
         for gradient in self.gradients:
             if gradient is not None:
                 gradient.mul_(factor)
 
     def non_finite_parameters(self) -> list[str]:
-        """Names of the parameters whose gradient on this rank is NaN or infinite."""
+        """Names of the parameters with a non-finite gradient on this rank."""
         return [name for name, gradient in self._views.items() if not torch.isfinite(gradient).all()]

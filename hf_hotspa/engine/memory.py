@@ -1,7 +1,7 @@
-"""What the engine will allocate on a rank, counted before it does; and the refusal when the device cannot hold it.
+"""Counts what the engine will allocate on a rank, and raises an error if the device cannot hold it.
 
-Counts what layouts and plans decide: the master store, the weights and gradients of the active strategy, the buffers of
-switches. Activations and optimizer state come on top.
+Layouts and plans decide it: the master store, the active strategy's weights and gradients, the switch buffers.
+Activations and optimizer state are not included.
 """
 
 import gc
@@ -19,12 +19,11 @@ class MemoryForecast:
     """Bytes on one rank.
 
     Args:
-        master_weights: Its share of the master store.
-        master_gradients: The gradients of that share.
-        weights: Weights in the largest strategy of the pool; of two strategies with a second source. Where stages update by
-            themselves, with all versions of them.
-        gradients: Gradients in the largest strategy.
-        switch: Staging and relay buffers: all that a switch needs beside source and target.
+        master_weights, master_gradients: The rank's share of the master store.
+        weights: In the largest strategy of the pool; of two strategies with a second source. Includes all versions if
+            stages update by themselves.
+        gradients: In the largest strategy.
+        switch: Staging and relay buffers: everything beside source and target.
     """
 
     master_weights: int
@@ -42,13 +41,13 @@ class MemoryForecast:
         return f"{self.total / _MIB:,.1f} MiB ({parts})"
 
     def check(self, limit_bytes: int | None, rank: int) -> None:
-        """Refuses what does not fit.
+        """Raises if the total is above the limit.
 
         Args:
-            limit_bytes: What the engine may take on this rank; None for no limit.
+            limit_bytes: None for no limit.
 
         Raises:
-            DeviceMemoryError: the total is above the limit; the message says what it is made of.
+            DeviceMemoryError: with the parts of the total.
         """
         if limit_bytes is not None and self.total > limit_bytes:
             raise DeviceMemoryError(
@@ -60,13 +59,13 @@ class MemoryForecast:
 
 
 def device_limit(device: torch.device) -> int | None:
-    """Bytes that this process can still allocate on an accelerator; None on the CPU, where nobody can say what is.
+    """Bytes that this process can still allocate on an accelerator; None on the CPU, where the limit is unknown.
 
-    What torch keeps of tensors that are gone (of a calibration, say) is given back to the device first, else a plan made
-    after a calibration would have less memory than one that reads it.
+    First returns torch's cached memory (of a calibration, say) to the device: otherwise a plan made after a calibration
+    would have less memory than one that reads its file.
     """
     if device.type != "cuda":
         return None
-    gc.collect()  # a model refers to itself
+    gc.collect()  # a model has reference cycles
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

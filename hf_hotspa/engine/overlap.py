@@ -1,13 +1,13 @@
 """Couples a replica to the switches that run beside it: when a weight may be used, when a gradient is final.
 
 * `WeightGuard`: before a module first runs in a phase, it waits for the segments of its parameters. A decoder layer
-  waits for all of its parameters at once; outside the layers each module that owns parameters waits for those. A
-  parameter that no module announced in the first forward is an error: its values may have been those of another phase.
+  waits for all of its parameters at once; outside the layers each module waits for its own. A parameter that no module
+  announced in the first forward is an error: it may have had the values of another phase.
 * `GradientWatch`: a segment's gate opens when the backward of the last micro-batch has added to each of its parameters
-  on this rank, and at the end of the computation at the latest (unused parameters, no micro-batches).
+  on this rank, at the latest at the end of the computation (unused parameters, no micro-batches).
 * `UnitStream`: the same for a strategy whose units come and go one at a time (`+z2`, `+z3`).
 
-All hang hooks on the replica once; between phases, and where nothing is pending, a hook is one comparison.
+Each registers its hooks once. Between phases, and if nothing is pending, a hook is one comparison.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -34,15 +34,15 @@ class WeightGuard:
     """Makes the modules of a replica wait for their weights.
 
     Args:
-        model: The replica's model. Only modules that are called (not their `forward` alone) can be guarded.
-        layers: Its decoder layers; those of other stages own nothing.
-        parameters: The replica's parameters and where they lie.
+        model: The replica's model. Only modules that are called (not only their `forward`) can be guarded.
+        layers: Its decoder layers; layers of other stages own nothing.
+        parameters: With their slots.
     """
 
     def __init__(
         self, model: nn.Module, layers: Iterable[nn.Module], parameters: Sequence[tuple[nn.Parameter, Slot]]
     ) -> None:
-        # a shard may be empty: nothing of it ever arrives
+        # nothing ever arrives for an empty shard
         self._slots = {id(parameter): slot for parameter, slot in parameters if slot.numel}
         self._guarded: list[tuple[frozenset[int], frozenset[int]]] = []
         self._job: SwitchJob | None = None
@@ -64,20 +64,20 @@ class WeightGuard:
             self._guarded.append((own, frozenset(self._slots[parameter].segment for parameter in own)))
 
     def arm(self, job: SwitchJob, there: Collection[int] = ()) -> None:
-        """From now on modules wait for this load, but not for the segments that are there already."""
+        """Makes modules wait for this load, except for segments that are already there."""
         self._job, self._there = job, frozenset(there)
         self._pending = set(range(len(self._guarded)))
         self._unseen = set(self._slots)
 
     def disarm(self) -> None:
-        """Nothing is pending any more."""
+        """Stops waiting."""
         self._job = None
 
     def check(self) -> None:
-        """Called at the end of every forward of the replica.
+        """Runs at the end of every forward of the replica.
 
         Raises:
-            ModelError: after the first one, where a parameter was not waited for.
+            ModelError: after the first forward, if no module waited for a parameter.
         """
         if self._job is None:
             return
@@ -85,8 +85,8 @@ class WeightGuard:
             names = sorted(self._slots[parameter].spec.name for parameter in self._unseen)
             raise ModelError(
                 f"no module that owns {names[0]!r} was called in the forward ({len(names)} such parameters)",
-                why="while weights are loaded beside the computation, a module waits for its own when it is called; "
-                "used in another way they could be those of another phase",
+                why="while weights are loaded beside the computation, a module waits for its weights when it is called; "
+                "used in another way they could still be the weights of another phase",
                 fix="turn the overlap of loads off: overlap_load=False, --hotspa_overlap_load off",
             )
         self._job = None
@@ -101,7 +101,7 @@ class WeightGuard:
 
 
 class GradientWatch:
-    """Opens the gates of a gradient return, for the replica's parameters and where they lie."""
+    """Opens the gates of a gradient return."""
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Slot]]) -> None:
         watched = [(parameter, slot) for parameter, slot in parameters if slot.spec.trainable and slot.numel]
@@ -111,16 +111,16 @@ class GradientWatch:
         self._counts: list[int] = []
         self._left: dict[int, int] = {}
         for index, (parameter, _) in enumerate(watched):
-            # the hook stays with the parameter, whatever storage it is bound to
+            # the hook stays with the parameter, whatever its storage
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, index))
 
     @property
     def segments(self) -> frozenset[int]:
-        """Those of which this rank computes a gradient."""
+        """Segments with gradients from this rank."""
         return frozenset(slot.segment for slot in self._watched)
 
     def arm(self, gate: SegmentGate, num_backwards: int) -> None:
-        """Starts to count `num_backwards` for a gate closed for `segments`; with none, all gradients are final."""
+        """Counts `num_backwards` for a gate that is closed for `segments`; with 0, all gradients are final."""
         self._gate, self._expected = gate, num_backwards
         self._counts = [0] * len(self._watched)
         self._left = dict.fromkeys(self.segments, 0)
@@ -130,17 +130,17 @@ class GradientWatch:
             self.disarm()
 
     def disarm(self) -> None:
-        """The computation is over: opens what is still closed."""
+        """Opens all closed segments: the computation is over."""
         if self._gate is not None:
             self._gate.open()
             self._gate = None
 
     def drop(self) -> None:
-        """Stops to count and opens nothing: the computation failed."""
+        """Stops counting and opens nothing: the computation failed."""
         self._gate = None
 
     def _accumulated(self, index: int, parameter: Tensor) -> None:
-        """Called by autograd once a backward for each parameter; on CUDA from autograd's own thread and stream."""
+        """Called by autograd once per backward and parameter; on CUDA from its own thread and stream."""
         if self._gate is None:
             return
         slot = self._watched[index]
@@ -149,7 +149,7 @@ class GradientWatch:
             raise ModelError(
                 f"the gradient of {slot.spec.name!r} was added to {self._counts[index]} times in "
                 f"{self._expected} backward passes",
-                why="a part of it would be missing in what was sent already",
+                why="a part of it would be missing in what was already sent",
                 fix="turn the overlap of gradient returns off: overlap_return=False, --hotspa_overlap_return off",
             )
         if self._counts[index] == self._expected:
@@ -160,31 +160,31 @@ class GradientWatch:
 
 # -- units, one at a time ----------------------------------------------------------------------------------------------
 
-# Streams the units of a replica through its memory for two of them: weights come just in time, gradients leave as soon as they are made.
+# Streams a replica's units through memory for two of them: weights come just in time, gradients leave once made.
 #
-# `UnitStream` runs the program of a phase (`plan.units`) on one rank. All transfers are submitted to the switch worker at
-# the start, in the agreed order, each with a gate; the computation walks through its visits, and at the border between
-# two units it opens the gates of what waited for the first and waits for the weights of the second.
+# `UnitStream` runs the program of a phase (`plan.units`) on one rank. It submits all transfers to the switch worker at
+# the start, in the agreed order, each with a gate. The computation walks through its visits; at the border between two
+# units it opens the gates of what waited for the first and waits for the weights of the second.
 #
-# A rank sits out what its replica has no part in: the gates of such a pass are open as soon as its own pass before is over, and
-# zeros leave as the gradients, set by the worker when the transfer's turn comes. So it does its part of every transfer, and
-# these wait for nothing that comes later in the agreed order: neither for a message of another stage, nor for its next pass.
+# A rank skips other replicas' passes: their gates open once its previous pass is over, and it sends zeros as gradients,
+# set by the worker when the transfer's turn comes. So it takes part in every transfer, and these wait for nothing later
+# in the agreed order: neither for a message of another stage, nor for its next pass.
 #
-# How the borders are found:
+# Borders:
 #
 # * forward: a decoder layer, or a module outside the layers that owns weights, is called;
-# * backward: the gradient of a layer's output is there, and of the first layer's input for the embedding. Autograd runs
-#   what was made last first, and adds to leaves at once, so nothing of the layer behind is left to do then.
+# * backward: the gradient of a layer's output is there (for the embedding: of the first layer's input). Autograd runs
+#   what was made last first, and adds to leaves at once, so nothing of the following layer is left to do then.
 #
-# Backward sees the right weights although their memory was used in between: a unit has one place, so what autograd has saved
-# is a view of it, and the unit is there again before its backward begins. Views that are filled through the arena's own
-# buffer keep the version that autograd has seen.
+# Backward sees the right weights although their memory was used in between: a unit has one place, so what autograd
+# saved is a view of it, and the unit is loaded again before its backward begins. Views that are filled through the
+# arena's buffer keep the version that autograd has seen.
 #
-# An order that the program does not have is an error before a wrong weight is read.
+# Another order than the program's is an error before a wrong weight is read.
 
 
 class _Transfer(NamedTuple):
-    """The gate is None for one that waits for nothing."""
+    """The gate is None if the transfer waits for nothing."""
 
     job: SwitchJob
     gate: SegmentGate | None
@@ -192,7 +192,7 @@ class _Transfer(NamedTuple):
 
 
 class UnitStream:
-    """The units of one replica, on whose modules it hangs hooks once."""
+    """Streams the units of one replica, with hooks on its modules."""
 
     def __init__(self, replica: Replica, switching: Switching) -> None:
         self._replica, self._switching = replica, switching
@@ -234,7 +234,7 @@ class UnitStream:
             self._watch(args[0] if args else kwargs.get("hidden_states"), EMBEDDING)
 
     def _left_layer(self, unit: int, module: nn.Module, args: Any, out: Any) -> None:
-        if self._is_running and not self._is_backward:  # in a backward pass a layer may be computed again
+        if self._is_running and not self._is_backward:  # a backward pass may recompute a layer
             self._watch(out[0] if isinstance(out, tuple | list) else out, unit)
 
     def _watch(self, hidden: Any, unit: int) -> None:
@@ -249,10 +249,10 @@ class UnitStream:
     # -- a phase ------------------------------------------------------------------------------------------------------
 
     def begin(self, program: Program, weights: Buffers, gradients: Buffers, master: MasterStore) -> None:
-        """Submits all transfers of a phase, of a program that is the same on all ranks. Collective."""
+        """Submits all transfers of a phase; the program is the same on all ranks. Collective."""
         device, mine = self._replica.device, program.stages[self._stage]
         waits = {index for one in mine for visit in one.visits for index in visit.opens}
-        of_others = {i for one in mine if self._is_of_others(one) for visit in one.visits for i in visit.opens}
+        of_others = {i for one in mine if self._is_foreign(one) for visit in one.visits for i in visit.opens}
         self._gradients, self._passes, self._left = gradients, list(mine), []
         self._visit, self._is_backward, self._is_running = None, False, True
         self._transfers = []
@@ -264,10 +264,10 @@ class UnitStream:
             plan = self._switching.pool.of_unit(self._strategy, unit, is_load)
             job = self._switching.start(plan, source, target, None, gate, True, cleared)
             self._transfers.append(_Transfer(job, gate, is_load))
-        self._sit_out()
+        self._skip_passes()
 
     def begin_pass(self) -> None:
-        """The next pass of this replica begins."""
+        """Starts the next pass of this replica."""
         if not self._is_running:
             return
         if not self._passes:
@@ -278,23 +278,23 @@ class UnitStream:
             self._advance()
 
     def end_pass(self) -> None:
-        """It is over, and so are those behind it that this replica has no part in: its next one may wait for another stage,
-        and that for what these let go."""
+        """Ends the pass, and skips other replicas' following passes: this replica's next pass may wait for another
+        stage, which waits for the units released here."""
         if self._is_running:
             self._close_pass()
-            self._sit_out()
+            self._skip_passes()
 
-    def _sit_out(self) -> None:
-        """Lets go of the units of the passes that come next and are of other replicas."""
-        while self._passes and self._is_of_others(self._passes[0]):
+    def _skip_passes(self) -> None:
+        """Opens the gates of other replicas' following passes."""
+        while self._passes and self._is_foreign(self._passes[0]):
             for visit in self._passes.pop(0).visits:
                 self._open(visit)
 
-    def _is_of_others(self, one: StagePass) -> bool:
+    def _is_foreign(self, one: StagePass) -> bool:
         return self._replica.mesh.coord.dp not in one.replicas
 
     def end(self) -> None:
-        """The computation is over: all transfers come to their end."""
+        """Ends the phase: waits for all transfers."""
         if not self._is_running:
             return
         if self._passes:
@@ -304,7 +304,7 @@ class UnitStream:
         self._is_running = False
 
     def measure(self) -> dict[str, float]:
-        """What the transfers of the last phase took, once it has ended, by the names of `PhaseMeasure`."""
+        """Times and bytes of the finished phase's transfers, by the names of `PhaseMeasure`."""
         measured = dict[str, float]()
         for kind, is_load in (("unit_load", True), ("unit_return", False)):
             jobs = [transfer.job for transfer in self._transfers if transfer.is_load == is_load]
@@ -314,7 +314,7 @@ class UnitStream:
         return measured
 
     def drop(self) -> None:
-        """Forgets the phase; after a failure its jobs must have been cancelled before."""
+        """Forgets the phase; after a failure its jobs must be cancelled first."""
         self._is_running = False
         self._transfers, self._passes, self._left = [], [], []
         self._visit, self._gradients = None, ()
@@ -358,7 +358,7 @@ class UnitStream:
 
     def _close_pass(self) -> None:
         left = [visit.unit for visit in self._left]
-        # a forward pass for keys and values alone may end before the head
+        # a forward pass only for keys and values may end before the head
         if left and (self._is_backward or left != [HEAD]):
             raise self._disordered(f"a pass that ends before the {name_of_unit(left[0])}")
         self._leave()
@@ -370,8 +370,8 @@ class UnitStream:
         at = name_of_unit(self._visit.unit) if self._visit is not None else "beginning"
         expected = name_of_unit(self._left[0].unit) if self._left else "end of the pass"
         return ModelError(
-            f"{type(self._replica.model).__name__} under {self._strategy}: {what} where the {expected} was to come",
+            f"{type(self._replica.model).__name__} under {self._strategy}: {what} instead of the expected {expected}",
             where=f"{'backward' if self._is_backward else 'forward'} pass, after the {at}",
-            why="the weights of embedding, layers and head are there one after the other, in this order",
+            why="the weights of embedding, layers and head are in memory one after the other, in this order",
             fix=f"leave +z{self._strategy.z} out of this model's strategies, and report the model_type",
         )

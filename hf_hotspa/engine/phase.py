@@ -1,14 +1,13 @@
-"""Everything of one strategy on this rank: its replica, its buffers, its schedule. Runs one phase at a time.
+"""One strategy on this rank: its replica, its buffers, its schedule. Runs one phase at a time.
 
-A phase (`run`) has three acts: `load` (weights from the master store, or from there and the phase before, into this
-strategy's layout), `compute` (forward and backward of the replica's micro-batches), `return_gradients` (gradients summed
-into the master store). Between phases nothing of the strategy is left but an empty model, and its weights where the next
-phase may draw on them. Phases of equal layout (`Strategy.layout`) that follow one another are one in this: the first
-loads, each adds to the same gradients, and the last returns them.
+A phase (`run`) has three acts: `load` (weights from the master store, or also from the previous phase, into this
+strategy's layout), `compute` (forward and backward of the micro-batches), `return_gradients` (gradients summed into the
+master store). Between phases the strategy keeps only an empty model, and its weights if the next phase may draw on
+them. Consecutive phases of equal layout (`Strategy.layout`) share these acts: the first loads, each adds to the same
+gradients, the last returns them.
 
-Where switches run beside the computation (`Overlap`), `load` only starts one, `compute` starts the return, waits for each
-weight and lets each gradient go. It returns only when the load is over; `return_gradients` then waits for the rest of the
-return.
+If switches run beside the computation (`Overlap`), `load` only starts one. `compute` starts the return, waits for each
+weight and releases each gradient; it ends after the load. `return_gradients` waits for the rest of the return.
 """
 
 import resource
@@ -45,25 +44,25 @@ from hf_hotspa.strategy import Strategy
 
 # -- measures ---------------------------------------------------------------------------------------------------------
 
-# What a rank measures of a phase, and how the measures of all ranks become reports.
+# What a rank measures in a phase, and how all ranks' measurements become reports.
 
 
 class Observer(Protocol):
-    """Who is told of the phases of a mini-batch while it runs. Must not raise and not communicate."""
+    """Receives the begin and end of each phase of a mini-batch. Must not raise or communicate."""
 
     def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
-        """Before the weights for phase `order[index]` of mini-batch `step` (counted from 1) are loaded."""
+        """Called before phase `order[index]` of mini-batch `step` (counted from 1) loads its weights."""
 
     def phase_ended(
         self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure
     ) -> None:
-        """After its gradients were returned."""
+        """Called after its gradients are returned."""
 
 
 def phase_event(
     step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure | None = None
 ) -> PhaseEvent:
-    """The begin of a phase, or its end, when it was measured; arguments as for `Observer`."""
+    """The begin of a phase, or with `measured` its end; arguments as for `Observer`."""
     phase = plan.phases[order[index]]
     return PhaseEvent(
         step,
@@ -78,7 +77,7 @@ def phase_event(
 
 
 def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[SwitchEvent]:
-    """The load and the return of a phase on this rank."""
+    """A phase's load and return on this rank."""
     return [
         SwitchEvent(step, "load", strategy, measured.load_s, measured.load_busy_s, int(measured.load_bytes)),
         SwitchEvent(step, "return", strategy, measured.return_s, measured.return_busy_s, int(measured.return_bytes)),
@@ -86,14 +85,14 @@ def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[Swit
 
 
 def moment(device: torch.device) -> float:
-    """The time when the current stream has come so far: not the whole device, a switch may be under way in a stream of its own."""
+    """The time when the current stream has caught up; not the device, because a switch may run in another stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return time.perf_counter()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this rank has held at most: allocated by torch on an accelerator, resident on CPU."""
+    """This rank's peak bytes: allocated by torch on an accelerator, resident on CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -107,17 +106,16 @@ class PhaseRunner:
     """One strategy on this rank.
 
     Args:
-        overlap: Which switches will be submitted to a worker.
-        options: The engine's options. Its pipeline schedule is replaced by `own` where the first stage is frozen.
+        overlap: Which switches to submit to a worker.
+        options: The engine's options. If the first stage is frozen, the pipeline schedule is `own`.
 
     Attributes:
-        parts: This rank's stages, one or those of `+v2`, in the order of the pipeline.
-        replica: The last of them, which has the loss where the pipeline ends here.
-        name: Of the strategy.
-        layout: Of its weights; strategies of equal ones run on the same buffers, filled in the same way.
-        hands_over: Whether the phase after, of the same mini-batch, goes on with its weights and gradients.
-        act: What it does, or did last: `load`, `compute` or `return`.
-        frozen_bytes: Bytes of frozen weights that its last load moved between ranks, summed over ranks.
+        parts: This rank's stages, one or two with `+v2`, in pipeline order.
+        replica: The last of them, which has the loss if the pipeline ends here.
+        layout: The weight layout; equal layouts use the same buffers, filled in the same way.
+        hands_over: Whether the next phase of the mini-batch continues with these weights and gradients.
+        act: The current or last act: `load`, `compute` or `return`.
+        frozen_bytes: Bytes of frozen weights that the last load moved between ranks, summed over ranks.
     """
 
     def __init__(
@@ -158,7 +156,7 @@ class PhaseRunner:
             for part, guard in zip(self.parts, self._guards, strict=True):
                 part.check_weights = guard.check
         returns_beside = overlap.return_gradients and not mesh.strategy.z
-        parameters = [held for part in self.parts for held in part.parameters]
+        parameters = [parameter for part in self.parts for parameter in part.parameters]
         self._watch = GradientWatch(parameters) if returns_beside else None
         self._load_job: SwitchJob | None = None
         self._return_job: SwitchJob | None = None
@@ -182,22 +180,21 @@ class PhaseRunner:
         training: bool = True,
         is_loaded: bool = False,
     ) -> tuple[float, PhaseMeasure]:
-        """The whole phase: load, compute, return. Collective.
+        """Runs the complete phase: load, compute, return. Collective.
 
         Args:
             phase: What this rank runs.
             plan: What all ranks run.
             scale: 1 / (label tokens of the mini-batch).
-            previous: The phase before of the same mini-batch.
+            previous, following: Neighbouring phases in the mini-batch.
             training: Whether the model is in training mode.
-            step: How many mini-batches came before.
-            since: The moment from which its start is counted.
+            step: Number of earlier mini-batches.
+            since: Moment from which the phase's start is counted.
             wait_for_all: Returns when all ranks are here.
-            following: The phase after of the same mini-batch.
-            is_loaded: Whether the weights are there, from `load_for_forward`, and perhaps graphs of its packs.
+            is_loaded: Whether `load_for_forward` has loaded the weights; graphs of packs may exist, too.
 
         Returns:
-            This rank's part of the loss, and what it measured.
+            This rank's part of the loss, and its measurements.
         """
         device = self.replica.device
         self.hands_over = following is not None and following is not self and following.layout == self.layout
@@ -219,7 +216,7 @@ class PhaseRunner:
         most_tokens = phase.bucket.most_tokens if self.mesh.strategy.pp > 1 else None
         loss = float(self.compute(micro_batches, scale, most_tokens, not self.hands_over, plan))
         computed, units = moment(device), self._stream.measure() if self._stream is not None else {}
-        if self._has_peers:  # waiting for the busiest replica is not switching
+        if self._has_peers:  # waiting for the busiest replica does not count as switching
             wait_for_all()
         met = moment(device)
         returned = self._hand_over() if self.hands_over else self.return_gradients()
@@ -228,8 +225,8 @@ class PhaseRunner:
     def _measure(
         self, load: SwitchJob, returned: SwitchJob, counted: dict[str, float], since: float, moments: Sequence[float]
     ) -> PhaseMeasure:
-        """What was measured of a phase, whose acts these moments divide; `counted` has what its stream of units has
-        measured, to which attachments of its replicas add theirs."""
+        """The measurements of a phase, from the moments that divide its acts. `counted` begins with the unit stream's;
+        attachments of the replicas add theirs."""
         begin, loaded, computed, met, end = moments
         others_s = counted.get("unit_load_s", 0.0) + counted.get("unit_return_s", 0.0)
         for part in self.parts:
@@ -265,11 +262,11 @@ class PhaseRunner:
         """Fills this strategy's weights and clears its gradients. Collective.
 
         Args:
-            previous: The phase before of the same mini-batch, whose weights serve as a second source if they are kept.
-            is_loaded: Whether the weights are there, from `load_for_forward`.
+            previous: The mini-batch's previous phase; its weights are a second source if they are kept.
+            is_loaded: Whether `load_for_forward` has loaded the weights.
 
         Returns:
-            The load: done, or beside what follows, where `compute` waits for the weights when it needs them.
+            The load: finished, or running beside the computation; `compute` then waits for weights when it needs them.
         """
         if is_loaded:
             self.act, self.frozen_bytes = "load", 0
@@ -293,8 +290,8 @@ class PhaseRunner:
         return job
 
     def load_for_forward(self, store: MasterStore | None = None, training: bool = False) -> None:
-        """Fills this strategy's weights from the store (the master store when None) for `compute_forward` alone,
-        without a gradient buffer, in training or eval mode. Collective."""
+        """Fills the weights from a store (by default the master store) for `compute_forward` only, without a gradient
+        buffer, in training or eval mode. Collective."""
         plan, _ = self._take(None, store or self._master)
         self._switching.start(plan, self._source.weights, self.weights)
         self._switching.arenas.last.holder = self._holder
@@ -303,9 +300,9 @@ class PhaseRunner:
             part.model.train(training)
 
     def _take(self, previous: "PhaseRunner | None", store: MasterStore) -> tuple[SwitchPlan, Buffers | None]:
-        """Takes this phase's weights; the plan that fills them, and the second source that it draws on.
+        """Takes the weight buffers; returns the plan that fills them, and its second source.
 
-        Where the buffers still hold this strategy's weights of an earlier load, the plan leaves out the frozen ones.
+        If the buffers still hold these weights from an earlier load, the plan leaves out the frozen ones.
         """
         self.act, switching, strategy = "load", self._switching, self.mesh.strategy
         self._source = store
@@ -327,21 +324,20 @@ class PhaseRunner:
         is_last: bool = True,
         plan: PhasePlan | None = None,
     ) -> Tensor:
-        """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss.
+        """Forward and backward. Returns this rank's part of the phase's loss (fp64 scalar); ranks add up to it.
 
         Args:
-            micro_batches: What this rank's replica runs.
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight in a pipeline; None for no limit.
-            is_last: Whether gradients are final after it.
-            plan: What all replicas run; a strategy needs it that streams its units, or whose replicas keep step.
+            is_last: Whether gradients are final afterwards.
+            plan: What all replicas run; required if units are streamed or replicas run in lockstep.
         """
         self._return_job = None
         num_packs, keeps_step = len(micro_batches), self._keeps_step
         if keeps_step:
             micro_batches = self._in_step(micro_batches, plan)
         watch = self._watch if is_last else None
-        if watch is not None:  # gradients leave as soon as they are final, and after the load
+        if watch is not None:  # gradients leave once they are final, and after the load
             gate = SegmentGate(watch.segments, self.replica.device)
             watch.arm(gate, self._runner.num_backwards(micro_batches))
             returned = self._switching.pool.return_gradients(self.mesh.strategy)
@@ -370,11 +366,11 @@ class PhaseRunner:
     def compute_forward(
         self, micro_batches: Sequence[MicroBatch], scale: float, plan: PhasePlan | None = None, most_kept: int = 0
     ) -> Tensor:
-        """Forward only, after `load_for_forward`; this rank's part of the loss, as `compute` returns it.
+        """Forward only, after `load_for_forward`; returns this rank's part of the loss, like `compute`.
 
         Args:
-            most_kept: Of how many tokens the graphs are kept for a `run` of the same packs: of the first ones, which that
-                begins with. None where a strategy can't.
+            most_kept: Token limit of the graphs to keep, of the first packs, for a `run` that begins with them. Ignored
+                unless `can_keep`.
         """
         self.act = "compute"
         if self._stream is not None and self.mesh.strategy.z == 3:
@@ -390,7 +386,7 @@ class PhaseRunner:
             micro_batches = self._in_step(micro_batches, plan)
         loss = self._runner.run_forward(micro_batches, scale)
         self.replica.keeps_graphs = True
-        for micro_batch in kept:  # last, so that little else is computed while they exist
+        for micro_batch in kept:  # last, so that little else is computed while their graphs exist
             loss = loss + self.replica.forward(micro_batch, None, scale).detach()
         self.replica.keeps_graphs = False
         if self._keeps_step:
@@ -401,7 +397,7 @@ class PhaseRunner:
 
     @property
     def can_keep(self) -> bool:
-        """Whether graphs of packs can outlive a forward: one stage has all layers, whole packs, and its weights all the time."""
+        """Whether graphs can outlive a forward: one stage always has all layers, weights, and complete packs."""
         strategy = self.mesh.strategy
         return not (
             strategy.num_stages > 1 or strategy.ck or strategy.z or self._keeps_step or self.replica.routers is not None
@@ -424,32 +420,31 @@ class PhaseRunner:
         return [*micro_batches, *[idle] * (most - len(micro_batches))]
 
     def _joint_order(self, plan: PhasePlan, most_tokens: int | None) -> list[Operation] | None:
-        """What this stage runs where the stages of all replicas keep step; None where replicas go their own way."""
+        """This stage's operations if the stages of all replicas run in lockstep; None for independent replicas."""
         strategy, here = self.mesh.strategy, self.mesh.coord
         if not (self._keeps_step or strategy.z):
             return None
         joint = joint_passes(strategy, pack_lengths(plan), most_tokens, self._pair_cost)
-        # where tokens are exchanged, what a replica does not have is an idle pack
+        # where tokens are exchanged, idle packs fill up shorter replicas
         return joint.passes.operations(here.pp) if self._keeps_step else joint.operations(here.pp, here.dp)
 
     def _forget_idle(self, num_packs: int) -> None:
-        """Losses and logits are those of packs again. Only replicas that keep step have idle packs; those in chunks, whose
-        chunks leave logits of their own, never do."""
+        """Drops losses and logits of idle packs. Replicas in chunks leave logits per chunk, but have no idle packs."""
         for kept in (self.replica.losses, self.replica.logits):
             if kept is not None:
                 del kept[num_packs:]
 
     def _counted(self, loss: Tensor) -> Tensor:
-        # the coordinates of a tensor-parallel group all hold the same loss: one of them counts
+        # all ranks of a tensor-parallel group hold the same loss: count it once
         if self.mesh.coord.tp:
             return torch.zeros_like(loss)
         for part in self.parts:
-            if not part.is_last:  # the last stage's loss has the balance loss of its routers in it
+            if not part.is_last:  # the last stage's loss already includes its routers' balance loss
                 loss = loss + part.balance_loss.to(loss)
         return loss
 
     def report(self, phase: PhasePlan, measured: Tensor) -> PhaseReport:
-        """The report of its last phase from fp64 [world size, fields of `PhaseMeasure`]."""
+        """From fp64 [world size, fields of `PhaseMeasure`] of the last phase."""
         most = PhaseMeasure(*measured.amax(0).tolist())
         least = PhaseMeasure(*measured.amin(0).tolist())
         total = PhaseMeasure(*measured.sum(0).tolist())
@@ -473,7 +468,7 @@ class PhaseRunner:
             return_s=most.return_s,
             load_bytes=int(total.load_bytes),
             return_bytes=int(total.return_bytes),
-            # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
+            # a rank's busy seconds include waiting for slower ranks: the shortest are the switch's own
             hidden_load_s=max(0.0, least.load_busy_s - most.load_s),
             hidden_return_s=max(0.0, least.return_busy_s - most.return_s),
             capacity_tokens=capacity,
@@ -496,27 +491,26 @@ class PhaseRunner:
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes so far that `+kh` held in host memory."""
+        """Peak host memory in bytes of `+kh`."""
         return self._runner.host_bytes
 
     @property
     def forecast(self) -> MemoryForecast:
-        """The memory that this rank was found to need before anything was allocated."""
+        """This rank's memory needs, computed before any allocation."""
         return self._switching.forecast
 
     @property
     def overlapped_act(self) -> str:
-        """What the switch does that runs, or ran last, beside the computation; `act` where there is none.
+        """The act of the current or last switch beside the computation; `act` without one.
 
-        A return begins when the load is over, which may be before the computation begins.
+        A return begins when the load is over, perhaps before the computation begins.
         """
         if self._load_job is not None and not self._load_job.succeeded:
             return "load"
         return "return" if self._return_job is not None else self.act
 
     def return_gradients(self) -> SwitchJob:
-        """Adds the gradients to the master store and lets go of the storage; the return, done: begun in `compute`, or
-        here. Collective."""
+        """Adds the gradients to the master store and releases the storage. Returns the finished job. Collective."""
         self.act = "return"
         job = self._return_job
         if job is not None:
@@ -528,7 +522,7 @@ class PhaseRunner:
         return job
 
     def release(self) -> None:
-        """Unbinds the storage; also after a failed phase, whose jobs must have been cancelled before."""
+        """Unbinds the storage; also after a failed phase, whose jobs must be cancelled first."""
         self._load_job = self._return_job = None
         for guard in self._guards:
             guard.disarm()

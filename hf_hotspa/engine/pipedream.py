@@ -1,14 +1,14 @@
 """PipeDream on one rank: a stage that updates its weights after every backward pass, and keeps versions of them.
 
-`packing.weight_versions` says which pack uses which version. Here the versions exist: `StageUpdates` makes the next one of
-the master store (of which each stage has its own part, `MasterStore.by_stage`), `PipeDreamRunner` keeps those that packs in
-flight need, and runs our 1F1B with them. Promises:
+`packing.weight_versions` decides which pack uses which version. Here `StageUpdates` makes the next version in the
+master store (each stage has its own part, `MasterStore.by_stage`). `PipeDreamRunner` keeps the versions that packs in
+flight need, and runs our 1F1B with them.
 
-* Forward and backward of a pack use the same buffers of weights on a stage, which nothing writes to in between.
-* Replicas add up the gradients of their k-th packs before update k, in the order of ranks, as a mini-batch does it
-  everywhere else; one that has no k-th pack adds nothing.
-* Versions that no pack of the mini-batch uses are not made; no more buffers exist than `PipeDream.most_versions`.
-* A gradient that is not finite is not applied, nor is any later one of the mini-batch on this stage.
+* Forward and backward of a pack use the same weight buffers on a stage, which nothing writes to in between.
+* Replicas add up the gradients of their k-th packs before update k, in rank order, as for any mini-batch; a replica
+  without a k-th pack adds nothing.
+* Unused versions are not made; at most `PipeDream.most_versions` buffers exist.
+* A non-finite gradient is not applied, nor is any later one of the mini-batch on this stage.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -37,12 +37,12 @@ class StageUpdates:
     """The optimizer steps of this rank's part of its stage.
 
     Args:
-        master: The master store, each stage's part on its ranks.
-        mode: Which version each pack uses, and to what norm a stage clips.
-        stage: The ranks of the stage; None where it is this one alone.
+        master: With each stage's part on its ranks.
+        mode: Which version each pack uses, and to which norm a stage clips.
+        stage: The ranks of the stage; None for this rank alone.
 
     Attributes:
-        step: An optimizer step on the gradients of this rank's shares (`optimizer.step`); whoever drives the engine sets it.
+        step: An optimizer step on this rank's shares (`optimizer.step`); set by the engine's caller.
     """
 
     def __init__(self, master: MasterStore, mode: PipeDream, stage: dist.ProcessGroup | None) -> None:
@@ -51,10 +51,10 @@ class StageUpdates:
         self._squares, self._num, self._is_finite = 0.0, 0, True
 
     def begin(self) -> None:
-        """A mini-batch begins.
+        """Starts a mini-batch.
 
         Raises:
-            HotspaConfigError: there is no optimizer.
+            HotspaConfigError: no optimizer is set.
         """
         if self.step is None:
             raise HotspaConfigError(
@@ -64,14 +64,14 @@ class StageUpdates:
         self._squares, self._num, self._is_finite = 0.0, 0, True
 
     def update(self, reached: Collection[str]) -> None:
-        """One step on the gradients that the master store has. Collective in the stage.
+        """Makes one step with the master store's gradients. Collective in the stage.
 
         Args:
-            reached: The parameters that this rank has given a gradient; of the stage's, those that no rank has are not stepped.
+            reached: Parameters with a gradient from this rank; the stage's parameters without any are not stepped.
         """
         assert self.step is not None
         own, trained = self._master.squared_norm(), self._master.trained
-        # of other stages' parameters there is nothing here; they count as stepped, or their state would be missing here
+        # other stages' parameters are empty here; they count as stepped, or this rank would lack their state
         is_here = [float(self._master.parameters[name].numel() > 0) for name in trained]
         sums = [own, *is_here, *(float(name in reached) for name in trained)]
         if self._stage is not None:
@@ -91,20 +91,20 @@ class StageUpdates:
         self.step()
 
     def end(self) -> None:
-        """All updates of the mini-batch are made: a step of the optimizer that the loop around it makes changes nothing."""
+        """Ends the mini-batch: an optimizer step of the caller's loop then changes nothing."""
         self._master.bind_gradients(())
 
     @property
     def squared_norm(self) -> float:
-        """Of the gradients of this rank's shares before clipping, the mean over the updates of the mini-batch. All ranks add
-        up to the mean squared norm of the whole model's."""
+        """Mean over the mini-batch's updates, of this rank's shares before clipping. All ranks add up to the complete
+        model's mean squared norm."""
         return self._squares / max(self._num, 1)
 
 
 def stage_updates(
     mode: PipeDream | None, strategy: Strategy, groups: ProcessGroups, master: MasterStore
 ) -> StageUpdates | None:
-    """Of the stage of this rank; None where stages do not update by themselves. Collective where they do."""
+    """The updates of this rank's stage, collective; None if stages do not update by themselves."""
     if mode is None:
         return None
     size, mine = strategy.stage_size, strategy.coord(groups.rank).pp
@@ -123,7 +123,7 @@ class _Run(OneForwardOneBackward):
         self._runner.use_version_of(i)
         before = self._loss.clone()
         out = super()._forward(chunks, i, hidden, 1.0 / self._labels[i] if self._labels[i] else 0.0)
-        if self._runner.replica.is_last:  # of the mini-batch's mean loss, what this pack is
+        if self._runner.replica.is_last:  # adds this pack's part of the mini-batch's mean loss
             self._loss = before + out.detach() * self._shares[i]
         return out
 
@@ -135,21 +135,18 @@ class _Run(OneForwardOneBackward):
 
 
 class PipeDreamRunner(PhaseRunner):
-    """The one strategy of a run whose stages update by themselves: arguments of `PhaseRunner`, and one more.
-
-    Args:
-        updates: Of this rank's part of its stage.
+    """The one strategy of a run whose stages update by themselves; takes the arguments of `PhaseRunner`, and `updates`.
 
     Attributes:
-        most_held: The most versions so far that this stage held at a time.
+        most_held: The most versions that this stage has held at a time.
     """
 
     def __init__(self, *args: Any, updates: StageUpdates, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._updates, self._mode = updates, updates.mode
-        self._held: dict[int, list[Tensor | None]] = {}
+        self._by_version: dict[int, list[Tensor | None]] = {}
         self._free: list[list[Tensor | None]] = []
-        self._extra: list[list[Tensor | None]] = []  # all beside those of version 0
+        self._extra: list[list[Tensor | None]] = []  # without version 0
         self._versions: list[int] = []
         self._needed: frozenset[int] = frozenset()
         self._labels: list[int] = []
@@ -163,33 +160,33 @@ class PipeDreamRunner(PhaseRunner):
         is_last: bool = True,
         plan: PhasePlan | None = None,
     ) -> Tensor:
-        """Forward and backward of all packs, and the updates; arguments and result as of `PhaseRunner.compute`.
+        """Forward and backward of all packs, and the updates; arguments and result as for `PhaseRunner.compute`.
 
-        The loss is that of the mini-batch, a mean over its label tokens, of each pack with the weights it was run with.
+        The loss is the mini-batch's mean over label tokens, each pack with its weights.
         """
-        assert plan is not None, "update k is that of the k-th packs of all replicas"
+        assert plan is not None, "update k needs the k-th packs of all replicas"
         self.act = "compute"
         self._updates.begin()
         self._plan_versions(plan, most_tokens)
-        self._held, self._free = {0: self.weights}, list(self._extra)
+        self._by_version, self._free = {0: self.weights}, list(self._extra)
         own = plan.replicas[self.mesh.coord.dp]
         run = _Run(self, self._labels, [labels / plan.num_labels for labels in self._labels])
         order = self._passes_of(own, most_tokens).operations(self.mesh.coord.pp)
         loss = run.run([Chunk(m, i) for i, m in enumerate(micro_batches)], scale, order)
-        for k in range(len(own), len(self._labels)):  # of other replicas alone
+        for k in range(len(own), len(self._labels)):  # packs of other replicas
             self.update(k)
         self._updates.end()
         return self._counted(loss)
 
     def return_gradients(self) -> SwitchJob:
-        """Lets go of the storage; the gradients have been used. Not collective."""
+        """Releases the storage. Not collective."""
         self.act = "return"
         self.release()
         return SwitchJob(f"gradients of {self.mesh.strategy}, which are applied already")
 
     def release(self) -> None:
-        """As of `PhaseRunner`; the buffers of versions stay for the next mini-batch."""
-        self._held, self._free = {}, []
+        """As `PhaseRunner.release`, but keeps the version buffers for the next mini-batch."""
+        self._by_version, self._free = {}, []
         super().release()
 
     def _passes_of(self, packs: Sequence[Any], most_tokens: int | None) -> Passes:
@@ -203,11 +200,11 @@ class PipeDreamRunner(PhaseRunner):
         self._labels = [sum(r[k].num_labels for r in plan.replicas if k < len(r)) for k in range(most)]
 
     def use_version_of(self, pack: int) -> None:
-        """Puts the weights in place that a pack runs with."""
-        self.replica.use_weights(self._held[self._versions[pack]])
+        """Sets a pack's weights."""
+        self.replica.use_weights(self._by_version[self._versions[pack]])
 
     def update(self, k: int) -> None:
-        """Update k, and the version after it where a pack needs it. Collective in the stage."""
+        """Makes update k, and the version after it if a pack needs it. Collective in the stage."""
         if self._labels[k]:
             self._master.zero_gradients()
             plan = self._switching.pool.return_gradients(self.mesh.strategy)
@@ -220,20 +217,20 @@ class PipeDreamRunner(PhaseRunner):
                 gradient.zero_()
         self.replica.reached.clear()
         in_flight = self._versions[k + 1 :]
-        for version in [v for v in self._held if v not in in_flight]:
-            self._free.append(self._held.pop(version))
+        for version in [v for v in self._by_version if v not in in_flight]:
+            self._free.append(self._by_version.pop(version))
         if k + 1 in self._needed:
             buffers = self._free.pop() if self._free else self._new_buffers()
             plan = self._switching.pool.load(self.mesh.strategy, None, trained_only=self._switching.pool.has_frozen)
             self._switching.start(plan, self._master.weights, buffers)
             if k + 1 in in_flight:
-                self._held[k + 1] = buffers
+                self._by_version[k + 1] = buffers
             else:  # another replica's packs use it
                 self._free.append(buffers)
-            self.most_held = max(self.most_held, len(self._held))
+            self.most_held = max(self.most_held, len(self._by_version))
 
     def _new_buffers(self) -> list[Tensor | None]:
-        """Memory for one more version: of the trained weights, frozen ones are the same in all."""
+        """One more version of the trained weights; all versions share the frozen ones."""
         trained = self._switching.gradient_dtypes
         self._extra.append([
             torch.empty_like(own) if own is not None and dtype is not None else own
@@ -243,23 +240,23 @@ class PipeDreamRunner(PhaseRunner):
 
 
 def check_pipedream_model(buckets: Sequence[Bucket], description: ModelDescription, options: EngineOptions) -> None:
-    """Refuses what stages cannot update by themselves, and what has no meaning without a gradient of the whole mini-batch.
+    """Raises for what stages cannot update by themselves, and for what needs the complete mini-batch's gradient.
 
     Raises:
         StrategyError: see `check_pipedream`.
-        UnsupportedError: a tied weight, a balance loss of routers, shares of products that slow ranks give away.
+        UnsupportedError: a tied weight, a balance loss of routers, product columns that slow ranks hand over.
     """
     tied = [spec.name for spec in description.vector.specs if spec.in_head]
     check_pipedream(buckets, tied, options.pipeline_schedule)
     if description.router_layers:
         raise UnsupportedError(
             "hotspa_pipeline_mode=pipedream with a model whose routers have a balance loss",
-            why="that is a loss of the whole mini-batch, and stages update after every pack",
+            why="it covers the complete mini-batch, and stages update after every pack",
             fix="set output_router_logits=False in the model's config, or hotspa_pipeline_mode=synchronous",
         )
     if options.flexible:
         raise UnsupportedError(
-            "hotspa_pipeline_mode=pipedream with slow ranks that give columns of their products away",
-            why="what they give is agreed on for a whole mini-batch",
+            "hotspa_pipeline_mode=pipedream with slow ranks that hand over columns of their products",
+            why="the columns are agreed on for a complete mini-batch",
             fix="use hotspa_stragglers=watch, or hotspa_pipeline_mode=synchronous",
         )

@@ -1,8 +1,8 @@
-"""What an engine finds out about its model and strategies before it has weights: all checks, and all plans; and plans for another
-cut of the model, between two mini-batches.
+"""Checks an engine's model and strategies and makes all plans, before there are weights; and again for another
+partition of the model, between two mini-batches.
 
-Promises: what does not fit is refused on every rank by one error, before anything is allocated; ranks whose models, options or
-plans differ are told apart by name.
+What does not fit raises one error on every rank, before any allocation. The error names ranks whose models, options or
+plans differ.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -41,18 +41,18 @@ def describe(
     groups: ProcessGroups,
     agreement: Agreement,
 ) -> ModelDescription:
-    """The model as layouts see it, with everything about it and the strategies checked. Collective.
+    """Describes the model for layouts, and checks it and the strategies. Collective.
 
     Args:
         weights: Where its weights are, if not in the model.
 
     Raises:
-        HotspaError: on every rank: what a rank found wrong, or what differs between ranks.
+        HotspaError: on every rank: one rank's error, or what differs between ranks.
     """
     libraries = [
         name for name, used in {"peft": is_adapted(model), "deepspeed": options.offload_master}.items() if used
     ]
-    # before anything is found wrong: that may be because of another release
+    # first, because another error may be due to another release
     agreement.check({}, None, "set-up", facts=library_facts(*libraries))
 
     def described() -> ModelDescription:
@@ -66,9 +66,9 @@ def describe(
             check_pipedream_model(buckets, description, options)
         if options.flexible and description.four_bit:
             raise UnsupportedError(
-                "columns of slow devices are given away, and the model has weights in 4 bits",
-                why="the rank that computes them for another one would need its codes",
-                fix="leave hotspa_slow_devices out, or load the model in bf16",
+                "columns of slow devices are handed over, and the model has weights in 4 bits",
+                why="the rank that computes them for another rank would need its codes",
+                fix="use hotspa_stragglers=watch, or load the model in bf16",
             )
         check_model(model, description, weights)
         check_loss(model, description, options, groups.rank, groups.device)
@@ -87,7 +87,7 @@ def plan_switches(
     agreement: Agreement,
     failures: PhaseFailures,
 ) -> Switching:
-    """Plans every switch; all ranks must have made the same plans, and have the memory for them. Collective.
+    """Plans every switch. All ranks must make the same plans, and have the memory. Collective.
 
     Raises:
         HotspaError: on every rank: plans differ, or a device cannot hold them.
@@ -101,12 +101,12 @@ def plan_switches(
     return switching
 
 
-# -- another cut, between two mini-batches -----------------------------------------------------------------------------
+# -- another partition, between two mini-batches -----------------------------------------------------------------------
 
-# Stages of pipelines, or MLPs over tensor-parallel groups, are cut in another way: plans and models of the strategies that it
-# concerns are made anew. The master store is divided alike for every cut, so nothing moves here: the next load fills the new
-# stages and shards. All ranks have made everything, and the memory for it, before one of them uses it; else all stay with the
-# cut before. One collective.
+# If pipeline stages or tensor-parallel MLPs are divided in another way, the plans and models of the affected strategies
+# are made anew. The master store does not depend on the partition, so nothing moves here: the next load fills the new
+# stages and shards. All ranks make everything, and its memory, before one uses it; otherwise all keep the previous
+# partition. One collective.
 
 
 def with_step_times(
@@ -115,10 +115,10 @@ def with_step_times(
     usual: StageCosts | None,
     of_ranks: Iterable[int] = (),
 ) -> ModelDescription:
-    """The model cut by the relative step times of its devices: stages by `step_times`, MLPs of tensor-parallel groups by those `of_ranks`.
+    """Divides the model by relative step times: stages by `step_times`, tensor-parallel MLPs by `of_ranks`.
 
     Args:
-        usual: What stages are cut by without relative step times of theirs; None for by count.
+        usual: Costs that divide stages without step times; None to divide by count.
     """
     costs = description.vector.stage_costs.with_step_times(step_times)
     vector = description.vector.with_measured(costs if costs.step_times else usual).with_step_times(of_ranks)
@@ -126,7 +126,7 @@ def with_step_times(
 
 
 def changed(before: ModelDescription, after: ModelDescription, strategies: Iterable[Strategy]) -> list[Strategy]:
-    """The strategies whose stages hold other layers, or whose ranks hold other shards of them."""
+    """The strategies whose stages have other layers, or whose ranks have other shards."""
     old, new = before.vector.stage_costs, after.vector.stage_costs
     return [
         s
@@ -144,23 +144,22 @@ def take_cut(
     fits: Callable[[ModelDescription], None],
     where: str,
 ) -> dict[Strategy, PhaseRunner]:
-    """Makes everything for a cut. Collective.
+    """Makes everything for another partition. Collective.
 
     Args:
-        meshes: Of the strategies that it concerns.
+        meshes: Of the affected strategies.
         switching: Has the new plans afterwards.
-        make: Makes a runner.
-        fits: Raises on a rank that cannot hold the model in this cut.
+        fits: Raises on a rank that cannot hold the model in this partition.
 
     Raises:
-        HotspaError: on every rank, what one of them finds wrong; nothing has changed.
+        HotspaError: on every rank, one rank's error; nothing has changed.
     """
     before = switching.pool, switching.forecast
 
     def made() -> dict[Strategy, PhaseRunner]:
         fits(description)
         switching.take_cut(description.vector)
-        # a model that is built may draw random numbers
+        # building a model may draw random numbers
         device = switching.executor.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             return {strategy: make(description, mesh) for strategy, mesh in meshes.items()}

@@ -1,5 +1,5 @@
-"""What an engine does about slow devices: cuts its pipelines, and the MLPs of its tensor-parallel groups, by their relative step time (`StageCuts`),
-measures what giving columns of products away costs (`pretest`), and which columns can be left out (`ColumnStatistics`).
+"""What an engine does about slow devices: partitions by relative step time (`StageCuts`), the cost of handing over
+product columns (`pretest`), and which columns can be left out (`ColumnStatistics`).
 """
 
 from collections import Counter
@@ -33,19 +33,19 @@ from hf_hotspa.stragglers.speeds import (
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import reading_state
 
-# -- cuts by relative step time ------------------------------------------------------------------------------------------------------
+# -- partitions by relative step time ----------------------------------------------------------------------------------
 
 
 _Cut = tuple[StepTimes, tuple[int, ...]]
-"""By which relative step times stages are cut, and by which relative step times of ranks MLPs are."""
+"""Step times that partition stages, and step times of ranks that divide MLPs."""
 
 
 class StageCuts:
-    """Who cuts the pipelines of an engine, and the MLPs of its tensor-parallel groups.
+    """Partitions an engine's pipelines, and the MLPs of its tensor-parallel groups.
 
     Args:
-        fits: Raises where a device cannot hold the pool in a cut.
-        takes: Told of every new cut.
+        fits: Raises if a device cannot hold the pool in a partition.
+        takes: Called with every new partition.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StageCuts:
         self._engine, self._fits, self._takes = engine, fits, takes
         self._decided: tuple[float, ...] | None = None
         self._resumed: _Cut | None = None
-        self._is_refused = self._said_even = False
+        self._reported_no_room = self._reported_even = False
 
     @property
     def can_share(self) -> bool:
@@ -66,12 +66,12 @@ class StageCuts:
 
     @property
     def loads(self) -> tuple[tuple[float, ...], ...]:
-        """What each stage has to do, see `Speeds.loads`; empty where all cuts are those without slow devices."""
+        """Each stage's work, see `Speeds.loads`; empty while all partitions are the usual ones."""
         return stage_loads(self._vector.stage_costs)
 
     @property
     def works(self) -> tuple[tuple[int, tuple[float, ...]], ...]:
-        """What each rank of tensor-parallel groups has to do, see `Speeds.works`."""
+        """Each rank's work in tensor-parallel groups, see `Speeds.works`."""
         return works_by_degree(self._vector, self._engine.phases)
 
     @property
@@ -79,14 +79,14 @@ class StageCuts:
         return self._engine.description.vector
 
     def begin(self) -> str:
-        """Before a mini-batch: takes the cut of the run that this one goes on from; what is different from now on, or
-        nothing. Collective where it is another one."""
+        """Before a mini-batch: takes the partition of the resumed run. Returns what changes, or an empty string.
+        Collective if the partition changes."""
         cut, self._resumed = self._resumed, None
         return self._recut([cut]) if cut is not None else ""
 
     def decide(self, speeds: Sequence[float] | None) -> str:
-        """After a mini-batch: cuts by `SlowDevices.speeds`. Returns what is different from the next one on; empty where
-        nothing is. Collective where a cut changes."""
+        """After a mini-batch: partitions by `SlowDevices.speeds`. Returns what changes from the next one on, or an
+        empty string. Collective if a partition changes."""
         known = tuple(speeds) if speeds is not None else None
         if known == self._decided:
             return ""
@@ -94,9 +94,9 @@ class StageCuts:
         vector = self._vector
         shares = shares_by_speed(vector, self._engine.phases, known)
         wanted = [(self._stages(vector.with_step_times(shares), known), shares)]
-        if shares != vector.step_times:  # where memory does not hold these shares, perhaps another cut of stages
+        if shares != vector.step_times:  # if memory does not hold these shares, another stage partition may fit
             wanted.append((self._stages(vector, known), vector.step_times))
-        return "; ".join(said for said in (self._recut(wanted), self._why_even(known)) if said)
+        return "; ".join(text for text in (self._recut(wanted), self._why_even(known)) if text)
 
     def _stages(self, vector: ParameterVector, speeds: tuple[float, ...] | None) -> StepTimes:
         if speeds is None:
@@ -107,50 +107,52 @@ class StageCuts:
 
     def _why_even(self, speeds: tuple[float, ...] | None) -> str:
         groups = [str(strategy) for strategy in self._engine.phases if strategy.tp > 1]
-        if speeds is None or self._said_even or not groups or self.can_share:
+        if speeds is None or self._reported_even or not groups or self.can_share:
             return ""
-        self._said_even = True
+        self._reported_even = True
         return f"the shards of {', '.join(groups)} stay even, as no layer has a dense MLP that its plan divides"
 
     def _recut(self, wanted: Sequence[_Cut]) -> str:
-        """Takes the first of some cuts that memory holds."""
-        before, said = (self._cuts(), self._shares()), ""
+        """Takes the first that memory holds."""
+        before, message = (self._cuts(), self._shares()), ""
         for step_times, of_ranks in wanted:
             if (step_times, of_ranks) == (self._vector.stage_costs.step_times, self._vector.step_times):
                 break
             try:
                 changed = self._engine.recut(step_times, self._fits, of_ranks)
             except DeviceMemoryError as error:
-                if not self._is_refused:
-                    said = f"layers and columns stay where they are, as memory does not hold another cut: {error}"
+                if not self._reported_no_room:
+                    message = (
+                        f"layers and columns stay where they are, as memory does not hold another partition: {error}"
+                    )
                 continue
             if self._takes is not None:
                 self._takes(self._engine.description)
             if not changed:
                 return ""
-            self._is_refused = False
+            self._reported_no_room = False
             return self._difference(*before)
-        self._is_refused |= bool(said)
-        return said
+        self._reported_no_room |= bool(message)
+        return message
 
     def _difference(self, cuts: dict[Strategy, list[int]], shares: list[str]) -> str:
-        said, now, of_ranks = list[str](), self._cuts(), self._shares()
+        lines, now, of_ranks = list[str](), self._cuts(), self._shares()
         if layers := [f"{s} {'+'.join(map(str, now[s]))}" for s in now if now[s] != cuts[s]]:
-            said.append(f"stages have so many layers now: {', '.join(layers)}")
+            lines.append(f"layers per stage are now: {', '.join(layers)}")
         if of_ranks != shares:
-            slow = f"slow ranks compute so much of MLPs now: {', '.join(of_ranks)}"
-            said.append(slow if of_ranks else "MLPs are divided evenly again")
-        return "; ".join(said)
+            slow = f"MLP shares of slow ranks are now: {', '.join(of_ranks)}"
+            lines.append(slow if of_ranks else "MLPs are divided evenly again")
+        return "; ".join(lines)
 
     def _cuts(self) -> dict[Strategy, list[int]]:
         costs = self._vector.stage_costs
         return {s: [len(stage) for stage in costs.stages(s.num_stages)] for s in self._engine.phases}
 
     def _shares(self) -> list[str]:
-        """Which ranks have fewer columns than an even share, of the first layer with an MLP that is divided."""
+        """The ranks with fewer columns than an even share, in the first layer with a divided MLP."""
         vector = self._vector
-        paced = (s for s in vector.specs if s.parts and all(part.by_step_time for part in s.parts))
-        spec = next((s for s in paced if vector.unit_costs[s.unit].by_step_time), None)
+        divided = (s for s in vector.specs if s.parts and all(part.by_step_time for part in s.parts))
+        spec = next((s for s in divided if vector.unit_costs[s.unit].by_step_time), None)
         if not vector.step_times or spec is None:
             return []
         shown = []
@@ -170,10 +172,10 @@ class StageCuts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state, with the next mini-batch.
+        """Restores a state for the next mini-batch.
 
         Raises:
-            HotspaConfigError: it is not one.
+            HotspaConfigError: the state is invalid.
         """
         with reading_state("the stages of pipelines", "stages are cut evenly until slow devices are found anew"):
             step_times = tuple(tuple(int(step_time) for step_time in of_depth) for of_depth in state["paces"])
@@ -185,25 +187,26 @@ class StageCuts:
         self._resumed = step_times, ranks
 
 
-# -- what giving columns away costs here -------------------------------------------------------------------------------
+# -- the cost of handing columns over ----------------------------------------------------------------------------------
 
-# The pretest of SEMI-migration (Wang et al., arXiv 2401.11469, sections IV-B and IV-C): what resizing and migrating cost here.
+# The pretest of SEMI-migration (Wang et al., arXiv 2401.11469, sections IV-B and IV-C) measures the costs of resizing
+# and migrating on this machine.
 #
-# Before training, each tensor-parallel group of a strategy makes the copies, messages and products of a few shares of the
-# columns of every kind of linear that it has, on tensors of random numbers, forward and backward. Lines through these samples are
-# the curves of equations 2 and 3: Omega (resizing: a static part and one by column), Phi_1 (sending, the same) and Phi_2 (computing).
-# All ranks then agree on them in one gather a strategy.
+# Before training, each tensor-parallel group of a strategy makes the copies, messages and products for a few column
+# shares of every kind of linear, on random tensors, forward and backward. Lines through these samples are the curves of
+# equations 2 and 3: Omega (resizing: a static part and a part per column), Phi_1 (sending, likewise) and Phi_2
+# (computing). All ranks agree on them in one gather per strategy.
 
 
 SHARES = (0.25, 0.5, 0.75)
-"""Of the columns, those that are tried."""
+"""Shares of the columns that are measured."""
 MOST_TOKENS = 1024
-"""A pretest needs no more: costs are nearly in proportion from there on."""
+"""The pretest needs no more: costs are nearly proportional from there on."""
 _TIMES = 3
 
 
 def pretest(engine: HotSPaEngine, giving: Giving) -> None:
-    """Measures every strategy with shards, and sets the `curves` of who decides, the same on all ranks. Collective."""
+    """Measures every strategy with shards, and sets the `curves` of `giving`, the same on all ranks. Collective."""
     packs = {bucket.strategy: bucket.pack_tokens for bucket in engine.buckets}
     for strategy, runner in engine.phases.items():
         if (work := runner.replica.flexible) is None:
@@ -215,11 +218,11 @@ def pretest(engine: HotSPaEngine, giving: Giving) -> None:
 
 
 def measure(work: FlexibleWork, tokens: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """What this rank found. Collective in the group.
+    """Measures this rank. Collective in the group.
 
     Returns:
-        The columns of all its products; then, of all its products together, static, extract (of one column), send, compute, and
-        the static part of send, in seconds.
+        The columns of all its products; then, for these together, static, extract (per column), send, compute, and the
+        static part of send, in seconds.
     """
     kinds = Counter(work.products.values())
     columns = sum(product.columns[work.position] * number for product, number in kinds.items())
@@ -241,7 +244,7 @@ def measure(work: FlexibleWork, tokens: int, dtype: torch.dtype, device: torch.d
 def _sample(
     work: FlexibleWork, product: Product, share: float, tokens: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[float, float, float]:
-    """Seconds of one linear, forward and backward: resizing a share of its columns, sending and computing as many."""
+    """Seconds of one linear, forward and backward: resizing a share of its columns; sending, and computing, as many."""
     columns, outputs = product.columns[work.position], product.outputs[work.position]
     x, w, grad = (
         torch.randn(shape, dtype=dtype, device=device)
@@ -270,7 +273,7 @@ def _sample(
 
 
 def _send(work: FlexibleWork, product: Product, share: float, tokens: int, like: Tensor) -> None:
-    """The messages of a product of which the first position of the group gives a share away."""
+    """The messages of a product if position 0 of the group hands over a share."""
     giver = 0
     migration = migrate(work.size, giver, product.columns[giver], share)
     if migration is None:
@@ -295,7 +298,7 @@ def _send(work: FlexibleWork, product: Product, share: float, tokens: int, like:
 
 
 def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """The least seconds of a few runs; of all ranks of a group at once, where one is given."""
+    """The fewest seconds of a few runs; a group's ranks start each run together."""
     seconds = []
     for _ in range(_TIMES):
         if group is not None:
@@ -308,22 +311,23 @@ def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGro
 
 # -- how much columns vary ---------------------------------------------------------------------------------------------
 
-# How much each column of each weight varies from one period to the next: what the paper's Pri and PriDiff choose columns by.
+# How much each column of each weight varies between periods: the paper's Pri and PriDiff choose columns by it.
 #
-# The weights of the period before are kept as they are in the master store, each element on one rank. At the end of a period
-# `|w(t) - w(t-1)|` is taken where the weights are, gathered like weights are gathered, and each rank takes the means over the
-# rows of its own shards: `delta_i` of arXiv 2401.11469, section III-B, of every strategy with shards. Columns that were left out in the
-# period keep their old value. Frozen weights have no statistics: their columns are drawn at random.
+# The previous period's weights are kept as in the master store, each element on one rank. At the end of a period
+# `|w(t) - w(t-1)|` is computed there and gathered like weights. Each rank takes the means over the rows of its shards,
+# for every strategy with shards: `delta_i` of arXiv 2401.11469, section III-B. Columns that were left out in the period
+# keep their old value. Frozen weights have no statistics: their columns are drawn at random.
 #
-# `tensors` is everything that the next columns depend on, for this rank's file of a checkpoint.
+# `tensors` is everything that the next columns depend on, for this rank's file in a checkpoint.
 
 
 _BEFORE, _VARIATION, _LEFT_OUT, _GRADIENT = "weights", "variation", "left out", "gradient"
 
 
 class ColumnStatistics:
-    """The statistics of a run, and what else of resized products outlives a mini-batch, for an engine whose strategies
-    with shards are resized: all their products, on all ranks, in the given way."""
+    """The statistics of a run, and other state of resized products that outlives a mini-batch.
+
+    For an engine that resizes all products of its strategies with shards, on all ranks."""
 
     def __init__(self, engine: HotSPaEngine, resizing: Resizing) -> None:
         self._engine, self._works, self._resizing = engine, engine.flexible_works(), resizing
@@ -334,7 +338,7 @@ class ColumnStatistics:
             work.resizing = resizing
 
     def _shards(self) -> dict[str, list[tuple[Strategy, str, tuple[tuple[int, int], ...], int]]]:
-        """Parameter name -> of each strategy the linear, and the rows of this rank's shard along the dim that is cut."""
+        """Parameter name -> per strategy the linear, and this rank's rows along the sharded dim."""
         description = self._engine.description
         specs = {spec.name: spec for spec in description.vector.specs}
         shards: dict[str, list[tuple[Strategy, str, tuple[tuple[int, int], ...], int]]] = {}
@@ -348,8 +352,7 @@ class ColumnStatistics:
 
     @torch.no_grad()
     def begin(self, step: int, pass_steps: int) -> None:
-        """Before a mini-batch, `step` trained so far: after a period (`pass_steps` where none was given) columns are
-        chosen anew. Collective."""
+        """Before a mini-batch, with `step` mini-batches trained: chooses columns anew each period (default: `pass_steps`). Collective."""
         if not self._is_kept:
             return
         period = self._resizing.period or pass_steps
@@ -383,7 +386,7 @@ class ColumnStatistics:
     def _means(
         work: FlexibleWork, linear: str, change: Tensor, rows: tuple[tuple[int, int], ...], dim: int
     ) -> tuple[float, ...]:
-        """The statistics of the columns of a shard, from |w(t) - w(t-1)| of the whole weight."""
+        """A shard's column statistics, from |w(t) - w(t-1)| of the complete weight."""
         shard = torch.cat([change.narrow(dim, low, high - low) for low, high in rows], dim)
         left_out = work.left_out.get(linear, set())
         kept = [i for i in range(shard.shape[1]) if i not in left_out]
@@ -392,7 +395,7 @@ class ColumnStatistics:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """What this rank needs to go on bit for bit, copied to host memory; empty where that is nothing."""
+        """What this rank needs to resume bit for bit, copied to host memory; empty if nothing."""
         state: dict[str, Tensor] = {}
         for index, before in enumerate(self._before or ()):
             if before is not None:
@@ -410,7 +413,7 @@ class ColumnStatistics:
         return dict(sorted(state.items()))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Goes on from `tensors` of the same rank. What does not fit (other strategies, another model) is left."""
+        """Restores `tensors` of the same rank; ignores what does not fit (other strategies, another model)."""
         if self._is_kept:
             self._before = [
                 _fitting(tensors.get(f"{_BEFORE}/{index}"), w)
@@ -436,7 +439,7 @@ def _copied(x: Tensor | None) -> Tensor | None:
 
 
 def _fitting(saved: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A saved tensor where it is one of the same size, else a copy of what is there now."""
+    """A saved tensor of the right size, else a copy of the current one."""
     if like is None or saved is None or saved.shape != like.shape:
         return _copied(like)
     return saved.to(like)

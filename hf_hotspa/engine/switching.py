@@ -1,7 +1,7 @@
-"""What moves weights and gradients on a rank: plans, executor, worker and memory of all strategies of a run.
+"""Everything that moves weights and gradients on a rank: plans, executor, worker and memory of a run's strategies.
 
-Built before anything large is allocated, so that what does not fit is refused while it is still cheap. `start` begins a switch, and
-gives its job: of one that runs beside the computation, or of one that is done.
+Built before anything large is allocated, so that strategies that do not fit fail early. `start` begins a switch and
+returns its job, which runs beside the computation or is already done.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -31,14 +31,12 @@ from hf_hotspa.strategy import Strategy
 
 # -- the plans --------------------------------------------------------------------------------------------------------
 
-# The plans of a pool of strategies, and the order in which switching between them costs least.
+# The plans of a pool of strategies, and the cheapest order of switching between them.
 #
-# Owns what the strategies of a run have in common: the nested order of their shards, their layouts, and every plan
-# between them. Strategies of equal layouts (`Strategy.layout`) have the same plans: phases of theirs that follow one
-# another share one load and one return. A load comes from the master store alone, or from there and from the weights
-# of the strategy that ran
-# before (pair plans), for those who can afford to keep both in memory. Plans are made when they are first asked for and
-# kept; they are pure functions of the arguments, equal on all ranks. No torch.
+# Strategies of equal layouts (`Strategy.layout`) have the same plans, and their consecutive phases share one load and
+# one return. A load reads from the master store, and with pair plans also from the previous strategy's weights, if
+# memory holds both. Plans are made on first use and kept; they are pure functions of the arguments, equal on all ranks.
+# No torch.
 
 
 _RESIDENT = "what several units use"
@@ -49,19 +47,19 @@ class PlanPool:
 
     Args:
         strategies: The pool; the order of their shards is chosen here.
-        weight_sizes: Bytes of one weight of each segment on the wire.
-        gradient_sizes: Bytes of one gradient of each segment on the wire.
+        weight_sizes, gradient_sizes: Bytes per element of each segment on the wire.
         planner: One of `planner.PLANNERS`.
-        second_source: Whether a load may also draw on the weights of the strategy that ran before.
-        by_stage: Whether the master store of each stage lies on its ranks; of one strategy. No transfer leaves a stage then, so
-            that stages can run theirs at different times: `relay`, which also forwards by ranks of others, becomes `algorithm1`.
+        second_source: Whether a load may also draw on the previous strategy's weights.
+        by_stage: Whether each stage's part of the master store lies on its ranks; for a single strategy. Then no
+            transfer leaves a stage, so that stages can transfer at different times: `relay`, which forwards through
+            other stages' ranks, becomes `algorithm1`.
 
     Attributes:
-        has_frozen: Whether some weights are frozen and others trained: then there are loads of the trained ones alone.
-        units: The units of the model, which strategies with `+z2` and `+z3` load and return one at a time.
+        has_frozen: Whether some weights are frozen and others trained; some loads then have only the trained ones.
+        units: What strategies with `+z2` and `+z3` load and return one at a time.
 
     Raises:
-        HotspaConfigError: there is no such planner.
+        HotspaConfigError: unknown planner.
     """
 
     def __init__(
@@ -77,7 +75,7 @@ class PlanPool:
     ) -> None:
         check_choice("the planner", planner, PLANNERS)
         planner = "algorithm1" if by_stage and planner == "relay" else planner
-        # by the usual relative step times: a cut for slow devices leaves every shard with its rank
+        # by the usual relative step times: a partition for slow devices leaves every shard with its rank
         orders = nested_orders(strategies, vector.layer_costs, vector.stage_costs.with_step_times(()))
         self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
         self.second_source = second_source
@@ -100,16 +98,15 @@ class PlanPool:
         return len(set(self._twins.values()))
 
     def layout(self, strategy: Strategy) -> Layout:
-        """Where the weights of a strategy lie."""
+        """Where a strategy's weights lie."""
         return self._layouts[strategy]
 
     def load(self, strategy: Strategy, previous: Strategy | None = None, trained_only: bool = False) -> SwitchPlan:
-        """The plan that fills a strategy's weights; with `+z3` those that stay for the whole phase.
+        """The plan that fills a strategy's weights; with `+z3` only those that stay for the complete phase.
 
         Args:
-            previous: The one whose weights of the same optimizer step are still there; counts with `second_source`
-                only.
-            trained_only: Leave out the frozen weights, which are in its buffers already.
+            previous: The strategy whose weights of the same optimizer step are still in memory, for `second_source`.
+            trained_only: Leave out the frozen weights, which are already in its buffers.
         """
         strategy, previous = self._twins[strategy], self._twins.get(previous) if previous else None
         streams = strategy.z == 3 or (previous is not None and previous.z == 3)
@@ -127,9 +124,8 @@ class PlanPool:
         return self._loads[key]
 
     def return_gradients(self, strategy: Strategy) -> SwitchPlan:
-        """The plan that adds a strategy's gradients to the master store; with `+z2` and `+z3` what is left of them when
-        its units' have gone."""
-        own = self._twins[strategy]  # with the pool's order of shards
+        """The plan that adds a strategy's gradients to the master store; with `+z2` and `+z3` those outside units."""
+        own = self._twins[strategy]  # with the pool's shard order
         if own not in self._returns:
             contributions = gradient_layout(self._vector, own)
             plan = plan_return(contributions, self.master, self._cluster, self._gradient_sizes, self._planner)
@@ -154,25 +150,27 @@ class PlanPool:
             self._of_units[strategy, unit, is_load] = plan.only(segments, name_of_unit(unit))
 
     def order(self, strategies: Sequence[Strategy], step: int = 0) -> tuple[Strategy, ...]:
-        """The same strategies in the order in which loading them one after another costs least.
+        """Sorts strategies so that loading them one after another costs least.
 
-        Those of equal layouts follow one another, in the given order. That of layouts matters in two cases. With a second source a load is the cheaper the more of it is in the strategy before:
-        the order of the least seconds by the fluid port model. With frozen weights, and memory for one strategy, the
-        first load leaves these out where the mini-batch before ended with the same strategy: mini-batches end and begin
-        in turns with the first strategy and with the second one, which are those of the shortest sequences and seldom
-        missing. Else every load draws on the master store alone, no order is better than another, and the given one
-        stays.
+        Strategies of equal layouts stay together, in the given order. The order of layouts matters in two cases:
+
+        * With a second source, a load costs less the more of it the previous strategy has: the fewest seconds by the
+          fluid port model win.
+        * With frozen weights, and memory for one strategy, the first load skips the frozen weights if the previous
+          mini-batch ended with the same strategy. So mini-batches alternately begin and end with the first and the
+          second strategy, which serve the shortest sequences and are seldom missing.
+
+        Otherwise every load draws on the master store alone, and the given order stays.
 
         Args:
-            step: How many mini-batches came before it in the run. What it decides does not depend on what was loaded
-                before, so that a resumed run goes on in the same order.
+            step: Number of earlier mini-batches in the run. Nothing else decides, so a resumed run keeps the order.
         """
         given = tuple(strategies)
         layouts = self._order(tuple(dict.fromkeys(self._twins[strategy] for strategy in given)), step)
         return tuple(s for layout in layouts for s in given if self._twins[s] == layout)
 
     def _order(self, key: tuple[Strategy, ...], step: int) -> tuple[Strategy, ...]:
-        """Of strategies with layouts of their own."""
+        """For strategies with different layouts."""
         if len(key) < 2:
             return key
         if not self.second_source:
@@ -190,7 +188,7 @@ class PlanPool:
         return overlapped_seconds(self.load(strategy, previous).loads(self._cluster, self._weight_sizes), self._cluster)
 
     def plans(self) -> list[SwitchPlan]:
-        """Every plan that a mini-batch may need, whichever phases it has."""
+        """Every plan that any mini-batch may need."""
         own = tuple(dict.fromkeys(self._twins.values()))
         whole = [strategy for strategy in own if strategy.z != 3]
         plans = [plan for s in own for plan in (self.load(s), self.return_gradients(s))]
@@ -210,16 +208,15 @@ class PlanPool:
 
 # -- the memory -------------------------------------------------------------------------------------------------------
 
-# Reused memory for the buffers of whichever strategy is active.
+# Reused memory for the buffers of the active strategy.
 #
-# Only one strategy has storage at a time, so one allocation per dtype, as large as the largest strategy needs, serves
-# them all. It is kept between phases: on CPU the page faults of fresh memory cost ten times what clearing reused memory
-# does. What an arena holds is written down, so that a strategy that comes back to its own weights need not be given the
-# frozen ones again.
+# Only one strategy has storage at a time, so one allocation per dtype, for the largest strategy, serves all. It is kept
+# between phases: on CPU the page faults of fresh memory cost ten times as much as clearing reused memory. An arena
+# records what it holds, so that a strategy that returns to its own weights need not load the frozen ones again.
 
 
 _ALIGNMENT = 64
-"""Buffers start on multiples of this many elements, so that vector loads and sends are aligned in every dtype."""
+"""Buffers start at multiples of this many elements, which aligns vector loads and sends in every dtype."""
 
 
 _Place = tuple[torch.dtype, int, int]
@@ -227,20 +224,19 @@ _Place = tuple[torch.dtype, int, int]
 
 
 class Places(NamedTuple):
-    """Where the buffers of a strategy lie in an arena: elements needed of each dtype, and the place of each segment's buffer, None
-    for one of size 0 or without a dtype."""
+    """Where a strategy's buffers lie in an arena: elements needed per dtype, and each segment's place (None if empty)."""
 
     needed: dict[torch.dtype, int]
     of_segments: list[_Place | None]
 
 
 Shared = Sequence[Room | None]
-"""Which segments share memory (`layout.units.Rooms`); None for one that has its own."""
+"""Which segments share memory (`layout.units.Rooms`); None for separate memory."""
 
 
 def lay_out(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared) -> Places:
-    """Where the buffers of a strategy lie, by segment: elements, and dtype or None where it needs no buffer."""
-    inside: list[_Place | None] = []  # of a unit that shares memory: from the begin of the unit
+    """Places a strategy's buffers, from each segment's elements and dtype (None for no buffer)."""
+    inside: list[_Place | None] = []  # units that share memory: relative to the begin of the unit
     needed: dict[torch.dtype, int] = {}
     filled: dict[torch.dtype, dict[Room, int]] = {}
     for size, dtype, room in zip(sizes, dtypes, rooms, strict=True):
@@ -269,7 +265,7 @@ def lay_out(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: S
 
 
 def arena_bytes(served: Iterable[Places]) -> int:
-    """Bytes that an arena ends up with when it has served all these buffers."""
+    """Bytes of an arena that has served all these buffers."""
     largest: dict[torch.dtype, int] = {}
     for places in served:
         for dtype, numel in places.needed.items():
@@ -278,14 +274,14 @@ def arena_bytes(served: Iterable[Places]) -> int:
 
 
 class Arenas:
-    """The memory of the active strategy: its gradients, and its weights beside those of the one before.
+    """The memory of the active strategy: its gradients, its weights, and the previous strategy's weights.
 
     Args:
-        copies: How many strategies' weights are kept at a time: 1, or 2 for a second source.
+        copies: Number of strategies whose weights are kept: 1, or 2 for a second source.
 
     Attributes:
-        keeps_last: Whether the weights of the last strategy are still there while the next ones are loaded.
-        last: That of the weights taken last.
+        keeps_last: Whether the last strategy's weights stay while the next ones are loaded.
+        last: The arena with the latest weights.
     """
 
     def __init__(self, device: torch.device, copies: int = 1) -> None:
@@ -294,20 +290,20 @@ class Arenas:
         self.last = self._weights[-1]
 
     def reserve(self, weights: Places, gradients: Places) -> None:
-        """Allocates what a strategy needs, where those before it needed less."""
+        """Allocates what a strategy needs beyond earlier ones."""
         self.gradients.take(gradients)
         for arena in self._weights:
             arena.take(weights)
 
     def take_weights(self, places: Places, holder: Hashable) -> tuple[list[Tensor | None], bool]:
-        """Buffers for the weights of the next strategy; with two copies those of the last one stay valid.
+        """Buffers for the weights of the next strategy; with two copies the last strategy's weights stay valid.
 
         Args:
-            holder: What `last.holder` was set to when these very weights were loaded before; None for nothing.
+            holder: The value of `last.holder` when the same weights were loaded before; None for no reuse.
 
         Returns:
-            As `Arena.take`; and whether the buffers still hold what they held then, untouched since. The arena counts as empty
-            until its holder is set again.
+            As `Arena.take`; and whether the buffers still hold those weights. The arena counts as empty until its
+            holder is set again.
         """
         arena, is_held = self._weights[0], False
         for other in self._weights if holder is not None else ():
@@ -321,13 +317,13 @@ class Arenas:
         return arena.take(places), is_held
 
     def forget(self) -> None:
-        """Nothing is known of what the arenas hold."""
+        """Marks the contents of all arenas as unknown."""
         for arena in self._weights:
             arena.holder = None
 
     @property
     def holders(self) -> str:
-        """What is known of what the arenas hold; must be the same on all ranks before a switch."""
+        """The known contents of the arenas; must be the same on all ranks before a switch."""
         return repr([arena.holder for arena in self._weights])
 
     @property
@@ -341,7 +337,7 @@ class Arenas:
 
 
 class Arena:
-    """Hands out flat buffers by segment; `holder` says what they hold, in its user's words, or None."""
+    """Provides flat buffers by segment; `holder` names their contents, set by the user, or None."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -349,10 +345,10 @@ class Arena:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def take(self, places: Places) -> list[Tensor | None]:
-        """1-D buffers with undefined contents, None for segments without any; those before are no longer valid."""
+        """1-D buffers with undefined contents, None for segments without one; invalidates earlier buffers."""
         for dtype, total in places.needed.items():
             if dtype not in self._memory or self._memory[dtype].numel() < total:
-                self._memory.pop(dtype, None)  # free before allocating, or both exist at once
+                self._memory.pop(dtype, None)  # freed first, or both exist at once
                 self._memory[dtype] = torch.empty(total, dtype=dtype, device=self.device)
         buffers: list[Tensor | None] = [None] * len(places.of_segments)
         for segment, place in enumerate(places.of_segments):
@@ -380,16 +376,14 @@ class Switching:
     """The switches of one rank.
 
     Args:
-        groups: The process groups; made by all ranks.
-        on_failure: Told of a switch that fails beside the computation.
+        on_failure: Called for a switch that fails beside the computation.
 
     Attributes:
-        worker: Runs them beside the computation; None where none does.
-        arenas: The memory of the active strategy.
-        weight_dtypes: The dtype of the weights of each segment, in strategies and on the wire.
-        gradient_dtypes: The dtype in which its gradients accumulate in strategies; None for frozen segments.
-        return_dtypes: The dtype in which they travel to the master store.
-        forecast: The memory that this rank will take.
+        worker: Runs switches beside the computation; None if none does.
+        weight_dtypes: By segment, in strategies and on the wire.
+        gradient_dtypes: By segment, as accumulated in strategies; None for frozen segments.
+        return_dtypes: By segment, as sent to the master store.
+        forecast: The memory that this rank will need.
     """
 
     def __init__(
@@ -427,7 +421,7 @@ class Switching:
             for s in strategies
             for r in range(cluster.world_size)
         )
-        # decided when the layouts are known, before a plan is made
+        # decided once the layouts are known, before any plan is made
         self.pool.second_source = options.uses_second_source(device, self.pool.num_layouts, largest)
         alone = groups.switch is None
         transport = ProcessGroupTransport(groups.switch, rank)
@@ -453,13 +447,13 @@ class Switching:
         self._epoch = 0
 
     def _forecast(self, vector: ParameterVector) -> MemoryForecast:
-        """What this rank will take with the pool of plans that is there."""
+        """This rank's memory with the current pool of plans."""
         strategies, rank, mode = self.pool.strategies, self._rank, self._pipedream
         own = [0] * len(vector.segments) if self._is_apart else self.pool.master.rank_sizes(rank)
         masters = [getattr(torch, segment.master_dtype) for segment in vector.segments]
         of_weights, of_gradients = zip(*map(self.places, strategies), strict=True)
         weights = (2 if self.pool.second_source else 1) * arena_bytes(of_weights)
-        if mode is not None:  # of the trained weights there are more versions
+        if mode is not None:  # there are more versions of the trained weights
             versions = mode.most_versions(strategies[0].pp, strategies[0].coord(rank).pp)
             sizes = self.pool.layout(strategies[0]).rank_sizes(rank)
             weights += (versions - 1) * _num_bytes(sizes, _of_trained(self.weight_dtypes, vector))
@@ -472,10 +466,10 @@ class Switching:
         )
 
     def take_cut(self, vector: ParameterVector) -> None:
-        """Makes all plans anew for another cut of stages; nothing may be under way. Not collective.
+        """Makes all plans anew for another stage partition; no switch may be running. Not collective.
 
         Raises:
-            DeviceMemoryError: the device cannot hold the strategies with it; `pool` and `forecast` are the new ones.
+            DeviceMemoryError: the device cannot hold the strategies; `pool` and `forecast` are already the new ones.
         """
         second_source = self.pool.second_source
         self.pool = self._make_pool(vector)
@@ -488,20 +482,20 @@ class Switching:
         return [(plan, self.return_dtypes if plan.accumulate else self.weight_dtypes) for plan in self.pool.plans()]
 
     def places(self, strategy: Strategy) -> tuple[Places, Places]:
-        """Where the buffers of a strategy's weights lie on this rank, and those of its gradients."""
+        """Where the buffers of a strategy's weights and of its gradients lie on this rank."""
         sizes, rooms = self.pool.layout(strategy).rank_sizes(self._rank), self.pool.units.rooms(strategy)
         return lay_out(sizes, self.weight_dtypes, rooms.weights), lay_out(sizes, self.gradient_dtypes, rooms.gradients)
 
     def check_memory(self) -> None:
-        """Refuses what the device cannot hold.
+        """Raises if the forecast does not fit.
 
         Raises:
-            DeviceMemoryError: the forecast is above the limit given, or above what is free on the device.
+            DeviceMemoryError: it is above the given limit, or above the device's free memory.
         """
         self.forecast.check(self._limit, self._rank)
 
     def prepare(self) -> None:
-        """Allocates everything, so that buffers stay where they are from the first mini-batch on. What they held is void."""
+        """Allocates everything; buffers never move afterwards. Invalidates their contents."""
         self.arenas.forget()
         self.executor.forget()
         for plan, dtypes in self.switches():
@@ -515,8 +509,8 @@ class Switching:
             self._frozen_bytes[plan.digest] = plan.wire_bytes(self._frozen_sizes)
         return self._frozen_bytes[plan.digest]
 
-    def held(self) -> dict[str, str]:
-        """What ranks must have in common before a load, for `Agreement.check`: it decides what is loaded again."""
+    def load_facts(self) -> dict[str, str]:
+        """What ranks must agree on before a load (`Agreement.check`): it decides what is loaded again."""
         return {"frozen weights that are loaded already": self.arenas.holders}
 
     def start(
@@ -529,16 +523,16 @@ class Switching:
         beside: bool = False,
         cleared: Sequence[int] = (),
     ) -> SwitchJob:
-        """Fills weights of a strategy from the master store, or adds its gradients to those of the master store. Collective.
+        """Fills a strategy's weights from the master store, or adds its gradients to the store's. Collective.
 
         Args:
-            second: The weights of the strategy before, where the plan draws on them.
-            gate: Says when the buffers of the strategy may be read, or written; None: they may.
-            beside: Whether it runs in the worker's thread; else the job is done.
-            cleared: The source buffers that are set to zero before they leave, of a switch in the worker's thread.
+            second: The previous strategy's weights, if the plan draws on them.
+            gate: When the strategy's buffers may be read or written; by default at once.
+            beside: Whether to run in the worker's thread; otherwise the job is done on return.
+            cleared: Source buffers to zero before they are sent, in the worker's thread.
         """
         self._epoch += 1
-        epoch = self._epoch  # the same on every rank, which all run the same switches
+        epoch = self._epoch  # the same on every rank: all run the same switches
         dtypes = self.return_dtypes if plan.accumulate else self.weight_dtypes
         if not beside:
             stats = self.executor.run(plan, source, target, dtypes, epoch, None, second)
@@ -557,7 +551,7 @@ class Switching:
         return self.worker.submit(plan.name, run, gate)
 
     def close(self) -> None:
-        """Ends the thread of the worker and lets go of the buffers."""
+        """Ends the worker's thread and releases the buffers."""
         if self.worker is not None:
             self.worker.close()
         self.executor.forget()

@@ -1,16 +1,16 @@
-"""Transports: how tensors get from rank to rank. Three verbs, one contract.
+"""Transports: how tensors get from rank to rank. Three methods, one contract.
 
 * `send` and `recv` submit an operation; nothing moves yet.
-* `start` posts everything submitted since the last start, and returns a handle whose `wait` blocks until it is done.
+* `start` posts everything submitted since the last start; the `wait` of its handle blocks until it is done.
 
 Between `start` and the end of `wait` a sent tensor must not change and a received one must not be touched. Tensors are
 contiguous, a rank does not talk to itself, and both ends submit the messages of a pair in the same order with equal
-tags, sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL; the tests have another one, which joins ranks of
-one process, and checks what real transports do not (a wrong order of equal sizes is silent corruption).
+tags, sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL. A transport of the tests joins ranks of one
+process and checks what real ones do not (a wrong order of equal sizes is silent corruption).
 
-gloo takes a message that is shorter than its buffer without a word, and ends the process at a longer one. Tags, which
-it does compare, therefore carry size and dtype as well: ends that disagree find no message, which is a timeout and a
-`TransferError`. NCCL has no tags; there only the agreement on the plans stands between two ranks that disagree.
+gloo silently accepts a message that is shorter than its buffer, and ends the process at a longer one. It does compare
+tags, so these also encode size and dtype: ends that disagree find no message, time out and raise `TransferError`. NCCL
+has no tags; only the agreement on the plans protects it.
 """
 
 import functools
@@ -24,11 +24,11 @@ from hf_hotspa.errors import TransferError
 
 
 class TransferHandle(Protocol):
-    """What was started together."""
+    """Operations that were started together."""
 
     def wait(self) -> None:
-        """Returns when all of it is done: on CPU when the bytes have arrived, on an accelerator when everything that
-        the current stream does from now on comes after their arrival.
+        """Returns when all are done: on CPU when the bytes have arrived, on an accelerator when later work of the
+        current stream will come after their arrival.
 
         Raises:
             TransferError: an operation failed; the message names rank, peer and tag.
@@ -37,7 +37,7 @@ class TransferHandle(Protocol):
 
 
 class Transport(Protocol):
-    """See the head of this file."""
+    """See the module docstring."""
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
         """Submits a send to a global rank."""
@@ -70,7 +70,7 @@ class Operation(NamedTuple):
     def wire_tag(self) -> int:
         """The tag, size and dtype in the 31 bits that gloo compares.
 
-        Messages of one size and dtype keep the difference of their tags. Should others coincide, their order pairs them.
+        Messages of one size and dtype keep the difference of their tags. If others coincide, their order pairs them.
         """
         return self.tag ^ _shape_word(self.tensor.numel(), self.tensor.dtype)
 
@@ -88,7 +88,7 @@ def _shape_word(numel: int, dtype: torch.dtype) -> int:
 
 
 class Submissions:
-    """The first two verbs: operations wait, in order, for the next start."""
+    """Implements `send` and `recv`: queues operations for the next start."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -108,12 +108,12 @@ class Submissions:
 class ProcessGroupTransport(Submissions):
     """Point-to-point transfers of a torch process group; one `batch_isend_irecv` per start.
 
-    On NCCL, which has no tags, the order of submission pairs the messages. There, the first operation of a group must
-    be one that all its ranks take part in (`ProcessGroups.warm_up` does that).
+    On NCCL, which has no tags, the order of submission pairs the messages. All ranks of a group must take part in its
+    first operation there (`ProcessGroups.warm_up`).
 
     Args:
         group: The group; None for the default one. Ranks are global ranks.
-        rank: This one; asked of the default group when None. A rank that is alone needs no group.
+        rank: This rank; by default its rank in the default group. A single rank needs no group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, rank: int | None = None) -> None:

@@ -1,16 +1,15 @@
-"""Which columns a resized product leaves out: the paper's Rd, Pri and PriDiff (arXiv 2401.11469, section III-B).
+"""Which columns resized products leave out, and who computes the columns that slow tasks hand over.
 
-A column is one index of the contraction of a product, of its input and its weight alike. Per layer and column the mean
-of `|w(t) - w(t-1)|` over the rows is kept, from the end of one epoch to the end of the next; columns that vary least are
-left out first. Entries of columns that were left out keep their old value, else a column without a gradient would vary
-least for ever. Algorithm 1 is followed but for one slip: its list `pri_list` is the *kept* columns (its lines 12-13; its
-text calls them yet to be pruned), and old values are put back before sorting (lines 5-8).
+Resizing: the paper's Rd, Pri and PriDiff (arXiv 2401.11469, section III-B). A column is one index of a product's
+contraction, of both input and weight. Per layer and column the mean of `|w(t) - w(t-1)|` over the rows is kept, between
+the ends of two epochs; columns that vary least are left out first. Columns that were left out keep their old value:
+without a gradient they would vary least forever. Follows algorithm 1 except for one slip: its list `pri_list` is the
+*kept* columns (its lines 12-13; its text calls them yet to be pruned), and old values are put back before sorting
+(lines 5-8).
 
-Who computes which of the columns that a slow task gives away (arXiv 2401.11469, section IV-A).
-
-The tasks that give nothing away are helpers. They are renumbered from the slow task on, `r' = (r + e - r_slow) % e` in
-the paper's words for one slow task, and take consecutive columns in that order, so that each knows its part without a
-message. Where the columns do not divide evenly, the first helpers take one more.
+Migration (section IV-A): tasks that hand nothing over are helpers. They are renumbered from the slow task on,
+`r' = (r + e - r_slow) % e` in the paper's notation for one slow task, and take consecutive columns in that order, so
+each knows its part without a message. If the columns do not divide evenly, the first helpers take one more.
 """
 
 import random
@@ -18,10 +17,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 IMPUTATIONS = ("zero", "same", "average")
-"""What stands in the gradient where nothing was computed: 0, what the iteration before had, or the mean of the others."""
+"""Gradients of columns that were not computed: 0, the previous iteration's, or the mean of the others."""
 
 CHOICES = ("rd", "pri", "pridiffr", "pridiffe")
-"""Columns at random; by variation; by variation and with a ratio for each layer (from equation 1, or from 1/2)."""
+"""Columns at random; by variation; by variation with a ratio per layer (from equation 1, or from 1/2)."""
 
 EMPIRICAL_RATIO = 0.5
 THETA_OF_ITERATION, ALPHA = 1e-3, 0.8
@@ -32,10 +31,10 @@ class Resizing:
     """How a run resizes products.
 
     Args:
-        columns: Which columns are left out: one of `CHOICES`.
-        imputation: What their gradients are: one of `IMPUTATIONS`.
-        period: Mini-batches from one look at the variation of weights to the next: the paper's epoch; 0 for a pass over the
-            data, where somebody knows it.
+        columns: Which columns to leave out: one of `CHOICES`.
+        imputation: Their gradients: one of `IMPUTATIONS`.
+        period: Mini-batches between two measurements of the weights' variation: the paper's epoch; 0 for a pass over
+            the data, if its length is known.
     """
 
     columns: str = CHOICES[0]
@@ -46,8 +45,8 @@ class Resizing:
 def kept_variation(
     new: Sequence[float], old: Sequence[float] | None, kept: Collection[int] | None
 ) -> tuple[float, ...]:
-    """The statistics of a layer's columns after an epoch (lines 6-8): new where a column was kept and so trained (None:
-    all), else the old value; there is none in the first epoch."""
+    """Statistics of a layer's columns after an epoch (lines 6-8): new for columns that were kept, and so trained (None:
+    all), else the old value; the first epoch has none."""
     if old is None or kept is None:
         return tuple(new)
     trained = frozenset(kept)
@@ -55,32 +54,32 @@ def kept_variation(
 
 
 def layer_ratio(variation: Sequence[float], gamma: float, num_iterations: int) -> float:
-    """PriDiff's ratio of one layer (lines 9-11): its columns that vary less than 1e-3 an iteration of the epoch, and at
-    least `ALPHA * gamma`: equation 1 (PriDiffR), or 1/2 (PriDiffE)."""
+    """PriDiff's ratio of one layer (lines 9-11): the share of columns that vary by less than 1e-3 per iteration, but at
+    least `ALPHA * gamma`, with gamma of equation 1 (PriDiffR) or 1/2 (PriDiffE)."""
     theta = num_iterations * THETA_OF_ITERATION
     moving = sum(value > theta for value in variation)
     return max(1.0 - moving / len(variation), ALPHA * gamma)
 
 
 def num_kept(num_columns: int, ratio: float) -> int:
-    """Columns that are computed; one at least."""
+    """Columns to compute, at least one."""
     return max(1, num_columns - round(num_columns * ratio))
 
 
 def most_varying(variation: Sequence[float], count: int) -> tuple[int, ...]:
-    """The columns that vary most (lines 5, 12-14), ascending; among equals the first."""
+    """The columns that vary most (lines 5, 12-14), ascending; the first among equal ones."""
     order = sorted(range(len(variation)), key=lambda i: (-variation[i], i))
     return tuple(sorted(order[:count]))
 
 
 def random_columns(num_columns: int, count: int, seed: str) -> tuple[int, ...]:
-    """`count` columns at random, ascending; the same for the same seed on every machine."""
+    """`count` random columns, ascending; the same for the same seed on every machine."""
     return tuple(sorted(random.Random(seed).sample(range(num_columns), count)))
 
 
 @dataclass(frozen=True)
 class LayerColumns:
-    """The lineage of one product of L columns: `kept`, K, are computed, ascending."""
+    """The lineage of one product of L columns: `kept`, K, are computed; ascending."""
 
     num_columns: int
     kept: tuple[int, ...]
@@ -103,10 +102,10 @@ def choose_columns(
 
     Args:
         choice: One of `CHOICES`.
-        gamma: Equation 1 of this rank; 0 leaves the product whole.
-        variation: Its statistics; before the first epoch has ended there are none, and columns are drawn at random.
-        num_iterations: Of an epoch.
-        seed: Of random columns.
+        gamma: Equation 1 of this rank; 0 keeps all columns.
+        variation: Its statistics; None in the first epoch, when columns are drawn at random.
+        num_iterations: Iterations per epoch.
+        seed: For random columns.
     """
     if gamma <= 0.0:
         return LayerColumns(num_columns, tuple(range(num_columns)))
@@ -120,8 +119,8 @@ def choose_columns(
 
 @dataclass(frozen=True)
 class Migration:
-    """The columns of one product that one task, the giver, gives away: all from `first` on, so that what stays and what
-    goes are slices; for each task `(start, stop)` among them, empty where it takes none."""
+    """The columns of one product that a task, the giver, hands over: all from `first` on, so that both parts are
+    slices. `parts` has each task's `(start, stop)`, empty if it takes none."""
 
     giver: int
     num_columns: int
@@ -130,28 +129,28 @@ class Migration:
 
     @property
     def count(self) -> int:
-        """How many columns go away."""
+        """Columns handed over."""
         return self.num_columns - self.first
 
 
 def renumbered(tasks: int, giver: int, givers: Collection[int] = ()) -> tuple[int, ...]:
-    """The helpers of a slow task in their new order: r' = 1, 2, ..."""
+    """A slow task's helpers in their new order: r' = 1, 2, ..."""
     around = ((giver + i) % tasks for i in range(1, tasks))
     return tuple(task for task in around if task not in givers)
 
 
 def migrate(tasks: int, giver: int, num_columns: int, share: float, givers: Collection[int] = ()) -> Migration | None:
-    """Divides the last columns of a slow task over its helpers.
+    """Divides a slow task's last columns over its helpers.
 
     Args:
         tasks: e.
         giver: The slow task.
         num_columns: L of its product.
-        share: gamma, of its columns; one at least stays.
-        givers: All tasks that give columns away.
+        share: gamma, of its columns; at least one stays.
+        givers: All tasks that hand columns over.
 
     Returns:
-        None where nothing goes.
+        None if nothing is handed over.
     """
     helpers = renumbered(tasks, giver, givers)
     count = min(round(num_columns * share), num_columns - 1)

@@ -1,32 +1,26 @@
-"""What each rank does not compute under each strategy while some devices are slow: what it gives to others (mode `migrate`),
-leaves to nobody (`resize`), or either (`semi`).
+"""Finds slow devices, and decides what each rank does not compute while some are slow.
 
-The shares follow from the relative step times that are known (`SlowDevices`) and from what part of a rank's seconds are matrix products;
-they change only when what is known changes, but those of `semi`, which follow the seconds of each mini-batch as long as some
-device is slow. Every rank comes to the same. No torch.
+Giving: slow ranks hand work over to others (mode `migrate`), leave it out (`resize`), or either (`semi`), by equations
+1 to 3 and algorithm 2 of "Accelerating Heterogeneous Tensor Parallelism via Flexible Workload Control" (Wang et al.,
+arXiv 2401.11469). The shares follow from the known relative step times (`SlowDevices`) and from the part of a rank's
+seconds that are matrix products. They change only with these, except in `semi`, which follows the seconds of each
+mini-batch while a device is slow. Tasks are the ranks of a tensor-parallel group. Where the paper contradicts itself
+this follows its text: line 8 of algorithm 2 prints `if T_i = T_min` for the straggler, and lines 10-11 print `L * beta`
+for `L * gamma * beta`.
 
-What may be done about slow devices, by name.
+Finding: seconds cover a rank's computation without waiting for others. Lengths differ from step to step, so the seconds
+are divided by the predicted cost of what the rank ran and compared over all ranks. The relative step time is 1 for
+ranks that are not slow, and 3 for three times as long. The measure is the fastest ranks, up to the first gap
+(`usual_step_time`), and not a median: a slow majority would measure itself. Ranks with the same part of the model (a
+pipeline stage) are compared first. A complete stage is slow only if it is slow by the costs that favour it most:
+predictions of embedding and head are rough.
 
-How much work a slow device should lose, and how: equations 1 to 3 and algorithm 2 of "Accelerating Heterogeneous
-Tensor Parallelism via Flexible Workload Control" (Wang et al., arXiv 2401.11469).
+The rule is the paper's (section III-A): what is known of a rank changes only when its own runtime changed by more than
+10 %, in either direction, so recoveries are detected like onsets. Beyond the paper, two mini-batches in a row must
+agree on a change, and a slow device stays slow until it is well below the limit (hysteresis). A strategy's first run is
+ignored: it includes allocation and kernel start-up.
 
-Tasks are the ranks of a tensor-parallel group. Seconds are those of one iteration without waiting for other ranks.
-Where the paper contradicts itself its text is followed: its line 8 of algorithm 2 prints `if T_i = T_min` where the
-straggler is meant, and its lines 10-11 print `L * beta` for `L * gamma * beta`.
-
-Finding slow devices at run time, from seconds that every rank knows anyway.
-
-A rank's seconds are those of its computation without waiting for others, and lengths differ from step to step; so they
-are divided by the predicted cost of what the rank ran, and compared with those of all ranks: 1 is the relative step time of the ranks that are
-not slow, 3 a device that takes three times as long. These are the fastest ranks, up to the first gap (`usual_step_time`), and no
-median: a slow majority would be the measure of itself. Ranks that did the same part of the model (a pipeline stage) are compared
-first; a whole stage is slow where it is by the costs that speak most for it, as the predictions of embedding and head are rough.
-The rule is the paper's (arXiv 2401.11469, section III-A): what is known of a rank changes only when its own
-runtime changed by more than 10 %, in either direction, so that a recovery is found like an onset. Beyond the paper, a
-change counts when two mini-batches in a row show it alike, and a device that is slow stays slow until it is well below the
-limit (hysteresis). The first run of a strategy pays for memory and kernels and says nothing.
-
-Every rank makes the same observations and comes to the same state; `state_dict` goes into checkpoints. No torch.
+All ranks come to the same state; `state_dict` goes into checkpoints. No torch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,13 +34,13 @@ from hf_hotspa.typed import reading_state
 CHANGE = 0.10
 """The paper's significant change of a runtime."""
 SLOW, RECOVERED = 1.3, 1.15
-"""From the first on, times the relative step time of those that are not slow, a device is called slow, and no longer below the second."""
+"""Relative step times: a device is slow from the first on, and has recovered below the second."""
 CLEAR = 1.5
-"""So many times as long as a minority of ranks the next one must take for the minority to be the measure."""
+"""The gap, as a factor, to the next rank from which a minority of ranks is the measure."""
 ALIKE = 1.25
-"""Two mini-batches agree on a relative step time where they differ by less: the rest is a busy machine."""
+"""Two mini-batches agree on a relative step time within this factor: a busy machine explains the rest."""
 LEAST_LOST_S = 0.03
-"""A device that loses less than this a mini-batch is not called slow: scheduling noise of small models."""
+"""A device that loses less per mini-batch is not slow: scheduling noise of small models."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +48,10 @@ class PhaseWork:
     """What the ranks did in one phase.
 
     Args:
-        seconds: Of each rank, without waiting.
-        costs: Predicted, of what each rank ran, in any unit; 0 for a rank that ran nothing.
-        peers: For each rank a number; ranks of one number did comparable work.
-        least: What the costs are at least, beside those of ranks of another number; the costs themselves when empty.
-        most: The same, at most.
+        seconds: Per rank, without waiting.
+        costs: Predicted cost of what each rank ran, in any unit; 0 for nothing.
+        peers: A number per rank; ranks with the same number did comparable work.
+        least, most: Bounds of the costs, relative to ranks with another number; `costs` when empty.
     """
 
     strategy: str
@@ -70,7 +63,7 @@ class PhaseWork:
 
 
 def usual_step_time(step_times: Iterable[float]) -> float:
-    """The median of the ranks that are not slow: the fastest ones, up to the first gap; of all where there is none."""
+    """The median of the ranks that are not slow: up to the first gap, or all."""
     ordered = sorted(step_times)
     for count in range(1, len(ordered)):
         if ordered[count] >= ordered[count - 1] * (SLOW if 2 * count >= len(ordered) else CLEAR):
@@ -79,14 +72,14 @@ def usual_step_time(step_times: Iterable[float]) -> float:
 
 
 def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
-    """What each rank would have taken at the relative step time of those that are not slow; 0 for one that ran nothing."""
+    """Each rank's seconds at the relative step time of ranks that are not slow; 0 if it ran nothing."""
     seconds, costs, most = work.seconds, work.costs, work.most or work.costs
     least, groups = work.least or costs, dict[int, list[int]]()
     for rank, cost in enumerate(costs):
         if cost > 0.0 and seconds[rank] > 0.0:
             groups.setdefault(work.peers[rank], []).append(rank)
     usual = {number: usual_step_time(seconds[r] / costs[r] for r in ranks) for number, ranks in groups.items()}
-    # a group is measured by the least that it may have had to do, and judged by the most
+    # a group is measured by the lower bound of its cost, and judged by the upper
     fastest = (
         usual_step_time(usual[number] * costs[r] / least[r] for number, (r, *_) in groups.items()) if groups else 0.0
     )
@@ -100,44 +93,40 @@ def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class SlowEvent:
-    """Devices became slow (rank -> how many times as long it takes as those that are not), or recovered, after a
-    mini-batch, counted from 1."""
+    """Devices that became slow (rank -> relative step time), or recovered, after a mini-batch, counted from 1."""
 
     step: int
     slow: dict[int, float]
     recovered: tuple[int, ...]
 
     def __str__(self) -> str:
-        said = [
+        lines = [
             f"rank {rank} computes {step_time:.1f} times as long as ranks that are not slow"
             for rank, step_time in self.slow.items()
         ]
-        said += [f"rank {rank} has recovered" for rank in self.recovered]
-        return "; ".join(said)
+        lines += [f"rank {rank} has recovered" for rank in self.recovered]
+        return "; ".join(lines)
 
 
 class SlowDevices:
-    """What is known of the relative step time of each rank.
-
-    Args:
-        num_ranks: Of the world.
+    """What is known of each rank's relative step time.
 
     Attributes:
-        known: The relative step time of each rank, 1 for one that is not slow: as it was found at the last change.
-        slow: The ranks that are called slow.
-        num_refreshes: How often `known` changed.
+        known: Relative step times as of the last change; 1 for ranks that are not slow.
+        slow: The slow ranks.
+        num_refreshes: Number of changes of `known`.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self.known: list[float] = [1.0] * num_ranks
         self.slow: frozenset[int] = frozenset()
         self.num_refreshes = 0
-        self._changed: list[float | None] = [None] * num_ranks  # what the last mini-batch showed, where it differed
+        self._changed: list[float | None] = [None] * num_ranks  # the last mini-batch's, if they differed
         self._seen: set[str] = set()
 
     def observe(self, step: int, phases: Sequence[PhaseWork]) -> tuple[tuple[float | None, ...], SlowEvent | None]:
-        """Takes the phases of a mini-batch, counted from 1; returns each rank's relative step time in it, None where it did nothing
-        that says anything, and what changed."""
+        """Takes the phases of a mini-batch, counted from 1. Returns each rank's relative step time in it (None if it
+        ran nothing measurable), and what changed."""
         known = [phase for phase in phases if phase.strategy in self._seen]
         self._seen.update(phase.strategy for phase in phases)
         ranks = range(len(self.known))
@@ -174,19 +163,19 @@ class SlowDevices:
         if last is None or (last > kept) != (step_time > kept) or max(last, step_time) > ALIKE * min(last, step_time):
             self._changed[rank] = step_time
             return False
-        # the milder of the two: one outlier behind a small change is none
+        # the milder of the two: one outlier beside a small change has no effect
         self.known[rank] = min(last, step_time) if step_time > kept else max(last, step_time)
         self._changed[rank] = None
         return True
 
     def speeds(self) -> tuple[float, ...] | None:
-        """The speed of each rank for a division of work, 1 for one that is not slow; None where none is."""
+        """Each rank's speed for a division of work, 1 for ranks that are not slow; None if no rank is slow."""
         if not self.slow:
             return None
         return tuple(1.0 / step_time if rank in self.slow else 1.0 for rank, step_time in enumerate(self.known))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next observations depend on, JSON-ready."""
+        """What the next observations depend on, JSON-ready."""
         return {
             "known": list(self.known),
             "slow": sorted(self.slow),
@@ -196,13 +185,13 @@ class SlowDevices:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Goes on from a state.
+        """Restores a state.
 
         Returns:
-            Whether it is of as many ranks; another one is left, as its ranks are other devices.
+            Whether it was taken; not with another number of ranks, because those are other devices.
 
         Raises:
-            HotspaConfigError: it is not one.
+            HotspaConfigError: the state is invalid.
         """
         with reading_state("slow devices", "they are found anew"):
             known = [float(step_time) for step_time in state["known"]]
@@ -218,38 +207,37 @@ class SlowDevices:
         return True
 
 
-# -- what slow ranks give away ----------------------------------------------------------------------------------------
+# -- what slow ranks hand over ----------------------------------------------------------------------------------------
 
 
 MODES = ("off", "watch", "balance", "migrate", "resize", "semi")
 """The values of `hotspa_stragglers`."""
 
 GIVING = ("migrate", "resize", "semi")
-"""Those in which ranks do not compute all of their products."""
+"""Modes in which ranks do not compute all of their products."""
 
 LOSSY = ("resize", "semi")
-"""Those that are not exact."""
+"""Modes that are not exact."""
 
 
 Curve = Callable[[float], float]
-"""Seconds of a number of columns."""
+"""Seconds as a function of the number of columns."""
 
 MOST = 0.95
-"""The most of a device's columns that are taken from it: a product needs some."""
+"""The largest share of its columns that a device can lose: a product needs some."""
 
 _ROUNDS, _SETTLED = 200, 1e-9
 
 
 def excess_ratio(seconds: float, product_s: float, reference_s: float) -> float:
-    """Equation 1: the share of its matrix products that a task should lose to be as fast as the reference.
+    """Equation 1: the share of its matrix products that a task should lose to match the reference.
 
     Args:
-        seconds: Of the task.
-        product_s: Of all its matrix products.
-        reference_s: The mean over tasks in the paper's section III, the least in its section IV.
+        product_s: Seconds of all its matrix products.
+        reference_s: The mean over tasks in the paper's section III, the minimum in section IV.
 
     Returns:
-        gamma, 0 for a task that is no slower than the reference; at most `MOST`.
+        gamma: 0 for a task that is not slower than the reference; at most `MOST`.
     """
     if seconds <= reference_s or product_s <= 0.0:
         return 0.0
@@ -257,20 +245,19 @@ def excess_ratio(seconds: float, product_s: float, reference_s: float) -> float:
 
 
 def excess_ratios(seconds: Sequence[float], product_s: Sequence[float]) -> tuple[float, ...]:
-    """Equation 1 for every task; the reference is the fastest."""
+    """Equation 1 for every task, relative to the fastest."""
     return tuple(excess_ratio(t, m, min(seconds)) for t, m in zip(seconds, product_s, strict=True))
 
 
 def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers: Collection[int]) -> tuple[float, ...]:
-    """Equation 1, repeated until it settles: the shares that slow tasks give to the others so that all are done at once.
+    """Equation 1, repeated until it converges: the shares to give to others so that all finish together.
 
-    The paper measures, gives and measures again; with the mean as reference a first answer leaves a task of four times
-    the seconds at 1.75 times, and later ones bring it down. Here the seconds that an answer would lead to are reckoned.
+    The paper measures, gives and measures again: with the mean as reference the first result leaves a task with four
+    times the seconds at 1.75 times, and later ones reduce it. Here the resulting seconds are computed instead.
 
     Args:
-        seconds: Of each task, as if nothing were given.
-        product_s: Of its matrix products, the same way.
-        givers: The slow tasks; the others divide what they give evenly.
+        seconds, product_s: Per task, in all and in matrix products, as if nothing were given.
+        givers: The slow tasks; the others divide the given work evenly.
     """
     gammas = [0.0] * len(seconds)
     helpers = [task for task in range(len(seconds)) if task not in givers]
@@ -292,21 +279,21 @@ def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers:
 
 
 def undone(product_share: float, extra: float) -> float:
-    """The share that products would have of a task's seconds, as measured M / T, if it neither gave nor took any; it
-    computed `extra` beyond its own columns, as a share of them, below 0 for one that gives."""
+    """The product share M / T of a task as if it neither gave nor took any. `extra` is what it computed beyond its own
+    columns, as a share of them; below 0 for a giver."""
     return product_share / (1.0 + extra - extra * product_share)
 
 
 @dataclass(frozen=True)
 class PretestCurves:
-    """What a pretest found; linear, seconds and columns.
+    """A pretest's results; linear, in seconds and columns.
 
     Args:
         static_s: Omega_1, the allocation of the reduced matrices.
-        extract_s: Omega_2 of one column: taking it out and putting it back.
-        send_s: Phi_1 of one column: broadcast and reduce.
-        compute_s: Phi_2 of one column.
-        send_static_s: The part of Phi_1 that does not depend on the columns: gradients and outputs travel whole.
+        extract_s: Omega_2 per column: extracting it and putting it back.
+        send_s: Phi_1 per column: broadcast and reduce.
+        compute_s: Phi_2 per column.
+        send_static_s: The part of Phi_1 that is independent of the columns: complete gradients and outputs.
     """
 
     static_s: float
@@ -319,16 +306,16 @@ class PretestCurves:
         assert min(vars(self).values()) >= 0.0, self
 
     def send(self, columns: float) -> float:
-        """Phi_1 of some columns; nothing costs nothing."""
+        """Phi_1 of some columns; 0 for none."""
         return self.send_static_s + self.send_s * columns if columns > 0.0 else 0.0
 
 
 def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """`(a, b)` of the line `a + b x` through samples `(x, y)` by least squares, neither of them negative: a cost does not
-    fall with the columns, and what a slope below 0 would say is noise.
+    """`(a, b)` of the line `a + b x` through samples `(x, y)` by least squares. Neither is negative: costs do not fall
+    with more columns, and a negative slope is noise.
 
     Args:
-        samples: Of at least two different x.
+        samples: With at least two different x.
     """
     x, y = zip(*samples, strict=True)
     slope, start = linear_regression(x, y)
@@ -340,8 +327,8 @@ def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def migrated_share(columns: float, num_tasks: int, curves: PretestCurves) -> float:
     """Equation 2, one slow task: the share beta of the columns it loses that migrate; the rest is resized away.
 
-    Both sides cost the same then: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`. Where sending
-    anything costs more than resizing everything, nothing migrates.
+    Both sides then cost the same: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`. If
+    sending anything costs more than resizing everything, nothing migrates.
 
     Args:
         columns: n = L * gamma.
@@ -358,15 +345,15 @@ def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Cu
     """Equation 3, several slow tasks: how many of the slowest migrate; the others are resized.
 
     `f(x) = (T_x - T_min) - Phi_1(Gamma(x)) - max over the tasks y behind x of Gamma(x) / (e - x) * T_y / L_y` with
-    `Gamma(x) = sum of L_k (T_k - T_min) / T_k over the x slowest`: what the x-th saves, less what its columns cost.
+    `Gamma(x) = sum of L_k (T_k - T_min) / T_k over the x slowest`: what task x saves, minus the cost of its columns.
 
     Args:
-        seconds: Of the tasks, the slowest first.
+        seconds: Of the tasks, slowest first.
         workloads: L of each, in columns.
         send: Phi_1.
 
     Returns:
-        The largest x up to the first f(x) <= 0; 0 when nothing pays.
+        The largest x before the first f(x) <= 0; 0 if nothing pays.
     """
     least, total = seconds[-1], len(seconds)
     slower = sum(t > least for t in seconds)
@@ -381,7 +368,7 @@ def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Cu
 
 @dataclass(frozen=True)
 class TaskWork:
-    """What one task does differently: the shares of its columns that others (`migrated`), or none, compute."""
+    """The shares of its columns that a task leaves to others (`migrated`), or to nobody (`resized`)."""
 
     migrated: float = 0.0
     resized: float = 0.0
@@ -390,8 +377,8 @@ class TaskWork:
 def divide_semi(
     seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
 ) -> tuple[TaskWork, ...]:
-    """Algorithm 2: who migrates and who is resized, by T (`seconds`), M (`product_s`) and L (`workloads`, in columns of
-    all its layers) of each task, and the curves of the pretest."""
+    """Algorithm 2: who migrates and who is resized, from each task's T (`seconds`), M (`product_s`) and L (`workloads`,
+    in columns of all its layers), and the pretest's curves."""
     gammas = excess_ratios(seconds, product_s)
     order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
     slower = [i for i in order if gammas[i] > 0.0]
@@ -410,16 +397,15 @@ def divide_semi(
 def settled_semi(
     seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
 ) -> tuple[TaskWork, ...]:
-    """Algorithm 2, repeated until it settles: the division that measuring and deciding again and again leads to.
+    """Algorithm 2, repeated until it converges, as if it were measured and decided again and again.
 
-    What migrates makes the others slower, a resized one at its own relative step time, so `T_min` rises and all shares with it. Who migrates
-    and who is resized stays as the algorithm says; the shares follow the seconds that they would lead to.
+    Migrated work makes the others slower (a resized task at its own relative step time), so `T_min` rises and all
+    shares with it. The algorithm decides once who migrates and who is resized; the shares follow the seconds that they
+    lead to.
 
     Args:
-        seconds: T of each task, as if nothing were given.
-        product_s: M of each, the same way.
+        seconds, product_s: T and M of each task, as if nothing were given.
         workloads: L of each, in columns of all its layers.
-        curves: Of the pretest.
     """
     first = divide_semi(seconds, product_s, workloads, curves)
     lost = [work.migrated + work.resized for work in first]
@@ -436,7 +422,7 @@ def settled_semi(
         before = list(lost)
         for task in tasks:
             if before[task] > 0.0:
-                # damped: what a task gives comes back to it in what it waits for
+                # damped: what a task gives returns to it as waiting time
                 change = (now[task] - target) / product_s[task] / 2
                 lost[task] = min(max(before[task] + change, 0.0), MOST + taken[task])
         if max(abs(a - b) for a, b in zip(lost, before, strict=True)) < _SETTLED:
@@ -447,7 +433,7 @@ def settled_semi(
 
 
 Shares = tuple[float, ...]
-"""Of each rank: the share of its columns that it gives away."""
+"""For each rank the share of its columns that it hands over."""
 
 
 def tensor_groups(strategy: Strategy) -> tuple[tuple[int, ...], ...]:
@@ -463,13 +449,13 @@ class Giving:
     """The shares of a run.
 
     Args:
-        strategies: Those that can give: of several shards.
+        strategies: Strategies with several shards.
         mode: `migrate`, `resize` or `semi`.
 
     Attributes:
         shares: By strategy, for each rank: the share of its columns that others compute.
-        resized: The same of those that nobody computes.
-        curves: Of the pretest, by strategy, for each of its tensor-parallel groups; `semi` decides nothing without them.
+        resized: Likewise, the share that nobody computes.
+        curves: From the pretest, by strategy, per tensor-parallel group; `semi` decides nothing without them.
         columns: By strategy, for each rank: the columns of all its products.
     """
 
@@ -485,10 +471,10 @@ class Giving:
         self._decided: list[Any] | None = None
 
     def extra(self, strategy: str, left_out: Sequence[float] | None = None) -> Shares:
-        """What each rank computes beyond its own columns, as a share of them; below 0 for one that computes less.
+        """What each rank computes beyond its own columns, as a share of them; negative if less.
 
         Args:
-            left_out: What each rank was measured to leave out; as it was decided when None.
+            left_out: Measured shares that each rank left out; by default as decided.
         """
         shares = self.shares.get(strategy)
         if shares is None:
@@ -510,16 +496,16 @@ class Giving:
         left_out: Sequence[float] | None = None,
         tokens: Sequence[int] | None = None,
     ) -> Shares:
-        """Takes a phase.
+        """Takes the measurements of a phase.
 
         Args:
-            seconds: Of each rank, of its own.
-            product_s: The part of matrix products.
-            left_out: The share of its columns that each rank left out; see `extra`.
-            tokens: That each rank ran.
+            seconds: Per rank, without waiting for others.
+            product_s: The part in matrix products.
+            left_out: See `extra`.
+            tokens: Tokens per rank.
 
         Returns:
-            How many times the seconds of each rank are what they would be if nothing were given; 1 where nothing is.
+            Each rank's seconds relative to those without giving; 1 if nothing is given.
         """
         extra = self.extra(strategy, left_out)
         if not extra:
@@ -533,7 +519,7 @@ class Giving:
         return tuple(1.0 + a * p for a, p in zip(extra, known, strict=True))
 
     def decide(self, step_times: Sequence[float], slow: frozenset[int]) -> bool:
-        """Decides anew where what is known of the devices changed; whether some share changed."""
+        """Decides anew if the known step times changed; returns whether a share changed."""
         state = [list(step_times), sorted(slow), sorted(s for s, known in self._products.items() if any(known))]
         if state == self._decided and not (self.mode == "semi" and slow):
             return False
@@ -550,7 +536,7 @@ class Giving:
     def _of_group(
         self, strategy: str, index: int, group: Sequence[int], step_times: Sequence[float], slow: frozenset[int]
     ) -> list[tuple[float, float]]:
-        """For each rank of a group the shares that migrate and that are left out."""
+        """Per rank the share that migrates, and the share that is left out."""
         givers = [place for place, rank in enumerate(group) if rank in slow]
         if self.mode == "semi":
             return self._semi(strategy, index, group, slow)
@@ -561,8 +547,8 @@ class Giving:
         return [(share, 0.0) for share in settled_ratios(times, products, givers)]
 
     def _semi(self, strategy: str, index: int, group: Sequence[int], slow: frozenset[int]) -> list[tuple[float, float]]:
-        """Algorithm 2 with the seconds of the last mini-batch, a pack of the pretest's tokens; ranks that are not slow are
-        all as fast as the fastest of them."""
+        """Algorithm 2 with the last mini-batch's seconds, for a pack of the pretest's tokens; ranks that are not slow
+        count as the fastest of them."""
         known = [self._token_s[strategy][rank] for rank in group]
         usual = [t for rank, t in zip(group, known, strict=True) if rank not in slow and t > 0.0]
         if not usual or strategy not in self.curves or all(rank not in slow for rank in group):
@@ -575,25 +561,25 @@ class Giving:
         return [(task.migrated, task.resized) for task in work]
 
     def take_pretest(self, strategy: str, rows: Sequence[Sequence[float]], pack_tokens: int) -> None:
-        """Takes what all ranks measured in the pretest of a strategy.
+        """Takes all ranks' pretest of a strategy.
 
         Args:
-            rows: Of each rank: the columns of all its products, then static, extract, send and compute seconds and the static
-                part of send, as `PretestCurves` has them.
-            pack_tokens: The tokens that it was made with; curves are kept for one token, as seconds are.
+            rows: Per rank: the columns of all its products, then static, extract, send and compute seconds and the
+                static part of send, as in `PretestCurves`.
+            pack_tokens: Tokens of the pretest; curves are per token, like seconds.
         """
         self.columns[strategy] = [row[0] for row in rows]
         curves = []
         for group in self._groups[strategy]:
             mine = [rows[rank][1:] for rank in group]
-            # what is computed and copied is that of a usual rank; a message takes as long as its slowest end
+            # computing and copying take a usual rank's time; a message takes as long as its slowest end
             static, extract, compute = (median_low(row[i] for row in mine) for i in (0, 1, 3))
             send, send_static = (max(row[i] for row in mine) for i in (2, 4))
             curves.append(PretestCurves(*(s / pack_tokens for s in (static, extract, send, compute, send_static))))
         self.curves[strategy] = curves
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next decisions depend on, JSON-ready."""
+        """What the next decisions depend on, JSON-ready."""
         shares = {name: list(shares) for name, shares in self.shares.items()}
         resized = {name: list(shares) for name, shares in self.resized.items()}
         curves = {name: [list(vars(curve).values()) for curve in curves] for name, curves in self.curves.items()}
@@ -603,10 +589,10 @@ class Giving:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; what it holds of other strategies is left.
+        """Restores a state; ignores its other strategies.
 
         Raises:
-            HotspaConfigError: it is not one.
+            HotspaConfigError: the state is invalid.
         """
         with reading_state("migrated columns", "they are decided anew"):
             keys = ("shares", "resized", "products", "token_s", "curves")

@@ -1,25 +1,18 @@
-"""Which speeds divide the packs of which mini-batch.
+"""Which speeds divide the packs of which mini-batch, and how speeds divide the layers of pipelines and MLPs.
 
-Mini-batches may be planned ahead of training (by a loop; the Trainer does not); so speeds that are known after mini-batch n
-(counted from 0) hold from mini-batch `n + 1 + delay` on, with `delay` at least as far as anybody plans ahead. Every rank
-then divides alike, and so does a run that goes on from `state_dict`. No torch.
+Packs: a loop may plan mini-batches ahead of training (the Trainer does not). So speeds known after mini-batch n
+(counted from 0) apply from mini-batch `n + 1 + delay` on, with `delay` at least as far as anybody plans ahead. Then
+every rank divides the same way, and so does a run that resumes from `state_dict`.
 
-Cutting the layers of pipelines by the speed of devices: a stage with a slow device gets fewer layers.
+Stages: a stage with a slow device gets fewer layers. All replicas of a strategy share one partition, and packs are
+divided over them by speed (`Speeds`). So the best partition has the highest throughput of all replicas together: the
+sum of the inverses of their slowest stages. With one replica that is PipeDream's objective, with stages weighted by
+relative step time. With several, the even partition is often better: others slow the replicas that are not slow.
 
-All replicas of a strategy have one cut, and packs are divided over them by speed (`Speeds`). So of a strategy counts
-how many mini-batches of one pack all its replicas together are done with in a time: of each, the inverse of its slowest
-stage. With one replica that is PipeDream's objective, stages weighed with their relative step time; with several the even cut is often
-the better one, as the replicas that are not slow would suffer from another.
+MLPs: `layout.shares` divides them per tensor-parallel group. Other replicas' groups stay even and lose nothing, so the
+only question is whether the change is worth a switch. Stage partition and pack division use each rank's resulting work.
 
-Every rank comes to the same cut: relative step times are integers, and sums are of fractions. No torch.
-
-Shares of MLPs by the speed of devices: whether a slow rank of a tensor-parallel group is worth an uneven division.
-
-The division itself is that of `layout.shares`, one for each group: the groups of other replicas stay even, so nobody suffers
-from it, and the question is only whether the change is worth a switch. What each rank has to do afterwards is known to the
-cut of stages and to the division of packs.
-
-Every rank comes to the same shares: all ranks have the same numbers, and the same order of sums. No torch.
+All ranks come to the same result: relative step times are integers, sums are fractions or have a fixed order. No torch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,14 +29,14 @@ from hf_hotspa.typed import Positive, reading_state, typed
 
 @dataclass(frozen=True)
 class Speeds:
-    """By which packs are divided over replicas.
+    """Speeds that divide packs over replicas.
 
     Args:
-        ranks: The speed of each rank, relative to one another.
-        loads: Where the stages of pipelines are cut by speed, too, what each has to do, by the mean of its pipeline: one
-            tuple for each depth, as long as the pipeline has stages.
-        works: Where tensor-parallel groups divide MLPs by speed, too, what each rank has to do by what it would with an even
-            share: one tuple for each degree of tp, behind it.
+        ranks: The speed of each rank, relative to each other.
+        loads: If pipeline stages are also partitioned by speed, the work of each stage relative to its pipeline's mean:
+            one tuple per depth, with one entry per stage.
+        works: If tensor-parallel groups also divide MLPs by speed, the work of each rank relative to an even share: one
+            tuple per degree of tp, after the degree.
     """
 
     ranks: tuple[Positive, ...]
@@ -55,7 +48,7 @@ class Speeds:
             raise ValueError("works of another number of ranks")
 
     def of_replicas(self, strategy: Strategy) -> tuple[float, ...] | None:
-        """The speed of each replica, that of the rank which is done last; None where all are as fast."""
+        """The speed of each replica, which is its slowest rank's; None if all are equally fast."""
         if strategy.dp == 1:
             return None
         stages, pp = strategy.num_stages, strategy.pp
@@ -70,29 +63,29 @@ class Speeds:
 
 
 class SpeedHistory:
-    """The speeds of a run, by mini-batch; see the head of the file for `delay`."""
+    """The speeds of a run, by mini-batch; see the module docstring for `delay`."""
 
     def __init__(self, delay: int) -> None:
         self.delay = delay
         self._in_force: list[tuple[int, Speeds | None]] = [(0, None)]
 
     def of(self, number: int) -> Speeds | None:
-        """Those of a mini-batch; None divides evenly. May be asked in another thread than `trained` runs in."""
+        """The speeds of a mini-batch; None divides evenly. May be called in another thread than `trained`."""
         known = self._in_force
         return next((speeds for first, speeds in reversed(known) if first <= number), known[0][1])
 
     def trained(self, number: int, speeds: Speeds | None) -> int | None:
-        """Takes what is known after mini-batch `number`; the mini-batch from which on it holds, where it is new."""
+        """Takes the speeds known after mini-batch `number`; if new, returns the first mini-batch they apply to."""
         if speeds == self._in_force[-1][1]:
             return None
-        # never in place: another thread may be looking
+        # replaced as a whole: another thread may be reading
         needed = max(i for i, entry in enumerate(self._in_force) if i == 0 or entry[0] <= number + 1)
         first = number + 1 + self.delay
         self._in_force = [*self._in_force[needed:], (first, speeds)]
         return first
 
     def restart(self) -> None:
-        """Counts from 0 again; what is known last stays."""
+        """Counts from 0 again; the latest speeds stay."""
         self._in_force = [(0, self._in_force[-1][1])]
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,10 +93,10 @@ class SpeedHistory:
         return {"in_force": [[first, *((None,) if s is None else vars(s).values())] for first, s in self._in_force]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state.
+        """Restores a state.
 
         Raises:
-            HotspaConfigError: it is not one.
+            HotspaConfigError: the state is invalid.
         """
         with reading_state("the speeds of devices", "packs are divided evenly until slow devices are found anew"):
             history = [(int(first), _read(numbers)) for first, *numbers in state["in_force"]]
@@ -113,7 +106,7 @@ class SpeedHistory:
 
 
 def _read(numbers: list[Any]) -> Speeds | None:
-    """What stands for speeds in a state: their fields, or None; earlier versions had fewer fields."""
+    """The speeds in a state: their fields, or None; earlier versions had fewer fields."""
     if numbers[0] is None:
         return None
     return typed(dict(zip(Speeds.__match_args__[: len(numbers)], numbers, strict=True)), Speeds)
@@ -123,19 +116,19 @@ def _read(numbers: list[Any]) -> Speeds | None:
 
 
 LEAST_GAIN = Fraction(5, 100)
-"""A cut is left for one that is faster by this share at least: a switch costs seconds, and relative step times are measured."""
+"""A partition is replaced only if another is faster by this share: a switch costs seconds, and step times are measured."""
 
 StepTimes = tuple[tuple[int, ...], ...]
 """See `StageCosts.step_times`."""
 
 
 def step_times_of_ranks(speeds: Sequence[float]) -> tuple[int, ...]:
-    """How long each rank takes (`USUAL_STEP_TIME`), from speeds that are 1 for ranks that are not slow."""
+    """Each rank's step time (in units of `USUAL_STEP_TIME`), from speeds that are 1 for ranks that are not slow."""
     return tuple(max(round(USUAL_STEP_TIME / speed), 1) for speed in speeds)
 
 
 def stages_of_replicas(strategy: Strategy, ranks: Sequence[int]) -> list[list[int]]:
-    """For each replica the relative step time of each of its stages, that of the slowest rank; stage s is on rank s mod pp of it."""
+    """Per replica the relative step time of each stage, which is its slowest rank's; stage s is on rank s mod pp."""
     slowest = [[0] * strategy.pp for _ in range(strategy.dp)]
     for rank, step_time in enumerate(ranks):
         coord = strategy.coord(rank)
@@ -146,8 +139,8 @@ def stages_of_replicas(strategy: Strategy, ranks: Sequence[int]) -> list[list[in
 def throughput(
     costs: StageCosts, stages: Sequence[range], replicas: Iterable[Sequence[int]], pp: int | None = None
 ) -> Fraction:
-    """How many packs all replicas (`stages_of_replicas`) are done with under a cut in the time of one unit of cost,
-    together; with as many ranks to a pipeline as stages, or `pp`."""
+    """How many packs all replicas (`stages_of_replicas`) together finish under a partition in the time of one unit of
+    cost; with as many ranks per pipeline as stages, or `pp`."""
     own, passes, total = costs.of_stages(stages), costs.passes(stages), Fraction(0)
     pp = pp or len(stages)
     for step_times in replicas:
@@ -163,17 +156,17 @@ def cut_by_speed(
     speeds: Sequence[float] | None,
     step_times_of: Callable[[Strategy], Sequence[int]] | None = None,
 ) -> StepTimes:
-    """The relative step times by which the stages of a pool should be cut.
+    """The relative step times that should partition the stages of a pool.
 
     Args:
-        costs: What decides the cut, with the relative step times in force.
-        strategies: The pool; of one world size.
-        speeds: Of each rank, relative to one that is not slow; None where none is.
-        step_times_of: The relative step time of each rank under a strategy, where its work is not that of an even shard
-            (`step_times_of_groups`).
+        costs: What decides the partition, with the current relative step times.
+        strategies: The pool, with one world size.
+        speeds: Of each rank, relative to one that is not slow; None if no rank is slow.
+        step_times_of: The relative step time of each rank under a strategy, for ranks whose work differs from an even
+            shard's (`step_times_of_groups`).
 
     Returns:
-        For `StageCosts.with_step_times`. Those in force where no other ones are worth it; none where no device is slow.
+        For `StageCosts.with_step_times`: the current ones unless others are worth a change; empty if no device is slow.
     """
     if speeds is None:
         return ()
@@ -191,12 +184,12 @@ def cut_by_speed(
 
 
 def _best(costs: StageCosts, depth: int, pool: Sequence[tuple[int, list[list[int]]]]) -> tuple[int, ...] | None:
-    """The relative step times for the pipelines of so many stages; None for the even cut. The one in force where no other is worth it."""
+    """The relative step times for pipelines of this depth; None for an even partition, the current ones if no change pays."""
     even = costs.with_step_times(()).stages(depth)
     of_even = [throughput(costs, even, replicas, pp) for pp, replicas in pool]
 
     def gain(step_times: tuple[int, ...] | None) -> Fraction:
-        """By the even cut, summed over the strategies."""
+        """Relative to the even partition, summed over the strategies."""
         stages = even if step_times is None else costs.with_step_times((step_times,)).stages(depth)
         gains = (throughput(costs, stages, r, pp) / e for (pp, r), e in zip(pool, of_even, strict=True))
         return sum(gains, Fraction(0))
@@ -204,14 +197,14 @@ def _best(costs: StageCosts, depth: int, pool: Sequence[tuple[int, list[list[int
     now = costs.step_times_of(depth)
     candidates: list[tuple[int, ...] | None] = [None]
     for _, replicas in pool:
-        # of all replicas together, and of each
+        # by the slowest replica of each stage, and by each replica
         candidates += [tuple(max(of_stage) for of_stage in zip(*replicas, strict=True)), *map(tuple, replicas)]
-    best = max(candidates, key=gain)  # the first of equal ones, so the even one before all
+    best = max(candidates, key=gain)  # the first of equal ones: the even one comes first
     return best if gain(best) >= (1 + LEAST_GAIN) * gain(now) else now
 
 
 def stage_loads(costs: StageCosts) -> tuple[tuple[float, ...], ...]:
-    """For each depth that is cut by speed, the cost of its stages by their mean."""
+    """For each depth that is partitioned by speed, the cost of its stages relative to their mean."""
     loads = []
     for step_times in costs.step_times:
         own = costs.of_stages(costs.stages(len(step_times)))
@@ -225,7 +218,7 @@ def can_share(vector: ParameterVector) -> bool:
 
 
 def _throughput(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int]) -> float:
-    """Of all replicas together; one is as fast as the slowest of its groups."""
+    """Of all replicas together; a replica is as fast as the slowest of its groups."""
     slowest = [1] * strategy.dp
     for rank, step_time in enumerate(step_times_of_groups(vector, strategy, ranks)):
         replica = strategy.coord(rank).dp
@@ -236,16 +229,16 @@ def _throughput(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int
 def shares_by_speed(
     vector: ParameterVector, strategies: Iterable[Strategy], speeds: Sequence[float] | None
 ) -> tuple[int, ...]:
-    """The relative step times of ranks by which the MLPs of a pool should be divided.
+    """The relative step times of ranks that should divide the MLPs of a pool.
 
     Args:
-        vector: With the relative step times in force.
-        strategies: The pool; of one world size.
-        speeds: Of each rank, relative to one that is not slow; None where none is.
+        vector: With the current relative step times.
+        strategies: The pool, with one world size.
+        speeds: Of each rank, relative to one that is not slow; None if no rank is slow.
 
     Returns:
-        For `ParameterVector.with_step_times`. Those in force where no other ones are faster by `LEAST_GAIN`; none where no device is
-        slow.
+        For `ParameterVector.with_step_times`: the current ones unless others are faster by `LEAST_GAIN`; empty if no
+        device is slow.
     """
     pool = [strategy for strategy in strategies if strategy.tp > 1]
     if speeds is None or not pool or not can_share(vector):
@@ -255,18 +248,18 @@ def shares_by_speed(
     of_even = [_throughput(even, strategy, ranks) for strategy in pool]
 
     def gain(step_times: tuple[int, ...]) -> float:
-        """By even shares, summed over the strategies."""
+        """Relative to even shares, summed over the strategies."""
         divided = vector.with_step_times(step_times)
         return sum(_throughput(divided, s, ranks) / usual for s, usual in zip(pool, of_even, strict=True))
 
-    best = max(((), ranks), key=gain)  # the first of equal ones, so the even one
+    best = max(((), ranks), key=gain)  # the first of equal ones: the even one comes first
     return best if gain(best) >= (1 + float(LEAST_GAIN)) * gain(vector.step_times) else vector.step_times
 
 
 def works_by_degree(
     vector: ParameterVector, strategies: Iterable[Strategy]
 ) -> tuple[tuple[int, tuple[float, ...]], ...]:
-    """Where MLPs are divided unevenly, for each degree of tp what every rank has to do by what it would with even shares."""
+    """If MLPs are divided unevenly, each rank's work relative to even shares, per degree of tp."""
     if not vector.step_times:
         return ()
     by_degree = {strategy.tp: works(vector, strategy) for strategy in strategies if strategy.tp > 1}

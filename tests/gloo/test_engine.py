@@ -300,7 +300,7 @@ def meshes(rank, world_size):
             assert total.item() == sum(ranks)
         found[str(strategy)] = (names, device_mesh.mesh.tolist())
         assert engine.mesh(strategy) == device_mesh
-    with pytest.raises(HotspaConfigError, match="pp4 is none of the engine's strategies"):
+    with pytest.raises(HotspaConfigError, match="pp4 is not one of the engine's strategies"):
         engine.mesh(Strategy(pp=4))
     return found, pairs[0] is pairs[1], num_groups, len(engine._groups)
 

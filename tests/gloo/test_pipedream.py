@@ -188,7 +188,7 @@ def digests(rank: int, world_size: int) -> list[tuple[list[dict[str, str]], int]
         model = tiny_model(FAMILY)
         engine, _ = start(model, buckets, mode or PipeDream())
         mini_batch = make_mini_batch(engine, random_rows(33, model.config.vocab_size, longest=40))
-        newest = lambda runner, _: runner.replica.use_weights(runner._held[max(runner._held)])  # noqa: E731
+        newest = lambda runner, _: runner.replica.use_weights(runner._by_version[max(runner._by_version)])  # noqa: E731
         with patch.object(PipeDreamRunner, "use_version_of", newest) if mode is None else nullcontext():
             found.append(weights_of_packs(engine, mini_batch))
         engine.close()
@@ -278,7 +278,7 @@ REFUSED = [
     ("norm 0.0", "use 1.0"),
     ("no optimizer", "engine.updates.step"),
     ("global norm", "max_norm"),
-    ("is not finite", "have changed the weights already"),
+    ("is not finite", "have already changed the weights"),
 ]
 
 

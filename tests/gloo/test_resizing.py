@@ -143,7 +143,7 @@ def test_columns_by_variation_and_imputation_go_on_bit_for_bit(tmp_path):
         assert next(step for step in whole[0] if whole[0][step] != off[0][step]) == 6
     assert not any(usual[0][1])
     assert "this run is not exact" in usual[0][3][0]
-    assert "those of the mini-batch before" in usual[0][3][0]
+    assert "the previous mini-batch's" in usual[0][3][0]
     # the statistics, from the weights of the checkpoints
     first = dict(tiny_model("qwen3_qk_norm_tied", seed=0).state_dict().items())
     at = {step: load_file(tmp_path / "pri" / f"checkpoint-{step}" / "model.safetensors") for step in (3, 6)}

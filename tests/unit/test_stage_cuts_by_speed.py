@@ -170,21 +170,21 @@ def test_a_run_asks_once_for_a_cut_says_what_it_is_and_goes_back():
     engine, taken = Engine(8), list[Any]()
     cuts = StageCuts(engine, fits=lambda _: None, takes=taken.append)  # type: ignore[arg-type]
     assert cuts.decide(None) == ""
-    assert cuts.decide((1.0, 1 / 3)) == "stages have so many layers now: pp2 6+2"
+    assert cuts.decide((1.0, 1 / 3)) == "layers per stage are now: pp2 6+2"
     assert cuts.decide((1.0, 1 / 3)) == cuts.decide((1.0, 0.34)) == ""  # the same, and too little to gain
     assert cuts.loads == ((1.5, 0.5),)
     assert engine.asked == [((100, 300),)]
-    assert cuts.decide(None) == "stages have so many layers now: pp2 4+4"
+    assert cuts.decide(None) == "layers per stage are now: pp2 4+4"
     assert cuts.loads == ()
     assert len(taken) == 2
 
 
 def test_a_cut_that_memory_does_not_hold_is_said_once():
     cuts = StageCuts(Engine(5), fits=lambda _: None)  # type: ignore[arg-type]
-    assert "as memory does not hold another cut" in cuts.decide((1.0, 1 / 3))
+    assert "as memory does not hold another partition" in cuts.decide((1.0, 1 / 3))
     assert cuts.decide((1.0, 0.25)) == ""
-    assert cuts.decide((1.0, 0.6)) == "stages have so many layers now: pp2 5+3"
-    assert "as memory does not hold another cut" in cuts.decide((1.0, 0.2))  # after one that it held
+    assert cuts.decide((1.0, 0.6)) == "layers per stage are now: pp2 5+3"
+    assert "as memory does not hold another partition" in cuts.decide((1.0, 0.2))  # after one that it held
     assert cuts.decide(None).endswith("pp2 4+4")
 
 

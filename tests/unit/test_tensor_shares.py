@@ -263,12 +263,12 @@ def test_a_run_divides_says_so_and_goes_back():
     engine = Engine(vector_of("llama_gqa_bias"), 1.0)
     cuts = StageCuts(engine, fits=lambda _: None)  # type: ignore[arg-type]
     assert cuts.decide(None) == ""
-    assert cuts.decide((1.0, 0.25)) == "slow ranks compute so much of MLPs now: tp2 rank 1 2%"
+    assert cuts.decide((1.0, 0.25)) == "MLP shares of slow ranks are now: tp2 rank 1 2%"
     assert cuts.decide((1.0, 0.245)) == ""
     assert cuts.works[0][1][0] > 1 > cuts.works[0][1][1]
     resumed = StageCuts(Engine(vector_of("llama_gqa_bias"), 1.0), fits=lambda _: None)  # type: ignore[arg-type]
     resumed.load_state_dict(json.loads(json.dumps(cuts.state_dict())))
-    assert resumed.begin() == "slow ranks compute so much of MLPs now: tp2 rank 1 2%"
+    assert resumed.begin() == "MLP shares of slow ranks are now: tp2 rank 1 2%"
     assert resumed.state_dict() == cuts.state_dict()
     assert cuts.decide(None) == "MLPs are divided evenly again"
     assert engine.asked == [(100, 400), ()]
@@ -277,7 +277,7 @@ def test_a_run_divides_says_so_and_goes_back():
 
 def test_shares_that_memory_does_not_hold_are_said_once_and_none_without_dense_mlps():
     cuts = StageCuts(Engine(vector_of("llama_gqa_bias"), 0.7), fits=lambda _: None)  # type: ignore[arg-type]
-    assert "as memory does not hold another cut" in cuts.decide((1.0, 0.25))
+    assert "as memory does not hold another partition" in cuts.decide((1.0, 0.25))
     assert cuts.decide((1.0, 0.2)) == ""
     engine = Engine(vector_of("mixtral"), 1.0, Strategy(dp=2, tp=2))
     cuts = StageCuts(engine, fits=lambda _: None)  # type: ignore[arg-type]
