@@ -289,7 +289,9 @@ def test_dropout_that_a_family_draws_by_itself_is_refused_by_name():
     config = AutoConfig.for_model(
         "starcoder2", **sizes, num_key_value_heads=2, residual_dropout=0.1, embedding_dropout=0.0
     )
-    with pytest.raises(UnsupportedError, match=r"residual_dropout=0.1.*random numbers of its layers depend on the layout"):
+    with pytest.raises(
+        UnsupportedError, match=r"residual_dropout=0.1.*random numbers of its layers depend on the layout"
+    ):
         describe_model(AutoModelForCausalLM.from_config(config))
     config = AutoConfig.for_model("phi3", **sizes, num_key_value_heads=2, pad_token_id=0, resid_pdrop=0.1)
     describe_model(AutoModelForCausalLM.from_config(config))
