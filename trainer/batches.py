@@ -533,7 +533,6 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> Sequenc
                 why="strategies are chosen for the lengths of its first rows, which would be lost",
                 fix="give hotspa_strategies, or a data set that begins anew with each iter()",
             )
-
         lengths = list[int]()
         for batch in islice(loader, batches):
             batch = {name: value for name, value in without_padded_from(batch).items() if isinstance(value, Tensor)}

@@ -375,7 +375,6 @@ def refuse_behind(cls: type, mixin: type) -> None:
     Raises:
         UnsupportedError: naming class and method.
     """
-
     for other in cls.__mro__[cls.__mro__.index(mixin) + 1 :]:
         name = next((name for name in REPLACED if name in vars(other)), None)
         if name is not None and is_users(other):
