@@ -474,7 +474,7 @@ REASONS = {
     "lomo": "whole matrices",
     "stable": "whole matrices",
     "grok": "whole matrices",
-    "schedule_free": "weights of its own",
+    "schedule_free": "separate weights",
 }
 
 
