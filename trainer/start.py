@@ -173,7 +173,7 @@ class Watchers:
             report = self.plan.ended(step, report)
         if self.devices is not None:
             watched = self.devices.trained(*passes[-1])  # one pass is enough to detect slow devices
-            report = replace(report, step_times=watched.step_times, slow=watched.slow)
+            report = replace(report, paces=watched.paces, slow=watched.slow)
         return report
 
 
