@@ -1,4 +1,4 @@
-"""`HotSPaTrainingArguments`: a few flags on top of Hugging Face's, checked. Each flag is documented at its field.
+"""`HotSPaTrainingArguments`: a few checked flags on top of Hugging Face's, documented at their fields.
 
 Settings that cannot be honoured raise an error that names them (`refuse_arguments`). A DeepSpeed config is mapped
 (`deepspeed_config`). Everything else of `TrainingArguments` works unchanged.
@@ -70,7 +70,7 @@ ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, TrainingArguments):
     """The arguments of `HotSPaTrainer`.
 
-    Accumulated batches are one mini-batch: they are packed and trained together.
+    Accumulated batches are one mini-batch, packed and trained together.
 
     Raises:
         HotspaConfigError: a `hotspa_*` flag does not parse, or the number of processes does not fit.
@@ -320,7 +320,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         self.complete()
 
     def complete(self) -> None:
-        """Checks everything and derives the remaining values. The attributes of `TrainingArguments` are set up."""
+        """Checks everything and derives the remaining values, once the attributes of `TrainingArguments` are set up."""
         check_values(self)
         self.bf16 = bool(vars(self)["bf16"]) or wants_bf16()  # untyped in transformers
         check_processes(self.world_size)
@@ -393,7 +393,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
 
     @property
     def hotspa_buckets(self) -> tuple[Bucket, ...]:
-        """`hotspa_strategies`, parsed; empty for `auto`, where only the engine knows them (`trainer.engine.buckets`)."""
+        """`hotspa_strategies`, parsed; empty for `auto` (see `trainer.engine.buckets`)."""
         return () if self.hotspa_auto else parse_buckets(self.hotspa_strategies or "")
 
     @property
@@ -458,7 +458,7 @@ OF_ONE_RANK = {name for name, known in flags_of(HotSPaTrainingArguments).items()
     "local_rank", "logging_dir", "run_name", "project", "trackio_space_id", "report_to", "disable_tqdm", "log_level",
     "log_level_replica", "log_on_each_node", "hub_token", "deepspeed",
 }  # fmt: skip
-"""Arguments that may differ between ranks: local output settings, and paths of files whose contents are compared."""
+"""Arguments that may differ between ranks: local output, and paths of files whose contents are compared."""
 
 
 def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
@@ -504,8 +504,8 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
     """Which strategy evaluates which lengths.
 
     Args:
-        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
-            length as it is trained; or one strategy of the pool, for all lengths up to the longest bucket.
+        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each length as
+            trained; or one strategy of the pool for all lengths.
 
     Raises:
         HotspaConfigError: `choice` is none of these.
@@ -530,11 +530,11 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
 def given_buckets(args: HotSPaTrainingArguments, model: Any = None) -> tuple[Bucket, ...]:
     """The buckets of `hotspa_strategies`.
 
-    Strategies recompute (`+rc`) with `activation_checkpointing`, and are sharded (`+z2`, `+z3`) with stages 2 and 3 of a
-    DeepSpeed config, or `fsdp`, unless they set these options themselves. Neighbours with the same strategy become one.
+    Unless they set these options themselves, they recompute (`+rc`) with `activation_checkpointing`, and are sharded (`+z2`, `+z3`)
+    with stages 2 and 3 of a DeepSpeed config, or `fsdp`. Neighbours with the same strategy become one.
 
     Args:
-        model: If known: the n of "every n-th layer" of `activation_checkpointing` may exceed the number of its layers.
+        model: If known, bounds the n of "every n-th layer" of `activation_checkpointing` by its number of layers.
 
     Raises:
         StrategyError: buckets that are not neighbours become the same strategy.
@@ -595,7 +595,7 @@ def _unfilled(kind: Any) -> Any:
 
 
 def _pickled(args: Any, protocol: Any) -> tuple[Any, ...]:
-    """The class was made at run time, so a pickle (`training_args.bin`) names the user's class, its base."""
+    """Pickles (`training_args.bin`) name the user's class, the base of this one, which was made at run time."""
     return _unfilled, (type(args).__bases__[1],), vars(args)
 
 

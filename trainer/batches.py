@@ -1,4 +1,4 @@
-"""The data sets of a trainer: the input of its loaders, and the known lengths of rows before they are trained.
+"""The data sets of a trainer: the input of its loaders, and the lengths of rows before training.
 
 The loaders, the order of rows and the workers are the stock Trainer's; the collator is `RowCollator`.
 """
@@ -57,9 +57,8 @@ _MOST_ROWS = 50_000
 
 
 class DispatchedShard(IterableDatasetShard):  # type: ignore[misc]
-    """A rank's part of a stream, which it reads itself, with the rows that `dispatch_batches` would send it. With
-    `dispatch_batches` accelerate completes the last batch of a pass to a multiple of the ranks; otherwise to a full batch of
-    each rank.
+    """A rank's part of a stream, which it reads itself, with the rows that `dispatch_batches` would send it: accelerate then
+    completes the last batch of a pass to a multiple of the ranks, and otherwise to a full batch of each rank.
 
     Attributes:
         on_end: Called with the number of rows of the last batch: an evaluation counts no others.
@@ -99,9 +98,6 @@ class StreamParts:
     A pass of the run is the main process's pass over its part. A rank whose part ends earlier starts it again at once, as in the
     stock Trainer, where each rank begins its next pass alone. A rank with a longer part continues at its place in the next pass.
 
-    Args:
-        loader: The training data loader.
-        args: The trainer's.
     """
 
     def __init__(self, loader: Any, args: Any) -> None:
@@ -188,21 +184,20 @@ class StreamParts:
 
 
 class Rows:
-    """The data sets of a trainer: the input of its loaders, and the known lengths of rows before they are trained.
+    """The data sets of a trainer.
 
     Lengths come from a scan, kept on disk, if a data set has random access; otherwise from the first batches of its loader.
     Collective: one process of a machine scans, and the others read its cache.
 
     Args:
-        trainer: The owner of the data sets.
         loss_columns: Columns that a token loss reads.
 
     Attributes:
         sampled: Whether longer rows may come than `tables` has found.
         evaluated: The last evaluated data set; None before.
-        sampler: Distributes the rows of an explicit `hotspa_mini_batch_size`; None without.
+        sampler: Distributes the rows of an explicit `hotspa_mini_batch_size`, if set.
         parts: The parts of the training stream that ranks read by themselves.
-        default_collator: The stock Trainer's choice if no data collator was given; None otherwise.
+        default_collator: The stock Trainer's choice if no data collator was given, else None.
     """
 
     def __init__(self, trainer: Any, loss_columns: Sequence[str] = ()) -> None:
@@ -261,7 +256,7 @@ class Rows:
             ):  # else no longer row is trained
                 self._say(
                     f"rows of up to {border} tokens have other rotary factors than longer ones, and each is trained with the "
-                    "factors of its own length; a padded batch of the stock Trainer has the factors of its longest row"
+                    "factors for its length; a padded batch of the stock Trainer has the factors of its longest row"
                 )
         return collator
 
@@ -270,8 +265,8 @@ class Rows:
         """Inside, the settings of accelerate and of workers fit our rows. Yields the data set that a loader is made of.
 
         Each of several ranks reads its own part of a stream if rows are padded here, and of any data set whose rows may be cut or
-        left out: a rank that reads for all needs batches of one width, with as many rows as it asked for. A rank that trains
-        alone trains what it reads. Workers end with their rank, and not with a signal to another process."""
+        left out: one rank that reads for all needs batches of one width and size. A rank that trains alone trains what it reads.
+        Workers end with their rank, not by a signal to another process."""
         args, config = self._args, self._trainer.accelerator.dataloader_config
         dispatch, several = config.dispatch_batches, self._args.world_size > 1
         has_context, chosen = hasattr(args, "dataloader_multiprocessing_context"), workers_context(args)
@@ -326,8 +321,8 @@ class Rows:
         return made
 
     def of_older_release(self, loader: Any, is_training: bool) -> Any:
-        """Adds batch samplers and the start method of workers to a loader of a transformers release that does not support
-        them. A stream that each rank reads because of `reading` has the rows of the stock Trainer."""
+        """Adds batch samplers and the start method of workers to a loader of a transformers release without them. A stream that
+        each rank reads because of `reading` has the rows of the stock Trainer."""
         shard: Any = getattr(loader, "dataset", None)
         if type(shard) is IterableDatasetShard and self._args.accelerator_config.dispatch_batches is not False:
             shard.__class__ = DispatchedShard
@@ -386,8 +381,8 @@ class Rows:
         return has_rows and not is_lazy and is_stock(self._given_collator()) and not self._takes_long(dataset)
 
     def _takes_long(self, dataset: Any) -> bool:
-        """Whether a data set holds too many Python objects to read each before training. Given strategies need a full scan:
-        a row that is too long raises an error before the first step."""
+        """Whether a data set holds too many Python objects to read each before training. Not for given strategies: a row that is
+        too long must raise an error before the first step."""
         is_table = isinstance(lazy := getattr(dataset, "format", None), Mapping) and "type" in lazy
         is_trained = dataset is getattr(self._trainer, "train_dataset", None)
         return self._args.hotspa_auto and is_trained and not is_table and len(dataset) > _MOST_ROWS
@@ -444,11 +439,11 @@ class Rows:
         return table
 
     def tables(self, trained: Any, evaluated: Sequence[Any], loader: Any, agreement: Agreement) -> list[SequenceTable]:
-        """The scan for which strategies are chosen (of the trained rows, or without any, the evaluated ones), then the other
-        scans, which must also fit. Collective.
+        """The scan that strategies are chosen for (of trained rows, if any, else of evaluated ones), then others that must fit.
+        Collective.
 
         Args:
-            loader: The training data loader; None if nothing is trained.
+            loader: The training data loader, if any.
 
         Raises:
             DataError: there are no rows.
@@ -471,7 +466,7 @@ class Rows:
         return tables
 
     def example(self, dataset: Any) -> dict[str, Any] | None:
-        """The columns that a token loss reads, of the first row, [L] or []; None if no row can be read before training.
+        """The columns that a token loss reads, of the first row, [L] or []; None if it cannot be read before training.
 
         Raises:
             HotspaError: the row cannot be read, or lacks a column.

@@ -1,19 +1,19 @@
 """The checkpoints of a run: their contents, their rotation, and the handling of failed saves.
 
-`transformers.Trainer` decides when a checkpoint is due and which one is the best; here they are committed, perhaps a few steps
-later. A save that fails on disk is a warning; only several in a row end training. Content that no disk could store raises an
-error before the first step (`try_files`).
+`transformers.Trainer` decides when a checkpoint is due and which one is the best; here they are committed, perhaps some steps
+later. A failed save is a warning; only several in a row end training. Content that no disk could store raises an error before the
+first step (`try_files`).
 
-A save over all ranks: every rank writes its own files at the same time, and rank 0 commits when all of them are done.
+A save over all ranks: every rank writes its own files at the same time, and rank 0 commits when all are done.
 
     rank 0   takes the run lock, makes the temporary directory                            agree
     all      write and sync their files, send names, sizes and hashes, or an error        gather
     rank 0   writes the manifest, syncs, renames: from here on the checkpoint exists      agree
     rank 0   removes older ones
 
-An error of any rank at any point is raised by all ranks, and nothing is left of the checkpoint. In a background save a thread
-of each rank writes the files, from copies of the tensors in host memory. The ranks commit together at the first `poll` at
-which all of them have written, or in `finish`. At most one save is in progress at a time.
+An error of any rank is raised by all, and nothing is left of the checkpoint. In a background save a thread of each rank writes
+the files, from copies in host memory. The ranks commit together at the first `poll` after all have written, or in `finish`. At
+most one save is in progress.
 """
 
 import contextlib
@@ -164,12 +164,12 @@ class CheckpointWriter:
             write_files: Writes this rank's files; in a thread with `background`.
             make_manifest: The manifest of all ranks' files; called on rank 0.
             limit: How many checkpoints stay, see `RunFolder.rotate`.
-            keep: Which ones stay in any case; called when some are to be removed.
+            keep: Which ones stay in any case; called before removing any.
             background: Whether to return before the files are written.
 
         Raises:
-            CheckpointError: it could not be written; nothing is left of it. Also the error of an earlier background save that
-                was still in progress: this call waits for it first.
+            CheckpointError: it could not be written; nothing is left of it. Also the error of an earlier background save, which is
+                finished first.
         """
         self.finish()
         begun = self._on_first(lambda: self.folder.begin(step))
@@ -246,10 +246,10 @@ class CheckpointWriter:
 
 
 class CheckpointContents:
-    """The contents of a checkpoint, captured when this is made; written later, perhaps by a thread. Collective.
+    """The contents of a checkpoint, captured now and written later, perhaps by a thread. Collective.
 
     Args:
-        optimizer: The optimizer; None if only the model is saved.
+        optimizer: None if only the model is saved.
         rank_tensors: Tensors that only this rank needs to resume, by name, in host memory; may be empty.
         texts: Returns the JSON files that one rank writes for all, by name; its error is raised where all ranks are together.
     """
@@ -313,7 +313,7 @@ class CheckpointContents:
             of_model = weights if self._copies is None else self._copies
             return records + self._files.write(disk, temporary, of_model, rank, world)
         finally:
-            for _ in weights:  # also after a failure: the other ranks are waiting for the remaining weights
+            for _ in weights:  # also after a failure: the other ranks wait for the rest
                 pass
 
     def manifest(self, files: tuple[FileRecord, ...]) -> Manifest:
@@ -355,8 +355,8 @@ class CheckpointContents:
         return files | {random_file(rank, world): random_states(world)}
 
     def _write_model_files(self, temporary: Path, weights: set[str]) -> list[FileRecord]:
-        """Writes config, generation config and tokenizer as transformers does, and the model's buffers, which a resumed run
-        needs. The other ranks may be writing files of weights at the same time."""
+        """Writes config, generation config and tokenizer as transformers does, and the model's buffers. Other ranks may write
+        weights at the same time."""
         model, disk = self._model, self._folder.disk
         write_each(side_files(model, self._tokenizer), temporary)
         records = disk.adopt(temporary, {STATE_FOLDER, *weights})

@@ -242,9 +242,9 @@ class DeepSpeedMapping:
     Args:
         arguments: The training arguments that it sets.
         rows: `(field and value, its meaning here)`.
-        unused: Fields for DeepSpeed's implementation of things that the engine implements differently.
-        scheduler: Type and params of its scheduler, some may be `auto`; None if the arguments' scheduler is used.
-        stage: 2 or 3 if it sets that stage of ZeRO, else 0.
+        unused: Fields about things that the engine does in another way.
+        scheduler: Type and params of its scheduler, some may be `auto`; None for the arguments' scheduler.
+        stage: 2 or 3 for that stage of ZeRO, else 0.
     """
 
     arguments: dict[str, Any]
@@ -254,7 +254,7 @@ class DeepSpeedMapping:
     stage: int = 0
 
     def schedule(self, learning_rate: float, num_steps: int, warmup_steps: int) -> DeepSpeedSchedule:
-        """The learning rates. Values that the config leaves open come from the training arguments."""
+        """The learning rates; values that the config leaves open come from the training arguments."""
         assert self.scheduler is not None
         kind = self.scheduler["type"]
         known = TYPES[kind]
@@ -545,8 +545,8 @@ FSDP_UNUSED = frozenset(
         "sync_module_states", "cpu_ram_efficient_loading", "state_dict_type", "xla_fsdp_settings",
     )
 )  # fmt: skip
-"""Fields for FSDP's implementation of things that the engine implements differently: units are embedding, layers and head, and
-the next one is loaded while one computes."""
+"""Fields about things that the engine does in another way: units are embedding, layers and head, and the next one is loaded while
+one computes."""
 
 _OFF = {
     "activation_checkpointing": "use activation_checkpointing=True of the arguments, or strategies such as dp4+rc+z3",

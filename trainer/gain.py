@@ -1,9 +1,9 @@
 """Whether switching paid, measured: the same mini-batches with switching and under single strategies, in turn.
 
-`measure_gain` runs after training, on a separate engine that has the strategies of all sides. It runs forward and backward
-passes and makes no update, so nothing of the trainer changes: not its weights, its optimizer, its choice of strategies or any
-random generator. Sides take turns in another order for each mini-batch, after an untimed one. All single strategies run the
-first mini-batches; those that are clearly slower than another are left out afterwards.
+`measure_gain` runs after training, on a separate engine with the strategies of all sides. It runs forward and backward passes
+without updates, so nothing of the trainer changes: weights, optimizer, choice of strategies or random generators. The order of
+sides differs for each mini-batch; the first is not timed. All single strategies run the first mini-batches; clearly slower ones
+are left out afterwards.
 """
 
 import time
@@ -58,12 +58,12 @@ def measure_gain(trainer: "SwitchedMixin", steps: int = 5) -> MeasuredGain | Non
     """Measures how much faster switching is than single strategies: the best one that fits as predicted, and the common ones
     (DDP, FSDP, tensor parallelism, a pipeline) that fit. Collective.
 
-    The engine of the trainer may be closed, and should be if memory is short: this makes a second one.
+    The trainer's engine may be closed, and should be if memory is short: this makes a second one.
 
     Args:
-        trainer: A trainer that has trained.
-        steps: Mini-batches that are timed, the first of the run. Without a time model, the single strategies are the buckets of
-            the run that hold every row.
+        trainer: It must have trained.
+        steps: Timed mini-batches, the first of the run. Without a time model, the single strategies are the buckets of the run
+            that hold every row.
 
     Returns:
         The measurement, which is also printed and passed to callbacks (`on_gain_measured`); None if the run has one strategy.

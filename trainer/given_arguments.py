@@ -1,13 +1,10 @@
-"""Checks of given arguments. Each that is unknown, invalid, unsupported, without effect, or another trainer's is reported, with
-an alternative.
+"""Checks of given arguments: each that is unknown, invalid, unsupported, without effect, or another trainer's is reported, with an
+alternative. Also flags with a joint meaning (pipeline updates, reaction to slow devices), and the launcher's settings in the
+environment (how many processes, and how they train).
 
-Also the flags that only have a meaning together: how pipelines update, and the reaction to slow devices.
-
-Also the launcher's settings in the environment of this process: how many processes were requested, and how they train.
-
-Launchers fail quietly: `accelerate launch` starts one process if `--multi_gpu` is missing, whatever its
-`--num_processes` says, and torchrun's processes train alone if the script does not ask for the CPU on a machine
-without accelerators. Both are errors here, with given strategies and with auto.
+Launchers fail quietly: `accelerate launch` starts one process if `--multi_gpu` is missing, whatever its `--num_processes`, and
+torchrun's processes train alone if the script does not ask for the CPU on a machine without accelerators. Both are errors here,
+with given strategies and with auto.
 """
 
 import inspect
@@ -103,8 +100,7 @@ def check_processes(world_size: int) -> None:
     """Checks that as many processes train together as were started and requested.
 
     Args:
-        world_size: Processes that train together, as transformers sees them.
-
+        world_size: Processes that train together, according to transformers.
     Raises:
         LaunchError: they are fewer; the message has the launch line.
     """
@@ -180,8 +176,8 @@ def unknown_flag(flag: str, known: Collection[str]) -> str:
     """A sentence about an unknown flag, with the nearest known one.
 
     Args:
-        flag: As it was written, such as ``--hotspa-overlnog``.
-        known: The known names, without hyphens before them.
+        flag: As written, such as ``--hotspa-overlnog``.
+        known: Without leading hyphens.
     """
     near = nearest(flag, known)
     return f"there is no flag {flag}" + (f"; did you mean --{near}?" if near else "")
@@ -193,9 +189,8 @@ def nearest(flag: str, known: Collection[str]) -> str | None:
 
 
 def warn_of_misspelt(fields: Collection[str]) -> None:
-    """Warns of unknown command line flags that begin like ours: a script's own parser may call them unused, or drop them. Each is
-    reported once, by one process.
-    """
+    """Warns of unknown command line flags that begin like ours, which a script's own parser may ignore. Each is reported once, by
+    one process."""
     if os.environ.get("RANK", "0") != "0":
         return
     for word in sys.argv[1:]:
@@ -246,7 +241,7 @@ class Number:
     fix: str = ""
 
     def takes(self, value: Any) -> bool:
-        """Whether the value is accepted; it may be of numpy or torch. NaN never is."""
+        """Whether the value, also of numpy or torch, is accepted; NaN never is."""
         number = value.item() if getattr(value, "ndim", None) == 0 else value
         kind: Any = Integral if self.whole else Real
         return isinstance(number, kind) and bool(self.least <= number <= self.most)
@@ -266,7 +261,7 @@ _BETA = Number(0, math.nextafter(1, 0), fix="use a number of at least 0 and belo
 _COUNT, _WHOLE = Number(1, whole=True), Number(whole=True)
 SECONDS = Number(math.nextafter(0, 1), LONGEST_TIMEOUT_S, fix="use some minutes, in seconds")
 
-# the values that train; odd values that the stock Trainer supports are accepted here, too (max_grad_norm=-1 clips nothing)
+# odd values that the stock Trainer supports are accepted here, too (max_grad_norm=-1 clips nothing)
 _NUMBERS: dict[str, Number] = {
     "learning_rate": _FROM_0,
     "weight_decay": _FROM_0,
@@ -299,7 +294,7 @@ _NUMBERS: dict[str, Number] = {
 
 @dataclass(frozen=True)
 class Flag:
-    """The properties of a flag beside its field's name, type, default, help and choices. Lists of flags are derived from it.
+    """The properties of a flag beside its field's name, type, default, help and choices. Lists of flags derive from it.
 
     Args:
         number: The numbers that it accepts; None if it is not a number.
@@ -405,7 +400,7 @@ CHANGED = ("auto_find_batch_size", "bf16_full_eval", "accelerator_config", "grad
 
 
 def explain_arguments(args: TrainingArguments) -> None:
-    """Accepts arguments without effect here or on numbers, and logs a line for each on the main process."""
+    """Logs a line for each argument without effect on numbers here, on the main process."""
     for name, (nothing, text) in _NO_EFFECT.items():
         if getattr(args, name, nothing) != nothing and args.process_index == 0:
             logger.warning("%s=%r: %s", name, getattr(args, name), text)
@@ -459,8 +454,7 @@ def read_accelerator_config(args: TrainingArguments) -> None:
 
 _ROWS = "give rows that hold what is learned: 'input_ids' with 'labels', or a column 'text'"
 
-# Field of TRL's SFTConfig -> (values that ask for nothing here, what to do instead of another one). Other fields ask for
-# something unless they are None, False, 0 or empty.
+# Field of TRL's SFTConfig -> (values without effect here, alternative to others). Other fields have none if None, False, 0 or empty.
 _OF_SFT: dict[str, tuple[tuple[Any, ...], str]] = {
     "loss_type": (("nll", "chunked_nll", None), "pass token_loss to the trainer (docs/losses.md; 'dft' is one line)"),
     "max_length": (
@@ -494,8 +488,7 @@ def refuse_fields_of_others(args: TrainingArguments, trainer: type, datasets: It
     Fields of a user's class belong to the user: as with the stock Trainer, the user's callbacks and overrides read them.
 
     Args:
-        trainer: The class of the trainer.
-        datasets: The training and evaluation sets; None among them is left out.
+        datasets: The training and evaluation sets, perhaps None.
 
     Raises:
         HotspaConfigError: naming the fields, and what to do instead.
@@ -580,7 +573,7 @@ def _top(kind: type) -> str:
 
 
 def _is_library(kind: type) -> bool:
-    """Whether a class of arguments is installed together with a trainer that reads it, such as SFTConfig with SFTTrainer."""
+    """Whether a class of arguments is installed together with its trainer, such as SFTConfig with SFTTrainer."""
     if _top(kind) in _OWN or not issubclass(kind, TrainingArguments):
         return False
     module = sys.modules.get(kind.__module__)
@@ -604,8 +597,8 @@ def _each(datasets: Iterable[Any]) -> Iterator[Any]:
 
 
 def _kinds(dataset: Any) -> Iterator[str]:
-    """The kinds of rows of a data set, as `Format.kind`; with extra kinds for completions of conversations, rows of tokens with
-    a mask, and rows that cannot be read before training."""
+    """The kinds of rows (`Format.kind`), with more for completions of conversations, rows of tokens with a mask, and rows that
+    cannot be read before training."""
     row: Any = {}
     if not is_stream(dataset):
         row = dataset[0] if len(dataset) else {}
@@ -716,7 +709,7 @@ class PipelineModeArguments:
 
 @dataclass
 class StragglerArguments:
-    """The reaction to slow devices. Flags of `hotspa_resize` only have a meaning if products are resized."""
+    """The reaction to slow devices. Flags of `hotspa_resize` only apply if products are resized."""
 
     hotspa_stragglers: str = flag(
         "watch",

@@ -1,8 +1,8 @@
 """The optimizer of a run: which may run on shares of the weights, how one moves onto them, and its learning rates.
 
-Each rank holds a flat share of every weight. An update that uses complete matrices, rows or norms of a tensor would change with
-the cut, hence with the number of ranks; such an optimizer raises an error. Blocks of elements are never cut, so the 8-bit and
-4-bit optimizers of bitsandbytes and torchao run (`engine.low_bit`).
+Each rank holds a flat share of every weight. An update from complete matrices, rows or norms of a tensor would depend on the cut,
+hence on the number of ranks; such an optimizer raises an error. Blocks of elements are never cut, so the 8-bit and 4-bit
+optimizers of bitsandbytes and torchao run (`engine.low_bit`).
 """
 
 import enum
@@ -106,7 +106,7 @@ def check_elementwise(optimizer_class: Any, kwargs: dict[str, Any]) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, elsewhere: Mapping[int, str] | None = None) -> None:
-    """As `check_elementwise`, for an optimizer object. Copies of it are tried; it is unchanged, and so are its parameters.
+    """As `check_elementwise`, for an optimizer object. Copies of it are tried; it and its parameters stay unchanged.
 
     Args:
         elsewhere: Ids -> names of parameters that it must not refer to.
@@ -174,8 +174,8 @@ def _copy(optimizer: Optimizer, parameters: list[nn.Parameter], met: _Met) -> Op
 
 
 def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
-    """Compares a few steps on a vector, on its two pieces, and on the first piece alone, which must not depend on the second.
-    Relative to the distance moved, in fp64 if the optimizer accepts that, so that tiny steps count."""
+    """Compares a few steps on a vector, on its two pieces, and on the first piece alone, which must not depend on the second;
+    relative to the distance moved, in fp64 if supported, so that tiny steps count."""
     for size in _SIZES:
         _try_size(name, make, device, size)
 
@@ -229,8 +229,8 @@ def _trials(
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """The start of a vector, and its ends by cut and group.
 
-    Takes three steps, or as many as needed until three have moved every group's vector: some optimizers warm up by themselves.
-    A learning rate of 0, or near it, comes from the beginning of a schedule: a larger one is tried.
+    Takes as many steps as needed until three have moved every group's vector: some optimizers warm up by themselves. A learning
+    rate near 0, from the beginning of a schedule, is replaced by a larger one.
     """
     start = torch.linspace(-1.0, 2.0, size, device=device, dtype=dtype)
     slope = torch.linspace(0.1, 5.0, size, device=device, dtype=dtype).square()
@@ -273,7 +273,7 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     """Replaces the model's parameters by this rank's shares; False if all are shares already. Not collective.
 
     Args:
-        optimizer: The optimizer, which may be in accelerate's wrapper; changed in place, the same on all ranks.
+        optimizer: May be in accelerate's wrapper; changed in place, the same on all ranks.
         saved: Whether checkpoints will hold its state and options.
 
     Raises:
@@ -387,7 +387,7 @@ class DeepSpeedLR(LRScheduler):
 
 
 class MasterOptimizer:
-    """A trainer's `optimizer` (and `lr_scheduler`), wherever it comes from, on this rank's shares of the weights.
+    """A trainer's `optimizer` (and `lr_scheduler`) on this rank's shares of the weights.
 
     Attributes:
         watched: The optimizer that this engine took over last.
@@ -404,8 +404,8 @@ class MasterOptimizer:
         return optimizer
 
     def let_go(self, restarts: bool) -> None:
-        """Called before the engine is closed. The optimizer is kept for a new engine, as with the stock Trainer, if one is
-        about to start or the user gave it; otherwise its memory is freed with the engine's. Not collective."""
+        """Called before the engine is closed. The optimizer is kept, as with the stock Trainer, if a new engine is about to start or
+        the user gave it; otherwise its memory is freed with the engine's. Not collective."""
         trainer, optimizer, self.watched = self._trainer, self._trainer.optimizer, None
         if optimizer is None:
             return
@@ -415,7 +415,7 @@ class MasterOptimizer:
             trainer.optimizer = trainer.lr_scheduler = None
 
     def take_over(self) -> None:
-        """Puts the optimizer, wherever it comes from, onto the master store. Collective; called before the first step."""
+        """Puts the optimizer onto the master store. Collective; called before the first step."""
 
         def taken_over() -> Optimizer:
             optimizer: Optimizer | None = self._trainer.optimizer
@@ -453,7 +453,7 @@ class MasterOptimizer:
             take_over(optimizer, self._trainer.engine, self._trainer.model)
 
     def settings(self) -> dict[str, str]:
-        """The optimizer's settings, which a scheduler, a callback or the user may change at any time."""
+        """The optimizer's settings, which may change at any time."""
         return group_facts(self._trainer.optimizer) | {"max_grad_norm": text_of(self._trainer.args.max_grad_norm)}
 
     def on_host(self, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

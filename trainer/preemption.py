@@ -1,12 +1,12 @@
 """Events that stop a run or skip a step: SIGTERM, Ctrl-C, and mini-batches that cannot be trained.
 
 Owns the handlers. The SIGTERM handler only notes the signal. Ranks exchange their notes with the gather that ends each mini-batch
-anyway. So all of them save and stop at the same step, whichever received it, and `train()` returns. Promises:
+anyway, so all save and stop at the same step, whichever received it, and `train()` returns. Promises:
 
 * The current mini-batch is finished (or, during a save or an evaluation, the next one), then a checkpoint is written,
-  unless `save_strategy` is `no`. A signal after the last mini-batch changes nothing: training has ended anyway.
+  unless `save_strategy` is `no`. A signal after the last mini-batch changes nothing.
 * A signal within `REPEAT_S` of the first one is the same request: launchers pass on what schedulers send to everybody.
-* A later one has the effect from before training began: it usually ends the process at once. Files on disk stay complete.
+* A later one has the effect from before training: it usually ends the process at once. Files on disk stay complete.
 * The handler exists during `train()` only, and only if `train()` runs in the main thread, as Python requires.
 * Ctrl-C ends training at once and saves nothing, as with the stock Trainer: `train()` raises `KeyboardInterrupt`. The signal
   that the launcher then passes on is the same Ctrl-C.
@@ -72,7 +72,7 @@ class Preemption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-        # a launcher may pass on the Ctrl-C that this process has already received and that is ending it
+        # a launcher may pass on the Ctrl-C that is already ending this process
         if self._takes_interrupts and not (kind is KeyboardInterrupt and "TORCHELASTIC_RUN_ID" in os.environ):
             self._takes_interrupts = False
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -103,7 +103,7 @@ def take_sigterm_from(callbacks: Iterable[Any]) -> None:
     for manager in (getattr(callback, "jit_manager", None) for callback in callbacks):
         if manager is not None and manager._original_sigterm_handler is not None:
             signal.signal(signal.SIGTERM, manager._original_sigterm_handler)
-            manager._original_sigterm_handler = None  # else it would replace our handler with it when training ends
+            manager._original_sigterm_handler = None  # else it would replace our handler when training ends
 
 
 def stop_where_told(trainer: Any, preemption: Preemption) -> None:
@@ -170,7 +170,7 @@ class SkippedMiniBatches:
 
         Returns:
             The loss of the step for the Trainer, an fp32 scalar on the host: the mean of the finite losses since the last log,
-            NaN without any.
+            or NaN.
 
         Raises:
             HotspaError: the limit is reached.
@@ -196,7 +196,7 @@ class SkippedMiniBatches:
         self._num_losses += 1
 
     def correct(self, logs: dict[str, float], agreement: Agreement) -> None:
-        """Logs the count of skipped mini-batches and, if some were skipped since the last log, the mean of the finite losses.
+        """Logs the skipped mini-batches, if any, and the mean of the finite losses if some were skipped since the last log.
         Collective then."""
         if self._since_log:
             logs["loss"] = float(agreement.gather([self._mean()]).mean())

@@ -1,5 +1,5 @@
-"""Finds the checkpoint that a run resumes from, and restores it. All ranks verify it together, and compare it with the data of
-the run. Any error is raised by all ranks, before anything is changed.
+"""Finds the checkpoint that a run resumes from, and restores it. All ranks verify it together, and compare it with the run's data.
+Any error is raised by all ranks, before anything is changed.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def find_checkpoint(
     """The checkpoint to resume from, the same on all ranks; the main process decides. Collective.
 
     Args:
-        asked: True for the one in the folder with the highest step that verifies, as transformers orders them, or a path.
+        asked: True for the one with the highest step that verifies, as transformers orders them, or a path.
         model: The model object of the run; its weights are not read.
 
     Raises:
@@ -144,8 +144,8 @@ def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model:
 
 
 def next_pass(place: Mapping[str, Any], epoch: int, ended: bool = False) -> dict[str, Any]:
-    """The state of a stream at the beginning of a pass, for a checkpoint: `epoch`, the `batches` read in it, and for each earlier
-    pass how many batches were `read`, or asked for (None: all): the order of a stream may depend on that.
+    """The state of a stream at the beginning of a pass: `epoch`, the `batches` read in it, and for each earlier pass how many
+    batches were `read`, or asked for (None: all), because the order of a stream may depend on that.
 
     Args:
         place: The previous state; empty at the start.
@@ -162,7 +162,6 @@ def data_order(
 
     Args:
         mini_batch_size: Rows of an optimizer step, over all ranks.
-        table: The scan of the data set, if any.
         longest: The longest sequence of the buckets.
     """
     order: dict[str, Any] = {
@@ -189,7 +188,7 @@ def check_data_order(
     Args:
         order: The run's (`data_order`).
         loader: Its train data loader.
-        steps_a_pass: Optimizer steps of a pass over it.
+        steps_a_pass: Its optimizer steps per pass.
 
     Raises:
         ResumeError: it has others.
@@ -212,7 +211,7 @@ def check_data_order(
 
 
 class BaseDigest:
-    """The digest of the frozen weights beside an adapter, computed once for every engine. Main process."""
+    """The digest of the frozen weights beside an adapter, computed once per engine. Main process."""
 
     def __init__(self) -> None:
         self._known: tuple[tuple[weakref.ref[HotSPaEngine], int], str] | None = None

@@ -29,10 +29,9 @@ from hf_hotspa.versions import LIBRARIES, version_of
 
 
 def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, plan: RunPlan) -> RunFacts:
-    """The facts of a run. No communication, no host names.
+    """The facts of a run.
 
     Args:
-        trainer: Provides `args`, `model` and `train_dataset`.
         table: The scan of the data set; None for a stream.
     """
     args, model = trainer.args, trainer.model
@@ -79,7 +78,7 @@ def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, p
 
 
 def _machine(device: torch.device, args: HotSPaTrainingArguments) -> dict[str, Any]:
-    """The hardware of one rank; on an accelerator with the memory it may use: the device's, or `hotspa_memory_limit_mb`."""
+    """The hardware of one rank; on an accelerator with its memory, or `hotspa_memory_limit_mb`."""
     machine: dict[str, Any] = {
         "device": device.type,
         "device_name": platform.machine(),
@@ -96,7 +95,6 @@ def _machine(device: torch.device, args: HotSPaTrainingArguments) -> dict[str, A
 
 
 def _names(args: HotSPaTrainingArguments, model: Any, dataset: Any) -> dict[str, str]:
-    """The names that identify the run to a person."""
     source = args.hotspa_model_path or getattr(model.config, "_name_or_path", "")
     return {
         "name": args.run_name or Path(args.output_dir or ".").resolve().name,
@@ -174,8 +172,8 @@ def _flops(engine: HotSPaEngine, model: Any) -> ModelFlops | None:
 
 def model_flops(shape: ModelShape, model: Any, peak: float) -> ModelFlops:
     """The operations of a model. Per parameter and token: 2 forward, 2 for the gradient of the input, and 2 for the gradient of
-    the weight if it is trained. In causal attention 6, times the square of a sequence; only layers of full attention count for
-    this part, so sliding windows and linear attention are left out of it. Recomputation does not count.
+    the weight if it is trained. In causal attention 6, times the square of a sequence, for layers of full attention only, without
+    sliding windows and linear attention. Recomputation does not count.
 
     Args:
         peak: Of all devices together.

@@ -1,12 +1,12 @@
 """`RunPlan`: the strategies of a run's mini-batches, and their predicted seconds; `AutoStrategies` with `hotspa_strategies=auto`.
 
-Given strategies are predicted if the machine is known: by the calibration that `hotspa_calibration` asks for, else by what an
-earlier run with `auto` or `hf-hotspa calibrate` left in the cache. These predictions decide nothing, are never corrected during
-the run, and are the same on all ranks. A cache that cannot be read only causes a warning.
+Given strategies are predicted if the machine is known, from `hotspa_calibration`, or from the cache of an earlier run with `auto`
+or `hf-hotspa calibrate`. These predictions decide nothing, are never corrected, and are the same on all ranks. A cache that
+cannot be read only causes a warning.
 
 With `auto`, on all ranks: the lengths are scanned, the machine is calibrated (a file, the cache, or seconds of measuring), the
-search makes a plan under the memory limit, and the main process prints it. `AutoStrategies` then asks the chooser for each
-mini-batch, passes measurements to it, and adds predictions to reports. An error of one rank is raised by all.
+search makes a plan under the memory limit, and the main process prints it. `AutoStrategies` asks the chooser for each mini-batch,
+passes measurements to it, and adds predictions to reports. An error of one rank is raised by all.
 """
 
 import json
@@ -66,8 +66,11 @@ logger = logging.getLogger(__name__)
 
 
 def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may_divide: bool) -> list[Strategy]:
-    """Every strategy that a run may have, with every choice of options; `may_divide`: whether the loss can be computed for
-    parts of sequences (cp)."""
+    """Every strategy that a run may have, with every choice of options.
+
+    Args:
+        may_divide: Whether the loss can be computed for parts of sequences (cp).
+    """
     every = min(args.hotspa_recompute_every, shape.num_layers)
     options = strategies_with_options(args.world_size, shape)
     noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of complete rows
@@ -93,9 +96,9 @@ def engine_options(
 
     Args:
         loss: A custom token loss; None if the Trainer computes the loss.
-        stage_costs: The costs that stages are cut by, if seconds were measured.
-        time: The time model that strategies were chosen by; chunks of tokens are cut by it. None for given strategies, where
-            measurements change nothing.
+        stage_costs: Measured costs that stages are cut by.
+        time: The time model that strategies were chosen and chunks are cut by. None for given strategies, where measurements
+            change nothing.
     """
     return EngineOptions(
         compute_dtype=torch.bfloat16 if args.bf16 else None,
@@ -117,8 +120,8 @@ class Known:
 
     Args:
         calibration: Measured seconds and bytes.
-        limit_bytes: The memory of a device that may be used, the least over all ranks.
-        stage_costs: The costs that stages are cut by: of a calibration that the user has named, which is the same in every run.
+        limit_bytes: The usable memory of a device, the least over all ranks.
+        stage_costs: Costs that stages are cut by, from a calibration file of the user, which is the same in every run.
     """
 
     calibration: Calibration
@@ -133,9 +136,9 @@ class RunPlan:
         buckets: All buckets that the engine needs.
         stage_costs: The costs that stages are cut by; None to cut by count.
         time: The time model that chunks of tokens are cut by; None for given strategies.
-        predicted_bytes: The bytes of each strategy on its fullest rank with full packs, if predicted.
+        predicted_bytes: The predicted bytes of strategies on their fullest ranks with full packs.
         fits: Raises if a device cannot hold the strategies, for a description with another stage partition.
-        single: The best single strategy that fits; None before `compare_with_single`, or if none does.
+        single: The best single strategy that fits, if any; None before `compare_with_single`.
         singles: Returns all that fit; none before `compare_with_single`.
         is_idle: Whether mini-batches need not be asked for, or reported.
         predicts: Whether the seconds of this machine are known.
@@ -187,7 +190,7 @@ class RunPlan:
             warn_of_known(self._args.output_dir, self.buckets)
 
     def take_cut(self, description: ModelDescription) -> None:
-        """Predicts for the stage partition of the description, by the relative step times of devices that it was made for."""
+        """Predicts for the stage partition of the description, with the relative step times of devices in it."""
         if self._known is None:
             return
         cost = cost_model(self._known.calibration, description, self._args)
@@ -195,7 +198,7 @@ class RunPlan:
         self._cost = replace(cost, time=replace(cost.time, cut_by=description.shape.quadratic_cost))
 
     def compare_with_single(self, table: SequenceTable, mini_batch_size: int) -> None:
-        """Finds the best single strategy for a data set, whatever the given strategies."""
+        """Finds the best single strategy for a data set."""
         known, cost = self._known, self._cost
         if known is None or cost is None:
             return
@@ -215,7 +218,7 @@ class RunPlan:
             )
 
         self.singles = lambda: Singles.of(self._legal, lambda s: planned([s]), shape, known.limit_bytes)
-        with suppress(HotspaError):  # nothing fits by the memory model: there is nothing to compare with
+        with suppress(HotspaError):  # nothing fits by the memory model
             best = planned(self._legal).choice.static
             self.single = SingleStrategy(best, cost.time, self._switch, shape.quadratic_cost)
 
@@ -243,7 +246,7 @@ class RunPlan:
         return None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The state with which a resumed run chooses as this one would have; JSON-ready. None if nothing is chosen."""
+        """The state with which a resumed run chooses as this one would; JSON-ready. None if nothing is chosen."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -255,7 +258,7 @@ class RunPlan:
 
 
 START_S = 20.0
-"""About how many seconds a machine is measured before a run whose first mini-batches race the nearest plans."""
+"""About the seconds of measuring before a run whose first mini-batches race the nearest plans."""
 _MIB = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -270,8 +273,7 @@ class AutoStrategies(RunPlan):
         stage_costs: The costs that stages are cut by in the plan.
         fits: Raises if a device cannot hold the pool, for a description with another stage partition.
         predicts: Whether the cost model's seconds are from this machine.
-        renewed: Watches lengths that were unknown at the start, and plans for new lengths with the engine's strategies; None if
-            all lengths were known.
+        renewed: Watches lengths, and plans for new ones with the engine's strategies; None if all were known at the start.
     """
 
     time: TimeModel
@@ -394,7 +396,7 @@ class AutoStrategies(RunPlan):
         return replace(report, race=race)
 
     def _renew(self, step: int, lengths: LengthsSeen, planned: Callable[[list[int]], Plan]) -> None:
-        """Plans again for the last lengths, with the strategies of the engine: the same on all ranks, which saw the same."""
+        """Plans again for the last lengths, with the engine's strategies: the same on all ranks, which saw the same."""
         distance = lengths.distance
         lengths.planned()
         try:
@@ -478,8 +480,7 @@ def prepare_auto(
         may_chunk: Whether the loss can be computed for parts of sequences (`+ck`, cp).
 
     Raises:
-        HotspaError: on every rank: a model that cannot be trained, a calibration that cannot be used, a limit under which nothing
-            fits.
+        HotspaError: on every rank: an untrainable model, an unusable calibration, or a limit under which nothing fits.
     """
     description, tables = _agreed_inputs(model, args, agreement, read_tables)
     strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
@@ -524,8 +525,8 @@ def prepare_auto(
 
 
 def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agreement: Agreement) -> Known | None:
-    """The calibration that `hotspa_calibration` asks for, else the one in rank 0's cache for this run; None if there is none. Must
-    be called before there is an engine, which would share the machine with a measurement. Collective.
+    """The calibration of `hotspa_calibration`, else the one in rank 0's cache for this run, if any. Call it before there is an
+    engine, which would share the machine with a measurement. Collective.
 
     Raises:
         HotspaError: on every rank: the file cannot be read or does not cover this run, or measuring failed.
@@ -595,8 +596,7 @@ def _agreed_inputs(
 def _tokens_before_out_of_memory(
     args: HotSPaTrainingArguments, agreement: Agreement, layers: int
 ) -> dict[Strategy, int]:
-    """The most tokens per pack of strategies that ran out of memory before, on any node: nodes may have separate disks.
-    Collective."""
+    """The most tokens per pack of strategies that ran out of memory before, on any node (with its own disk). Collective."""
     own = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
     known = fewest_tokens([json.loads(text) for text in agreement.texts(own)])
     every = min(args.hotspa_recompute_every, layers)
@@ -610,8 +610,7 @@ def _tokens_before_out_of_memory(
 def measured_costs(
     calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
 ) -> StageCosts | None:
-    """The costs that the stages of a run are cut by. None, which cuts by count, if two runs must have the same bits, because
-    measured seconds differ from run to run."""
+    """The costs that stages are cut by. None, to cut by count, if two runs must have the same bits: measured seconds differ."""
     if calibration is None or (args.full_determinism and args.hotspa_calibration in (None, MEASURE)):
         return None
     return calibration.stage_costs(description.vector.layer_costs)
@@ -625,8 +624,8 @@ def agreed_calibration(
     agreement: Agreement,
     longest: int | None = None,
 ) -> Calibration:
-    """The calibration that `hotspa_calibration` names, else a measurement (kept in the cache), which takes `START_S` if a race
-    follows it. Collective.
+    """The calibration that `hotspa_calibration` names, else a measurement (kept in the cache), of `START_S` if a race follows.
+    Collective.
 
     Args:
         longest: Tokens of the longest row.
@@ -696,8 +695,7 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
 def cost_model(
     calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
 ) -> CostModel:
-    """The cost model of a run: the model in its dtypes, on its processes. Without a calibration, for an unknown device, whose
-    seconds only compare amounts of work."""
+    """The cost model of a run. Without a calibration, for an unknown device, whose seconds only compare amounts of work."""
     if calibration is None:
         sizes = _sizes(description, args)
         device = Device(1 << 40, {sizes.compute_dtype: 1e13}, 1e11)
@@ -719,8 +717,8 @@ def check_given(
 ) -> None:
     """Rejects given strategies that need more than `hotspa_memory_limit_mb`, by the forecast that `auto` plans with.
 
-    Activations are measured ones with a calibration, else from a formula. Without a given limit the engine rejects what
-    certainly does not fit: weights, gradients, master store and switch buffers.
+    Activations are measured ones with a calibration, else from a formula. Without a given limit the engine rejects only weights,
+    gradients, master store and switch buffers that certainly do not fit.
 
     Raises:
         DeviceMemoryError: on every rank, naming the part that does not fit.

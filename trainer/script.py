@@ -1,7 +1,7 @@
 """The program of `hf-hotspa train` and `examples/finetune.py` in each process: a command line in, a trained model out.
 
-Owns the choice of model and data (`ScriptArguments`), the settings for fine-tuning a model that has weights, and the loading of
-a model and its rows by name (a folder, a file, the hub). `check_script` finds errors in names before any process is started.
+Owns the choice of model and data (`ScriptArguments`), the settings for fine-tuning a model that has weights, and loading by name
+(a folder, a file, the hub). `check_script` finds errors in names before any process is started.
 """
 
 import argparse
@@ -153,7 +153,7 @@ def read(
 
 
 def check_script(script: Any, skips_empty: bool) -> None:
-    """Opens everything that the command line names, and one row of the data, so that errors are reported once and early.
+    """Opens everything that the command line names, and one row of the data, to report errors once and early.
 
     Args:
         script: Has the fields of `ScriptArguments`.
@@ -183,8 +183,8 @@ def check_script(script: Any, skips_empty: bool) -> None:
 
 
 def look_together(settings: Settings) -> None:
-    """`check_script` in the running processes: an error of one of them, on a node without the file or a cache of the hub, is
-    raised by all. Collective.
+    """`check_script` in the running processes: an error of one, on a node without the file or a cache of the hub, is raised by all.
+    Collective.
 
     Raises:
         HotspaError: on every process.
@@ -260,7 +260,7 @@ def _tokenizer(script: Any) -> Any:
 def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any]:
     """The tokenizer, the rows to train, and the rows to evaluate (None without).
 
-    The main process of each node makes the caches, the others read them. Collective; an error of one process is raised by all.
+    The main process of each node makes the caches, the others read them. Collective; all raise an error of one.
     """
 
     def load() -> tuple[Any, Any, Any]:
@@ -278,7 +278,7 @@ def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any
 
 def make_model(script: Any, args: HotSPaTrainingArguments) -> Any:
     """The model: a config if each process reads its share of the weights, else a model with weights, equal on all processes.
-    Collective; an error of one process is raised by all."""
+    Collective; all raise an error of one."""
     return Ranks(args).agreement().run("making the model", lambda: _model(script, args))
 
 

@@ -140,7 +140,7 @@ class Watchers:
         self.plan.start(num_steps)
 
     def evaluated(self, args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
-        """Which strategy evaluates which lengths (`evaluation_buckets`)."""
+        """The buckets of evaluation (`evaluation_buckets`)."""
         return evaluation_buckets(args.hotspa_eval_strategy, self.plan.pool)
 
     def state(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     """Makes the switched model of a trainer. Collective.
 
     Args:
-        loader: The data loader that is about to be trained; None if there is none.
+        loader: The training data loader, if any.
 
     Raises:
         HotspaError: on every rank.
@@ -275,7 +275,7 @@ def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreem
         if (chosen := given.get("optimizer_cls_and_kwargs")) is not None:
             check_elementwise(*chosen)
         if isinstance(model, nn.Module):
-            # before the stock Trainer does, whose message has another fix; TRL's trainers add an adapter later
+            # before the stock Trainer, whose message has another fix; TRL's trainers add an adapter later
             refuse_quantized(bare_model(model)[0], is_adapted(model) or given.get("peft_config") is not None)
         if isinstance(model, str) and not trainer._hotspa_prepares and args.hotspa_model_path is None:
             return model  # the class behind loads it
@@ -316,7 +316,7 @@ def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> 
     Raises:
         HotspaError: as `leave_to_stock`; or training has begun.
     """
-    if trainer._hotspa_began:  # an evaluation in the loop, for example: the start has checked everything
+    if trainer._hotspa_began:  # such as an evaluation in the loop: the start has checked everything
         return run()
     made, generators = (trainer.optimizer, trainer.lr_scheduler), random_state()
     try:
@@ -330,7 +330,7 @@ def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> 
     set_random_state(generators, "start of training")
     try:
         return again()
-    except Exception as failure:  # it cannot train it either: rows without a collator for them, for example
+    except Exception as failure:  # it cannot train it either, such as rows without a collator for them
         if trainer.state.global_step:
             raise
         raise reason from failure

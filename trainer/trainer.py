@@ -1,8 +1,8 @@
 """`HotSPaTrainer`: a `transformers.Trainer` over a `SwitchedModel`.
 
 `SwitchedMixin` stands in front of a Trainer class ("the class behind", next in the method resolution order). It replaces the model
-by a `SwitchedModel`, where accelerate would use `DistributedDataParallel`. Data loaders, losses, accumulation, evaluation, metrics
-and callbacks come from the class behind. Overrides are in the order of the loop's calls; each calls `super()` or is in `REPLACED`.
+by a `SwitchedModel`, as accelerate would by `DistributedDataParallel`. Everything else comes from the class behind. Overrides are
+in the order of the loop's calls; each calls `super()` or is in `REPLACED`.
 """
 
 import atexit
@@ -146,7 +146,7 @@ class SwitchedMixin(_Base):
         if kwargs.get("data_collator") is None and is_stock(self.data_collator):
             self._hotspa_rows.default_collator = self.data_collator
         self._hotspa_add_callbacks()
-        self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would have no effect
+        self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object has no effect
 
     def _hotspa_add_callbacks(self) -> None:
         args = self.args
@@ -196,8 +196,8 @@ class SwitchedMixin(_Base):
         """Nothing: see `place_model_on_device` of the arguments."""
 
     def materialize(self) -> PreTrainedModel:
-        """Gives `trainer.model` the current weights, which it otherwise only has at certain events; a model that was given as a
-        folder gets memory for them, on the CPU of every rank. Collective.
+        """Gives `trainer.model` the current weights, which it otherwise has at certain events only. A model of a folder gets memory
+        for them, on the CPU of every rank. Collective.
 
         Returns:
             `trainer.model`; a model of a folder is a normal model from now on.
@@ -213,8 +213,8 @@ class SwitchedMixin(_Base):
         return model
 
     def close_engine(self) -> None:
-        """Frees the engine's memory and process groups. `trainer.model` keeps the weights, if it has any; a user's optimizer
-        stays. Collective."""
+        """Frees the engine's memory and process groups. `trainer.model` keeps its weights, if any; a user's optimizer stays.
+        Collective."""
         self._hotspa_close()
 
     def _hotspa_close(self, restarts: bool = False) -> None:
@@ -228,11 +228,7 @@ class SwitchedMixin(_Base):
         self._hotspa_model, self.model_wrapped = None, self.model
 
     def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
-        """The switched model; made now if missing, or if `model_init` has made another model. Collective.
-
-        Args:
-            loader: The training data loader; None if nothing is trained.
-        """
+        """The switched model; made now if missing, or if `model_init` has made another model. Collective."""
         if self._hotspa_refusal is not None:
             raise self._hotspa_refusal
         if self._hotspa_model is not None and self._hotspa_model.module is not self.model:
@@ -247,8 +243,8 @@ class SwitchedMixin(_Base):
         """Trains.
 
         Args:
-            resume_from_checkpoint: True for the newest checkpoint of `output_dir` that verifies, or a path. Any number of ranks
-                under any strategies may have written it. `args.resume_from_checkpoint` when None.
+            resume_from_checkpoint: True for the newest checkpoint of `output_dir` that verifies, or a path; written by any number
+                of ranks under any strategies. `args.resume_from_checkpoint` when None.
             *args: As for `Trainer.train`.
             **kwargs: As for `Trainer.train`.
 
@@ -268,7 +264,7 @@ class SwitchedMixin(_Base):
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if isinstance(asked, str) and asked.lower() in ("true", "false"):  # from a command line
             asked = asked.lower() == "true"
-        # before any collective call that depends on an argument: arguments may have been changed since the Trainer was made
+        # before collective calls that depend on arguments, which may have changed since the Trainer was made
         facts = argument_facts(self.args) | {"resume_from_checkpoint": text_of(asked)}
         agreement = self._hotspa_ranks.agreement()
         agreement.run("start of training", lambda: check_values(self.args), facts=lambda _: facts)
@@ -342,7 +338,7 @@ class SwitchedMixin(_Base):
         return dataset.select_columns([name for name in dataset.column_names if name in collator.kept])
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        if isinstance(data_collator, RowCollator):  # it removes columns itself, after reading what it needs
+        if isinstance(data_collator, RowCollator):  # it removes columns itself
             return data_collator
         return super()._get_collator_with_removed_columns(data_collator, description)
 
@@ -356,7 +352,7 @@ class SwitchedMixin(_Base):
     # -- the beginning of training ------------------------------------------------------------------------------------
 
     def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, *args: Any) -> tuple[int, int]:
-        """The pass to resume in, and the batches that were trained in it; of a stream from the checkpoint."""
+        """The pass to resume in, and the batches trained in it; of a stream from the checkpoint."""
         self._hotspa_pass = num_update_steps_per_epoch
         begin: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
         self._hotspa_place = {"epoch": begin[0], "batches": begin[1], "read": [None] * begin[0]}
@@ -399,8 +395,8 @@ class SwitchedMixin(_Base):
         return prepared
 
     def _hotspa_check_rows(self, switched: SwitchedModel, loader: Any) -> Any:
-        """Checks the rows as far as their lengths are known: rows that no bucket takes, and another order than a checkpoint's.
-        Collective. Returns the scan of the training data, or None."""
+        """Checks for rows that no bucket takes, and another order than a checkpoint's, as far as lengths are known. Collective.
+        Returns the scan of the training data, or None."""
         rows, args, given = self._hotspa_rows, self.args, self.eval_dataset
         evaluates = args.eval_strategy != "no" or args.eval_on_start
         evaluated = list(given.values()) if isinstance(given, dict) else [given]
@@ -419,8 +415,8 @@ class SwitchedMixin(_Base):
         return switched.engine.agreement.run("data set", checked)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The optimizer of `--optim` with Hugging Face's parameter groups, on the parameters of `trainer.model`. When training
-        starts, this rank's shares replace them."""
+        """The optimizer of `--optim` with Hugging Face's parameter groups. When training starts, this rank's shares replace the
+        parameters of `trainer.model` in it."""
         if self.optimizer is not None:
             return super().create_optimizer(model)
         self._hotspa_start()
@@ -480,7 +476,7 @@ class SwitchedMixin(_Base):
             load_random_state(self._hotspa_resumption, self.args.process_index, self._hotspa_ranks.agreement())
 
     def hotspa_state(self) -> dict[str, Any]:
-        """The state of strategies and stream that a resumed run needs beside the Trainer's own; JSON-ready."""
+        """The state of strategies and stream that a resumed run needs, JSON-ready."""
         state = self._hotspa_watchers.state() | {"losses": self.switched.assumptions.state_dict()}
         place = dict(self._hotspa_place)
         if self.control.should_epoch_stop:  # a callback ends the pass here
@@ -531,7 +527,7 @@ class SwitchedMixin(_Base):
         engine, error = switched.engine, handler.error
         try:
             batches = self._hotspa_rows.parts.read(epoch_iterator, num_batches, engine.agreement)
-        except Exception as failure:  # an error of a data set, or a collator
+        except Exception as failure:  # of a data set, or a collator
             error = error or unreadable(failure, self.args.process_index)
             release_others(handler.train_dataloader)
         read = [*map(without_padded_from, batches)]
@@ -594,7 +590,7 @@ class SwitchedMixin(_Base):
         return mean
 
     def _clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> Tensor:
-        """The norm of the gradients, which are complete now; clips them to `max_norm`, or else to `max_grad_norm`."""
+        """The norm of the complete gradients; clips them to `max_norm`, or else to `max_grad_norm`."""
         if not self._hotspa_skips:
             try:
                 return self.switched.clip_grad_norm_(self.args.max_grad_norm if max_norm is None else max_norm)
@@ -603,7 +599,7 @@ class SwitchedMixin(_Base):
         return torch.tensor(float("nan"))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm, clipped or not; passes the report of the step on: to the choice of strategies, device watch and callbacks."""
+        """The norm, clipped or not; passes the step's report to the choice of strategies, the device watch and callbacks."""
         if grad_norm is None:
             grad_norm = SwitchedMixin._clip_grad_norm(self, model, float("inf"))
         skips, self._hotspa_skips, loss, self._hotspa_step_loss = self._hotspa_skips, False, self._hotspa_step_loss, 0.0
@@ -685,7 +681,7 @@ class SwitchedMixin(_Base):
             switched.show()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row."""
+        """Writes `checkpoint-<step>`. A failure is logged; too many in a row are raised."""
         self._hotspa_checkpoints.finish(self.state)
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
@@ -707,7 +703,7 @@ class SwitchedMixin(_Base):
         self.switched.show()  # before on_train_end: callbacks see the trained model, unless it has no weights
         self.switched.trains, self.switched.looks = False, True
         self._hotspa_checkpoints.finish(self.state)
-        self._finish_current_push()  # as the Trainer does afterwards; a checkpoint that is being pushed must not be removed
+        self._finish_current_push()  # as the Trainer does later; a checkpoint in a push must not be removed
         self._hotspa_checkpoints.leave_best(self.state)
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
         return output
@@ -719,8 +715,8 @@ class SwitchedMixin(_Base):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves the model in Hugging Face's format, and the arguments as JSON (the stock Trainer pickles them). A model without
-        weights is saved from the master store, which is collective.
+        """Saves the model in Hugging Face's format, and the arguments as JSON (the stock Trainer pickles them). Without weights in
+        the model, collective, from the master store.
 
         May be called on the main process alone; if all call it, all raise its error.
         """
@@ -757,18 +753,17 @@ unless_stock(SwitchedMixin)
 class HotSPaTrainer(SwitchedMixin, Trainer):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
-    Takes the arguments of `Trainer`. With plain `TrainingArguments`, or none, the `hotspa_*` flags are at their defaults. `model`
-    may be a `PeftModel` with a LoRA adapter, or the folder of a saved model, of which each rank then reads only its share. Training
-    and evaluation call a `SwitchedModel`. `compute_loss`, `training_step`, `prediction_step`, data loaders, samplers, collators
-    and callbacks of a subclass work as with `Trainer`. Without a `data_collator`, rows may have `input_ids` (and `labels`), or,
-    with a tokenizer as `processing_class`, one of the columns `text`, `messages`, `prompt` + `completion`.
+    Takes the arguments of `Trainer`; with plain `TrainingArguments`, or none, the `hotspa_*` flags are at their defaults. `model` may
+    be a `PeftModel` with a LoRA adapter, or the folder of a saved model, of which each rank reads only its share. Training and
+    evaluation call a `SwitchedModel`; overrides of `compute_loss`, `training_step` and `prediction_step`, data loaders, samplers,
+    collators and callbacks work as with `Trainer`. Without a `data_collator`, rows may have `input_ids` (and `labels`), or, with a
+    tokenizer as `processing_class`, one of the columns `text`, `messages`, `prompt` + `completion`.
 
-    `trainer.model` holds the trained weights after `train()` and `save_model()`, and during training for callbacks in `on_log`,
-    `on_evaluate`, `on_save` and at both ends of epochs. At other times in training its weights cannot be read (`materialize()`
-    brings them).
+    `trainer.model` holds the trained weights after `train()` and `save_model()`, and for callbacks in `on_log`, `on_evaluate`,
+    `on_save` and at both ends of epochs. Otherwise its weights cannot be read in training (`materialize()` brings them).
 
     Args:
-        model: As above. The other arguments are `Trainer`'s.
+        model: As above; the rest are arguments of `Trainer`.
         token_loss: A custom loss, summed over a `TokenSlice`, instead of the cross entropy (docs/losses.md).
         loss_columns: Columns of the data sets that it reads.
 
@@ -794,4 +789,4 @@ def switched(base: type) -> type:
 
 
 _MISSED = 2
-"""After this many announced steps for which other batches came, no more steps are announced."""
+"""After so many announced steps for which other batches came, no more steps are announced."""
