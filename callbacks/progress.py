@@ -18,9 +18,9 @@ from hf_hotspa.report import PhaseEvent, RunFacts
 class PhaseProgressCallback(TrainerCallback):
     """Shows one line for the current mini-batch: the running phase, its packs and tokens, and how many phases are done.
 
-    A bar below the Trainer's in a terminal, a line of text in a notebook, nothing in a pipe. Short steps show nothing: the line
-    appears in the first step, and after a step that took longer than `delay_s`. `HotSPaTrainer` adds this callback if somebody
-    watches and `disable_tqdm` is not set.
+    A bar below the Trainer's in a terminal, a line of text in a notebook, nothing in a pipe. Short steps show nothing:
+    the line appears in the first step, and after a step that took longer than `delay_s`. `HotSPaTrainer` adds this
+    callback if somebody watches and `disable_tqdm` is not set.
 
     Args:
         delay_s: Seconds that a step must take for the next one to have a line.

@@ -1,19 +1,19 @@
 """Callbacks that read step reports: `SwitchOverheadCallback` for the log, `TraceCallback` for the record of the run.
 
-`SwitchOverheadCallback` reports the cost of switching, in the log and as a table. Its numbers reach every `report_to` and
-`state.log_history` through `HotSPaTrainer.log`, as means over the steps since the last log. A printed line has the few that
-`LogLine` names. Switching is distinguished from the load and the return that a run under one strategy has, too
+`SwitchOverheadCallback` reports the cost of switching, in the log and as a table. Its numbers reach every `report_to`
+and `state.log_history` through `HotSPaTrainer.log`, as means over the steps since the last log. A printed line has the
+few that `LogLine` names. Switching is distinguished from the load and the return that a run under one strategy has, too
 (`StepReport.longest_phase`).
 
 `ReportCallback` makes one page of HTML of the record at the end of training. The trace:
 
 A few mini-batches as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-One process per rank, named `rank r`. Its first track holds the mini-batches, its second their phases, its third the parts of
-a phase: `load`, `compute`, `wait`, `return`, one after the other; before the phases the `agreement` of all ranks, after them
-the `finish`. With overlap only part of the load is exposed: the exposed part is drawn first, and the complete load on a track
-`beside computation`. Clocks of ranks are aligned at the agreement, which is about the same moment on all of them. Times are in
-microseconds, as the format requires.
+One process per rank, named `rank r`. Its first track holds the mini-batches, its second their phases, its third the
+parts of a phase: `load`, `compute`, `wait`, `return`, one after the other; before the phases the `agreement` of all
+ranks, after them the `finish`. With overlap only part of the load is exposed: the exposed part is drawn first, and the
+complete load on a track `beside computation`. Clocks of ranks are aligned at the agreement, which is about the same
+moment on all of them. Times are in microseconds, as the format requires.
 """
 
 import json
@@ -159,7 +159,8 @@ class _Totals:
 
     Attributes:
         of_steps: The sums of `_OF_STEP`, and of the predicted seconds of steps and of the best single strategy.
-        by_strategy: For each strategy the sums of `_OF_PHASE`, of predicted and measured seconds, and of experts' tokens.
+        by_strategy: For each strategy the sums of `_OF_PHASE`, of predicted and measured seconds, and of experts'
+            tokens.
         slow: The ranks that the last report called slow.
     """
 
@@ -172,7 +173,7 @@ class _Totals:
 
     @property
     def slowest(self) -> tuple[int, float] | None:
-        """The rank that took longest for its work, and its mean relative step time; None if devices were not watched."""
+        """The rank that took longest for its work, and its mean relative step time; None if not watched."""
         means = {rank: summed / count for rank, (summed, count) in self._step_times.items()}
         return max(means.items(), key=lambda mean: mean[1], default=None)
 
@@ -210,25 +211,26 @@ class SwitchOverheadCallback(TrainerCallback):
     Args:
         print_table: Print a table of the phases at every logging step, and their sums at the end, on the main process.
 
-    The keys, each a mean over the steps since the last log. A run under one strategy also moves data once per mini-batch;
-    everything beyond that is switching.
+    The keys, each a mean over the steps since the last log. A run under one strategy also moves data once per
+    mini-batch; everything beyond that is switching.
 
     * Switching and the rest: `hotspa/switch_s` and `hotspa/load_return_s` (exposed seconds, which lengthen the step),
-      `hotspa/switch_share` (0 to 1), `hotspa/switch_mb` and `hotspa/load_return_mb`; for both together `hotspa/hidden_s`
-      (beside computation) and, if weights are frozen, `hotspa/frozen_mb`.
-    * Fully sharded strategies, separate from these: `hotspa/unit_mb` (weights and gradients of units), `hotspa/unit_s` (the
-      computation waiting for them) and `hotspa/hidden_unit_s`.
+      `hotspa/switch_share` (0 to 1), `hotspa/switch_mb` and `hotspa/load_return_mb`; for both together
+      `hotspa/hidden_s` (beside computation) and, if weights are frozen, `hotspa/frozen_mb`.
+    * Fully sharded strategies, separate from these: `hotspa/unit_mb` (weights and gradients of units), `hotspa/unit_s`
+      (the computation waiting for them) and `hotspa/hidden_unit_s`.
     * Context parallelism: `hotspa/context_mb` (sent between its ranks).
-    * Experts over ranks: `hotspa/expert_load` (tokens of the busiest rank's experts, as a multiple of the mean), and with a
-      capacity `hotspa/dropped_expert_tokens`.
-    * `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`, `hotspa/<strategy>/compute_s`.
-    * On a GPU of known speed: `hotspa/mfu` (the model's operations relative to the peak of the data sheet, 0 to 1; without the
-      optimizer's step).
+    * Experts over ranks: `hotspa/expert_load` (tokens of the busiest rank's experts, as a multiple of the mean), and
+      with a capacity `hotspa/dropped_expert_tokens`.
+    * `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`,
+      `hotspa/<strategy>/compute_s`.
+    * On a GPU of known speed: `hotspa/mfu` (the model's operations relative to the peak of the data sheet, 0 to 1;
+      without the optimizer's step).
     * With a time model: `hotspa/predicted_s` (of all phases), `hotspa/prediction_error` (errors of phases, which do not
-      cancel, as a share of the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits,
-      divided by the seconds of the phases: above 1 switching pays).
-    * If devices are watched: `hotspa/slowest_pace` (relative step time of the rank that computes longest, as a multiple of the
-      ranks that are not slow) and `hotspa/slow_devices` (how many are called slow).
+      cancel, as a share of the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that
+      fits, divided by the seconds of the phases: above 1 switching pays).
+    * If devices are watched: `hotspa/slowest_pace` (relative step time of the rank that computes longest, as a multiple
+      of the ranks that are not slow) and `hotspa/slow_devices` (how many are called slow).
     * Counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`, `hotspa/dropped` and
       `hotspa/empty`.
     """
@@ -530,8 +532,8 @@ _MAX_FOLDERS = 1000
 
 
 def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
-    """The folder, or, if another process writes a record into it, the first free one of `<name>-2`, `<name>-3`, ... Made if
-    missing, and locked."""
+    """The folder, or, if another process writes a record into it, the first free one of `<name>-2`, `<name>-3`, ...
+    Made if missing, and locked."""
     for number in range(1, _MAX_FOLDERS):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -547,10 +549,10 @@ class RunLogWriter:
     """Writes a record, line by line.
 
     Args:
-        folder: The folder of the record; made if missing. While another process writes a record there, this one's is in a
-            folder beside it (`hotspa_report-2`), and a warning names it.
-        goes_on: Whether the run was resumed: its lines are added to the existing ones. Otherwise an existing record is kept as
-            `hotspa_trace.previous.jsonl`, one at most.
+        folder: The folder of the record; made if missing. While another process writes a record there, this one's is in
+            a folder beside it (`hotspa_report-2`), and a warning names it.
+        goes_on: Whether the run was resumed: its lines are added to the existing ones. Otherwise an existing record is
+            kept as `hotspa_trace.previous.jsonl`, one at most.
     """
 
     def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:

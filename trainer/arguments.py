@@ -294,7 +294,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     scoring = Scoring()  # what a step of its trainer runs beside its training pass
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Checks the keyword arguments. Not in `__init__`, which a user's dataclass that derives from this one replaces."""
+        """Checks the keyword arguments; here because a user's dataclass that derives from this one replaces `__init__`."""
         refuse_misspelt(cls, kwargs)
         return super().__new__(cls)
 
@@ -504,8 +504,8 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
     """Which strategy evaluates which lengths.
 
     Args:
-        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each length as
-            trained; or one strategy of the pool for all lengths.
+        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
+            length as trained; or one strategy of the pool for all lengths.
 
     Raises:
         HotspaConfigError: `choice` is none of these.
@@ -530,8 +530,8 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
 def given_buckets(args: HotSPaTrainingArguments, model: Any = None) -> tuple[Bucket, ...]:
     """The buckets of `hotspa_strategies`.
 
-    Unless they set these options themselves, they recompute (`+rc`) with `activation_checkpointing`, and are sharded (`+z2`, `+z3`)
-    with stages 2 and 3 of a DeepSpeed config, or `fsdp`. Neighbours with the same strategy become one.
+    Unless they set these options themselves, they recompute (`+rc`) with `activation_checkpointing`, and are sharded
+    (`+z2`, `+z3`) with stages 2 and 3 of a DeepSpeed config, or `fsdp`. Neighbours with the same strategy become one.
 
     Args:
         model: If known, bounds the n of "every n-th layer" of `activation_checkpointing` by its number of layers.

@@ -53,12 +53,13 @@ logger = logging.getLogger(__name__)
 _SETS_KEPT = 9
 _SAMPLED_BATCHES = 16
 _MOST_ROWS = 50_000
-"""Most rows of a Python data set that are read before training, at about 0.2 ms each; of a larger one, the first batches."""
+"""Most rows of a Python data set that are read before training, at about 0.2 ms each; of a larger one, the first
+batches."""
 
 
 class DispatchedShard(IterableDatasetShard):  # type: ignore[misc]
-    """A rank's part of a stream, which it reads itself, with the rows that `dispatch_batches` would send it: accelerate then
-    completes the last batch of a pass to a multiple of the ranks, and otherwise to a full batch of each rank.
+    """A rank's part of a stream, which it reads itself, with the rows that `dispatch_batches` would send it: accelerate
+    then completes the last batch of a pass to a multiple of the ranks, and otherwise to a full batch of each rank.
 
     Attributes:
         on_end: Called with the number of rows of the last batch: an evaluation counts no others.
@@ -79,8 +80,8 @@ class DispatchedShard(IterableDatasetShard):  # type: ignore[misc]
 
 
 class _WholeStream(IterableDataset):  # type: ignore[misc]
-    """A stream in several files as if in one. Accelerate would divide several files among ranks, which would then have other
-    rows than in the stock Trainer, and different numbers of batches."""
+    """A stream in several files as if in one. Accelerate would divide several files among ranks, which would then have
+    other rows than in the stock Trainer, and different numbers of batches."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -95,8 +96,9 @@ class _WholeStream(IterableDataset):  # type: ignore[misc]
 class StreamParts:
     """The parts of a stream that ranks read by themselves (`dispatch_batches=False`), which may have different sizes.
 
-    A pass of the run is the main process's pass over its part. A rank whose part ends earlier starts it again at once, as in the
-    stock Trainer, where each rank begins its next pass alone. A rank with a longer part continues at its place in the next pass.
+    A pass of the run is the main process's pass over its part. A rank whose part ends earlier starts it again at once,
+    as in the stock Trainer, where each rank begins its next pass alone. A rank with a longer part continues at its
+    place in the next pass.
 
     """
 
@@ -110,8 +112,8 @@ class StreamParts:
         self._places = list[list[int]]()
 
     def resume(self, places: Sequence[Sequence[int]], skips: bool) -> None:
-        """Resumes if as many ranks have written the checkpoint: behind each rank's last batch, or at the start of its pass
-        unless `skips`."""
+        """Resumes if as many ranks have written the checkpoint: behind each rank's last batch, or at the start of its
+        pass unless `skips`."""
         if self._apart and len(places) == self._world_size:
             self._pass, read = places[self._rank]
             self._read = read * skips
@@ -126,8 +128,8 @@ class StreamParts:
         self._epoch, self._continues, self._is_over = epoch, False, False
 
     def read(self, iterator: Iterator[Any], number: int, agreement: Agreement) -> list[Any]:
-        """The next batches of this rank: as many as the main process has, none if its pass has ended. Collective if ranks read
-        by themselves.
+        """The next batches of this rank: as many as the main process has, none if its pass has ended. Collective if
+        ranks read by themselves.
 
         Args:
             iterator: Over the loader, in this pass of the run.
@@ -186,8 +188,8 @@ class StreamParts:
 class Rows:
     """The data sets of a trainer.
 
-    Lengths come from a scan, kept on disk, if a data set has random access; otherwise from the first batches of its loader.
-    Collective: one process of a machine scans, and the others read its cache.
+    Lengths come from a scan, kept on disk, if a data set has random access; otherwise from the first batches of its
+    loader. Collective: one process of a machine scans, and the others read its cache.
 
     Args:
         loss_columns: Columns that a token loss reads.
@@ -264,9 +266,9 @@ class Rows:
     def reading(self, dataset: Any, is_training: bool) -> Iterator[Any]:
         """Inside, the settings of accelerate and of workers fit our rows. Yields the data set that a loader is made of.
 
-        Each of several ranks reads its own part of a stream if rows are padded here, and of any data set whose rows may be cut or
-        left out: one rank that reads for all needs batches of one width and size. A rank that trains alone trains what it reads.
-        Workers end with their rank, not by a signal to another process."""
+        Each of several ranks reads its own part of a stream if rows are padded here, and of any data set whose rows may
+        be cut or left out: one rank that reads for all needs batches of one width and size. A rank that trains alone
+        trains what it reads. Workers end with their rank, not by a signal to another process."""
         args, config = self._args, self._trainer.accelerator.dataloader_config
         dispatch, several = config.dispatch_batches, self._args.world_size > 1
         has_context, chosen = hasattr(args, "dataloader_multiprocessing_context"), workers_context(args)
@@ -321,8 +323,8 @@ class Rows:
         return made
 
     def of_older_release(self, loader: Any, is_training: bool) -> Any:
-        """Adds batch samplers and the start method of workers to a loader of a transformers release without them. A stream that
-        each rank reads because of `reading` has the rows of the stock Trainer."""
+        """Adds batch samplers and the start method of workers to a loader of a transformers release without them. A
+        stream that each rank reads because of `reading` has the rows of the stock Trainer."""
         shard: Any = getattr(loader, "dataset", None)
         if type(shard) is IterableDatasetShard and self._args.accelerator_config.dispatch_batches is not False:
             shard.__class__ = DispatchedShard
@@ -381,8 +383,8 @@ class Rows:
         return has_rows and not is_lazy and is_stock(self._given_collator()) and not self._takes_long(dataset)
 
     def _takes_long(self, dataset: Any) -> bool:
-        """Whether a data set holds too many Python objects to read each before training. Not for given strategies: a row that is
-        too long must raise an error before the first step."""
+        """Whether a data set holds too many Python objects to read each before training. Not for given strategies: a
+        row that is too long must raise an error before the first step."""
         is_table = isinstance(lazy := getattr(dataset, "format", None), Mapping) and "type" in lazy
         is_trained = dataset is getattr(self._trainer, "train_dataset", None)
         return self._args.hotspa_auto and is_trained and not is_table and len(dataset) > _MOST_ROWS
@@ -439,8 +441,8 @@ class Rows:
         return table
 
     def tables(self, trained: Any, evaluated: Sequence[Any], loader: Any, agreement: Agreement) -> list[SequenceTable]:
-        """The scan that strategies are chosen for (of trained rows, if any, else of evaluated ones), then others that must fit.
-        Collective.
+        """The scan that strategies are chosen for (of trained rows, if any, else of evaluated ones), then others that
+        must fit. Collective.
 
         Args:
             loader: The training data loader, if any.

@@ -1,8 +1,8 @@
 """The checkpoints of a run: their contents, their rotation, and the handling of failed saves.
 
-`transformers.Trainer` decides when a checkpoint is due and which one is the best; here they are committed, perhaps some steps
-later. A failed save is a warning; only several in a row end training. Content that no disk could store raises an error before the
-first step (`try_files`).
+`transformers.Trainer` decides when a checkpoint is due and which one is the best; here they are committed, perhaps some
+steps later. A failed save is a warning; only several in a row end training. Content that no disk could store raises an
+error before the first step (`try_files`).
 
 A save over all ranks: every rank writes its own files at the same time, and rank 0 commits when all are done.
 
@@ -11,9 +11,9 @@ A save over all ranks: every rank writes its own files at the same time, and ran
     rank 0   writes the manifest, syncs, renames: from here on the checkpoint exists      agree
     rank 0   removes older ones
 
-An error of any rank is raised by all, and nothing is left of the checkpoint. In a background save a thread of each rank writes
-the files, from copies in host memory. The ranks commit together at the first `poll` after all have written, or in `finish`. At
-most one save is in progress.
+An error of any rank is raised by all, and nothing is left of the checkpoint. In a background save a thread of each rank
+writes the files, from copies in host memory. The ranks commit together at the first `poll` after all have written, or
+in `finish`. At most one save is in progress.
 """
 
 import contextlib
@@ -168,8 +168,8 @@ class CheckpointWriter:
             background: Whether to return before the files are written.
 
         Raises:
-            CheckpointError: it could not be written; nothing is left of it. Also the error of an earlier background save, which is
-                finished first.
+            CheckpointError: it could not be written; nothing is left of it. Also the error of an earlier background
+                save, which is finished first.
         """
         self.finish()
         begun = self._on_first(lambda: self.folder.begin(step))
@@ -251,7 +251,8 @@ class CheckpointContents:
     Args:
         optimizer: None if only the model is saved.
         rank_tensors: Tensors that only this rank needs to resume, by name, in host memory; may be empty.
-        texts: Returns the JSON files that one rank writes for all, by name; its error is raised where all ranks are together.
+        texts: Returns the JSON files that one rank writes for all, by name; its error is raised where all ranks are
+            together.
     """
 
     def __init__(
@@ -355,8 +356,8 @@ class CheckpointContents:
         return files | {random_file(rank, world): random_states(world)}
 
     def _write_model_files(self, temporary: Path, weights: set[str]) -> list[FileRecord]:
-        """Writes config, generation config and tokenizer as transformers does, and the model's buffers. Other ranks may write
-        weights at the same time."""
+        """Writes config, generation config and tokenizer as transformers does, and the model's buffers. Other ranks may
+        write weights at the same time."""
         model, disk = self._model, self._folder.disk
         write_each(side_files(model, self._tokenizer), temporary)
         records = disk.adopt(temporary, {STATE_FOLDER, *weights})
@@ -413,8 +414,8 @@ class Checkpoints:
         self._try(state, lambda writer: writer.finish())
 
     def leave_best(self, state: TrainerState) -> None:
-        """At the end of training under `save_total_limit=1` removes all but the best, as the stock Trainer does afterwards, but
-        safely: a partly removed folder cannot be taken for a checkpoint."""
+        """At the end of training under `save_total_limit=1` removes all but the best, as the stock Trainer does
+        afterwards, but safely: a partly removed folder cannot be taken for a checkpoint."""
         best, writer = state.best_model_checkpoint, self.writer
         if best and writer is not None and writer.folder.is_locked and self._args.save_total_limit == 1:
             writer.folder.rotate(Path(best), 1)
@@ -531,8 +532,8 @@ def _texts(trainer: Any, share: Share) -> dict[str, str]:
 
 
 def try_files(trainer: Any) -> None:
-    """Writes the files of a save except tensors once, into a temporary folder, so that errors that would fail every save are
-    raised before the first step. Collective.
+    """Writes the files of a save except tensors once, into a temporary folder, so that errors that would fail every
+    save are raised before the first step. Collective.
 
     Raises:
         UnsavableError: something cannot be written on any disk; it is named.
@@ -556,7 +557,8 @@ def try_files(trainer: Any) -> None:
 
 
 def check_shared(output: Path, agreement: Agreement) -> None:
-    """Checks that all nodes see one output directory, into which each rank writes its share of a checkpoint. Collective.
+    """Checks that all nodes see one output directory, into which each rank writes its share of a checkpoint.
+    Collective.
 
     Raises:
         CheckpointError: on every rank; some do not.
@@ -600,7 +602,7 @@ def hub_error(failure: Exception) -> HotspaError:
 
 
 class CheckpointPushes:
-    """Pushes each checkpoint of a trainer as `hub_strategy` says, in a thread of the main process; sets `push_in_progress`."""
+    """Pushes each checkpoint as `hub_strategy` says, in a thread of the main process; sets `push_in_progress`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -616,10 +618,11 @@ class CheckpointPushes:
         return [self._pushed] if self._pushed is not None and self._is_pushing else []
 
     def begin(self, folder: Path) -> None:
-        """Begins to push the parts of an existing checkpoint that `hub_strategy` names: its model, and perhaps the folder.
+        """Begins to push the parts of an existing checkpoint that `hub_strategy` names: its model, and perhaps the
+        folder.
 
-        As in the stock Trainer, a checkpoint is skipped while an earlier one is being pushed; `hub_always_push` waits for the
-        earlier one. Not collective; only the main process does anything, and it never raises.
+        As in the stock Trainer, a checkpoint is skipped while an earlier one is being pushed; `hub_always_push` waits
+        for the earlier one. Not collective; only the main process does anything, and it never raises.
         """
         trainer = self._trainer
         if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:

@@ -545,8 +545,8 @@ FSDP_UNUSED = frozenset(
         "sync_module_states", "cpu_ram_efficient_loading", "state_dict_type", "xla_fsdp_settings",
     )
 )  # fmt: skip
-"""Fields about things that the engine does in another way: units are embedding, layers and head, and the next one is loaded while
-one computes."""
+"""Fields about things that the engine does in another way: units are embedding, layers and head, and the next one is
+loaded while one computes."""
 
 _OFF = {
     "activation_checkpointing": "use activation_checkpointing=True of the arguments, or strategies such as dp4+rc+z3",

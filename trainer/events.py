@@ -13,14 +13,14 @@ dispatches these, on every rank, to the callbacks that define them:
 They return nothing. `state.global_step` counts the completed optimizer steps. Promises:
 
 * A callback that raises does so on all ranks: the error, naming class, event and step, waits until all ranks agree on
-  the next mini-batch (or on the end of training), so that no rank is left inside a collective. On one process, an error of a
-  user's callback in an event of transformers is raised immediately, as in the stock Trainer. No event communicates, except
-  the work before `COLLECTIVE_EVENTS`.
+  the next mini-batch (or on the end of training), so that no rank is left inside a collective. On one process, an error
+  of a user's callback in an event of transformers is raised immediately, as in the stock Trainer. No event
+  communicates, except the work before `COLLECTIVE_EVENTS`.
 * The seconds inside callbacks are known per class.
-* The Trainer's own callbacks (`add_own`) come after the user's, and are not in `callbacks`, which users and their tests read;
-  `pop_callback` and `remove_callback` find them nevertheless.
-* A log of training is printed as one line (`LogLine`), unless `hotspa_log_all`. Trackers (`report_to`) get all but the six most
-  important numbers below `hotspa_debug/`. Every other reader has the logs unchanged.
+* The Trainer's own callbacks (`add_own`) come after the user's, and are not in `callbacks`, which users and their tests
+  read; `pop_callback` and `remove_callback` find them nevertheless.
+* A log of training is printed as one line (`LogLine`), unless `hotspa_log_all`. Trackers (`report_to`) get all but the
+  six most important numbers below `hotspa_debug/`. Every other reader has the logs unchanged.
 """
 
 import logging
@@ -167,7 +167,7 @@ class CallbackEvents(CallbackHandler):
         return [*self.callbacks, *self._own.values()]
 
     def add_own(self, callback: TrainerCallback, instead: type[TrainerCallback] | None = None) -> None:
-        """Adds one of the Trainer's own callbacks, unless the user has given one of its class (or of the class `instead`)."""
+        """Adds one of the Trainer's own callbacks, unless the user gave one of its class (or the class `instead`)."""
         kind = instead or type(callback)
         if not any(isinstance(given, kind) for given in self.callbacks):
             self._own[kind] = callback
@@ -204,8 +204,8 @@ class CallbackEvents(CallbackHandler):
         """Inside, errors wait to be agreed on (`error`); outside, callbacks raise immediately.
 
         Args:
-            alone: There are no other ranks. Only errors in our own events, which come in the middle of a mini-batch, and in our
-                own callbacks wait.
+            alone: There are no other ranks. Only errors in our own events, which come in the middle of a mini-batch,
+                and in our own callbacks wait.
         """
         self._defers, self._alone, self.error, self._cause = True, alone, None, None
         try:
@@ -339,10 +339,10 @@ FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_eva
 class Flags:
     """The requests of callbacks through `TrainerControl`, agreed on by all ranks.
 
-    All ranks save, evaluate, log and end training together. A callback may see something on one rank alone (the remaining time,
-    a file, a memory limit). Its request is then executed on all ranks; the stock Trainer's ranks would wait for each other.
-    Costs one small collective per step (more at steps that log, save or evaluate), and none if no rank has user code that could
-    set a flag.
+    All ranks save, evaluate, log and end training together. A callback may see something on one rank alone (the
+    remaining time, a file, a memory limit). Its request is then executed on all ranks; the stock Trainer's ranks would
+    wait for each other. Costs one small collective per step (more at steps that log, save or evaluate), and none if no
+    rank has user code that could set a flag.
 
     Args:
         trainer: Its `control` is read and set.
@@ -380,7 +380,7 @@ class Flags:
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """Around the loop's work after a step: agrees on flags before it, and after callbacks that may have set others."""
+        """Around the loop's work after a step: agrees on flags before it, and after callbacks that may set others."""
         self.agree()
         control = self._trainer.control
         self._acts, self._is_in_loop = control.should_save or control.should_evaluate or control.should_log, True

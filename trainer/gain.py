@@ -1,9 +1,9 @@
 """Whether switching paid, measured: the same mini-batches with switching and under single strategies, in turn.
 
-`measure_gain` runs after training, on a separate engine with the strategies of all sides. It runs forward and backward passes
-without updates, so nothing of the trainer changes: weights, optimizer, choice of strategies or random generators. The order of
-sides differs for each mini-batch; the first is not timed. All single strategies run the first mini-batches; clearly slower ones
-are left out afterwards.
+`measure_gain` runs after training, on a separate engine with the strategies of all sides. It runs forward and backward
+passes without updates, so nothing of the trainer changes: weights, optimizer, choice of strategies or random
+generators. The order of sides differs for each mini-batch; the first is not timed. All single strategies run the first
+mini-batches; clearly slower ones are left out afterwards.
 """
 
 import time
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 SWITCHING = "switching"
 _ALL_SIDES, _SLOWER = 2, 1.2
-"""After `_ALL_SIDES` mini-batches, single strategies are left out that took `_SLOWER` times as long as the fastest of them."""
+"""After `_ALL_SIDES` mini-batches, single strategies are left out that took `_SLOWER` times as long as the fastest of
+them."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,23 @@ class Side:
 
 
 def measure_gain(trainer: "SwitchedMixin", steps: int = 5) -> MeasuredGain | None:
-    """Measures how much faster switching is than single strategies: the best one that fits as predicted, and the common ones
-    (DDP, FSDP, tensor parallelism, a pipeline) that fit. Collective.
+    """Measures how much faster switching is than single strategies: the best one that fits as predicted, and the common
+    ones (DDP, FSDP, tensor parallelism, a pipeline) that fit. Collective.
 
     The trainer's engine may be closed, and should be if memory is short: this makes a second one.
 
     Args:
         trainer: It must have trained.
-        steps: Timed mini-batches, the first of the run. Without a time model, the single strategies are the buckets of the run
-            that hold every row.
+        steps: Timed mini-batches, the first of the run. Without a time model, the single strategies are the buckets of
+            the run that hold every row.
 
     Returns:
-        The measurement, which is also printed and passed to callbacks (`on_gain_measured`); None if the run has one strategy.
+        The measurement, which is also printed and passed to callbacks (`on_gain_measured`); None if the run has one
+        strategy.
 
     Raises:
-        HotspaError: on every rank: `auto` has not chosen strategies, the data set is a stream, or no single strategy fits.
+        HotspaError: on every rank: `auto` has not chosen strategies, the data set is a stream, or no single strategy
+            fits.
     """
     if steps < 1:
         raise HotspaConfigError(
@@ -139,8 +142,8 @@ def _columns(trainer: "SwitchedMixin") -> tuple[str, ...]:
 def _take_turns(
     engine: HotSPaEngine, sides: Sequence[Side], batches: Sequence[Documents], steps: int, trainer: Any
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """The seconds of each side by name, switching first, and the relative difference of losses, over mini-batches (repeated if
-    fewer than `steps`) after an untimed one. Collective."""
+    """The seconds of each side by name, switching first, and the relative difference of losses, over mini-batches
+    (repeated if fewer than `steps`) after an untimed one. Collective."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     differences, verbose = [], trainer.is_world_process_zero()
     shape = engine.description.shape
@@ -188,7 +191,7 @@ def _switching(trainer: "SwitchedMixin") -> Side:
 
 
 def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:
-    """The single strategies that fit: by a time model and a memory model, or by the length that the run's buckets hold."""
+    """The single strategies that fit by a time model and a memory model, or the run's buckets that hold every row."""
     singles = trainer._hotspa_watchers.plan.singles()
     if singles.fitting:
         return singles

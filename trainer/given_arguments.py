@@ -1,10 +1,10 @@
-"""Checks of given arguments: each that is unknown, invalid, unsupported, without effect, or another trainer's is reported, with an
-alternative. Also flags with a joint meaning (pipeline updates, reaction to slow devices), and the launcher's settings in the
-environment (how many processes, and how they train).
+"""Checks of given arguments: each that is unknown, invalid, unsupported, without effect, or another trainer's is
+reported, with an alternative. Also flags with a joint meaning (pipeline updates, reaction to slow devices), and the
+launcher's settings in the environment (how many processes, and how they train).
 
-Launchers fail quietly: `accelerate launch` starts one process if `--multi_gpu` is missing, whatever its `--num_processes`, and
-torchrun's processes train alone if the script does not ask for the CPU on a machine without accelerators. Both are errors here,
-with given strategies and with auto.
+Launchers fail quietly: `accelerate launch` starts one process if `--multi_gpu` is missing, whatever its
+`--num_processes`, and torchrun's processes train alone if the script does not ask for the CPU on a machine without
+accelerators. Both are errors here, with given strategies and with auto.
 """
 
 import inspect
@@ -152,7 +152,8 @@ def _option(words: Sequence[str], name: str) -> str | None:
 
 
 def recompute_argument(args: TrainingArguments) -> str:
-    """The name of the argument for recomputation: `activation_checkpointing`, in older releases `gradient_checkpointing`.
+    """The name of the argument for recomputation: `activation_checkpointing`, in older releases
+    `gradient_checkpointing`.
 
     If both exist, transformers keeps them equal.
     """
@@ -189,8 +190,8 @@ def nearest(flag: str, known: Collection[str]) -> str | None:
 
 
 def warn_of_misspelt(fields: Collection[str]) -> None:
-    """Warns of unknown command line flags that begin like ours, which a script's own parser may ignore. Each is reported once, by
-    one process."""
+    """Warns of unknown command line flags that begin like ours, which a script's own parser may ignore. Each is
+    reported once, by one process."""
     if os.environ.get("RANK", "0") != "0":
         return
     for word in sys.argv[1:]:
@@ -314,7 +315,7 @@ class Flag:
 
 
 class _Help(str):
-    """The help of a flag, with its `Flag`: `HfArgumentParser` passes all metadata of a field to argparse, which accepts no more."""
+    """The help of a flag, with its `Flag`, because `HfArgumentParser` passes all metadata of a field to argparse."""
 
     flag: Flag
 
@@ -454,7 +455,8 @@ def read_accelerator_config(args: TrainingArguments) -> None:
 
 _ROWS = "give rows that hold what is learned: 'input_ids' with 'labels', or a column 'text'"
 
-# Field of TRL's SFTConfig -> (values without effect here, alternative to others). Other fields have none if None, False, 0 or empty.
+# Field of TRL's SFTConfig -> (values without effect here, alternative to others). Other fields have no effect if None,
+# False, 0 or empty.
 _OF_SFT: dict[str, tuple[tuple[Any, ...], str]] = {
     "loss_type": (("nll", "chunked_nll", None), "pass token_loss to the trainer (docs/losses.md; 'dft' is one line)"),
     "max_length": (
@@ -485,7 +487,8 @@ _SUFFIXES = ("TrainingArguments", "TrainingArgs", "Arguments", "Config", "Args")
 def refuse_fields_of_others(args: TrainingArguments, trainer: type, datasets: Iterable[Any]) -> None:
     """Rejects requests in fields that another library's trainer reads, and this one would ignore.
 
-    Fields of a user's class belong to the user: as with the stock Trainer, the user's callbacks and overrides read them.
+    Fields of a user's class belong to the user: as with the stock Trainer, the user's callbacks and overrides read
+    them.
 
     Args:
         datasets: The training and evaluation sets, perhaps None.
@@ -597,8 +600,8 @@ def _each(datasets: Iterable[Any]) -> Iterator[Any]:
 
 
 def _kinds(dataset: Any) -> Iterator[str]:
-    """The kinds of rows (`Format.kind`), with more for completions of conversations, rows of tokens with a mask, and rows that
-    cannot be read before training."""
+    """The kinds of rows (`Format.kind`), with more for completions of conversations, rows of tokens with a mask, and
+    rows that cannot be read before training."""
     row: Any = {}
     if not is_stream(dataset):
         row = dataset[0] if len(dataset) else {}
@@ -637,7 +640,7 @@ _NOT_WITH: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass
 class PipelineModeArguments:
-    """How the stages of a pipeline update. The last two flags only have a meaning with `hotspa_pipeline_mode=pipedream`."""
+    """How the stages of a pipeline update. The last two flags need `hotspa_pipeline_mode=pipedream`."""
 
     hotspa_pipeline_mode: str = flag(
         SYNCHRONOUS,

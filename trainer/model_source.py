@@ -1,8 +1,8 @@
 """Where the weights of a run come from and go to if no process can hold them: a model given as a folder.
 
-`trainer.model` is then a model on the meta device, without weights. They are read by slices into the master store when the
-engine starts, and leave it through `save_model` (one segment in memory at a time), checkpoints, or `materialize`, which turns
-`trainer.model` into a normal model.
+`trainer.model` is then a model on the meta device, without weights. They are read by slices into the master store when
+the engine starts, and leave it through `save_model` (one segment in memory at a time), checkpoints, or `materialize`,
+which turns `trainer.model` into a normal model.
 """
 
 import logging
@@ -118,7 +118,7 @@ class ModelSource:
         if is_adapted(model):
             raise UnsupportedError(
                 "the base in 4 bits was read by slices, and no process can hold it",
-                fix="save_model() writes the adapter; load it with PeftModel.from_pretrained on a separately loaded base",
+                fix="save_model() writes the adapter; load it with PeftModel.from_pretrained on a base loaded elsewhere",
             )
         release(model)
         for module in model.modules():
@@ -226,7 +226,7 @@ def argument_files(args: HotSPaTrainingArguments) -> SideFiles:
 
 
 def _unwritable(files: SideFiles, target: Path) -> Iterator[tuple[str, Exception]]:
-    """Writes files into a folder. Yields those that no disk could hold, with the error; raises the errors of the disk."""
+    """Writes files into a folder. Yields those that no disk could hold, with the error; raises errors of the disk."""
     for name, write in files.items():
         try:
             write(target)
@@ -247,8 +247,8 @@ def write_each(files: SideFiles, target: Path) -> None:
 
 
 def write_beside(files: SideFiles, target: Path) -> None:
-    """Writes files beside existing weights. A file that cannot be written on any disk is named in a warning and left out: the
-    weights are more important."""
+    """Writes files beside existing weights. A file that cannot be written on any disk is named in a warning and left
+    out: the weights are more important."""
     for name, failure in _unwritable(files, target):
         logger.warning("the weights are saved in %s, but not %s: %s: %s", target, name, type(failure).__name__, failure)
 

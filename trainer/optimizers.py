@@ -1,8 +1,8 @@
 """The optimizer of a run: which may run on shares of the weights, how one moves onto them, and its learning rates.
 
-Each rank holds a flat share of every weight. An update from complete matrices, rows or norms of a tensor would depend on the cut,
-hence on the number of ranks; such an optimizer raises an error. Blocks of elements are never cut, so the 8-bit and 4-bit
-optimizers of bitsandbytes and torchao run (`engine.low_bit`).
+Each rank holds a flat share of every weight. An update from complete matrices, rows or norms of a tensor would depend
+on the cut, hence on the number of ranks; such an optimizer raises an error. Blocks of elements are never cut, so the
+8-bit and 4-bit optimizers of bitsandbytes and torchao run (`engine.low_bit`).
 """
 
 import enum
@@ -174,8 +174,8 @@ def _copy(optimizer: Optimizer, parameters: list[nn.Parameter], met: _Met) -> Op
 
 
 def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
-    """Compares a few steps on a vector, on its two pieces, and on the first piece alone, which must not depend on the second;
-    relative to the distance moved, in fp64 if supported, so that tiny steps count."""
+    """Compares a few steps on a vector, on its two pieces, and on the first piece alone, which must not depend on the
+    second; relative to the distance moved, in fp64 if supported, so that tiny steps count."""
     for size in _SIZES:
         _try_size(name, make, device, size)
 
@@ -229,8 +229,8 @@ def _trials(
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """The start of a vector, and its ends by cut and group.
 
-    Takes as many steps as needed until three have moved every group's vector: some optimizers warm up by themselves. A learning
-    rate near 0, from the beginning of a schedule, is replaced by a larger one.
+    Takes as many steps as needed until three have moved every group's vector: some optimizers warm up by themselves. A
+    learning rate near 0, from the beginning of a schedule, is replaced by a larger one.
     """
     start = torch.linspace(-1.0, 2.0, size, device=device, dtype=dtype)
     slope = torch.linspace(0.1, 5.0, size, device=device, dtype=dtype).square()
@@ -404,8 +404,8 @@ class MasterOptimizer:
         return optimizer
 
     def let_go(self, restarts: bool) -> None:
-        """Called before the engine is closed. The optimizer is kept, as with the stock Trainer, if a new engine is about to start or
-        the user gave it; otherwise its memory is freed with the engine's. Not collective."""
+        """Called before the engine is closed. The optimizer is kept, as with the stock Trainer, if a new engine is
+        about to start or the user gave it; otherwise its memory is freed with the engine's. Not collective."""
         trainer, optimizer, self.watched = self._trainer, self._trainer.optimizer, None
         if optimizer is None:
             return
@@ -441,7 +441,7 @@ class MasterOptimizer:
             raise UnsupportedError(
                 f"hotspa_stock_checkpoints with the optimizer {type(bare_optimizer(optimizer)).__name__} of {library}",
                 why="the master store has some weights transposed, so that other elements share a scale than in optimizer.pt",
-                fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights in transformers' format without it, too",
+                fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights in transformers' format anyway",
             )
         take_over(optimizer, self._trainer.engine, self._trainer.model, saved)
         self.watched = weakref.ref(bare_optimizer(optimizer))
@@ -457,7 +457,7 @@ class MasterOptimizer:
         return group_facts(self._trainer.optimizer) | {"max_grad_norm": text_of(self._trainer.args.max_grad_norm)}
 
     def on_host(self, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """With the master store in host memory, replaces torch's AdamW by DeepSpeed's CPU Adam, if all ranks have it."""
+        """With the master store in host memory, uses DeepSpeed's CPU Adam for torch's AdamW, if all ranks have it."""
         args, engine = self._trainer.args, self._trainer.engine
         if args.hotspa_offload != "master" or kind is not torch.optim.AdamW:
             return kind, options

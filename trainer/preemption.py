@@ -1,15 +1,15 @@
 """Events that stop a run or skip a step: SIGTERM, Ctrl-C, and mini-batches that cannot be trained.
 
-Owns the handlers. The SIGTERM handler only notes the signal. Ranks exchange their notes with the gather that ends each mini-batch
-anyway, so all save and stop at the same step, whichever received it, and `train()` returns. Promises:
+Owns the handlers. The SIGTERM handler only notes the signal. Ranks exchange their notes with the gather that ends each
+mini-batch anyway, so all save and stop at the same step, whichever received it, and `train()` returns. Promises:
 
 * The current mini-batch is finished (or, during a save or an evaluation, the next one), then a checkpoint is written,
   unless `save_strategy` is `no`. A signal after the last mini-batch changes nothing.
 * A signal within `REPEAT_S` of the first one is the same request: launchers pass on what schedulers send to everybody.
 * A later one has the effect from before training: it usually ends the process at once. Files on disk stay complete.
 * The handler exists during `train()` only, and only if `train()` runs in the main thread, as Python requires.
-* Ctrl-C ends training at once and saves nothing, as with the stock Trainer: `train()` raises `KeyboardInterrupt`. The signal
-  that the launcher then passes on is the same Ctrl-C.
+* Ctrl-C ends training at once and saves nothing, as with the stock Trainer: `train()` raises `KeyboardInterrupt`. The
+  signal that the launcher then passes on is the same Ctrl-C.
 * In both cases the main process logs in one line how to resume, and where the report of the run is.
 """
 
@@ -99,7 +99,7 @@ class Preemption:
 
 
 def take_sigterm_from(callbacks: Iterable[Any]) -> None:
-    """Removes the handler of transformers' `enable_jit_checkpoint` callback: `Preemption` stops all ranks at the same step."""
+    """Removes the handler of transformers' `enable_jit_checkpoint`: `Preemption` stops all ranks at the same step."""
     for manager in (getattr(callback, "jit_manager", None) for callback in callbacks):
         if manager is not None and manager._original_sigterm_handler is not None:
             signal.signal(signal.SIGTERM, manager._original_sigterm_handler)
@@ -169,8 +169,8 @@ class SkippedMiniBatches:
         """Removes the gradients, so that the optimizer's next step changes nothing.
 
         Returns:
-            The loss of the step for the Trainer, an fp32 scalar on the host: the mean of the finite losses since the last log,
-            or NaN.
+            The loss of the step for the Trainer, an fp32 scalar on the host: the mean of the finite losses since the
+            last log, or NaN.
 
         Raises:
             HotspaError: the limit is reached.
@@ -196,8 +196,8 @@ class SkippedMiniBatches:
         self._num_losses += 1
 
     def correct(self, logs: dict[str, float], agreement: Agreement) -> None:
-        """Logs the skipped mini-batches, if any, and the mean of the finite losses if some were skipped since the last log.
-        Collective then."""
+        """Logs the skipped mini-batches, if any, and the mean of the finite losses if some were skipped since the last
+        log. Collective then."""
         if self._since_log:
             logs["loss"] = float(agreement.gather([self._mean()]).mean())
         if self.total:

@@ -1,5 +1,5 @@
-"""Finds the checkpoint that a run resumes from, and restores it. All ranks verify it together, and compare it with the run's data.
-Any error is raised by all ranks, before anything is changed.
+"""Finds the checkpoint that a run resumes from, and restores it. All ranks verify it together, and compare it with the
+run's data. Any error is raised by all ranks, before anything is changed.
 """
 
 import dataclasses
@@ -144,8 +144,8 @@ def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model:
 
 
 def next_pass(place: Mapping[str, Any], epoch: int, ended: bool = False) -> dict[str, Any]:
-    """The state of a stream at the beginning of a pass: `epoch`, the `batches` read in it, and for each earlier pass how many
-    batches were `read`, or asked for (None: all), because the order of a stream may depend on that.
+    """The state of a stream at the beginning of a pass: `epoch`, the `batches` read in it, and for each earlier pass
+    how many batches were `read`, or asked for (None: all), because the order of a stream may depend on that.
 
     Args:
         place: The previous state; empty at the start.

@@ -171,9 +171,9 @@ def _flops(engine: HotSPaEngine, model: Any) -> ModelFlops | None:
 
 
 def model_flops(shape: ModelShape, model: Any, peak: float) -> ModelFlops:
-    """The operations of a model. Per parameter and token: 2 forward, 2 for the gradient of the input, and 2 for the gradient of
-    the weight if it is trained. In causal attention 6, times the square of a sequence, for layers of full attention only, without
-    sliding windows and linear attention. Recomputation does not count.
+    """The operations of a model. Per parameter and token: 2 forward, 2 for the gradient of the input, and 2 for the
+    gradient of the weight if it is trained. In causal attention 6, times the square of a sequence, for layers of full
+    attention only, without sliding windows and linear attention. Recomputation does not count.
 
     Args:
         peak: Of all devices together.

@@ -1,12 +1,14 @@
-"""`RunPlan`: the strategies of a run's mini-batches, and their predicted seconds; `AutoStrategies` with `hotspa_strategies=auto`.
+"""`RunPlan`: the strategies of a run's mini-batches, and their predicted seconds; `AutoStrategies` with
+`hotspa_strategies=auto`.
 
-Given strategies are predicted if the machine is known, from `hotspa_calibration`, or from the cache of an earlier run with `auto`
-or `hf-hotspa calibrate`. These predictions decide nothing, are never corrected, and are the same on all ranks. A cache that
-cannot be read only causes a warning.
+Given strategies are predicted if the machine is known, from `hotspa_calibration`, or from the cache of an earlier run
+with `auto` or `hf-hotspa calibrate`. These predictions decide nothing, are never corrected, and are the same on all
+ranks. A cache that cannot be read only causes a warning.
 
-With `auto`, on all ranks: the lengths are scanned, the machine is calibrated (a file, the cache, or seconds of measuring), the
-search makes a plan under the memory limit, and the main process prints it. `AutoStrategies` asks the chooser for each mini-batch,
-passes measurements to it, and adds predictions to reports. An error of one rank is raised by all.
+With `auto`, on all ranks: the lengths are scanned, the machine is calibrated (a file, the cache, or seconds of
+measuring), the search makes a plan under the memory limit, and the main process prints it. `AutoStrategies` asks the
+chooser for each mini-batch, passes measurements to it, and adds predictions to reports. An error of one rank is raised
+by all.
 """
 
 import json
@@ -97,8 +99,8 @@ def engine_options(
     Args:
         loss: A custom token loss; None if the Trainer computes the loss.
         stage_costs: Measured costs that stages are cut by.
-        time: The time model that strategies were chosen and chunks are cut by. None for given strategies, where measurements
-            change nothing.
+        time: The time model that strategies were chosen and chunks are cut by. None for given strategies, where
+            measurements change nothing.
     """
     return EngineOptions(
         compute_dtype=torch.bfloat16 if args.bf16 else None,
@@ -273,7 +275,8 @@ class AutoStrategies(RunPlan):
         stage_costs: The costs that stages are cut by in the plan.
         fits: Raises if a device cannot hold the pool, for a description with another stage partition.
         predicts: Whether the cost model's seconds are from this machine.
-        renewed: Watches lengths, and plans for new ones with the engine's strategies; None if all were known at the start.
+        renewed: Watches lengths, and plans for new ones with the engine's strategies; None if all were known at the
+            start.
     """
 
     time: TimeModel
@@ -525,8 +528,8 @@ def prepare_auto(
 
 
 def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agreement: Agreement) -> Known | None:
-    """The calibration of `hotspa_calibration`, else the one in rank 0's cache for this run, if any. Call it before there is an
-    engine, which would share the machine with a measurement. Collective.
+    """The calibration of `hotspa_calibration`, else the one in rank 0's cache for this run, if any. Call it before
+    there is an engine, which would share the machine with a measurement. Collective.
 
     Raises:
         HotspaError: on every rank: the file cannot be read or does not cover this run, or measuring failed.
@@ -596,7 +599,7 @@ def _agreed_inputs(
 def _tokens_before_out_of_memory(
     args: HotSPaTrainingArguments, agreement: Agreement, layers: int
 ) -> dict[Strategy, int]:
-    """The most tokens per pack of strategies that ran out of memory before, on any node (with its own disk). Collective."""
+    """The most tokens per pack of strategies that ran out of memory before, by the disks of all nodes. Collective."""
     own = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
     known = fewest_tokens([json.loads(text) for text in agreement.texts(own)])
     every = min(args.hotspa_recompute_every, layers)
@@ -610,7 +613,7 @@ def _tokens_before_out_of_memory(
 def measured_costs(
     calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
 ) -> StageCosts | None:
-    """The costs that stages are cut by. None, to cut by count, if two runs must have the same bits: measured seconds differ."""
+    """The costs that stages are cut by. None, to cut by count, if runs must have the same bits: seconds differ."""
     if calibration is None or (args.full_determinism and args.hotspa_calibration in (None, MEASURE)):
         return None
     return calibration.stage_costs(description.vector.layer_costs)
@@ -624,8 +627,8 @@ def agreed_calibration(
     agreement: Agreement,
     longest: int | None = None,
 ) -> Calibration:
-    """The calibration that `hotspa_calibration` names, else a measurement (kept in the cache), of `START_S` if a race follows.
-    Collective.
+    """The calibration that `hotspa_calibration` names, else a measurement (kept in the cache), of `START_S` if a race
+    follows. Collective.
 
     Args:
         longest: Tokens of the longest row.
@@ -695,7 +698,7 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
 def cost_model(
     calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
 ) -> CostModel:
-    """The cost model of a run. Without a calibration, for an unknown device, whose seconds only compare amounts of work."""
+    """The cost model of a run. Without a calibration, for an unknown device: its seconds only compare work."""
     if calibration is None:
         sizes = _sizes(description, args)
         device = Device(1 << 40, {sizes.compute_dtype: 1e13}, 1e11)
@@ -717,8 +720,8 @@ def check_given(
 ) -> None:
     """Rejects given strategies that need more than `hotspa_memory_limit_mb`, by the forecast that `auto` plans with.
 
-    Activations are measured ones with a calibration, else from a formula. Without a given limit the engine rejects only weights,
-    gradients, master store and switch buffers that certainly do not fit.
+    Activations are measured ones with a calibration, else from a formula. Without a given limit the engine rejects only
+    weights, gradients, master store and switch buffers that certainly do not fit.
 
     Raises:
         DeviceMemoryError: on every rank, naming the part that does not fit.

@@ -1,7 +1,7 @@
 """The program of `hf-hotspa train` and `examples/finetune.py` in each process: a command line in, a trained model out.
 
-Owns the choice of model and data (`ScriptArguments`), the settings for fine-tuning a model that has weights, and loading by name
-(a folder, a file, the hub). `check_script` finds errors in names before any process is started.
+Owns the choice of model and data (`ScriptArguments`), the settings for fine-tuning a model that has weights, and
+loading by name (a folder, a file, the hub). `check_script` finds errors in names before any process is started.
 """
 
 import argparse
@@ -108,12 +108,12 @@ class Settings:
 
 
 def parser_of(kind: type[ScriptArguments] = ScriptArguments, everything: bool = False, **options: Any) -> FlagParser:
-    """The parser of `kind` and `HotSPaTrainingArguments`; with `everything`, its help also lists `TrainingArguments`."""
+    """The parser of `kind` and `HotSPaTrainingArguments`; with `everything`, its help lists `TrainingArguments`, too."""
     return FlagParser((kind, HotSPaTrainingArguments), everything, **options)
 
 
 def fine_tuning_defaults(given: Namespace) -> dict[str, Any]:
-    """The defaults for flags that the command line (`given`, over defaults) does not set: TRL's settings for fine-tuning."""
+    """The defaults for flags that the command line (`given`) does not set: TRL's settings for fine-tuning."""
     name = Path(str(given.model or given.config)).name
     rate = LORA_LEARNING_RATE if given.lora_r else NEW_LEARNING_RATE if given.model is None else LEARNING_RATE
     defaults = {"learning_rate": rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 10}
@@ -183,8 +183,8 @@ def check_script(script: Any, skips_empty: bool) -> None:
 
 
 def look_together(settings: Settings) -> None:
-    """`check_script` in the running processes: an error of one, on a node without the file or a cache of the hub, is raised by all.
-    Collective.
+    """`check_script` in the running processes: an error of one, on a node without the file or a cache of the hub, is
+    raised by all. Collective.
 
     Raises:
         HotspaError: on every process.
@@ -277,8 +277,8 @@ def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any
 
 
 def make_model(script: Any, args: HotSPaTrainingArguments) -> Any:
-    """The model: a config if each process reads its share of the weights, else a model with weights, equal on all processes.
-    Collective; all raise an error of one."""
+    """The model: a config if each process reads its share of the weights, else a model with weights, equal on all
+    processes. Collective; all raise an error of one."""
     return Ranks(args).agreement().run("making the model", lambda: _model(script, args))
 
 

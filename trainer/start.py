@@ -1,7 +1,7 @@
 """How a trainer gets its switched model, and how its ranks communicate before it exists.
 
-`Ranks` agrees over the host, starting in the constructor. `start` chooses the strategies (or takes the given ones), makes the
-`SwitchedModel`, and its watchers: predictions, slow devices, the memory limit.
+`Ranks` agrees over the host, starting in the constructor. `start` chooses the strategies (or takes the given ones),
+makes the `SwitchedModel`, and its watchers: predictions, slow devices, the memory limit.
 """
 
 import logging
@@ -80,8 +80,8 @@ class Ranks:
 
     @contextmanager
     def telling(self, trainer: Any, what: str) -> Iterator[None]:
-        """Passes an error on to the other ranks, and a lack of memory to the next launch; raises the error of the peer that
-        was first to raise one. May be nested: an error is passed on once. Does nothing without an engine.
+        """Passes an error on to the other ranks, and a lack of memory to the next launch; raises the error of the peer
+        that was first to raise one. May be nested: an error is passed on once. Does nothing without an engine.
 
         Args:
             what: The current activity, for messages.
@@ -129,7 +129,7 @@ class Watchers:
         return self.plan.is_idle and self.devices is None
 
     def choose(self, step: int, lengths: Sequence[int]) -> Any:
-        """The buckets of a mini-batch, and the device speeds by which its packs are divided. Also called in a thread."""
+        """The buckets of a mini-batch, and the device speeds that divide its packs. Also called in a thread."""
         speeds = self.devices.speeds if self.devices is not None else None
         return self.plan.choose(step, lengths), speeds.of(step) if speeds is not None else None
 
@@ -163,7 +163,7 @@ class Watchers:
             self.plan.load_state_dict(state["auto"])
 
     def trained(self, step: int, passes: Sequence[tuple[MiniBatchPlan, StepReport]], report: StepReport) -> StepReport:
-        """Takes the reports of a mini-batch and of its training passes; returns the first with their findings. Collective."""
+        """Takes the reports of a mini-batch and its training passes; returns the first, completed. Collective."""
         if not self.plan.is_idle:
             each = [self.plan.trained(step, plan, of_pass) for plan, of_pass in passes]
             singles = [of_pass.single_s for of_pass in each]

@@ -1,8 +1,8 @@
 """`HotSPaTrainer`: a `transformers.Trainer` over a `SwitchedModel`.
 
-`SwitchedMixin` stands in front of a Trainer class ("the class behind", next in the method resolution order). It replaces the model
-by a `SwitchedModel`, as accelerate would by `DistributedDataParallel`. Everything else comes from the class behind. Overrides are
-in the order of the loop's calls; each calls `super()` or is in `REPLACED`.
+`SwitchedMixin` stands in front of a Trainer class ("the class behind", next in the method resolution order). It
+replaces the model by a `SwitchedModel`, as accelerate would by `DistributedDataParallel`. Everything else comes from
+the class behind. Overrides are in the order of the loop's calls; each calls `super()` or is in `REPLACED`.
 """
 
 import atexit
@@ -196,8 +196,8 @@ class SwitchedMixin(_Base):
         """Nothing: see `place_model_on_device` of the arguments."""
 
     def materialize(self) -> PreTrainedModel:
-        """Gives `trainer.model` the current weights, which it otherwise has at certain events only. A model of a folder gets memory
-        for them, on the CPU of every rank. Collective.
+        """Gives `trainer.model` the current weights, which it otherwise has at certain events only. A model of a folder
+        gets memory for them, on the CPU of every rank. Collective.
 
         Returns:
             `trainer.model`; a model of a folder is a normal model from now on.
@@ -213,8 +213,8 @@ class SwitchedMixin(_Base):
         return model
 
     def close_engine(self) -> None:
-        """Frees the engine's memory and process groups. `trainer.model` keeps its weights, if any; a user's optimizer stays.
-        Collective."""
+        """Frees the engine's memory and process groups. `trainer.model` keeps its weights, if any; a user's optimizer
+        stays. Collective."""
         self._hotspa_close()
 
     def _hotspa_close(self, restarts: bool = False) -> None:
@@ -243,8 +243,8 @@ class SwitchedMixin(_Base):
         """Trains.
 
         Args:
-            resume_from_checkpoint: True for the newest checkpoint of `output_dir` that verifies, or a path; written by any number
-                of ranks under any strategies. `args.resume_from_checkpoint` when None.
+            resume_from_checkpoint: True for the newest checkpoint of `output_dir` that verifies, or a path; written by
+                any number of ranks under any strategies. `args.resume_from_checkpoint` when None.
             *args: As for `Trainer.train`.
             **kwargs: As for `Trainer.train`.
 
@@ -395,8 +395,8 @@ class SwitchedMixin(_Base):
         return prepared
 
     def _hotspa_check_rows(self, switched: SwitchedModel, loader: Any) -> Any:
-        """Checks for rows that no bucket takes, and another order than a checkpoint's, as far as lengths are known. Collective.
-        Returns the scan of the training data, or None."""
+        """Checks for rows that no bucket takes, and another order than a checkpoint's, as far as lengths are known.
+        Collective. Returns the scan of the training data, or None."""
         rows, args, given = self._hotspa_rows, self.args, self.eval_dataset
         evaluates = args.eval_strategy != "no" or args.eval_on_start
         evaluated = list(given.values()) if isinstance(given, dict) else [given]
@@ -415,8 +415,8 @@ class SwitchedMixin(_Base):
         return switched.engine.agreement.run("data set", checked)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The optimizer of `--optim` with Hugging Face's parameter groups. When training starts, this rank's shares replace the
-        parameters of `trainer.model` in it."""
+        """The optimizer of `--optim` with Hugging Face's parameter groups. When training starts, this rank's shares
+        replace the parameters of `trainer.model` in it."""
         if self.optimizer is not None:
             return super().create_optimizer(model)
         self._hotspa_start()
@@ -599,7 +599,7 @@ class SwitchedMixin(_Base):
         return torch.tensor(float("nan"))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm, clipped or not; passes the step's report to the choice of strategies, the device watch and callbacks."""
+        """The norm, clipped or not; passes the step's report to choice of strategies, device watch and callbacks."""
         if grad_norm is None:
             grad_norm = SwitchedMixin._clip_grad_norm(self, model, float("inf"))
         skips, self._hotspa_skips, loss, self._hotspa_step_loss = self._hotspa_skips, False, self._hotspa_step_loss, 0.0
@@ -656,7 +656,7 @@ class SwitchedMixin(_Base):
         return metrics
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in the class behind, under `hotspa_eval_strategy`. Collective; logits are only computed if something reads them."""
+        """As in the class behind, under `hotspa_eval_strategy`. Collective; logits are only computed if read."""
         switched = self._hotspa_start()
         self._hotspa_show(EVALUATION)
         with self._hotspa_ranks.telling(self, "evaluation"):
@@ -715,8 +715,8 @@ class SwitchedMixin(_Base):
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves the model in Hugging Face's format, and the arguments as JSON (the stock Trainer pickles them). Without weights in
-        the model, collective, from the master store.
+        """Saves the model in Hugging Face's format, and the arguments as JSON (the stock Trainer pickles them). Without
+        weights in the model, collective, from the master store.
 
         May be called on the main process alone; if all call it, all raise its error.
         """
@@ -753,14 +753,16 @@ unless_stock(SwitchedMixin)
 class HotSPaTrainer(SwitchedMixin, Trainer):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
-    Takes the arguments of `Trainer`; with plain `TrainingArguments`, or none, the `hotspa_*` flags are at their defaults. `model` may
-    be a `PeftModel` with a LoRA adapter, or the folder of a saved model, of which each rank reads only its share. Training and
-    evaluation call a `SwitchedModel`; overrides of `compute_loss`, `training_step` and `prediction_step`, data loaders, samplers,
-    collators and callbacks work as with `Trainer`. Without a `data_collator`, rows may have `input_ids` (and `labels`), or, with a
-    tokenizer as `processing_class`, one of the columns `text`, `messages`, `prompt` + `completion`.
+    Takes the arguments of `Trainer`; with plain `TrainingArguments`, or none, the `hotspa_*` flags are at their
+    defaults. `model` may be a `PeftModel` with a LoRA adapter, or the folder of a saved model, of which each rank reads
+    only its share. Training and evaluation call a `SwitchedModel`; overrides of `compute_loss`, `training_step` and
+    `prediction_step`, data loaders, samplers, collators and callbacks work as with `Trainer`. Without a
+    `data_collator`, rows may have `input_ids` (and `labels`), or, with a tokenizer as `processing_class`, one of the
+    columns `text`, `messages`, `prompt` + `completion`.
 
-    `trainer.model` holds the trained weights after `train()` and `save_model()`, and for callbacks in `on_log`, `on_evaluate`,
-    `on_save` and at both ends of epochs. Otherwise its weights cannot be read in training (`materialize()` brings them).
+    `trainer.model` holds the trained weights after `train()` and `save_model()`, and for callbacks in `on_log`,
+    `on_evaluate`, `on_save` and at both ends of epochs. Otherwise its weights cannot be read in training
+    (`materialize()` brings them).
 
     Args:
         model: As above; the rest are arguments of `Trainer`.
