@@ -246,7 +246,7 @@ class Rows:
             policy=args.hotspa_overlong,
             skips_empty=args.hotspa_skips_empty,
             counts=is_training and (args.hotspa_overlong != ERROR or args.hotspa_skips_empty),
-            refused=self._unsupported_columns(),
+            unsupported=self._unsupported_columns(),
             borders=length_borders(self._config()),
             longest=self._longest,
             kept=frozenset(signature) | set(kept_columns(names, self._loss_columns)),
@@ -415,7 +415,7 @@ class Rows:
             absolute_positions=has_absolute_positions(self._config()),
             skips_empty=args.hotspa_skips_empty,
             borders=length_borders(self._config()),
-            refused=self._unsupported_columns(),
+            unsupported=self._unsupported_columns(),
         )
         quiet = args.disable_tqdm or args.process_index != 0
         if len(dataset):

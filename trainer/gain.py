@@ -197,7 +197,7 @@ def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:
         return singles
     longest = max(bucket.longest for bucket in hot.buckets)
     own = (replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest)
-    return Singles(tuple(own), singles.refused, "without a calibration nobody knows whether it fits")
+    return Singles(tuple(own), singles.rejected, "without a calibration nobody knows whether it fits")
 
 
 def _engine(trainer: "SwitchedMixin", sides: Sequence[Side]) -> HotSPaEngine:
