@@ -1,19 +1,17 @@
 """Callbacks that read step reports: `SwitchOverheadCallback` for the log, `TraceCallback` for the record of the run.
 
-`SwitchOverheadCallback` reports the cost of switching, in the log and as a table. Its numbers reach every `report_to`
-and `state.log_history` through `HotSPaTrainer.log`, as means over the steps since the last log. A printed line has the
-few that `LogLine` names. Switching is distinguished from the load and the return that a run under one strategy has, too
-(`StepReport.longest_phase`).
+The numbers of `SwitchOverheadCallback` reach every `report_to` and `state.log_history` through `HotSPaTrainer.log`, as
+means over the steps since the last log. A printed line has the few that `LogLine` names. Switching is distinguished
+from the load and the return that a run under one strategy has, too (`StepReport.longest_phase`).
 
-`ReportCallback` makes one page of HTML of the record at the end of training. The trace:
+`ReportCallback` makes one HTML page of the record at the end of training.
 
-A few mini-batches as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
-
-One process per rank, named `rank r`. Its first track holds the mini-batches, its second their phases, its third the
-parts of a phase: `load`, `compute`, `wait`, `return`, one after the other; before the phases the `agreement` of all
-ranks, after them the `finish`. With overlap only part of the load is exposed: the exposed part is drawn first, and the
-complete load on a track `beside computation`. Clocks of ranks are aligned at the agreement, which is about the same
-moment on all of them. Times are in microseconds, as the format requires.
+The trace holds a few mini-batches, for Perfetto (ui.perfetto.dev) and chrome://tracing. Each rank is a process named
+`rank r`. Its first track holds the mini-batches, its second their phases, its third the parts of a phase: `load`,
+`compute`, `wait`, `return`, one after the other; before the phases the `agreement` of all ranks, after them the
+`finish`. With overlap only part of the load is exposed: this part is drawn first, and the complete load on a track
+`beside computation`. Clocks of ranks are aligned at the agreement, which is about the same moment on all of them. Times
+are in microseconds, as the format requires.
 """
 
 import json
@@ -48,8 +46,10 @@ _STEP, _PHASE, _INSIDE, _BESIDE = range(len(_TRACKS))
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A mini-batch, counted from 1, and the seconds from the first traced one to its begin on the main process. Without
-    `ranks` the phases of the report are used for every rank."""
+    """A mini-batch, counted from 1, and the seconds from the first traced one to its begin on the main process.
+
+    Without `ranks` the report's phases stand for every rank.
+    """
 
     step: int
     start_s: float
@@ -369,8 +369,6 @@ def _table(title: str, by_strategy: dict[str, _Sums], seconds: float) -> str:
 
 # -- the record of a run ----------------------------------------------------------------------------------------------
 
-# `TraceCallback`: the record of a run as JSONL, and a few mini-batches as a trace for Perfetto.
-#
 # Written by the main process; a failure to write (a full disk) is logged once and never stops training.
 
 
@@ -382,7 +380,7 @@ class TraceCallback(TrainerCallback):
 
     Args:
         path: The folder for both; `hotspa_report` in the output directory when None.
-        steps: How many mini-batches go into the trace, from the second one on (the first warms up); 0 for no trace.
+        steps: Mini-batches in the trace, starting with the second (the first warms up); 0 for no trace.
 
     Raises:
         HotspaConfigError: `steps` is negative.
@@ -532,8 +530,8 @@ _MAX_FOLDERS = 1000
 
 
 def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
-    """The folder, or, if another process writes a record into it, the first free one of `<name>-2`, `<name>-3`, ...
-    Made if missing, and locked."""
+    """The folder, or, if another process uses it, the first free one of `<name>-2`, `<name>-3`, ... Made if missing,
+    and locked."""
     for number in range(1, _MAX_FOLDERS):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         folder.mkdir(parents=True, exist_ok=True)
@@ -549,10 +547,10 @@ class RunLogWriter:
     """Writes a record, line by line.
 
     Args:
-        folder: The folder of the record; made if missing. While another process writes a record there, this one's is in
-            a folder beside it (`hotspa_report-2`), and a warning names it.
-        goes_on: Whether the run was resumed: its lines are added to the existing ones. Otherwise an existing record is
-            kept as `hotspa_trace.previous.jsonl`, one at most.
+        folder: Made if missing. While another process writes a record there, this one's is in a folder beside it
+            (`hotspa_report-2`), which a warning names.
+        goes_on: Whether the run was resumed: it appends to an existing record. Otherwise that is kept as
+            `hotspa_trace.previous.jsonl`, one at most.
     """
 
     def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:

@@ -1,7 +1,7 @@
 """DeepSpeed's JSON configs: every field becomes an argument, has no effect here, or raises an error that names it.
 
-What DeepSpeed calls ZeRO stage 1 is always on: fp32 weights, optimizer state and the sums of the gradients over phases
-and ranks are spread over all ranks. Stages 2 and 3 are `+z2` and `+z3` of the strategies. Nothing here imports DeepSpeed,
+ZeRO stage 1 is always on: fp32 weights, optimizer state and the gradient sums over phases and ranks are spread over
+all ranks. Stages 2 and 3 are `+z2` and `+z3` of the strategies. Nothing here imports DeepSpeed,
 torch or transformers.
 """
 

@@ -106,7 +106,7 @@ class ModelSource:
     # -- the model of the trainer -------------------------------------------------------------------------------------
 
     def trained(self) -> None:
-        """Notes that the weights of a model without any change now: they will be in the engine alone."""
+        """Notes that the weights change now, and will be in the engine alone."""
         self._only_in_engine, self._is_saved = True, False
 
     def materialize(self, model: PreTrainedModel, switched: SwitchedModel) -> None:
@@ -154,7 +154,7 @@ class ModelSource:
             except Exception as failure:  # of the disk, or of a tokenizer
                 raise model_not_saved(target, failure) from failure
             finally:
-                deque(weights, maxlen=0)  # also after a failure: the other ranks are waiting for the remaining weights
+                deque(weights, maxlen=0)  # also after a failure: the other ranks wait for the rest
 
         engine.agreement.run("save_model", write)
         self._is_saved = True
@@ -247,8 +247,7 @@ def write_each(files: SideFiles, target: Path) -> None:
 
 
 def write_beside(files: SideFiles, target: Path) -> None:
-    """Writes files beside existing weights. A file that cannot be written on any disk is named in a warning and left
-    out: the weights are more important."""
+    """Writes files beside existing weights. A warning names those that no disk could hold: the weights matter more."""
     for name, failure in _unwritable(files, target):
         logger.warning("the weights are saved in %s, but not %s: %s: %s", target, name, type(failure).__name__, failure)
 

@@ -5,7 +5,7 @@ mini-batch anyway, so all save and stop at the same step, whichever received it,
 
 * The current mini-batch is finished (or, during a save or an evaluation, the next one), then a checkpoint is written,
   unless `save_strategy` is `no`. A signal after the last mini-batch changes nothing.
-* A signal within `REPEAT_S` of the first one is the same request: launchers pass on what schedulers send to everybody.
+* A signal within `REPEAT_S` of the first is the same request: launchers pass on what schedulers send to all.
 * A later one has the effect from before training: it usually ends the process at once. Files on disk stay complete.
 * The handler exists during `train()` only, and only if `train()` runs in the main thread, as Python requires.
 * Ctrl-C ends training at once and saves nothing, as with the stock Trainer: `train()` raises `KeyboardInterrupt`. The
