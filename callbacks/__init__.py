@@ -1,4 +1,4 @@
-"""Trainer callbacks that read step reports, each loaded when first used."""
+"""Trainer callbacks that read step reports, loaded on first use."""
 
 from typing import TYPE_CHECKING
 

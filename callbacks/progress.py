@@ -1,6 +1,6 @@
-"""`PhaseProgressCallback`: where a long step is, phase by phase, on the main process.
+"""`PhaseProgressCallback`: progress within a long step, phase by phase, on the main process.
 
-`SettingsCallback`: what a run comes to, in one block of lines before its first step.
+`SettingsCallback`: the resolved settings of a run, in one block of lines before its first step.
 """
 
 import sys
@@ -16,15 +16,15 @@ from hf_hotspa.report import PhaseEvent, RunFacts
 
 
 class PhaseProgressCallback(TrainerCallback):
-    """Shows one line for the mini-batch under way: the phase that runs, its packs and tokens, and how many are done.
+    """Shows one line for the current mini-batch: the running phase, its packs and tokens, and how many phases are done.
 
-    A bar below the Trainer's own in a terminal, a line of text in a notebook, nothing in a pipe. Steps that are short
-    show nothing: the line appears in the first step, and after a step that took longer than `delay_s`. `HotSPaTrainer`
-    adds this callback by itself where somebody watches and `disable_tqdm` is not set.
+    A bar below the Trainer's in a terminal, a line of text in a notebook, nothing in a pipe. Short steps show nothing:
+    the line appears in the first step, and after a step that took longer than `delay_s`. `HotSPaTrainer` adds this
+    callback if somebody watches and `disable_tqdm` is not set.
 
     Args:
         delay_s: Seconds that a step must take for the next one to have a line.
-        disable: True for never, False for always; None: quiet in a pipe.
+        disable: True for never, False for always; None: no line in a pipe.
     """
 
     def __init__(self, delay_s: float = 2.0, disable: bool | None = None) -> None:
@@ -35,14 +35,14 @@ class PhaseProgressCallback(TrainerCallback):
         self._last_s = float("inf")  # the first step warms up, and is long
 
     def on_phase_begin(self, args: Any, state: TrainerState, control: Any, phase: PhaseEvent, **kwargs: Any) -> None:
-        """Names the phase."""
+        """Shows the phase."""
         if not state.is_world_process_zero or (not is_watched() if self.disable is None else self.disable):
             return
         if phase.index == 0:
-            self._close()  # of a mini-batch that was abandoned
+            self._close()  # the line of an abandoned mini-batch
             self._began = time.perf_counter()
             if self._last_s > self.delay_s:
-                if in_notebook():  # one line a training: each takes a place in the output of the cell
+                if in_notebook():  # one line per training, because each needs space in the output of the cell
                     self._line = self._notebook_line = self._notebook_line or _NotebookLine()
                     self._notebook_line.num_phases = phase.num_phases
                 else:
@@ -59,7 +59,7 @@ class PhaseProgressCallback(TrainerCallback):
             self._close()
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Takes the line away."""
+        """Removes the line."""
         self._close()
         self._notebook_line = None
 
@@ -75,7 +75,7 @@ def in_notebook() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether somebody sees what is shown: standard error is a terminal, or the process runs a notebook."""
+    """Whether somebody sees the output: standard error is a terminal, or the process runs a notebook."""
     return sys.stderr.isatty() or in_notebook()
 
 
@@ -97,7 +97,7 @@ class _NotebookLine:
     num_phases = 0
 
     def __init__(self) -> None:
-        from IPython.display import display  # there in every kernel
+        from IPython.display import display  # available in every kernel
 
         self._handle = display(_Text(""), display_id=True)
 
@@ -113,7 +113,7 @@ class _NotebookLine:
 
 
 class _Text:
-    """What a notebook shows as small text, and everything else as plain text."""
+    """Text that a notebook shows in small type, and everything else as plain text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -133,17 +133,17 @@ _SHOWN_ELSEWHERE = {"hotspa_strategies", "hotspa_mini_batch_size", "hotspa_overl
 
 
 class SettingsCallback(TrainerCallback):
-    """Prints the settings that a run was resolved to, once, on the main process. The default of `HotSPaTrainer`."""
+    """Prints the resolved settings of a run once, on the main process. The default of `HotSPaTrainer`."""
 
     def __init__(self) -> None:
         self._facts: RunFacts | None = None
 
     def on_run_begin(self, args: Any, state: TrainerState, control: Any, *, run: RunFacts, **kwargs: Any) -> None:
-        """The engine has been started."""
+        """Called when the engine has started."""
         self._facts = run
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """The number of steps is known."""
+        """Called when the number of steps is known."""
         if self._facts is not None and state.is_world_process_zero:
             tqdm.write(settings_text(self._facts, args, state.max_steps))
         self._facts = None
@@ -151,7 +151,7 @@ class SettingsCallback(TrainerCallback):
 
 def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
     model, machine, used = facts.model, facts.machine, facts.settings
-    mode = used.get("pipeline_mode", "synchronous")  # records of earlier versions do not say it
+    mode = used.get("pipeline_mode", "synchronous")  # missing in records of earlier versions
     strategies = ", ".join(f"{b['strategy']}:{b['longest']}@{b['pack_tokens']}" for b in facts.buckets)
     if machine["device"] == "cuda":
         where = machine["device_name"]

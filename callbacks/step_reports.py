@@ -1,18 +1,17 @@
-"""Who takes the report of each step: `SwitchOverheadCallback` for the log, and `TraceCallback` for the record of the run.
+"""Callbacks that read step reports: `SwitchOverheadCallback` for the log, `TraceCallback` for the record of the run.
 
-`SwitchOverheadCallback` says what switching costs, in the log and as a table. Its numbers reach every `report_to` and
-`state.log_history` through `HotSPaTrainer.log`, as means over the steps since the last log. A printed line has the few of them that `LogLine` names. Switching is told apart
+The numbers of `SwitchOverheadCallback` reach every `report_to` and `state.log_history` through `HotSPaTrainer.log`, as
+means over the steps since the last log. A printed line has the few that `LogLine` names. Switching is distinguished
 from the load and the return that a run under one strategy has, too (`StepReport.longest_phase`).
 
-`ReportCallback` makes one page of HTML of the record at the end of training. The trace:
+`ReportCallback` makes one HTML page of the record at the end of training.
 
-A few mini-batches as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
-
-One process a rank, named `rank r`. Its first track holds the mini-batches, its second their phases, its third what a
-phase is made of: `load`, `compute`, `wait`, `return`, one after the other; before the phases the `agreement` of all
-ranks, after them the `finish`. With overlap the load is exposed only in part: the exposed part is drawn first and the
-whole on a track `beside computation`. Clocks of ranks are aligned at the agreement, which is about the same
-moment on all of them. Times are in microseconds, as the format wants.
+The trace holds a few mini-batches, for Perfetto (ui.perfetto.dev) and chrome://tracing. Each rank is a process named
+`rank r`. Its first track holds the mini-batches, its second their phases, its third the parts of a phase: `load`,
+`compute`, `wait`, `return`, one after the other; before the phases the `agreement` of all ranks, after them the
+`finish`. With overlap only part of the load is exposed: this part is drawn first, and the complete load on a track
+`beside computation`. Clocks of ranks are aligned at the agreement, which is about the same moment on all of them. Times
+are in microseconds, as the format requires.
 """
 
 import json
@@ -47,8 +46,10 @@ _STEP, _PHASE, _INSIDE, _BESIDE = range(len(_TRACKS))
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A mini-batch, counted from 1, and the seconds from the first traced one to its begin on the main process. Without
-    `ranks` the phases of the report stand for every rank."""
+    """A mini-batch, counted from 1, and the seconds from the first traced one to its begin on the main process.
+
+    Without `ranks` the report's phases stand for every rank.
+    """
 
     step: int
     start_s: float
@@ -73,7 +74,7 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
     report = traced.report
     if report.ranks is not None:
         agree_s = report.ranks.agree_s
-        # the main process began at start_s and agreed agree_s[0] later, at the same moment as everybody
+        # the main process began at start_s and agreed agree_s[0] later, at the same moment as all ranks
         agreed = traced.start_s + agree_s[0]
         begin = agreed - agree_s[rank]
         phases = [dict(zip(MEASURES, row, strict=True)) for row in report.ranks.phases[rank]]
@@ -100,7 +101,7 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
     last = agreed
     for phase, measured in zip(report.phases, phases, strict=True):
         named = {"strategy": phase.strategy, "step": step}
-        way = {"context_parallel": phase.context} if phase.context else {}
+        method = {"context_parallel": phase.context} if phase.context else {}
         start = at = agreed + measured["start_s"]
         for name in _SPANS:
             others = {"with_other_ranks_s": measured["others_s"]} if name == "compute_s" else {}
@@ -109,7 +110,7 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
             span(_INSIDE, name.removesuffix("_s"), at, measured[name], **named, **others)
             at += measured[name]
         counts = {"packs": phase.num_packs, "sequences": phase.num_sequences, "tokens": phase.num_tokens}
-        span(_PHASE, phase.strategy, start, at - start, step=step, **counts, **way)
+        span(_PHASE, phase.strategy, start, at - start, step=step, **counts, **method)
         computed = start + measured["load_s"] + measured["compute_s"]
         load_s, return_s = measured["load_busy_s"], measured["return_busy_s"]
         if load_s > 0:
@@ -124,7 +125,7 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
 
 
 def save_trace(path: str | os.PathLike[str], steps: Sequence[TracedStep]) -> Path:
-    """Writes the trace whole or not at all."""
+    """Writes the trace completely or not at all."""
     return write_whole(path, json.dumps(trace_events(steps), separators=(",", ":")))
 
 
@@ -148,18 +149,19 @@ _OF_PHASE = (
     "hidden_unit_s", "unit_bytes", "context_bytes", "busiest_expert_tokens", "dropped_expert_tokens",
     "squared_tokens",
 )  # fmt: skip
-"""What is summed, by its name in `StepReport` and `PhaseReport`."""
+"""The summed fields, by their names in `StepReport` and `PhaseReport`."""
 
 _Sums = defaultdict[str, Any]
 
 
 class _Totals:
-    """Sums over steps; few reports are kept, as a run has no bound.
+    """Sums over steps; few reports are kept, because a run has no bound.
 
     Attributes:
-        of_steps: The sums of `_OF_STEP`, and of seconds that steps and the best single strategy were predicted to take.
-        by_strategy: Those of `_OF_PHASE` for each strategy, of predicted and measured seconds, and of experts' tokens.
-        slow: The ranks that were called slow last.
+        of_steps: The sums of `_OF_STEP`, and of the predicted seconds of steps and of the best single strategy.
+        by_strategy: For each strategy the sums of `_OF_PHASE`, of predicted and measured seconds, and of experts'
+            tokens.
+        slow: The ranks that the last report called slow.
     """
 
     def __init__(self) -> None:
@@ -171,7 +173,7 @@ class _Totals:
 
     @property
     def slowest(self) -> tuple[int, float] | None:
-        """The rank that took longest for its work, and its mean relative step time; None where nobody watched."""
+        """The rank that took longest for its work, and its mean relative step time; None if not watched."""
         means = {rank: summed / count for rank, (summed, count) in self._step_times.items()}
         return max(means.items(), key=lambda mean: mean[1], default=None)
 
@@ -204,25 +206,33 @@ class _Totals:
 
 
 class SwitchOverheadCallback(TrainerCallback):
-    """Logs the overhead of switching and, when asked, prints it.
+    """Logs the overhead of switching and, if asked, prints it.
 
     Args:
         print_table: Print a table of the phases at every logging step, and their sums at the end, on the main process.
 
-    The keys, each a mean over the steps since the last log. Of what was moved, once a mini-batch is what a run under one
-    strategy moves, too; the rest is switching: `hotspa/switch_s` and `hotspa/load_return_s` (exposed seconds, which the
-    step takes longer), `hotspa/switch_share` (0 to 1), `hotspa/switch_mb` and `hotspa/load_return_mb`, of both together
-    `hotspa/hidden_s` (beside computation) and, where weights are frozen, `hotspa/frozen_mb`. Of fully sharded
-    strategies apart from these: `hotspa/unit_mb` (weights and gradients of units), `hotspa/unit_s` (the computation waiting
-    for them) and `hotspa/hidden_unit_s`. Of context parallelism `hotspa/context_mb` (what its ranks sent each other). Of
-    experts over ranks `hotspa/expert_load` (tokens of the busiest rank's, times the mean), and with a capacity
-    `hotspa/dropped_expert_tokens`. `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`,
-    `hotspa/phases`, `hotspa/<strategy>/compute_s`; on a GPU whose speed is known `hotspa/mfu` (the model's operations by the
-    peak of the data sheet, 0 to 1; without the optimizer's step); with a time model `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
-    the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
-    phases: above 1 switching pays); where devices are watched `hotspa/slowest_pace` (of the rank that computes longest, times the
-    ranks that are not slow) and `hotspa/slow_devices` (how many are called slow); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
-    `hotspa/dropped` and `hotspa/empty`.
+    The keys, each a mean over the steps since the last log. A run under one strategy also moves data once per
+    mini-batch; everything beyond that is switching.
+
+    * Switching and the rest: `hotspa/switch_s` and `hotspa/load_return_s` (exposed seconds, which lengthen the step),
+      `hotspa/switch_share` (0 to 1), `hotspa/switch_mb` and `hotspa/load_return_mb`; for both together
+      `hotspa/hidden_s` (beside computation) and, if weights are frozen, `hotspa/frozen_mb`.
+    * Fully sharded strategies, separate from these: `hotspa/unit_mb` (weights and gradients of units), `hotspa/unit_s`
+      (the computation waiting for them) and `hotspa/hidden_unit_s`.
+    * Context parallelism: `hotspa/context_mb` (sent between its ranks).
+    * Experts over ranks: `hotspa/expert_load` (tokens of the busiest rank's experts, as a multiple of the mean), and
+      with a capacity `hotspa/dropped_expert_tokens`.
+    * `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`,
+      `hotspa/<strategy>/compute_s`.
+    * On a GPU of known speed: `hotspa/mfu` (the model's operations relative to the peak of the data sheet, 0 to 1;
+      without the optimizer's step).
+    * With a time model: `hotspa/predicted_s` (of all phases), `hotspa/prediction_error` (errors of phases, which do not
+      cancel, as a share of the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that
+      fits, divided by the seconds of the phases: above 1 switching pays).
+    * If devices are watched: `hotspa/slowest_pace` (relative step time of the rank that computes longest, as a multiple
+      of the ranks that are not slow) and `hotspa/slow_devices` (how many are called slow).
+    * Counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`, `hotspa/dropped` and
+      `hotspa/empty`.
     """
 
     def __init__(self, print_table: bool = False) -> None:
@@ -329,7 +339,7 @@ class SwitchOverheadCallback(TrainerCallback):
         if self.print_table and state.is_world_process_zero and totals.steps:
             sums, tokens, seconds = totals.of_steps, totals.of_steps["num_tokens"], totals.of_steps["total_s"]
             title = (
-                f"whole run: {totals.steps} steps, {tokens} tokens, {tokens / seconds:.0f} tokens/s, switching "
+                f"complete run: {totals.steps} steps, {tokens} tokens, {tokens / seconds:.0f} tokens/s, switching "
                 f"{sums['switch_s'] / seconds:.1%} of {seconds:.1f} s; loading and returning, which one strategy needs "
                 f"too, {sums['load_return_s'] / seconds:.1%}; {sums['hidden_s']:.1f} s more hidden behind computation"
             )
@@ -359,9 +369,7 @@ def _table(title: str, by_strategy: dict[str, _Sums], seconds: float) -> str:
 
 # -- the record of a run ----------------------------------------------------------------------------------------------
 
-# `TraceCallback`: the record of a run as JSONL, and a few mini-batches as a trace for Perfetto.
-#
-# Written by the main process; what cannot be written (a full disk) is said once and never stops training.
+# Written by the main process; a failure to write (a full disk) is logged once and never stops training.
 
 
 TRACE_NAME = "perfetto_trace.json"
@@ -372,7 +380,7 @@ class TraceCallback(TrainerCallback):
 
     Args:
         path: The folder for both; `hotspa_report` in the output directory when None.
-        steps: How many mini-batches go into the trace, from the second one on (the first warms up); 0 for no trace.
+        steps: Mini-batches in the trace, starting with the second (the first warms up); 0 for no trace.
 
     Raises:
         HotspaConfigError: `steps` is negative.
@@ -394,12 +402,12 @@ class TraceCallback(TrainerCallback):
         self._seconds: Callable[[], dict[str, float]] | None = None
 
     def _try(self, what: Callable[..., Any], *args: Any, **values: Any) -> None:
-        """Writes something; a failure ends the record, not the training."""
+        """Writes something; a failure ends the record, but not the training."""
         try:
             what(*args, **values)
         except OSError as error:
-            logger.warning("the record of the run ends here, training goes on: %s", error)
-            with suppress(OSError):  # what is still in its buffer cannot be written either
+            logger.warning("the record of the run ends here, training continues: %s", error)
+            with suppress(OSError):  # the contents of its buffer cannot be written either
                 self._close()
             self._writer = None
 
@@ -414,11 +422,11 @@ class TraceCallback(TrainerCallback):
         callback_seconds: Callable[[], dict[str, float]] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Takes what is known of the run."""
+        """Takes the facts of the run."""
         self._facts, self._seconds = run, callback_seconds
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Begins the record, or goes on with it where the run was resumed."""
+        """Begins the record, or continues it if the run was resumed."""
         self._close()
         self._traced, self._trace_is_done, self._lr, self._report = [], self.steps == 0, None, None
         if not state.is_world_process_zero or self._facts is None:
@@ -446,7 +454,7 @@ class TraceCallback(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: Any, state: TrainerState, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Takes the learning rate, before the scheduler sets that of the next step."""
+        """Takes the learning rate, before the scheduler sets the next step's."""
         groups = getattr(optimizer, "param_groups", None)
         self._lr = float(groups[0]["lr"]) if groups else None
 
@@ -484,7 +492,7 @@ class TraceCallback(TrainerCallback):
             self._try(self._writer.write, "save", step=state.global_step)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Writes the last line, and the trace of a run that was shorter than it."""
+        """Writes the last line, and the trace if the run was shorter than it."""
         writer = self._writer
         if writer is None:
             return
@@ -495,7 +503,7 @@ class TraceCallback(TrainerCallback):
         self._close()
 
     def on_gain_measured(self, args: Any, state: TrainerState, control: Any, gain: MeasuredGain, **kwargs: Any) -> None:
-        """Adds what was measured after training to the record."""
+        """Adds the measurement after training to the record."""
         if self.folder is None or self._writer is not None:
             return
         folder = self.folder
@@ -522,15 +530,15 @@ _MAX_FOLDERS = 1000
 
 
 def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
-    """The folder, or, where another process writes a record into it, the first of `<name>-2`, `<name>-3`, ... that is
-    free. Made when missing, and locked."""
+    """The folder, or, if another process uses it, the first free one of `<name>-2`, `<name>-3`, ... Made if missing,
+    and locked."""
     for number in range(1, _MAX_FOLDERS):
         folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
         folder.mkdir(parents=True, exist_ok=True)
         lock = ProcessLock(folder / LOCK_NAME)
         if lock.take():
             if number > 1:
-                logger.warning("another run writes its record into %s; that of this run is in %s", wanted, folder)
+                logger.warning("another run writes its record into %s; this run's record is in %s", wanted, folder)
             return folder, lock
     raise OSError(f"{_MAX_FOLDERS} runs write their records beside {wanted}")
 
@@ -539,10 +547,10 @@ class RunLogWriter:
     """Writes a record, line by line.
 
     Args:
-        folder: Where the record lies; made when missing. While another process writes one there, this one's is in a
-            folder beside it (`hotspa_report-2`), which is said in a warning.
-        goes_on: Whether the run was resumed: its lines are added to those that are there. Else a record that is
-            there is kept as `hotspa_trace.previous.jsonl`, one at most.
+        folder: Made if missing. While another process writes a record there, this one's is in a folder beside it
+            (`hotspa_report-2`), which a warning names.
+        goes_on: Whether the run was resumed: it appends to an existing record. Otherwise that is kept as
+            `hotspa_trace.previous.jsonl`, one at most.
     """
 
     def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
@@ -568,7 +576,7 @@ class RunLogWriter:
                 self._memory = values["memory"] = memory
         try:
             line = json.dumps(values, allow_nan=False, separators=(",", ":"))
-        except (TypeError, ValueError):  # what JSON does not know
+        except (TypeError, ValueError):  # a type that JSON does not support
             line = json.dumps(plain(values), allow_nan=False, separators=(",", ":"))
         self._file.write(line + "\n")
         self._file.flush()
@@ -576,7 +584,7 @@ class RunLogWriter:
         if self._bytes > MOST_BYTES and kind == "step":
             try:
                 self._thin()
-            except (ValueError, KeyError, TypeError) as error:  # of a record that was resumed, and changed by hand
+            except (ValueError, KeyError, TypeError) as error:  # of a resumed record that was changed by hand
                 raise OSError(f"{self.path} cannot be thinned out: {error}") from error
 
     def _thin(self) -> None:
@@ -585,7 +593,7 @@ class RunLogWriter:
         while size > MOST_BYTES // 2:
             fewer = thinned(lines)
             if len(fewer) == len(lines):
-                break  # the last steps alone are more
+                break  # the last steps alone are larger
             lines = fewer
             text = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
             size = len(text)
@@ -598,7 +606,7 @@ class RunLogWriter:
         self.write("header", format=FORMAT, **facts.to_dict())
 
     def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
-        """An evaluation; metrics that are no numbers are left out."""
+        """Writes an evaluation; metrics that are not numbers are left out."""
         numbers = {key: plain(value) for key, value in metrics.items()}
         numbers = {key: value for key, value in numbers.items() if value is None or isinstance(value, int | float)}
         self.write("eval", step=step, metrics=numbers)
@@ -615,15 +623,15 @@ class RunLogWriter:
 
 
 class ReportCallback(TraceCallback):
-    """A `TraceCallback` that also writes `report.html`, and says where it is. The default of `HotSPaTrainer`.
+    """A `TraceCallback` that also writes `report.html`, and prints its path. The default of `HotSPaTrainer`.
 
     Args:
         path: The folder; `hotspa_report` in the output directory when None.
         steps: See `TraceCallback`.
-        pictures: Also SVG files of the main charts.
+        pictures: Also write SVG files of the main charts.
 
     Attributes:
-        gain_follows: Whether `measure_gain` follows after training; false at first. No gain is claimed before it.
+        gain_follows: Whether `measure_gain` follows after training; false at first. The page claims no gain before it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, steps: int = 3, pictures: bool = False) -> None:
@@ -632,7 +640,7 @@ class ReportCallback(TraceCallback):
 
     @property
     def page(self) -> Path | None:
-        """Where the page is, or will be at the end of training; None where no record is kept."""
+        """Where the page is, or will be at the end of training; None without a record."""
         return None if self.folder is None else self.folder / PAGE_NAME
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -643,13 +651,13 @@ class ReportCallback(TraceCallback):
             tqdm.write(f"{verdict(run, self.gain_follows)[0]}. The run in one page: {self.page}")
 
     def on_gain_measured(self, args: Any, state: TrainerState, control: Any, gain: MeasuredGain, **kwargs: Any) -> None:
-        """Writes the page anew, with what was measured after training."""
+        """Writes the page again, with the measurement after training."""
         super().on_gain_measured(args, state, control, gain, **kwargs)
         if self._make_page() is not None:
             tqdm.write(f"The run in one page: {self.page}")
 
     def on_train_interrupted(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Writes the page of a run that Ctrl-C has ended; its record has no end."""
+        """Writes the page of a run that Ctrl-C has ended; its record has no last line."""
         had_record = self._writer is not None
         self._close()
         if had_record:

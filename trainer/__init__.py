@@ -1,4 +1,4 @@
-"""The Hugging Face face of the package: `HotSPaTrainer`, `switched` and `HotSPaTrainingArguments`, loaded when first used."""
+"""The Hugging Face interface: `HotSPaTrainer`, `switched` and `HotSPaTrainingArguments`, loaded on first use."""
 
 from typing import TYPE_CHECKING
 

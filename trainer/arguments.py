@@ -1,7 +1,7 @@
-"""`HotSPaTrainingArguments`: a few flags on top of Hugging Face's, checked. All that is known of a flag stands at its field.
+"""`HotSPaTrainingArguments`: a few checked flags on top of Hugging Face's, documented at their fields.
 
-What cannot be honoured is refused by name (`refused_arguments`), and a DeepSpeed config is mapped (`deepspeed_config`).
-Everything else of `TrainingArguments` works as it is.
+Settings that cannot be honoured raise an error that names them (`refuse_arguments`). A DeepSpeed config is mapped
+(`deepspeed_config`). Everything else of `TrainingArguments` works unchanged.
 """
 
 import dataclasses
@@ -60,61 +60,60 @@ AUTO = "auto"
 """The value of `hotspa_strategies` that leaves the choice to the program."""
 
 MEASURE = "measure"
-"""The value of `hotspa_calibration` that measures where the cache holds nothing."""
+"""The value of `hotspa_calibration` that measures if the cache holds nothing."""
 
 ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
-"""The values of the flags that may also decide themselves, as the engine takes them."""
+"""The values of three-state flags, as the engine takes them."""
 
 
 @dataclass
 class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, TrainingArguments):
     """The arguments of `HotSPaTrainer`.
 
-    Batches that are accumulated are one mini-batch: they are packed and trained together.
+    Accumulated batches are one mini-batch, packed and trained together.
 
     Raises:
         HotspaConfigError: a `hotspa_*` flag does not parse, or the number of processes does not fit.
-        UnsupportedError: another setting cannot be honoured; the message says what to use instead.
+        UnsupportedError: another setting cannot be honoured; the message names an alternative.
     """
 
     hotspa_strategies: str | None = flag(
         "auto",
         "Which strategy trains which lengths, shortest first: strategy:longest sequence[@tokens per pack],... "
         "such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192. Or auto: strategies and lengths are chosen at the start "
-        "by measured speed and memory, and anew for each mini-batch among those.",
+        "by measured speed and memory, and then again for each mini-batch from the chosen set.",
         recorded=True,
     )
     hotspa_model_path: str | None = flag(
         None,
-        "Folder of a saved model (safetensors) of which each process reads only its share, for models that no "
-        "process can hold. The same as passing the folder as the model; beside it, a config may be passed, whose dtype "
-        "is then that of the model.",
+        "Folder of a saved model (safetensors). Each process reads only its share, for models that no process can "
+        "hold. The same as passing the folder as the model; a config may be passed beside it, and its dtype is then "
+        "the dtype of the model.",
         of_one_rank=True,
     )
     hotspa_longest: int | None = flag(
         None,
-        "With auto: the longest sequence that must fit, in tokens. Default: the longest of the data; where "
-        "hotspa_overlong takes care of longer ones, the longest that model and memory allow.",
+        "With auto: the longest sequence that must fit, in tokens. Default: the longest of the data; if "
+        "hotspa_overlong handles longer ones, the longest that model and memory allow.",
         number=Number(1, UNLIMITED_TOKENS - 1, whole=True),
     )
     hotspa_max_buckets: int = flag(
         3,
-        "With auto: the most buckets, each with a strategy of its own. 1 never switches.",
+        "With auto: the most buckets, each with its own strategy. 1 never switches.",
         number=Number(1, MOST_PHASES, whole=True, fix=f"use 3, say, and at most {MOST_PHASES}"),
     )
     hotspa_calibration: str | None = flag(
         None,
         "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, as "
-        "thoroughly, kept in the cache for this machine, model and these versions). Default: with auto about 20 s of "
-        "measuring before the nearest plans are raced, none on one process; with "
-        "strategies of your own what the cache holds, if anything, which then decides nothing and is shown in the log "
-        "and the report.",
+        "thoroughly, kept in the cache for this machine, model and these versions). Default with auto: about 20 s of "
+        "measuring before the nearest plans are raced, none on one process. Default with given strategies: the "
+        "contents of the cache, if any, which decide nothing and are shown in the log and the report.",
     )
     hotspa_mini_batch_size: int | None = flag(
         None,
-        "Rows of one optimizer step, over all processes: it wins over per_device_train_batch_size, need not "
-        "divide evenly, and each row comes once a pass. Default: per_device_train_batch_size * processes * "
-        "gradient_accumulation_steps, dealt out as the stock Trainer does.",
+        "Rows of one optimizer step, over all processes. It overrides per_device_train_batch_size, need not "
+        "divide evenly, and each row comes once per pass. Default: per_device_train_batch_size * processes * "
+        "gradient_accumulation_steps, distributed as by the stock Trainer.",
         number=Number(1, 2**31 - 1, whole=True),
     )
     hotspa_overlong: str = flag(
@@ -127,7 +126,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_empty_rows: str = flag(
         ERROR,
         "What happens to rows that are null, or have nothing to learn (an empty text, no messages, no input_ids): error "
-        "(at what is null), or skip. A mini-batch then has fewer rows, and the log counts them.",
+        "(on null), or skip. A mini-batch then has fewer rows, and the log counts them.",
         choices=EMPTY_POLICIES,
     )
     hotspa_pipeline_schedule: str = flag(
@@ -140,14 +139,14 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     )
     hotspa_context_parallel: str = flag(
         "auto",
-        "How ranks of cp attend; auto is what moves least.",
+        "How the ranks of cp attend; auto moves the least data.",
         choices=WAYS,
         option="context_parallel",
         recorded=True,
     )
     hotspa_expert_capacity: float = flag(
         0.0,
-        "Tokens of an expert, per mean; 0: no limit.",
+        "Tokens per expert, relative to the mean; 0: no limit.",
         number=Number(0, fix="use 0 for no limit, or 1.25, say"),
         option="expert_capacity",
         made=lambda factor: factor or None,
@@ -162,22 +161,22 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     )
     hotspa_overlap_load: str = flag(
         "auto",
-        "Whether a phase starts to compute when the weights of its first layers have arrived: on, off, or auto "
-        "(on with accelerators, off on CPU, where a switch takes the cores from the computation).",
+        "Whether a phase starts to compute once the weights of its first layers have arrived: on, off, or auto "
+        "(on with accelerators, off on CPU, where a switch takes cores from the computation).",
         choices=ON_OFF,
         option="overlap_load",
         made=ON_OFF.get,
     )
     hotspa_overlap_return: str = flag(
         "auto",
-        "Whether gradients leave during the backward pass: as above.",
+        "Whether gradients leave during the backward pass: on, off, or auto, as for hotspa_overlap_load.",
         choices=ON_OFF,
         option="overlap_return",
         made=ON_OFF.get,
     )
     hotspa_planner: str = flag(
         "relay",
-        "How switches are planned: relay (what a node lacks enters it once), or, to compare, algorithm1 (the "
+        "How switches are planned: relay (data that a node lacks enters it once), or, to compare, algorithm1 (the "
         "paper's), round_robin, first_owner.",
         choices=PLANNERS,
         option="planner",
@@ -185,29 +184,29 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     )
     hotspa_second_source: str = flag(
         "auto",
-        "Whether a phase also loads from the weights of the phase before, kept for it: on, off, or auto (on with "
-        "accelerators where a second copy of the weights is small beside the memory).",
+        "Whether a phase also loads from the previous phase's weights, kept for it: on, off, or auto (on with "
+        "accelerators if a second copy of the weights is small relative to the memory).",
         choices=ON_OFF,
         option="second_source",
         made=ON_OFF.get,
     )
     hotspa_grad_accum_dtype: str = flag(
         FP32,
-        "The dtype in which the packs of a phase add up their gradients: fp32, or bf16 (half the memory; what is "
-        "added late is rounded away). The sums over phases and ranks are fp32 all the same.",
+        "The dtype in which the packs of a phase add up their gradients: fp32, or bf16 (half the memory; small late "
+        "contributions are rounded away). The sums over phases and ranks are always fp32.",
         choices=ACCUMULATION_DTYPES,
     )
     hotspa_grad_wire_dtype: str = flag(
         AUTO_DTYPE,
         "The dtype in which gradients travel to the rank that sums them: fp32, bf16 (half the bytes, rounded once "
-        "on the way), or auto (the one in which they add up).",
+        "before the transfer), or auto (the dtype in which they add up).",
         choices=WIRE_DTYPES,
     )
     hotspa_memory_limit_mb: int | None = flag(
         None,
-        "MiB that a run may take on a device: weights, gradients, master store, optimizer state, buffers of "
-        "switches and activations, whoever chose the strategies. Strategies that need more are refused at the start. "
-        "When left out, auto plans with nine tenths of what is free, on CPU shared by the processes of a machine.",
+        "MiB that a run may use on a device: weights, gradients, master store, optimizer state, switch buffers "
+        "and activations, whoever chose the strategies. Strategies that need more raise an error at the start. "
+        "Default: auto plans with nine tenths of the free memory, on CPU shared by the processes of a machine.",
         number=Number(1, whole=True, fix="leave it out for no limit"),
         option="memory_limit",
         made=lambda mib: mib << 20 if mib else None,
@@ -215,7 +214,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_offload: str = flag(
         "none",
         "master keeps the master store in host memory: fp32 weights, gradient sums, optimizer state. AdamW is "
-        "DeepSpeed's CPU Adam there, where DeepSpeed (the extra deepspeed) and a C++ compiler are installed.",
+        "DeepSpeed's CPU Adam there, if DeepSpeed (the extra deepspeed) and a C++ compiler are installed.",
         choices=OFFLOADS,
         option="offload_master",
         made=lambda where: where == "master",
@@ -223,19 +222,20 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_switch_timeout: float = flag(
         120.0,
         "Seconds that a switch may wait for a peer before it fails. With overlapped gradient returns, where "
-        "waiting for a peer is waiting for its computation, ddp_timeout holds instead.",
+        "waiting for a peer means waiting for its computation, ddp_timeout applies instead.",
         number=replace(SECONDS, fix="use some minutes; 120 is the default"),
         option="switch_timeout_s",
     )
     hotspa_async_save: bool = flag(
         False,
         "Write checkpoints in the background, from a copy of the master store and the optimizer state in host "
-        "memory. A checkpoint exists from the first step on at which all ranks have written it.",
+        "memory. A checkpoint exists from the first step at which all ranks have written it.",
     )
     hotspa_stock_checkpoints: bool = flag(
         False,
-        "Checkpoints also hold what the stock Trainer resumes from: optimizer.pt, scheduler.pt, rng_state*.pth and "
-        "training_args.bin. With AdamW 8 bytes a parameter more, which rank 0 gathers in host memory and writes.",
+        "Checkpoints also hold the files that the stock Trainer resumes from: optimizer.pt, scheduler.pt, "
+        "rng_state*.pth and training_args.bin. With AdamW 8 more bytes per parameter, which rank 0 gathers in host "
+        "memory and writes.",
         as_stock=True,
     )
     hotspa_max_failed_saves: int = flag(
@@ -250,8 +250,8 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     )
     hotspa_attention_dropout: float | None = flag(
         None,
-        "0 leaves attention probabilities whole, whatever the model's config says (attention_dropout, attn_pdrop): "
-        "dropping them takes a slower attention. Default: as the config says.",
+        "0 disables dropout of attention probabilities, whatever the model's config says (attention_dropout, "
+        "attn_pdrop): dropout needs a slower attention. Default: as the config says.",
         number=Number(0, 0, fix="use 0 for none, or leave it out and set the probability in the model's config"),
         option="attention_dropout",
         made=lambda probability: probability is None,
@@ -265,7 +265,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_skip_non_finite: int = flag(
         0,
         "How many mini-batches in a row may be skipped because their loss or gradient is not finite. A skipped "
-        "one changes no weight, counts as a step and is counted in the log. 0 makes the first one an error.",
+        "one changes no weight, counts as a step and is counted in the log. With 0 the first one is an error.",
         number=Number(0, whole=True, fix="use 0 to skip none, or a small number"),
     )
     hotspa_phase_table: bool = flag(
@@ -280,21 +280,21 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_report: bool = flag(
         True,
         "Write what the steps did into output_dir/hotspa_report: a record (hotspa_trace.jsonl), and at the "
-        "end one page of it (report.html). hf-hotspa report makes the page of a run that was stopped.",
+        "end a page of it (report.html). hf-hotspa report makes the page of a run that was stopped.",
         as_stock=True,
     )
     hotspa_trace_steps: int = flag(
         3,
-        "Steps in perfetto_trace.json beside the record, from the second on; 0 for none.",
+        "Steps in perfetto_trace.json beside the record, starting with the second; 0 for none.",
         number=Number(0, whole=True, fix="use 0 for no trace, or some; 3 is the default"),
         as_stock=True,
     )
 
-    fsdp_stage = 0  # of ZeRO, that `fsdp` comes to
+    fsdp_stage = 0  # the ZeRO stage that `fsdp` is mapped to
     scoring = Scoring()  # what a step of its trainer runs beside its training pass
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """As of any class. Here, since a dataclass of the user's that is made of this one has an `__init__` of its own."""
+        """Checks the keyword arguments; here because a user's dataclass that derives from this one replaces `__init__`."""
         refuse_misspelt(cls, kwargs)
         return super().__new__(cls)
 
@@ -305,7 +305,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
             self.disable_tqdm = True  # bars fill log files; lines stay
         warn_of_misspelt([f.name for f in fields(self)])
         self._check_types()
-        check_values(self)  # before transformers compares them, and meets other processes
+        check_values(self)  # before transformers compares them and connects to other processes
         refuse_launcher_settings()
         given: Any = vars(self)["deepspeed"]
         self._deepspeed: DeepSpeedMapping | None = None
@@ -320,7 +320,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         self.complete()
 
     def complete(self) -> None:
-        """Checks everything and fills in what follows from it. The attributes of `TrainingArguments` are set up."""
+        """Checks everything and derives the remaining values, once the attributes of `TrainingArguments` are set up."""
         check_values(self)
         self.bf16 = bool(vars(self)["bf16"]) or wants_bf16()  # untyped in transformers
         check_processes(self.world_size)
@@ -336,7 +336,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
             evaluation_buckets(self.hotspa_eval_strategy, given_buckets(self))
         elif (
             evaluating is not None and evaluating.world_size != self.world_size
-        ):  # auto chooses among those of this world
+        ):  # auto chooses among the strategies of this world size
             raise HotspaConfigError(
                 f"hotspa_eval_strategy is {self.hotspa_eval_strategy!r}, which needs {evaluating.world_size} processes, and "
                 f"{self.world_size} are running",
@@ -349,8 +349,8 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         try:
             refuse_arguments(self)
             check_optimizer_name(self.optim)
-        except UnsupportedError as refusal:
-            self.leave_to_stock(refusal)
+        except UnsupportedError as unsupported:
+            self.leave_to_stock(unsupported)
             return
         self._given = {name: vars(self)[name] for name in CHANGED}
         explain_arguments(self)
@@ -362,38 +362,38 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
             shares = self.world_size * vars(self)["gradient_accumulation_steps"]  # untyped in transformers
             self.per_device_train_batch_size = -(-self.hotspa_mini_batch_size // shares)
 
-    def leave_to_stock(self, refusal: HotspaError) -> None:
-        """Leaves the run to the stock Trainer, for which these arguments are as they were given.
+    def leave_to_stock(self, reason: HotspaError) -> None:
+        """Leaves the run to the stock Trainer, and restores the arguments as they were given.
 
         Raises:
-            HotspaError: the refusal, where a flag asks for what the stock Trainer does not have.
+            HotspaError: `reason`, if a flag asks for something that the stock Trainer does not have.
         """
         asks = [f.name for f in fields(self) if f.name.startswith("hotspa_") and getattr(self, f.name) != f.default]
         as_stock = {name for name, known in flags_of(type(self)).items() if known.as_stock}
         if set(asks) - as_stock or self.hotspa_deepspeed is not None or self.fsdp_stage:
-            raise refusal
+            raise reason
         for name, value in vars(self).get("_given", {}).items():
             setattr(self, name, value)
-        self._refusal = refusal
+        self._refusal = reason
 
     @property
-    def refusal(self) -> HotspaError | None:
-        """Why a run with these arguments is the stock Trainer's; None where it is not."""
+    def stock_reason(self) -> HotspaError | None:
+        """Why the stock Trainer trains a run with these arguments; None if it does not."""
         return vars(self).get("_refusal")
 
     @property
     def hotspa_deepspeed(self) -> DeepSpeedMapping | None:
-        """What the config given as `deepspeed` comes to; None without one."""
+        """The mapped `deepspeed` config; None without one."""
         return vars(self).get("_deepspeed")
 
     @property
     def hotspa_auto(self) -> bool:
-        """Whether strategies are chosen by themselves."""
+        """Whether the program chooses the strategies."""
         return (self.hotspa_strategies or "").strip() == AUTO
 
     @property
     def hotspa_buckets(self) -> tuple[Bucket, ...]:
-        """`hotspa_strategies`, parsed; empty for `auto`, where the engine knows them (`trainer.engine.buckets`)."""
+        """`hotspa_strategies`, parsed; empty for `auto` (see `trainer.engine.buckets`)."""
         return () if self.hotspa_auto else parse_buckets(self.hotspa_strategies or "")
 
     @property
@@ -415,7 +415,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         return GradientDtypes(self.hotspa_grad_accum_dtype, self.hotspa_grad_wire_dtype)
 
     def _check_types(self) -> None:
-        """Flags may come from Python or YAML: what is no number cannot be compared with one."""
+        """Flags may come from Python or YAML, with values that cannot be compared with a number."""
         # not the types of the dataclass fields, which HfArgumentParser rewrites
         parts = (StragglerArguments, PipelineModeArguments, HotSPaTrainingArguments)
         own = {name: kind for part in parts for name, kind in part.__annotations__.items()}
@@ -424,13 +424,13 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
             if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
                 shown = getattr(kind, "__name__", str(kind))
                 raise HotspaConfigError(
-                    f"{name} is {value!r:.200}, which is no {shown}", fix=f"give a value of type {shown}"
+                    f"{name} is {value!r:.200}, which is not of type {shown}", fix=f"give a value of type {shown}"
                 )
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """False: the model object stays where it is; what runs on the devices are the engine's replicas."""
-        return False if self.refusal is None else super().place_model_on_device
+        """False: the model object stays where it is; the engine's replicas run on the devices."""
+        return False if self.stock_reason is None else super().place_model_on_device
 
     @property
     def hotspa_recompute_every(self) -> int:
@@ -448,7 +448,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         if options or not isinstance(every, int) or every < 1:
             raise UnsupportedError(
                 f"{name}_kwargs={given!r} cannot be honoured",
-                why="whole layers are recomputed, by torch's checkpoint without re-entrance",
+                why="complete layers are recomputed, by torch's checkpoint without re-entrance",
                 fix="use every_n_layers and use_reentrant, or nothing",
             )
         return every
@@ -458,7 +458,7 @@ OF_ONE_RANK = {name for name, known in flags_of(HotSPaTrainingArguments).items()
     "local_rank", "logging_dir", "run_name", "project", "trackio_space_id", "report_to", "disable_tqdm", "log_level",
     "log_level_replica", "log_on_each_node", "hub_token", "deepspeed",
 }  # fmt: skip
-"""Arguments that may differ: what a rank shows and where, and the paths of files whose contents are compared."""
+"""Arguments that may differ between ranks: local output, and paths of files whose contents are compared."""
 
 
 def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
@@ -468,7 +468,7 @@ def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
 
 
 def argument_facts(args: HotSPaTrainingArguments) -> dict[str, str]:
-    """The training arguments; of a subclass those of `HotSPaTrainingArguments`."""
+    """The training arguments as text; of a subclass only the fields of `HotSPaTrainingArguments`."""
     facts = {f.name: text_of(getattr(args, f.name, None)) for f in fields(HotSPaTrainingArguments)}
     facts = {name: text for name, text in facts.items() if name not in OF_ONE_RANK}
     return facts | {
@@ -487,10 +487,10 @@ _EVALUATED_BY = f"use {LONGEST}, {PER_BUCKET}, or one of the strategies of the r
 
 
 def evaluation_strategy(choice: str) -> Strategy | None:
-    """The strategy that `hotspa_eval_strategy` names; None where it names none.
+    """The strategy that `hotspa_eval_strategy` names; None if it names none.
 
     Raises:
-        HotspaConfigError: it is no strategy.
+        HotspaConfigError: it is not a strategy.
     """
     if choice in (LONGEST, PER_BUCKET):
         return None
@@ -505,7 +505,7 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
 
     Args:
         choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
-            length as it is trained; or one strategy of the pool, for all lengths up to the longest bucket.
+            length as trained; or one strategy of the pool for all lengths.
 
     Raises:
         HotspaConfigError: `choice` is none of these.
@@ -515,7 +515,7 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
         return tuple(buckets)
     if strategy is None:
         return (Bucket(last.strategy, last.longest, last.pack_tokens),)
-    # what the arguments ask of all strategies of the engine may be left out
+    # the options that the arguments add to all strategies of the engine may be left out
     own = next((b for b in buckets if b.strategy == strategy.recomputing(b.strategy.rc).sharded(b.strategy.z)), None)
     if own is None:
         pool = ", ".join(dict.fromkeys(str(bucket.strategy) for bucket in buckets))
@@ -528,15 +528,16 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
 
 
 def given_buckets(args: HotSPaTrainingArguments, model: Any = None) -> tuple[Bucket, ...]:
-    """The buckets of `hotspa_strategies`; with `activation_checkpointing` their strategies recompute (`+rc`), with the stages
-    2 and 3 of a DeepSpeed config, or `fsdp`, they are sharded (`+z2`, `+z3`), where they do not say so themselves. Neighbours
-    that are the same strategy then become one.
+    """The buckets of `hotspa_strategies`.
+
+    Unless they set these options themselves, they recompute (`+rc`) with `activation_checkpointing`, and are sharded
+    (`+z2`, `+z3`) with stages 2 and 3 of a DeepSpeed config, or `fsdp`. Neighbours with the same strategy become one.
 
     Args:
-        model: Once it is known: `activation_checkpointing` of every n-th layer may have an n above the number of its layers.
+        model: If known, bounds the n of "every n-th layer" of `activation_checkpointing` by its number of layers.
 
     Raises:
-        StrategyError: buckets that are no neighbours become the same strategy.
+        StrategyError: buckets that are not neighbours become the same strategy.
     """
     every, deepspeed = args.hotspa_recompute_every, args.hotspa_deepspeed
     if every and model is not None:
@@ -562,7 +563,7 @@ def given_buckets(args: HotSPaTrainingArguments, model: Any = None) -> tuple[Buc
 def named(
     rest: tuple[Any, ...], by_name: dict[str, Any], base: Any, first: Sequence[str] = ("model", "args")
 ) -> dict[str, Any]:
-    """The arguments of a Trainer, but for the `first` ones, by name, where some are given by their place.
+    """The arguments of a Trainer by name, also those given by position, without the `first` ones.
 
     Args:
         base: The constructor of the class behind ours.
@@ -589,27 +590,27 @@ def _with_flags(kind: Any) -> Any:
 
 
 def _unfilled(kind: Any) -> Any:
-    """An object of that class without attributes. Module-level: pickles call it."""
+    """An object of that class without attributes. Module-level, because pickles call it."""
     return object.__new__(HotSPaTrainingArguments if kind is TrainingArguments else _with_flags(kind))
 
 
 def _pickled(args: Any, protocol: Any) -> tuple[Any, ...]:
-    """The class was made here, so a pickle (`training_args.bin`) names the user's, which it is made of."""
+    """Pickles (`training_args.bin`) name the user's class, the base of this one, which was made at run time."""
     return _unfilled, (type(args).__bases__[1],), vars(args)
 
 
 def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
-    """The arguments of `HotSPaTrainer` for what a script passes to a `Trainer`, with every `hotspa_*` flag at its default.
+    """The arguments of `HotSPaTrainer` for the `args` of a `Trainer`, with every `hotspa_*` flag at its default.
 
     Raises:
-        HotspaConfigError: they are none, or do not fit.
+        HotspaConfigError: `args` are not training arguments, or do not fit.
         UnsupportedError: a setting cannot be honoured.
     """
     show_errors_once()
     if isinstance(args, HotSPaTrainingArguments):
         return args  # its values are checked with the other ranks
     if args is None:
-        return HotSPaTrainingArguments(output_dir="tmp_trainer")  # as the stock Trainer
+        return HotSPaTrainingArguments(output_dir="tmp_trainer")  # the stock Trainer's default
     if not isinstance(args, TrainingArguments):
         raise HotspaConfigError(
             f"args is a {type(args).__name__}", fix="pass HotSPaTrainingArguments(..., hotspa_strategies=...)"

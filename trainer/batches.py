@@ -1,6 +1,6 @@
-"""The data sets of a trainer: what its loaders are given, and what is known of the lengths of rows before they are trained.
+"""The data sets of a trainer: the input of its loaders, and the lengths of rows before training.
 
-The loaders, the order of rows and the workers are the stock Trainer's; what they collate with is `RowCollator`.
+The loaders, the order of rows and the workers are the stock Trainer's; the collator is `RowCollator`.
 """
 
 import logging
@@ -53,12 +53,13 @@ logger = logging.getLogger(__name__)
 _SETS_KEPT = 9
 _SAMPLED_BATCHES = 16
 _MOST_ROWS = 50_000
-"""Rows of a Python data set that are read before training, which takes about 0.2 ms each; of more the first batches are."""
+"""Most rows of a Python data set that are read before training, at about 0.2 ms each; of a larger one, the first
+batches."""
 
 
 class DispatchedShard(IterableDatasetShard):  # type: ignore[misc]
-    """A rank's part of a stream, which it reads itself, with the rows that `dispatch_batches` would send it: accelerate completes the
-    last batch of a pass to a multiple of the ranks there, and to a whole batch of each rank otherwise.
+    """A rank's part of a stream, which it reads itself, with the rows that `dispatch_batches` would send it: accelerate
+    then completes the last batch of a pass to a multiple of the ranks, and otherwise to a full batch of each rank.
 
     Attributes:
         on_end: Called with the number of rows of the last batch: an evaluation counts no others.
@@ -79,8 +80,8 @@ class DispatchedShard(IterableDatasetShard):  # type: ignore[misc]
 
 
 class _WholeStream(IterableDataset):  # type: ignore[misc]
-    """A stream in several files as one in a single file, which accelerate does not divide by files among ranks: these would have
-    other rows than in the stock Trainer, and another number of batches each."""
+    """A stream in several files as if in one. Accelerate would divide several files among ranks, which would then have
+    other rows than in the stock Trainer, and different numbers of batches."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -93,13 +94,12 @@ class _WholeStream(IterableDataset):  # type: ignore[misc]
 
 
 class StreamParts:
-    """The parts of a stream that ranks read by themselves (`dispatch_batches=False`), which may have different sizes. A pass of the run is
-    one of the main process over its part. A rank whose part ends before begins it again at once, as in the stock Trainer, where each
-    rank begins its next pass alone; one whose part is longer continues where it is in the next pass of the run.
+    """The parts of a stream that ranks read by themselves (`dispatch_batches=False`), which may have different sizes.
 
-    Args:
-        loader: That of training.
-        args: The trainer's.
+    A pass of the run is the main process's pass over its part. A rank whose part ends earlier starts it again at once,
+    as in the stock Trainer, where each rank begins its next pass alone. A rank with a longer part continues at its
+    place in the next pass.
+
     """
 
     def __init__(self, loader: Any, args: Any) -> None:
@@ -112,27 +112,28 @@ class StreamParts:
         self._places = list[list[int]]()
 
     def resume(self, places: Sequence[Sequence[int]], skips: bool) -> None:
-        """Resumes where as many ranks have written a checkpoint: behind the last batch of each, or, where it `skips` none, in its pass."""
+        """Resumes if as many ranks have written the checkpoint: behind each rank's last batch, or at the start of its
+        pass unless `skips`."""
         if self._apart and len(places) == self._world_size:
             self._pass, read = places[self._rank]
             self._read = read * skips
-            if places[self._rank] != places[0]:  # else the loop has skipped as many batches
+            if places[self._rank] != places[0]:  # else the loop has skipped the same number of batches
                 self._begin(skip_first_batches(self._loader, self._read))
                 self._continues = True
 
     def begin(self, epoch: int) -> None:
-        """A pass of the run begins."""
+        """Begins a pass of the run."""
         if not self._continues and (self._own is not None or self._is_over):
             self._pass, self._read, self._own = self._pass + 1, 0, None
         self._epoch, self._continues, self._is_over = epoch, False, False
 
     def read(self, iterator: Iterator[Any], number: int, agreement: Agreement) -> list[Any]:
-        """The next batches of this rank: as many as the main process has, none where its pass has ended. Collective where ranks read by
-        themselves.
+        """The next batches of this rank: as many as the main process has, none if its pass has ended. Collective if
+        ranks read by themselves.
 
         Args:
             iterator: Over the loader, in this pass of the run.
-            number: Of batches in a step.
+            number: Batches per step.
         """
         if not self._apart:
             return list(islice(iterator, number))
@@ -146,7 +147,7 @@ class StreamParts:
         counts = agreement.gather([-1.0 if failure is not None else float(len(batches))])[:, 0].tolist()
         if failure is not None:
             raise failure
-        if min(counts) < 0:  # that rank says why
+        if min(counts) < 0:  # the rank that failed raises the error
             return batches
         wanted = int(counts[0])
         self._own = chain(batches[wanted:], own) if batches[wanted:] else own
@@ -174,32 +175,31 @@ class StreamParts:
             loader.set_epoch(self._pass)
 
     def state(self) -> dict[str, Any]:
-        """As JSON: nothing where all ranks have read as much as the main process."""
+        """JSON-ready; empty if all ranks have read as much as the main process."""
         return {"parts": self._places} if any(place != self._places[0] for place in self._places) else {}
 
     def gather(self, agreement: Agreement, ends: bool) -> None:
-        """Takes down the places of all ranks, whose pass `ends` here, for `state`. Collective."""
+        """Stores the places of all ranks, whose pass `ends` here, for `state`. Collective."""
         if self._apart:
             place = [self._pass + 1.0, 0.0] if ends else [float(self._pass), float(self._read)]
             self._places = [[int(number) for number in of_rank] for of_rank in agreement.gather(place).tolist()]
 
 
 class Rows:
-    """The data sets of a trainer: what its loaders are given, and what is known of lengths before rows are trained.
+    """The data sets of a trainer.
 
-    Lengths are those of a scan, which is kept on disk, where a data set has random access; of anything else those of the first
-    batches of its loader. Collective: one process of a machine scans, and the others read its cache.
+    Lengths come from a scan, kept on disk, if a data set has random access; otherwise from the first batches of its
+    loader. Collective: one process of a machine scans, and the others read its cache.
 
     Args:
-        trainer: Whose data sets they are.
         loss_columns: Columns that a token loss reads.
 
     Attributes:
-        sampled: Whether longer rows may come than those that `tables` has found.
-        evaluated: The set that was evaluated last; None before.
-        sampler: Deals out the rows of an explicit `hotspa_mini_batch_size`; None without.
-        parts: What ranks read by themselves of the stream that is trained.
-        default_collator: What the stock Trainer has taken where no data collator was given; None where one was.
+        sampled: Whether longer rows may come than `tables` has found.
+        evaluated: The last evaluated data set; None before.
+        sampler: Distributes the rows of an explicit `hotspa_mini_batch_size`, if set.
+        parts: The parts of the training stream that ranks read by themselves.
+        default_collator: The stock Trainer's choice if no data collator was given, else None.
     """
 
     def __init__(self, trainer: Any, loss_columns: Sequence[str] = ()) -> None:
@@ -207,14 +207,14 @@ class Rows:
         self._known = dict[int, tuple[Any, Any, SequenceTable]]()
         self._collators = list[RowCollator]()
         self._longest: int | None = None
-        self.sampled, self.evaluated, self.default_collator, self._said = False, None, None, set[str]()
+        self.sampled, self.evaluated, self.default_collator, self._logged = False, None, None, set[str]()
         self.sampler: MiniBatchSampler | None = None
         self.parts = StreamParts(None, self._args)
 
     # -- what loaders are given ---------------------------------------------------------------------------------------
 
     def take_longest(self, longest: int) -> None:
-        """From now on this is the longest sequence that is trained, in tokens."""
+        """Sets the longest sequence that is trained from now on, in tokens."""
         self._longest = longest
         for collator in self._collators:
             collator.longest = longest
@@ -224,7 +224,7 @@ class Rows:
         if isinstance(collator, RowCollator):  # while a loader is made
             return collator.collator
         if isinstance(collator, PackedBucketCollator):
-            self._say("PackedBucketCollator is for loops of your own; here rows are packed: pass no data_collator")
+            self._say("PackedBucketCollator is for custom training loops; here rows are packed: pass no data_collator")
         return None if collator is self.default_collator or isinstance(collator, PackedBucketCollator) else collator
 
     def _tokenizer(self) -> Any:
@@ -233,7 +233,7 @@ class Rows:
         return processing_class if is_tokenizer else None
 
     def collator(self, dataset: Any, is_training: bool) -> "RowCollator":
-        """What a loader of a data set collates with."""
+        """The collator for a loader of a data set."""
         args, signature = self._args, self._signature()
         names, tokenizer = getattr(dataset, "column_names", None) or (), self._tokenizer()
         if tokenizer is not None and is_stream(dataset):
@@ -246,7 +246,7 @@ class Rows:
             policy=args.hotspa_overlong,
             skips_empty=args.hotspa_skips_empty,
             counts=is_training and (args.hotspa_overlong != ERROR or args.hotspa_skips_empty),
-            refused=self._refused(),
+            unsupported=self._unsupported_columns(),
             borders=length_borders(self._config()),
             longest=self._longest,
             kept=frozenset(signature) | set(kept_columns(names, self._loss_columns)),
@@ -257,17 +257,18 @@ class Rows:
                 self._config().get_text_config().max_position_embeddings or 0
             ):  # else no longer row is trained
                 self._say(
-                    f"rows of up to {border} tokens have other rotary factors than longer ones, and each is trained with those "
-                    "of its own length; a padded batch of the stock Trainer has those of its longest row"
+                    f"rows of up to {border} tokens have other rotary factors than longer ones, and each is trained with the "
+                    "factors for its length; a padded batch of the stock Trainer has the factors of its longest row"
                 )
         return collator
 
     @contextmanager
     def reading(self, dataset: Any, is_training: bool) -> Iterator[Any]:
-        """Inside, accelerate has each of several ranks read its own part of a stream where rows are padded here, and of any data set
-        whose rows may be cut or left out, and one that is alone trains what it reads: a rank that reads for all needs batches of one
-        width, and of as many rows as it has asked for. And workers end with their rank, and with nobody else's signal. Gives what a loader is
-        made of."""
+        """Inside, the settings of accelerate and of workers fit our rows. Yields the data set that a loader is made of.
+
+        Each of several ranks reads its own part of a stream if rows are padded here, and of any data set whose rows may
+        be cut or left out: one rank that reads for all needs batches of one width and size. A rank that trains alone
+        trains what it reads. Workers end with their rank, not by a signal to another process."""
         args, config = self._args, self._trainer.accelerator.dataloader_config
         dispatch, several = config.dispatch_batches, self._args.world_size > 1
         has_context, chosen = hasattr(args, "dataloader_multiprocessing_context"), workers_context(args)
@@ -294,10 +295,10 @@ class Rows:
                 args.dataloader_multiprocessing_context = chosen
 
     def dealt_out(self, dataset: Any, size: int, sampler_fn: Any) -> Any:
-        """Gives a sampler of the rows of each batch of this rank; of a stream what it was.
+        """Returns a factory for the sampler of this rank's batches; for a stream returns `sampler_fn`.
 
         Raises:
-            UnsupportedError: the mini-batches of a stream cannot be dealt out in batches of one size.
+            UnsupportedError: the mini-batches of a stream cannot be distributed in batches of one size.
         """
         args = self._args
         accumulation: int = vars(args)["gradient_accumulation_steps"]
@@ -306,7 +307,7 @@ class Rows:
                 raise UnsupportedError(
                     f"hotspa_mini_batch_size={size} with a stream, {args.world_size} processes and "
                     f"gradient_accumulation_steps={accumulation}",
-                    why="a stream is dealt out in batches of one size",
+                    why="a stream is distributed in batches of one size",
                     fix=f"use a multiple of {args.world_size * accumulation}",
                 )
             return sampler_fn
@@ -322,7 +323,7 @@ class Rows:
         return made
 
     def of_older_release(self, loader: Any, is_training: bool) -> Any:
-        """What a release of transformers that takes no samplers of batches, and no way to start workers, has made, with both. A
+        """Adds batch samplers and the start method of workers to a loader of a transformers release without them. A
         stream that each rank reads because of `reading` has the rows of the stock Trainer."""
         shard: Any = getattr(loader, "dataset", None)
         if type(shard) is IterableDatasetShard and self._args.accelerator_config.dispatch_batches is not False:
@@ -332,7 +333,7 @@ class Rows:
             elif loader.num_workers > 1:
                 self._say(
                     f"each process reads its part of the stream with {loader.num_workers} workers: mini-batches hold other rows than "
-                    "where one process reads for all, as the stock Trainer does with rows of one width. For its rows use "
+                    "with one process that reads for all, as in the stock Trainer with rows of one width. For its rows use "
                     "dataloader_num_workers=1, or pass a data_collator that pads to one width"
                 )
             shard.on_end = None if loader.num_workers else partial(setattr, loader, "remainder")
@@ -347,12 +348,12 @@ class Rows:
         made: Any = DataLoader(loader.dataset, batch_sampler=self.sampler, multiprocessing_context=context, **options)
         prepared = self._trainer.accelerator.prepare(made)
         dealt = prepared.batch_sampler
-        if getattr(dealt, "batch_sampler", None) is self.sampler:  # accelerate would deal them out once more
+        if getattr(dealt, "batch_sampler", None) is self.sampler:  # accelerate would distribute them a second time
             dealt.num_processes, dealt.process_index = 1, 0
         return prepared
 
     def begin(self, loader: Any, places: Sequence[Sequence[int]]) -> None:
-        """Training begins, with the places of ranks in their parts of a stream where it resumes in such."""
+        """Begins training, with the places of ranks in their parts of a stream if it resumes in one."""
         self.parts = StreamParts(loader, self._args)
         self.parts.resume(places, not self._args.ignore_data_skip)
 
@@ -362,41 +363,41 @@ class Rows:
         return columns
 
     def _say(self, text: str) -> None:
-        if text not in self._said and self._args.process_index == 0:
+        if text not in self._logged and self._args.process_index == 0:
             logger.warning("%s", text)
-        self._said.add(text)
+        self._logged.add(text)
 
     def _config(self) -> Any:
         return bare_model(self._trainer.model)[0].config
 
-    def _refused(self) -> frozenset[str]:
+    def _unsupported_columns(self) -> frozenset[str]:
         return frozenset(self._signature()) - {*TOKEN_COLUMNS, "label"}
 
     # -- lengths ------------------------------------------------------------------------------------------------------
 
     def can_scan(self, dataset: Any) -> bool:
-        """Whether batches hold the rows of the data set as they are, and these can be read at any time."""
+        """Whether batches hold the rows of the data set unchanged, and these can be read at any time."""
         lazy = getattr(dataset, "format", None)
         is_lazy = isinstance(lazy, Mapping) and lazy.get("type") == "custom"
         has_rows = not isinstance(dataset, Mapping) and not is_stream(dataset) and has_length(dataset)
         return has_rows and not is_lazy and is_stock(self._given_collator()) and not self._takes_long(dataset)
 
     def _takes_long(self, dataset: Any) -> bool:
-        """Whether a data set is one of Python objects of which there are too many to look at each before training. Strategies that
-        were given need it: a row that is too long is refused before the first step."""
+        """Whether a data set holds too many Python objects to read each before training. Not for given strategies: a
+        row that is too long must raise an error before the first step."""
         is_table = isinstance(lazy := getattr(dataset, "format", None), Mapping) and "type" in lazy
         is_trained = dataset is getattr(self._trainer, "train_dataset", None)
         return self._args.hotspa_auto and is_trained and not is_table and len(dataset) > _MOST_ROWS
 
     def collates_for(self, loader: Any) -> bool:
-        """Whether a data loader is one that collates here: not one of the user's own, whose rows are known to nobody."""
+        """Whether a data loader collates here; the rows of a user's own loader are unknown."""
         return any(getattr(loader, "collate_fn", None) is collator for collator in self._collators)
 
     def scan(self, dataset: Any) -> tuple[Any, SequenceTable]:
-        """The data set, tokenised where its rows are text, and the lengths of its rows.
+        """The data set, tokenised if its rows are text, and the lengths of its rows.
 
         Raises:
-            HotspaError: it cannot be used as it is.
+            HotspaError: it cannot be used unchanged.
         """
         if id(dataset) not in self._known:
             while len(self._known) >= _SETS_KEPT:
@@ -414,7 +415,7 @@ class Rows:
             absolute_positions=has_absolute_positions(self._config()),
             skips_empty=args.hotspa_skips_empty,
             borders=length_borders(self._config()),
-            refused=self._refused(),
+            unsupported=self._unsupported_columns(),
         )
         quiet = args.disable_tqdm or args.process_index != 0
         if len(dataset):
@@ -428,10 +429,10 @@ class Rows:
             return dataset, scan_dataset(rendered, rules=rules, disable_progress=quiet)
 
     def table(self, dataset: Any, longest: int) -> SequenceTable | None:
-        """The scan of a data set, all of whose rows have a bucket; None where it cannot be scanned.
+        """The scan of a data set, all of whose rows have a bucket; None if it cannot be scanned.
 
         Raises:
-            HotspaError: rows that no bucket takes, and no policy says what becomes of them.
+            HotspaError: rows exceed every bucket, and `hotspa_overlong` does not handle them.
         """
         if not self.can_scan(dataset):
             return None
@@ -440,14 +441,14 @@ class Rows:
         return table
 
     def tables(self, trained: Any, evaluated: Sequence[Any], loader: Any, agreement: Agreement) -> list[SequenceTable]:
-        """What strategies are chosen for, those that are trained or where none are, evaluated; and those that must fit as well.
-        Collective.
+        """The scan that strategies are chosen for (of trained rows, if any, else of evaluated ones), then others that
+        must fit. Collective.
 
         Args:
-            loader: The data loader of what is trained; None where nothing is.
+            loader: The training data loader, if any.
 
         Raises:
-            DataError: there are no rows to look at.
+            DataError: there are no rows.
         """
 
         def scanned() -> list[SequenceTable]:
@@ -467,7 +468,7 @@ class Rows:
         return tables
 
     def example(self, dataset: Any) -> dict[str, Any] | None:
-        """What a token loss reads of the first row, [L] or []; None where no row can be read before training.
+        """The columns that a token loss reads, of the first row, [L] or []; None if it cannot be read before training.
 
         Raises:
             HotspaError: the row cannot be read, or lacks a column.
@@ -475,7 +476,7 @@ class Rows:
         if not self._loss_columns or isinstance(dataset, Mapping) or is_stream(dataset) or not has_length(dataset):
             return None
         first = dataset[0] if len(dataset) else None
-        collates = self._given_collator() is not None  # and may make the columns
+        collates = self._given_collator() is not None  # which may make the columns
         if not isinstance(first, Mapping) or (collates and not first.keys() >= set(self._loss_columns)):
             return None
         skips = self._args.hotspa_skips_empty
@@ -485,13 +486,13 @@ class Rows:
         return {name: batch[name][0] for name in self._loss_columns}
 
     def tokens_of(self, dataset: Any) -> Any:
-        """The data set for a loader: what a scan has tokenised need not be tokenised again."""
+        """The data set for a loader, tokenised if a scan has done so."""
         known = self._known.get(id(dataset))
         return dataset if known is None else known[1]
 
 
 class _Rendered:
-    """Rows of text of a list, or of a torch data set, as tokens."""
+    """Rows of text of a list or a torch data set, as tokens."""
 
     def __init__(self, dataset: Any, tokenizer: Any, skips_empty: bool) -> None:
         self._dataset, self._tokenizer, self._skips_empty = dataset, tokenizer, skips_empty
@@ -515,18 +516,18 @@ class _Rendered:
 def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> SequenceTable:
     """The lengths of the rows of a loader's first batches, of all ranks. Collective.
 
-    The loader is iterated once more when training begins; the random generators are as before.
+    The loader is iterated once more when training begins; the random generators are restored.
 
     Raises:
-        HotspaError: on every rank: a batch cannot be read, or the loader can be iterated once only.
+        HotspaError: on every rank: a batch cannot be read, or the loader can be iterated only once.
     """
     state = random_state()
 
     def read() -> list[int]:
         if iter(loader) is loader or _is_spent(loader):
             raise UnsupportedError(
-                "hotspa_strategies=auto with a data set that can be read once only",
-                why="strategies are chosen for the lengths of its first rows, which would be gone",
+                "hotspa_strategies=auto with a data set that can be read only once",
+                why="strategies are chosen for the lengths of its first rows, which would be lost",
                 fix="give hotspa_strategies, or a data set that begins anew with each iter()",
             )
         lengths = list[int]()

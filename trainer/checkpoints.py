@@ -1,20 +1,19 @@
-"""The checkpoints of a run: what each holds, which are there, what a save that fails means, and which ones stay.
+"""The checkpoints of a run: their contents, their rotation, and the handling of failed saves.
 
-`transformers.Trainer` says when a checkpoint is due and which one is the best; here they are committed, perhaps a few steps
-later. A save that the disk refuses is a warning; only several in a row end training. What no disk could take is found before the
-first step (`try_files`).
+`transformers.Trainer` decides when a checkpoint is due and which one is the best; here they are committed, perhaps some
+steps later. A failed save is a warning; only several in a row end training. Content that no disk could store raises an
+error before the first step (`try_files`).
 
-A save over all ranks: every rank writes its own files at the same time, and rank 0 commits when all of them are done.
+A save over all ranks: every rank writes its own files at the same time, and rank 0 commits when all are done.
 
     rank 0   takes the run lock, makes the temporary directory                            agree
-    all      write and sync their files, hand over names, sizes and hashes, or an error   gather
-    rank 0   writes the manifest, syncs, renames: from here on the checkpoint exists       agree
+    all      write and sync their files, send names, sizes and hashes, or an error        gather
+    rank 0   writes the manifest, syncs, renames: from here on the checkpoint exists      agree
     rank 0   removes older ones
 
-An error of any rank at any point is raised by all ranks, and nothing is left of the checkpoint. A save in the
-background differs in one point: the files are written by a thread of each rank, from copies of the tensors in host
-memory, and the ranks commit together at the first `poll` at which all of them have written, or in `finish`. There is
-never more than one save under way.
+An error of any rank is raised by all, and nothing is left of the checkpoint. In a background save a thread of each rank
+writes the files, from copies in host memory. The ranks commit together at the first `poll` after all have written, or
+in `finish`. At most one save is in progress.
 """
 
 import contextlib
@@ -92,14 +91,14 @@ from hf_hotspa.trainer.model_source import argument_files, side_files, write_eac
 
 T = TypeVar("T")
 WriteFiles = Callable[[Path], list[FileRecord]]
-"""Writes a rank's files into a directory, synced, and says what they are."""
+"""Writes a rank's files into a directory, synced, and returns their records."""
 
 MakeManifest = Callable[[tuple[FileRecord, ...]], Manifest]
 
 
 @dataclass
 class _Pending:
-    """A save that is under way on this rank."""
+    """A save in progress on this rank."""
 
     step: int
     temporary: Path
@@ -111,12 +110,12 @@ class _Pending:
     thread: threading.Thread | None = None
 
     def write(self, write_files: WriteFiles) -> None:
-        """Keeps what went wrong: it is raised where all ranks are together."""
+        """Stores an error: it is raised where all ranks are together."""
         try:
             self.records = write_files(self.temporary)
         except HotspaError as error:
             self.error = error
-        except Exception as error:  # whatever a serialiser or the disk raises makes the save fail, and nothing else
+        except Exception as error:  # any error of a serialiser or the disk makes only the save fail
             self.error = write_error(f"the checkpoint of step {self.step} was not written", self.temporary, error)
 
 
@@ -137,7 +136,7 @@ class CheckpointWriter:
 
     @property
     def pending_step(self) -> int | None:
-        """The step of the save that is under way."""
+        """The step of the save in progress."""
         return self._pending.step if self._pending is not None else None
 
     def lock(self) -> None:
@@ -159,25 +158,25 @@ class CheckpointWriter:
         keep: Callable[[], Collection[Path]] = lambda: (),
         background: bool = False,
     ) -> None:
-        """Writes a checkpoint. On return it exists, or, in the background, is being written.
+        """Writes a checkpoint. On return it exists, or a background save has started.
 
         Args:
-            write_files: Writes this rank's files; in a thread when in the background.
+            write_files: Writes this rank's files; in a thread with `background`.
             make_manifest: The manifest of all ranks' files; called on rank 0.
             limit: How many checkpoints stay, see `RunFolder.rotate`.
-            keep: Which ones stay in any case; asked when it is time to remove some.
+            keep: Which ones stay in any case; called before removing any.
             background: Whether to return before the files are written.
 
         Raises:
-            CheckpointError: it could not be written; nothing is left of it. Also that of an earlier save in the
-                background that was still under way: this one is waited for first.
+            CheckpointError: it could not be written; nothing is left of it. Also the error of an earlier background
+                save, which is finished first.
         """
         self.finish()
         begun = self._on_first(lambda: self.folder.begin(step))
         temporary = Path(self.agreement.texts(str(begun))[0])
         pending = self._pending = _Pending(step, temporary, make_manifest, keep, limit)
         if background:
-            # a daemon: a run that dies does not wait for a checkpoint that nobody will commit
+            # a daemon: a run that dies does not wait for a checkpoint that no rank will commit
             pending.thread = threading.Thread(
                 target=pending.write, args=(write_files,), name="hotspa-checkpoint", daemon=True
             )
@@ -187,7 +186,7 @@ class CheckpointWriter:
         self.finish()
 
     def poll(self) -> None:
-        """Commits a save in the background when all ranks have written their files. Call it once a step.
+        """Commits a background save when all ranks have written their files. Call it once per step.
 
         Raises:
             CheckpointError: it failed on some rank.
@@ -200,7 +199,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for a save that is under way, and commits it.
+        """Waits for a save in progress, and commits it.
 
         Raises:
             CheckpointError: it failed on some rank.
@@ -222,7 +221,7 @@ class CheckpointWriter:
         self.committed_step = pending.step
 
     def close(self) -> None:
-        """Gives the run lock back. Not collective; a save under way stays without its commit."""
+        """Releases the run lock. Not collective; a save in progress is not committed."""
         self._pending = None
         self.folder.unlock()
 
@@ -235,7 +234,7 @@ class CheckpointWriter:
         self.folder.rotate(committed, pending.limit, pending.keep())
 
     def _on_first(self, action: Callable[[], T]) -> T | None:
-        """Does something on rank 0, and raises its error on all ranks. None on the others."""
+        """Runs `action` on rank 0, and raises its error on all ranks. None on the others."""
         return self.agreement.run(
             "checkpoint",
             lambda: action() if self.agreement.rank == 0 else None,
@@ -243,16 +242,16 @@ class CheckpointWriter:
         )
 
 
-# -- of the trainer ---------------------------------------------------------------------------------------------------
+# -- for the trainer --------------------------------------------------------------------------------------------------
 
 
 class CheckpointContents:
-    """Everything that training changes is taken when this is made; it is written later, perhaps by a thread. Collective.
+    """The contents of a checkpoint, captured now and written later, perhaps by a thread. Collective.
 
     Args:
-        optimizer: The optimizer; None where only the model is saved.
-        rank_tensors: What only this rank needs to go on, by name, in host memory; perhaps nothing.
-        texts: Gives the JSON files that one rank writes for all, by name; what it raises is raised where all ranks are
+        optimizer: None if only the model is saved.
+        rank_tensors: Tensors that only this rank needs to resume, by name, in host memory; may be empty.
+        texts: Returns the JSON files that one rank writes for all, by name; its error is raised where all ranks are
             together.
     """
 
@@ -280,23 +279,23 @@ class CheckpointContents:
         self._share = share.copy() if args.hotspa_async_save else share
         with structure_only():
             self._files = ModelWeights(model, self._vector.specs, self._adapted)
-        held = args.hotspa_async_save
-        self._held = self._files.hold(self._weights(), self._rank, self._world) if held else None
+        copies = args.hotspa_async_save
+        self._copies = self._files.hold(self._weights(), self._rank, self._world) if copies else None
         self._random = json.dumps(random_state())
         self._stock = self._stock_files() if args.hotspa_stock_checkpoints else {}
         self._texts, self._failure = dict[str, str](), None
         try:
             self._texts = texts(self._share) if self._rank == 0 else {}
-        except Exception as error:  # such as a callback's state that is no JSON
+        except Exception as error:  # such as a callback's state that JSON cannot hold
             self._failure = error
 
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._engine.weights(frozen=not self._adapted)
 
     def write(self, temporary: Path) -> list[FileRecord]:
-        """Writes this rank's files. Collective where weights are not held."""
+        """Writes this rank's files. Collective if weights were not copied."""
         disk, rank, world = self._folder.disk, self._rank, self._world
-        weights = iter(()) if self._held is not None else self._weights()
+        weights = iter(()) if self._copies is not None else self._weights()
         try:
             if self._failure is not None:
                 raise self._failure
@@ -312,14 +311,14 @@ class CheckpointContents:
                 if self._rank_tensors:
                     own = named_tensors(self._rank_tensors)
                     records.append(disk.write(temporary, rank_columns(rank, world), tensor_file(own, tensor_bytes)))
-            of_model = weights if self._held is None else self._held
+            of_model = weights if self._copies is None else self._copies
             return records + self._files.write(disk, temporary, of_model, rank, world)
         finally:
-            for _ in weights:  # also what is left after a failure: the other ranks are waiting for it
+            for _ in weights:  # also after a failure: the other ranks wait for the rest
                 pass
 
     def manifest(self, files: tuple[FileRecord, ...]) -> Manifest:
-        """Says what all ranks wrote. Called on rank 0."""
+        """The manifest of the files of all ranks. Called on rank 0."""
         model, engine = self._model, self._engine
         dtypes = {name: dtype_name(p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
         exported = set[str]()  # an adapter ties nothing
@@ -349,7 +348,7 @@ class CheckpointContents:
         for key in state_names(engine.master, optimizer):
             states[key] = {}
             for name, whole in engine.weights(False, state_buffers(engine.master, optimizer, key)):
-                if rank == 0 and name in engine.master.parameters:  # a tied name is none of its own
+                if rank == 0 and name in engine.master.parameters:  # a tied name is not a parameter itself
                     states[key][name] = whole.to("cpu", copy=True).contiguous()
         if rank == 0:
             files[OPTIMIZER] = optimizer_state(optimizer, engine.master, states)
@@ -357,8 +356,8 @@ class CheckpointContents:
         return files | {random_file(rank, world): random_states(world)}
 
     def _write_model_files(self, temporary: Path, weights: set[str]) -> list[FileRecord]:
-        """Config, generation config and tokenizer, as transformers writes them, and what a resumed run needs of the model's
-        buffers. The other ranks may be writing files of weights meanwhile."""
+        """Writes config, generation config and tokenizer as transformers does, and the model's buffers. Other ranks may
+        write weights at the same time."""
         model, disk = self._model, self._folder.disk
         write_each(side_files(model, self._tokenizer), temporary)
         records = disk.adopt(temporary, {STATE_FOLDER, *weights})
@@ -376,13 +375,13 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Saves. Collective.
+    """Saves the checkpoints of a run. Collective.
 
     Args:
-        pushes: Told of the folder of each checkpoint that is complete where it is to be pushed; those under way stay.
+        pushes: Gets the folder of each complete checkpoint if it is to be pushed; folders that are being pushed stay.
 
     Attributes:
-        writer: What writes into the present folder; None before the first.
+        writer: The writer of the current folder; None before the first.
     """
 
     def __init__(
@@ -394,7 +393,7 @@ class Checkpoints:
         self._best_before: str | None = None
 
     def into(self, folder: Path) -> CheckpointWriter:
-        """The writer for a folder; that of another one is closed."""
+        """The writer for a folder; closes the writer of another one."""
         if self.writer is not None and self.writer.folder.path != folder:
             self.writer.close()
             self.writer = None
@@ -403,22 +402,22 @@ class Checkpoints:
         return self.writer
 
     def close(self) -> None:
-        """Ends the writing, and lets go of the run lock."""
+        """Closes the writer, and releases the run lock."""
         if self.writer is not None:
             self.writer.close()
 
     def poll(self, state: TrainerState) -> None:
-        """Commits a save in the background that all ranks have written."""
+        """Commits a background save that all ranks have written."""
         self._try(state, lambda writer: writer.poll())
 
     def finish(self, state: TrainerState) -> None:
         self._try(state, lambda writer: writer.finish())
 
     def leave_best(self, state: TrainerState) -> None:
-        """At the end of training under `save_total_limit=1`, as the stock Trainer does afterwards, but so that nothing half
-        removed can be taken for a checkpoint."""
+        """At the end of training under `save_total_limit=1` removes all but the best, as the stock Trainer does
+        afterwards, but safely: a partly removed folder cannot be taken for a checkpoint."""
         best, writer = state.best_model_checkpoint, self.writer
-        if best and writer is not None and writer.folder.held and self._args.save_total_limit == 1:
+        if best and writer is not None and writer.folder.is_locked and self._args.save_total_limit == 1:
             writer.folder.rotate(Path(best), 1)
 
     def save(self, folder: Path, state: TrainerState, contents: Callable[[RunFolder], CheckpointContents]) -> None:
@@ -461,7 +460,7 @@ class Checkpoints:
             if isinstance(error, UnsavableError) or self._failed > self._args.hotspa_max_failed_saves:
                 raise
             if self._args.process_index == 0:
-                logger.warning("%s | training goes on; failed saves in a row: %d", error, self._failed)
+                logger.warning("%s | training continues; failed saves in a row: %d", error, self._failed)
         else:
             if writer.committed_step is not None and writer.committed_step != before:
                 self._failed = 0
@@ -470,16 +469,16 @@ class Checkpoints:
 
 
 def tokenizer_of(trainer: Any) -> Any:
-    """The tokenizer, which may be known to the data collator alone."""
+    """The tokenizer, which only the data collator may have."""
     return trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
 
 
 def contents_of(trainer: Any, folder: RunFolder) -> CheckpointContents:
-    """The checkpoint of a trainer at this moment. Collective."""
+    """The contents of a checkpoint of a trainer now. Collective."""
     trainer._hotspa_rows.parts.gather(trainer.switched.engine.agreement, trainer.control.should_epoch_stop)
     optimizer = None if trainer.args.save_only_model else trainer.optimizer
     devices = trainer._hotspa_watchers.devices
-    of_rank: dict[str, Tensor] = getattr(trainer, "_hotspa_rank_tensors", dict)()  # of one that generates
+    of_rank: dict[str, Tensor] = getattr(trainer, "_hotspa_rank_tensors", dict)()  # of a trainer that generates
     if devices is not None:
         of_rank |= devices.rank_tensors()
     return CheckpointContents(
@@ -490,7 +489,7 @@ def contents_of(trainer: Any, folder: RunFolder) -> CheckpointContents:
 
 
 def _texts(trainer: Any, share: Share) -> dict[str, str]:
-    """The JSON files that one rank writes for all; names what is no JSON (`UnsavableError`)."""
+    """The JSON files that one rank writes for all; an error names what JSON cannot hold (`UnsavableError`)."""
     state, args = trainer.state, trainer.args
 
     def made(name: str, make: Callable[[], Any]) -> Any:
@@ -533,11 +532,11 @@ def _texts(trainer: Any, share: Share) -> dict[str, str]:
 
 
 def try_files(trainer: Any) -> None:
-    """Writes once, into a folder that does not stay, what a save writes beside tensors: what makes every save fail is found
-    before the first step. Collective.
+    """Writes the files of a save except tensors once, into a temporary folder, so that errors that would fail every
+    save are raised before the first step. Collective.
 
     Raises:
-        UnsavableError: something cannot be written, whatever the disk; it is named.
+        UnsavableError: something cannot be written on any disk; it is named.
         HotspaError: nodes do not share the output directory.
     """
     args, engine = trainer.args, trainer.switched.engine
@@ -553,12 +552,13 @@ def try_files(trainer: Any) -> None:
             write_each(side_files(trainer.model, tokenizer_of(trainer)) | argument_files(args), Path(folder))
     except HotspaError:
         raise
-    except Exception as failure:  # of a disk that is not that of checkpoints
+    except Exception as failure:  # of the temporary folder's disk, which checkpoints may not use
         logger.info("files beside weights were not tried: %s", failure)
 
 
 def check_shared(output: Path, agreement: Agreement) -> None:
-    """Whether all nodes see one output directory, into which each rank writes its share of a checkpoint. Collective.
+    """Checks that all nodes see one output directory, into which each rank writes its share of a checkpoint.
+    Collective.
 
     Raises:
         CheckpointError: on every rank; some do not.
@@ -566,9 +566,9 @@ def check_shared(output: Path, agreement: Agreement) -> None:
     nodes = nodes_of(agreement)
     if nodes.count == 1:
         return
-    # nobody has asked for the name before, so no cache of a network file system says that it is not there
+    # a new name, so that no cache of a network file system reports it as missing
     mark = output / agreement.texts(f".hotspa-{uuid4().hex}")[0]
-    with contextlib.suppress(OSError):  # a save says why
+    with contextlib.suppress(OSError):  # a save reports the error
         if agreement.rank == 0:
             mark.touch()
     agreement.texts("it is there")
@@ -588,22 +588,21 @@ def check_shared(output: Path, agreement: Agreement) -> None:
 
 
 _WORK = ".hub"
-"""Where, in the output directory, the model of a checkpoint lies while it is pushed."""
+"""The folder in the output directory that holds the model of a checkpoint while it is pushed."""
 
 _LAST = "last-checkpoint"
 
 
 def hub_error(failure: Exception) -> HotspaError:
-    """For whatever the network or the hub raises."""
+    """The error for any failure of the network or the hub."""
     return HotspaError(
-        f"the hub cannot be reached or refuses: {type(failure).__name__}: {failure}",
+        f"the hub cannot be reached, or returned an error: {type(failure).__name__}: {failure}",
         fix="check the network, hub_model_id and hub_token, or train with push_to_hub=False",
     )
 
 
 class CheckpointPushes:
-    """What `hub_strategy` asks for at every checkpoint of a trainer, in a thread of the main process; sets
-    `push_in_progress`."""
+    """Pushes each checkpoint as `hub_strategy` says, in a thread of the main process; sets `push_in_progress`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -619,10 +618,11 @@ class CheckpointPushes:
         return [self._pushed] if self._pushed is not None and self._is_pushing else []
 
     def begin(self, folder: Path) -> None:
-        """Begins to push what `hub_strategy` says of a checkpoint that exists: its model, and perhaps the folder itself.
+        """Begins to push the parts of an existing checkpoint that `hub_strategy` names: its model, and perhaps the
+        folder.
 
-        As in the stock Trainer, a checkpoint is left out while an earlier one is being pushed; with `hub_always_push` the
-        earlier one is waited for. Not collective; only the main process does anything, and it never raises.
+        As in the stock Trainer, a checkpoint is skipped while an earlier one is being pushed; `hub_always_push` waits
+        for the earlier one. Not collective; only the main process does anything, and it never raises.
         """
         trainer = self._trainer
         if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:
@@ -632,7 +632,7 @@ class CheckpointPushes:
         trainer._finish_current_push()
         trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
         self._pushed = folder
-        when = f"step {folder.name.rpartition('-')[2]}"  # which may be in the past, for a save in the background
+        when = f"step {folder.name.rpartition('-')[2]}"  # an earlier step for a background save
         if trainer.args.save_strategy == SaveStrategy.EPOCH:
             when = f"epoch {int(trainer.state.epoch or 0)}"
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hotspa-hub")
@@ -640,7 +640,7 @@ class CheckpointPushes:
         thread.shutdown(wait=False)
 
     def _push(self, checkpoint: Path, message: str) -> None:
-        """In a thread: the model of the checkpoint, in Hugging Face's format, and the checkpoint itself."""
+        """In a thread: pushes the model of the checkpoint, in Hugging Face's format, and the checkpoint itself."""
         args, work = self._trainer.args, checkpoint.parent / _WORK
         upload = {"repo_id": self._trainer.hub_model_id, "token": args.hub_token, "revision": args.hub_revision}
         try:
@@ -648,13 +648,13 @@ class CheckpointPushes:
                 Disk().remove(work)
             Disk().make_directory(work)
             export(checkpoint, work / "model", mode=0o700)
-            # the card on the hub may be the user's own; `push_to_hub` writes one at the end
+            # the card on the hub may be the user's; `push_to_hub` writes one at the end
             stock.hf_api().upload_folder(
                 folder_path=str(work / "model"), commit_message=message, ignore_patterns=["README.md"], **upload
             )
             if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
                 name = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
-                # files of an earlier checkpoint under this name, of other ranks perhaps, would not belong to it
+                # delete files of an earlier checkpoint under this name, which may be of other ranks
                 stock.hf_api().upload_folder(
                     folder_path=str(checkpoint),
                     path_in_repo=name,
@@ -662,7 +662,7 @@ class CheckpointPushes:
                     delete_patterns=["*"],
                     **upload,
                 )
-        except Exception as failure:  # whatever the disk, the network or the hub raises: training goes on
+        except Exception as failure:  # any error of the disk, the network or the hub: training continues
             logger.warning(
                 "checkpoint %s was not pushed to the hub: %s: %s", checkpoint, type(failure).__name__, failure
             )

@@ -1,7 +1,7 @@
-"""DeepSpeed's JSON configs: every field becomes an argument, has nothing to say here, or is refused by its name.
+"""DeepSpeed's JSON configs: every field becomes an argument, has no effect here, or raises an error that names it.
 
-What DeepSpeed calls ZeRO stage 1 is always on: fp32 weights, optimizer state and the sums of the gradients over phases
-and ranks are spread over all ranks. Stages 2 and 3 are `+z2` and `+z3` of the strategies. Nothing here imports DeepSpeed,
+ZeRO stage 1 is always on: fp32 weights, optimizer state and the gradient sums over phases and ranks are spread over
+all ranks. Stages 2 and 3 are `+z2` and `+z3` of the strategies. Nothing here imports DeepSpeed,
 torch or transformers.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 
 AUTO = "auto"
-"""DeepSpeed's word for: as the training arguments say."""
+"""DeepSpeed's word for the value of the training arguments."""
 
 ARGUMENTS: dict[str, tuple[str, type]] = {
     "train_batch_size": ("hotspa_mini_batch_size", int),
@@ -66,7 +66,7 @@ UNUSED: dict[str, tuple[str, ...]] = {
     ),
     "tensor_parallel.": ("tp_overlap_comm", "tp_grain_size"),
 }  # fmt: skip
-"""Section -> fields that change neither what is computed nor where it is kept; the engine decides these things."""
+"""Section -> fields that change neither what is computed nor where it is stored; the engine decides these things."""
 
 _SUMS = "gradients are summed in fp32 and the optimizer's state is fp32; leave it out"
 _MEAN = "the loss is the mean over the label tokens of the mini-batch; leave it out"
@@ -90,7 +90,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.cpu_offload": ((False,), 'use "offload_optimizer": {"device": "cpu"}'),
     "zero_optimization.cpu_offload_param": ((False,), _PARAMETERS),
     "zero_optimization.offload_param.device": (("none", None), _PARAMETERS),
-    "zero_optimization.offload_optimizer.ratio": ((1, 1.0), "the whole master store is offloaded, or none of it"),
+    "zero_optimization.offload_optimizer.ratio": ((1, 1.0), "the master store is offloaded completely, or not at all"),
     "zero_optimization.zero_quantized_weights": ((False,), "switches move the bits; leave it out"),
     "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "switches move the bits; leave it out"),
     "zero_optimization.zero_quantized_gradients": ((False,), _SUMS),
@@ -117,7 +117,7 @@ ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpoint.use_node_local_storage": ((False,), "all ranks write into one directory; use a shared file system"),
     "use_data_before_expert_parallelism": ((False,), "leave it out"),
 }
-"""Field -> the values that are fine, and why another one is refused or what to use instead."""
+"""Field -> the accepted values, and why another one is not supported or what to use instead."""
 
 _LOGGING = "use report_to"
 _AUTOMATIC = "use hotspa_strategies=auto"
@@ -145,14 +145,14 @@ OFF: dict[str, str] = {
     "expert_parallel": "experts are cut by tp of a strategy",
     "quantize_training": "training is not quantized",
     "sparse_attention": "attention is the model's own",
-    "compression_training": "the model is trained whole",
+    "compression_training": "the model is trained uncompressed",
     "weight_quantization": "switches move the bits",
     "pipeline": "write the degree into hotspa_strategies, such as dp4pp2:4096",
 }
-"""Section -> why it is refused, or what to use instead. Fine where its `enabled` says false or auto, or is left out."""
+"""Section -> why it is not supported, or what to use instead. Accepted if its `enabled` is false, auto, or left out."""
 
 NO_SWITCH = ("expert_parallel", "sparse_attention", "compression_training", "weight_quantization", "pipeline")
-"""Those without `enabled`, which are fine when empty."""
+"""Sections without `enabled`, which are accepted if empty."""
 
 SPECIAL = (
     "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "optimizer.type", "optimizer.params.betas",
@@ -179,16 +179,16 @@ TYPES: dict[str, dict[str, float | str | None]] = {
         "warmup_type": LOG,
     },
 }  # fmt: skip
-"""Type of a scheduler -> its params with DeepSpeed's defaults; None has no default of its own."""
+"""Type of a scheduler -> its params with DeepSpeed's defaults; None if DeepSpeed has no default."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedSchedule:
-    """A schedule with nothing left open.
+    """A schedule with all values set.
 
     Args:
         type: One of `TYPES`.
-        params: Those of its type, all of them.
+        params: All params of its type.
         peak: The learning rate after the warm-up.
     """
 
@@ -197,7 +197,7 @@ class DeepSpeedSchedule:
     peak: float
 
     def rate(self, step: int) -> float:
-        """The learning rate of an optimizer step, of which `step` came before."""
+        """The learning rate of an optimizer step after `step` earlier ones."""
         iteration = step - 1  # DeepSpeed counts from the end of the first step
         cosine = self.type == "WarmupCosineLR"
         low = 0.0 if cosine else self.params["warmup_min_lr"]
@@ -226,25 +226,25 @@ class DeepSpeedSchedule:
 
 
 _STAGES = {
-    0: "masters and optimizer state are spread over all ranks all the same",
+    0: "masters and optimizer state are spread over all ranks with this stage, too",
     1: "masters and optimizer state are spread over all ranks",
-    2: "strategies that say nothing of it are run with +z2: gradients leave layer by layer; auto weighs that anyway",
-    3: "strategies that say nothing of it are run with +z3: weights come layer by layer, too; auto weighs that anyway",
+    2: "strategies that do not set it are run with +z2: gradients leave layer by layer; auto weighs that anyway",
+    3: "strategies that do not set it are run with +z3: weights come layer by layer, too; auto weighs that anyway",
 }
-_SETTLED = frozenset(section + name for section, names in UNUSED.items() for name in names)
+_WITHOUT_EFFECT = frozenset(section + name for section, names in UNUSED.items() for name in names)
 _MAX_SHOWN = 60
 
 
 @dataclass(frozen=True)
 class DeepSpeedMapping:
-    """What a config comes to.
+    """The result of mapping a config.
 
     Args:
         arguments: The training arguments that it sets.
-        rows: `(field and value, what became of it)`.
-        unused: Fields that say how DeepSpeed does what the engine does in its own way.
-        scheduler: Type and params of its scheduler, some perhaps `auto`; None where the arguments' one counts.
-        stage: 2 or 3 where it asks for that stage of ZeRO, else 0.
+        rows: `(field and value, its meaning here)`.
+        unused: Fields about things that the engine does in another way.
+        scheduler: Type and params of its scheduler, some may be `auto`; None for the arguments' scheduler.
+        stage: 2 or 3 for that stage of ZeRO, else 0.
     """
 
     arguments: dict[str, Any]
@@ -254,7 +254,7 @@ class DeepSpeedMapping:
     stage: int = 0
 
     def schedule(self, learning_rate: float, num_steps: int, warmup_steps: int) -> DeepSpeedSchedule:
-        """The learning rates. What the config leaves open is as the training arguments say."""
+        """The learning rates; values that the config leaves open come from the training arguments."""
         assert self.scheduler is not None
         kind = self.scheduler["type"]
         known = TYPES[kind]
@@ -285,7 +285,7 @@ def read_config(given: Mapping[str, Any] | str | Path, name: str = "the DeepSpee
         given: A dict, JSON text, or the path of a JSON file.
 
     Raises:
-        HotspaConfigError: there is no such file, or it holds no JSON object.
+        HotspaConfigError: there is no such file, or it does not hold a JSON object.
     """
     if isinstance(given, Mapping):
         return dict(given)
@@ -299,7 +299,7 @@ def read_config(given: Mapping[str, Any] | str | Path, name: str = "the DeepSpee
             f"{name} cannot be read: {error}", where=where, fix="give the path of a JSON file, or a dict"
         ) from error
     if not isinstance(config, dict):
-        raise HotspaConfigError(f"{name} is no JSON object: {text[:_MAX_SHOWN]!r}", where=where)
+        raise HotspaConfigError(f"{name} is not a JSON object: {text[:_MAX_SHOWN]!r}", where=where)
     return config
 
 
@@ -318,7 +318,7 @@ def map_config(
 
     Args:
         arguments: The training arguments as they were given.
-        defaults: Their defaults: an argument that has another value was set, and must not contradict the config.
+        defaults: Their defaults: an argument with another value was set, and must not contradict the config.
 
     Raises:
         UnsupportedError: naming every field that cannot be honoured, and what to use instead.
@@ -374,7 +374,7 @@ class _Mapper:
                 self._unused.append(field)
             else:
                 self._refuse(field, value, instead)
-        elif field in _SETTLED:
+        elif field in _WITHOUT_EFFECT:
             self._unused.append(field)
         elif value == {} and any(known.startswith(f"{field}.") for known in KNOWN):
             pass  # an empty section
@@ -403,7 +403,7 @@ class _Mapper:
             self._refuse(field, value, "the master store is in memory, on the devices or on the host: use cpu or none")
 
     def _argument(self, field: str, value: Any, name: str, kind: type, shown: Any = None) -> None:
-        """Sets an argument, if nothing else was said for it."""
+        """Sets an argument, unless another value was given for it."""
         if value == AUTO:
             self._rows.append((f"{field}=auto", f"{name}, as the training arguments say"))
             return
@@ -503,24 +503,24 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def with_batch_size(mapping: DeepSpeedMapping, arguments: Mapping[str, Any], world_size: int) -> DeepSpeedMapping:
-    """Holds DeepSpeed's three batch sizes against one another, when the number of processes is known.
+    """Checks DeepSpeed's three batch sizes against each other, once the number of processes is known.
 
     Args:
-        arguments: The training arguments, those of the config among them.
+        arguments: The training arguments, including those that the config sets.
 
     Returns:
-        The mapping, in whose table the sequences of a step are named.
+        The mapping, with the sequences per step in its table.
 
     Raises:
         UnsupportedError: `train_batch_size` is not the product of the others and the processes.
     """
-    said = mapping.arguments
+    given = mapping.arguments
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     micro, steps = (arguments[name] for name in names)
-    total = said.get("hotspa_mini_batch_size")
+    total = given.get("hotspa_mini_batch_size")
     if total is None:
         return mapping
-    factors = [arguments[name] for name in names if name in said]
+    factors = [arguments[name] for name in names if name in given]
     product = world_size * math.prod(factors)
     exact = len(factors) == len(names)
     if (exact and product != total) or total % product:
@@ -529,14 +529,14 @@ def with_batch_size(mapping: DeepSpeedMapping, arguments: Mapping[str, Any], wor
             f"train_micro_batch_size_per_gpu={micro} and gradient_accumulation_steps={steps} make {world_size * micro * steps}",
             fix="write auto for one of them, or leave train_batch_size out",
         )
-    row = f"{total} sequences a step, over all processes and as many packs as their lengths make"
+    row = f"{total} sequences per step, over all processes and as many packs as their lengths need"
     return replace(mapping, rows=(*mapping.rows, ("", row)))
 
 
 STAGES = {
     "full_shard": 3, "true": 3, "1": 3, "shard_grad_op": 2, "false": 2, "2": 2, "no_shard": 0, "3": 0,
 }  # fmt: skip
-"""What is sharded -> the stage of ZeRO that it is; `reshard_after_forward` is true or false, or one of the names."""
+"""What is sharded -> its stage of ZeRO; `reshard_after_forward` is true or false, or one of the names."""
 
 FSDP_UNUSED = frozenset(
     (
@@ -545,8 +545,8 @@ FSDP_UNUSED = frozenset(
         "sync_module_states", "cpu_ram_efficient_loading", "state_dict_type", "xla_fsdp_settings",
     )
 )  # fmt: skip
-"""Fields that say how FSDP does what the engine does in its own way: units are embedding, layers and head, and the next one
-is loaded while one computes."""
+"""Fields about things that the engine does in another way: units are embedding, layers and head, and the next one is
+loaded while one computes."""
 
 _OFF = {
     "activation_checkpointing": "use activation_checkpointing=True of the arguments, or strategies such as dp4+rc+z3",
@@ -558,7 +558,7 @@ _HYBRID = "the master store is spread over all ranks; use full_shard, or strateg
 
 
 def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
-    """What FSDP's arguments come to.
+    """The stage and offload that FSDP's arguments ask for.
 
     Args:
         fsdp: As `TrainingArguments.fsdp`: true, or options in one text or in a list.
@@ -568,7 +568,7 @@ def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
         The stage of ZeRO (3, 2, or 0 for none), and whether the master store is to be in host memory.
 
     Raises:
-        HotspaConfigError: the file cannot be read, or holds no JSON object.
+        HotspaConfigError: the file cannot be read, or does not hold a JSON object.
         UnsupportedError: naming every field that cannot be honoured, and what to use instead.
     """
     if fsdp in (None, False, "", [], "false", "False"):
@@ -605,10 +605,10 @@ def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
 
 
 def take_fsdp(args: Any) -> None:
-    """Sets what training arguments ask for by `fsdp`, which the stock arguments would start.
+    """Sets our arguments for the given `fsdp`, and clears it, because the stock arguments would start FSDP.
 
     Args:
-        args: `HotSPaTrainingArguments` before those of transformers are set up; get `fsdp_stage`.
+        args: `HotSPaTrainingArguments` before `TrainingArguments` is set up; gets `fsdp_stage`.
     """
     args.fsdp_stage, offloads = read_fsdp(vars(args)["fsdp"], vars(args)["fsdp_config"])
     args.fsdp = None

@@ -1,25 +1,26 @@
-"""How callbacks are called: Hugging Face's events and ours, timed, and without leaving other ranks alone.
+"""How callbacks are called: Hugging Face's events and ours, timed, and without leaving ranks waiting in a collective.
 
 Owns `CallbackEvents`, which stands in for the Trainer's `CallbackHandler`. Beside the events of transformers it
 dispatches these, on every rank, to the callbacks that define them:
 
 * `on_run_begin(args, state, control, run=RunFacts)`: engine and data are ready;
 * `on_phase_begin(args, state, control, phase=PhaseEvent)`, `on_phase_end(..., phase=PhaseEvent)`: inside a mini-batch;
-* `on_switch(args, state, control, switch=SwitchEvent)`: twice a phase, when it has ended;
+* `on_switch(args, state, control, switch=SwitchEvent)`: twice per phase, when it has ended;
 * `on_step_report(args, state, control, report=StepReport)`: before the optimizer step;
 * `on_gain_measured(args, state, control, gain=MeasuredGain)`: after training, by `measure_gain`;
 * `on_train_interrupted(args, state, control)`: Ctrl-C has ended training; on the main process only.
 
-They return nothing. `state.global_step` counts the optimizer steps before. Promises:
+They return nothing. `state.global_step` counts the completed optimizer steps. Promises:
 
 * A callback that raises does so on all ranks: the error, naming class, event and step, waits until all ranks agree on
-  the next mini-batch (or on the end of training), so that none is left inside a collective. On one process, what a callback of
-  the user raises in an event of transformers is raised where it is, as in the stock Trainer. No event communicates, but for what comes before `COLLECTIVE_EVENTS`.
-* The seconds inside callbacks are known by class.
-* The callbacks that the Trainer adds of itself (`add_own`) come after those of the user, and are not in `callbacks`, which
-  users and their tests read; `pop_callback` and `remove_callback` find them all the same.
-* A log of training is printed as one line (`LogLine`), unless `hotspa_log_all`; trackers (`report_to`) get what is beside the
-  six numbers that matter below `hotspa_debug/`; every other reader has the logs as they are.
+  the next mini-batch (or on the end of training), so that no rank is left inside a collective. On one process, an error
+  of a user's callback in an event of transformers is raised immediately, as in the stock Trainer. No event
+  communicates, except the work before `COLLECTIVE_EVENTS`.
+* The seconds inside callbacks are known per class.
+* The Trainer's own callbacks (`add_own`) come after the user's, and are not in `callbacks`, which users and their tests
+  read; `pop_callback` and `remove_callback` find them nevertheless.
+* A log of training is printed as one line (`LogLine`), unless `hotspa_log_all`. Trackers (`report_to`) get all but the
+  six most important numbers below `hotspa_debug/`. Every other reader has the logs unchanged.
 """
 
 import logging
@@ -47,7 +48,7 @@ _OF_ROWS = tuple(f"hotspa/{name}" for name in _COUNTS)
 
 
 def memory_share() -> float | None:
-    """The most memory that torch has reserved on this GPU, as a share of all of it; None without a GPU."""
+    """The most memory that torch has reserved on this GPU, as a share of its total; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     return torch.cuda.max_memory_reserved() / torch.cuda.mem_get_info()[1]
@@ -55,7 +56,7 @@ def memory_share() -> float | None:
 
 def for_trackers(logs: Mapping[str, Any]) -> dict[str, Any]:
     """The logs for TensorBoard, Weights & Biases and others: six numbers first (loss, gradient norm, learning rate, and three
-    of `hotspa/`), what was done to rows where there is any, and all other numbers of ours below `hotspa_debug/`."""
+    of `hotspa/`), then row counts that are not zero, and all other numbers of ours below `hotspa_debug/`."""
     return {
         name if not name.startswith("hotspa/") or name in _SHOWN + _OF_ROWS else f"hotspa_debug/{name[7:]}": value
         for name, value in logs.items()
@@ -63,7 +64,7 @@ def for_trackers(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LogLine:
-    """Makes the lines of one run, and estimates the time that is left from its own logs."""
+    """Formats the lines of one run, and estimates the remaining time from its own logs."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
@@ -103,15 +104,15 @@ def _clock(seconds: float) -> str:
 logger = logging.getLogger(__name__)
 
 COLLECTIVE_EVENTS = ("on_train_begin", "on_epoch_begin", "on_epoch_end")
-"""The events before which ranks may communicate: the Trainer gets to them on all ranks alike."""
+"""The events before which ranks may communicate: the Trainer gets to them on all ranks."""
 
 PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")
-"""Those inside a mini-batch."""
+"""The events inside a mini-batch."""
 
 _OF_TRANSFORMERS = frozenset(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 _PRINTERS = (ProgressCallback, PrinterCallback)
-"""The callbacks of transformers that print whatever is logged."""
+"""The callbacks of transformers that print all logs."""
 
 
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"
@@ -128,26 +129,26 @@ _LOOKERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def is_users(function: Any) -> bool:
-    """Whether a function or method was written by somebody else than transformers and this package."""
+    """Whether a function or method comes from neither transformers, TRL nor this package."""
     if function is None:
         return False
     return (getattr(function, "__module__", None) or "").split(".")[0] not in ("transformers", "trl", "hf_hotspa")
 
 
 class CallbackEvents(CallbackHandler):
-    """A `CallbackHandler` that goes on from another one.
+    """A `CallbackHandler` that takes over the state of another one.
 
     Args:
-        handler: The Trainer's own; its callbacks are taken over.
+        handler: The Trainer's own.
         before: Called with the name of every event of `COLLECTIVE_EVENTS` before the callbacks are.
 
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
-        error: What waits to be agreed on, and then ends training.
+        error: The error that ranks have yet to agree on; it then ends training.
     """
 
     def __init__(self, handler: CallbackHandler, before: Callable[[str], None] = lambda event: None) -> None:
-        # not super().__init__: it would add the callbacks anew, with warnings about those that are there already
+        # not super().__init__: it would add the callbacks again, with warnings about duplicates
         self.__dict__.update(handler.__dict__)
         self._before = before
         self._own: dict[type[TrainerCallback], TrainerCallback] = {}
@@ -162,27 +163,27 @@ class CallbackEvents(CallbackHandler):
 
     @property
     def every(self) -> list[TrainerCallback]:
-        """The callbacks of the user, and then those that the Trainer added of itself."""
+        """The user's callbacks, then the Trainer's own."""
         return [*self.callbacks, *self._own.values()]
 
     def add_own(self, callback: TrainerCallback, instead: type[TrainerCallback] | None = None) -> None:
-        """Adds a callback of the Trainer's own, unless the user has given one of its class (or of the class `instead`)."""
+        """Adds one of the Trainer's own callbacks, unless the user gave one of its class (or the class `instead`)."""
         kind = instead or type(callback)
         if not any(isinstance(given, kind) for given in self.callbacks):
             self._own[kind] = callback
 
     def leave_to_stock(self) -> None:
-        """From now on only the callbacks of the user are called, as transformers does."""
+        """From now on only the user's callbacks are called, as in transformers."""
         self._own, self._before = {}, lambda event: None
 
     def add_callback(self, callback: Any) -> None:
-        """Adds a callback of the user, a class or an object; it replaces the Trainer's own of its class."""
+        """Adds a callback of the user, a class or an object; it replaces the Trainer's own callback of its class."""
         super().add_callback(callback)
         added = self.callbacks[-1]
         self._own = {kind: own for kind, own in self._own.items() if not isinstance(added, kind)}
 
     def pop_callback(self, callback: Any) -> TrainerCallback | None:
-        """Takes a callback out, the user's or our own, by its class or itself, and returns it; None where there is none."""
+        """Removes a callback, the user's or our own, by its class or itself, and returns it; None if it is missing."""
         popped: TrainerCallback | None = super().pop_callback(callback)
         if popped is None:
             kind = callback if isinstance(callback, type) else None
@@ -192,7 +193,7 @@ class CallbackEvents(CallbackHandler):
         return popped
 
     def remove_callback(self, callback: Any) -> None:
-        """As `pop_callback`. Raises `ValueError` for a callback that is not there, as in transformers."""
+        """As `pop_callback`. Raises `ValueError` for a missing callback, as in transformers."""
         if self.pop_callback(callback) is None and not isinstance(callback, type):
             raise ValueError(f"{type(callback).__name__} is not among the callbacks")
 
@@ -200,11 +201,11 @@ class CallbackEvents(CallbackHandler):
 
     @contextmanager
     def deferring_errors(self, alone: bool = False) -> Iterator[None]:
-        """Inside, errors wait to be agreed on (`error`); outside, callbacks raise where they are.
+        """Inside, errors wait to be agreed on (`error`); outside, callbacks raise immediately.
 
         Args:
-            alone: There are no other ranks: only those of our own events wait, which come in the middle of a mini-batch,
-                and those of our own callbacks.
+            alone: There are no other ranks. Only errors in our own events, which come in the middle of a mini-batch,
+                and in our own callbacks wait.
         """
         self._defers, self._alone, self.error, self._cause = True, alone, None, None
         try:
@@ -217,7 +218,7 @@ class CallbackEvents(CallbackHandler):
             self._defers = False
 
     def _call(self, callback: TrainerCallback, event: str, step: int, *args: Any, **kwargs: Any) -> Any:
-        """Calls one callback; what it raises waits for the next agreement, where there is going to be one."""
+        """Calls one callback; its error waits for the next agreement, if one will follow."""
         as_it_is = self._alone and event in _OF_TRANSFORMERS and callback not in self._own.values()
         begin = time.perf_counter()
         name = type(callback).__name__
@@ -244,7 +245,7 @@ class CallbackEvents(CallbackHandler):
     # -- events ---------------------------------------------------------------------------------------------------
 
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
-        """An event of transformers, to all callbacks."""
+        """Dispatches an event of transformers to all callbacks."""
         if event in COLLECTIVE_EVENTS:
             self._before(event)
         shared = {
@@ -273,14 +274,14 @@ class CallbackEvents(CallbackHandler):
         return control
 
     def is_looked_at(self, occasion: str, trainer: Any) -> bool:
-        """Whether code of the user's may look at the model on an occasion: an event, or log, evaluation and save."""
+        """Whether user code may look at the model on an occasion: an event, or log, evaluation and save."""
         events, attributes = _LOOKERS.get(occasion, ((occasion,), ()))
         functions = [getattr(trainer, name, None) for name in attributes]
         functions += [getattr(callback, event, None) for callback in self.callbacks for event in events]
         return any(map(is_users, functions))
 
     def defined(self, events: Sequence[str]) -> bool:
-        """Whether any callback wants one of the events."""
+        """Whether any callback defines one of the events."""
         for callback in chain(self.callbacks, self._own.values()):
             for event in events:
                 if hasattr(callback, event):
@@ -290,14 +291,14 @@ class CallbackEvents(CallbackHandler):
     def dispatch(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: Any
     ) -> None:
-        """An event of ours, to the callbacks that define it."""
+        """Dispatches an event of ours to the callbacks that define it."""
         for callback in chain(self.callbacks, self._own.values()):
             if hasattr(callback, event):
                 self._call(callback, event, state.global_step, args, state, control, **facts)
         self._steps_since_log += event == "on_step_report"
 
     def pop_metrics(self, step: int) -> dict[str, float]:
-        """What the callbacks measured since the last log, and the mean seconds a step inside callbacks."""
+        """The callbacks' measurements since the last log, and the mean seconds per step inside callbacks."""
         metrics: dict[str, float] = {}
         for callback in self.every:
             if hasattr(callback, "pop_metrics"):
@@ -312,7 +313,7 @@ class CallbackEvents(CallbackHandler):
 
 
 class PhaseDispatcher:
-    """Tells callbacks of a trainer's `CallbackEvents` of the phases while a mini-batch runs."""
+    """Passes the phases of a running mini-batch on to the callbacks of a trainer's `CallbackEvents`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -336,12 +337,12 @@ FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_eva
 
 
 class Flags:
-    """What callbacks ask for through `TrainerControl`, agreed on by all ranks.
+    """The requests of callbacks through `TrainerControl`, agreed on by all ranks.
 
-    Saving, evaluating and logging are done by all ranks together, and so is the end of training. A callback may see something
-    on one rank alone (the time that is left, a file, a memory limit): what it asks for there is done on all ranks, where the
-    stock Trainer's ranks would wait for each other. Costs one small collective a step (more where it logs, saves or
-    evaluates), and none where no rank has code of the user's that could set a flag.
+    All ranks save, evaluate, log and end training together. A callback may see something on one rank alone (the
+    remaining time, a file, a memory limit). Its request is then executed on all ranks; the stock Trainer's ranks would
+    wait for each other. Costs one small collective per step (more at steps that log, save or evaluate), and none if no
+    rank has user code that could set a flag.
 
     Args:
         trainer: Its `control` is read and set.
@@ -353,11 +354,11 @@ class Flags:
         self._is_in_loop = self._acts = False
 
     def begin(self) -> None:
-        """Another training begins: there may be other callbacks."""
+        """Resets for another training, which may have other callbacks."""
         self._may_differ = None
 
     def agree(self) -> None:
-        """A flag that is set on any rank is set on all. Collective."""
+        """Sets on all ranks every flag that any rank has set. Collective."""
         trainer = self._trainer
         if trainer.args.world_size == 1:
             return
@@ -372,14 +373,14 @@ class Flags:
             setattr(trainer.control, name, bool(value))
 
     def agree_in_loop(self) -> None:
-        """The same where the loop of the Trainer logs: elsewhere it may be a call on one rank alone."""
+        """As `agree`, but only when the Trainer's loop logs: other logs may be a call on one rank alone."""
         if self._is_in_loop:
             self.agree()
             self._acts = self._trainer.control.should_evaluate or self._trainer.control.should_save
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
-        """Around what the loop does after a step: flags are agreed on before, and after what may have set others."""
+        """Around the loop's work after a step: agrees on flags before it, and after callbacks that may set others."""
         self.agree()
         control = self._trainer.control
         self._acts, self._is_in_loop = control.should_save or control.should_evaluate or control.should_log, True
@@ -387,5 +388,5 @@ class Flags:
             yield
         finally:
             self._is_in_loop = False
-        if self._acts:  # on_log, on_evaluate and on_save may have asked for something, too
+        if self._acts:  # on_log, on_evaluate and on_save may have set flags, too
             self.agree()

@@ -1,9 +1,9 @@
 """Whether switching paid, measured: the same mini-batches with switching and under single strategies, in turn.
 
-`measure_gain` runs after training, on an engine of its own that knows the strategies of all sides. It runs forward and
-backward passes and makes no update, so nothing of the trainer changes: not its weights, its optimizer, its choice of
-strategies or any random generator. Sides take turns in another order for each mini-batch, after one that is not timed. All
-single strategies run the first mini-batches; those that are clearly slower than another are left out of the others.
+`measure_gain` runs after training, on a separate engine with the strategies of all sides. It runs forward and backward
+passes without updates, so nothing of the trainer changes: weights, optimizer, choice of strategies or random
+generators. The order of sides differs for each mini-batch; the first is not timed. All single strategies run the first
+mini-batches; clearly slower ones are left out afterwards.
 """
 
 import time
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 SWITCHING = "switching"
 _ALL_SIDES, _SLOWER = 2, 1.2
-"""After so many mini-batches single strategies are left out that took so many times as long as the fastest of them."""
+"""After `_ALL_SIDES` mini-batches, single strategies are left out that took `_SLOWER` times as long as the fastest of
+them."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Side:
     """One way to run a mini-batch.
 
     Args:
-        buckets: What it runs under.
-        choose: Chooses among them for the lengths of a mini-batch; None where they stay the same.
+        buckets: The buckets that it runs under.
+        choose: Chooses among them for the lengths of a mini-batch; None if they stay the same.
     """
 
     name: str
@@ -55,21 +56,23 @@ class Side:
 
 
 def measure_gain(trainer: "SwitchedMixin", steps: int = 5) -> MeasuredGain | None:
-    """Measures how much faster switching is than single strategies: the best one that fits as predicted, and what people
-    run (DDP, FSDP, tensor parallelism, a pipeline) where it fits. Collective.
+    """Measures how much faster switching is than single strategies: the best one that fits as predicted, and the common
+    ones (DDP, FSDP, tensor parallelism, a pipeline) that fit. Collective.
 
-    The engine of the trainer may be closed, and should be where memory is short: this makes one beside it.
+    The trainer's engine may be closed, and should be if memory is short: this makes a second one.
 
     Args:
-        trainer: One that has trained.
-        steps: Mini-batches that are timed, the first of the run. Without a time model single strategies are those of the
-            list that hold every row.
+        trainer: It must have trained.
+        steps: Timed mini-batches, the first of the run. Without a time model, the single strategies are the buckets of
+            the run that hold every row.
 
     Returns:
-        What was measured, which is printed, and told to callbacks (`on_gain_measured`); None where the run has one strategy.
+        The measurement, which is also printed and passed to callbacks (`on_gain_measured`); None if the run has one
+        strategy.
 
     Raises:
-        HotspaError: on every rank: `auto` has not chosen strategies, the data set is a stream, or no single strategy fits.
+        HotspaError: on every rank: `auto` has not chosen strategies, the data set is a stream, or no single strategy
+            fits.
     """
     if steps < 1:
         raise HotspaConfigError(
@@ -106,7 +109,7 @@ def measure_gain(trainer: "SwitchedMixin", steps: int = 5) -> MeasuredGain | Non
 
 
 def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Side, steps: int) -> list[Documents]:
-    """The rows of the first mini-batches of the run; fewer than `steps` where an epoch has fewer. Collective."""
+    """The rows of the first mini-batches of the run; fewer than `steps` if an epoch has fewer. Collective."""
     longest, shape = max(bucket.longest for bucket in hot.buckets), engine.description.shape
     loader, rules = trainer.get_train_dataloader(), RowRules(columns=_columns(trainer))
     trainer._hotspa_rows.take_longest(longest)
@@ -139,8 +142,8 @@ def _columns(trainer: "SwitchedMixin") -> tuple[str, ...]:
 def _take_turns(
     engine: HotSPaEngine, sides: Sequence[Side], batches: Sequence[Documents], steps: int, trainer: Any
 ) -> tuple[dict[str, list[float]], list[float]]:
-    """The seconds of each side, switching first, by its name, and how far losses differ, over mini-batches (again, if
-    fewer than `steps`) after one that is not timed. Collective."""
+    """The seconds of each side by name, switching first, and the relative difference of losses, over mini-batches
+    (repeated if fewer than `steps`) after an untimed one. Collective."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     differences, verbose = [], trainer.is_world_process_zero()
     shape = engine.description.shape
@@ -176,7 +179,7 @@ def _take_turns(
 
 
 def _switching(trainer: "SwitchedMixin") -> Side:
-    """The strategies of the run; under `auto` each mini-batch chooses as the next one of the run would."""
+    """The strategies of the run; under `auto` each mini-batch chooses as the run's next one would."""
     plan = trainer._hotspa_watchers.plan
     if not trainer.args.hotspa_auto:
         return Side(SWITCHING, given_buckets(trainer.args, trainer.model))
@@ -188,20 +191,18 @@ def _switching(trainer: "SwitchedMixin") -> Side:
 
 
 def _singles(trainer: "SwitchedMixin", hot: Side) -> Singles:
-    """The single strategies that fit: as a time model and a memory model have it, or those of the list."""
+    """The single strategies that fit by a time model and a memory model, or the run's buckets that hold every row."""
     singles = trainer._hotspa_watchers.plan.singles()
     if singles.fitting:
         return singles
     longest = max(bucket.longest for bucket in hot.buckets)
     own = (replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest)
-    return Singles(tuple(own), singles.refused, "without a calibration nobody knows whether it fits")
+    return Singles(tuple(own), singles.rejected, "without a calibration nobody knows whether it fits")
 
 
 def _engine(trainer: "SwitchedMixin", sides: Sequence[Side]) -> HotSPaEngine:
     strategies = dict.fromkeys(bucket.strategy for side in sides for bucket in side.buckets)
-    buckets = [
-        Bucket(s, s.cp, s.cp) for s in strategies
-    ]  # mini-batches come with buckets of their own; cp needs a token a rank
+    buckets = [Bucket(s, s.cp, s.cp) for s in strategies]  # mini-batches bring their buckets; cp needs a token per rank
     weights = None if has_weights(trainer.model) else trainer._hotspa_source.folder
     measured = trainer.engine.description.vector.measured if trainer.engine is not None else None
     options = engine_options(trainer.args, trainer._hotspa_loss, measured, trainer._hotspa_watchers.plan.time)

@@ -1,13 +1,10 @@
-"""Arguments that a script gives and that are unknown, no values, cannot be honoured, ask for nothing, or are another trainer's: each is
-said, with what to use instead.
+"""Checks of given arguments: each that is unknown, invalid, unsupported, without effect, or another trainer's is
+reported, with an alternative. Also flags with a joint meaning (pipeline updates, reaction to slow devices), and the
+launcher's settings in the environment (how many processes, and how they train).
 
-Flags that have a meaning together, checked: how pipelines update, and what is done about slow devices.
-
-What the launcher of this process has said, in the environment: how many processes are meant, and how they train.
-
-Launchers fail quietly: `accelerate launch` starts one process where `--multi_gpu` is missing, whatever its
-`--num_processes` says, and torchrun's processes train alone where the script does not ask for the CPU on a machine
-without accelerators. Both are errors here, whatever the strategies, also when they are chosen by themselves.
+Launchers fail quietly: `accelerate launch` starts one process if `--multi_gpu` is missing, whatever its
+`--num_processes`, and torchrun's processes train alone if the script does not ask for the CPU on a machine without
+accelerators. Both are errors here, with given strategies and with auto.
 """
 
 import inspect
@@ -40,7 +37,7 @@ from hf_hotspa.stragglers.giving import GIVING, LOSSY, MODES
 from hf_hotspa.strategy import Bucket
 
 OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"
-"""Why nothing else may lay out the model."""
+"""Why the launcher may not lay out the model."""
 
 _LAYOUTS = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", ", and give the JSON file as deepspeed= to the arguments"),
@@ -51,18 +48,18 @@ _LAYOUTS = {
         ", and give the degrees as hotspa_strategies, such as dp4tp2:4096",
     ),
 }
-"""Variable of accelerate -> what it was told to start, and what to do beside naming another distributed_type."""
+"""Variable of accelerate -> what it was told to start, and the fix beside another distributed_type."""
 
 _WORLDS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _ONE_PROCESS = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "MASTER_PORT")
-"""What accelerate's launcher of one process sets when it was told to start several: where these are to meet."""
+"""Variables that accelerate's launcher of one process sets when it was told to start several."""
 _LAUNCHES = re.compile(r"accelerate\S*[ ./-]launch")
 """The command line of `accelerate launch`, of `accelerate-launch`, or of the module."""
 _DTYPES = ("no", "fp32", "bf16")
 
 
 def refuse_launcher_settings() -> None:
-    """Refuses what accelerate's configuration would have laid out or compiled.
+    """Rejects settings of accelerate's configuration that would lay out or compile the model.
 
     Raises:
         UnsupportedError: naming the variable, and what to use instead.
@@ -100,11 +97,10 @@ def _mixed_precision() -> str:
 
 
 def check_processes(world_size: int) -> None:
-    """Checks that as many processes train together as were started, and were meant.
+    """Checks that as many processes train together as were started and requested.
 
     Args:
-        world_size: Processes that train together, as transformers sees them.
-
+        world_size: Processes that train together, according to transformers.
     Raises:
         LaunchError: they are fewer; the message has the launch line.
     """
@@ -128,7 +124,7 @@ def check_processes(world_size: int) -> None:
 
 
 def _meant() -> int | None:
-    """The processes that accelerate's command line or configuration asks for; None where these cannot be seen."""
+    """The processes that accelerate's command line or configuration asks for; None if these cannot be read."""
     for parent in psutil.Process().parents():
         try:
             words = parent.cmdline()
@@ -142,12 +138,12 @@ def _meant() -> int | None:
                 return int(load_config_from_file(path).num_processes)
             return 1 if int(_option(words, "num_machines") or 1) == 1 else None  # its default
         except (psutil.Error, OSError, ValueError, TypeError):
-            continue  # nobody's business, or gone
+            continue  # not readable, or ended
     return None
 
 
 def _option(words: Sequence[str], name: str) -> str | None:
-    """The value of an option of `accelerate launch`, written with underscores or hyphens, `=` or a blank."""
+    """The value of an option of `accelerate launch`, written with underscores or hyphens, `=` or a space."""
     for at, word in enumerate(words):
         flag, equals, value = word.partition("=")
         if flag.startswith("--") and flag[2:].replace("-", "_") == name:
@@ -156,15 +152,16 @@ def _option(words: Sequence[str], name: str) -> str | None:
 
 
 def recompute_argument(args: TrainingArguments) -> str:
-    """The name of the argument that asks for recomputation: `activation_checkpointing`, once `gradient_checkpointing`.
+    """The name of the argument for recomputation: `activation_checkpointing`, in older releases
+    `gradient_checkpointing`.
 
-    Where both are there, transformers keeps them the same.
+    If both exist, transformers keeps them equal.
     """
     return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
 
 
 def workers_context(args: TrainingArguments) -> Any:
-    """How loader workers are started; None, the rule of the platform, where there is no such argument."""
+    """How loader workers are started; None, the platform's rule, if the argument does not exist."""
     return getattr(args, "dataloader_multiprocessing_context", None)
 
 
@@ -177,32 +174,31 @@ _warned: set[str] = set()
 
 
 def unknown_flag(flag: str, known: Collection[str]) -> str:
-    """A sentence about a flag that is not known, with the nearest one that is.
+    """A sentence about an unknown flag, with the nearest known one.
 
     Args:
-        flag: As it was written, such as ``--hotspa-overlnog``.
-        known: The names that are known, without hyphens before them.
+        flag: As written, such as ``--hotspa-overlnog``.
+        known: Without leading hyphens.
     """
     near = nearest(flag, known)
     return f"there is no flag {flag}" + (f"; did you mean --{near}?" if near else "")
 
 
 def nearest(flag: str, known: Collection[str]) -> str | None:
-    """The name that is most like a flag; None where none is."""
+    """The name most similar to a flag; None if none is similar."""
     return next(iter(get_close_matches(_name(flag), sorted(known), n=1, cutoff=0.6)), None)
 
 
 def warn_of_misspelt(fields: Collection[str]) -> None:
-    """Warns of flags of the command line that begin as ours do and are none: a parser that a script has made may call them
-    unused, or drop them. Each is told once, by one process.
-    """
+    """Warns of unknown command line flags that begin like ours, which a script's own parser may ignore. Each is
+    reported once, by one process."""
     if os.environ.get("RANK", "0") != "0":
         return
     for word in sys.argv[1:]:
         flag = word.partition("=")[0]
         if not flag.startswith(("--hotspa_", "--hotspa-")) or flag in _warned:
             continue
-        if any(name.startswith(_name(flag)) for name in fields):  # argparse takes a beginning for the whole
+        if any(name.startswith(_name(flag)) for name in fields):  # argparse accepts a prefix
             continue
         if nearest(flag, fields) is not None:
             _warned.add(flag)
@@ -214,10 +210,10 @@ def _name(flag: str) -> str:
 
 
 def refuse_misspelt(cls: Any, given: Mapping[str, Any]) -> None:
-    """Refuses keyword arguments that a class of arguments does not take.
+    """Rejects keyword arguments that a class of arguments does not have.
 
     Raises:
-        TypeError: as Python would, with the name that was meant.
+        TypeError: as in Python, with the nearest known name.
     """
     known = inspect.signature(cls.__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
@@ -231,13 +227,13 @@ def refuse_misspelt(cls: Any, given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Number:
-    """What an argument may be.
+    """The values that an argument accepts.
 
     Args:
         least: The least value.
-        most: The largest; infinite values are only taken where it is infinite.
+        most: The largest; infinite values are only accepted if it is infinite.
         whole: Whether it is an int.
-        fix: What to use, where the numbers do not say it.
+        fix: What to use, if the bounds do not say it.
     """
 
     least: float = -sys.float_info.max
@@ -246,7 +242,7 @@ class Number:
     fix: str = ""
 
     def takes(self, value: Any) -> bool:
-        """Whether the value is one, perhaps of numpy or torch; NaN never is."""
+        """Whether the value, also of numpy or torch, is accepted; NaN never is."""
         number = value.item() if getattr(value, "ndim", None) == 0 else value
         kind: Any = Integral if self.whole else Real
         return isinstance(number, kind) and bool(self.least <= number <= self.most)
@@ -266,7 +262,7 @@ _BETA = Number(0, math.nextafter(1, 0), fix="use a number of at least 0 and belo
 _COUNT, _WHOLE = Number(1, whole=True), Number(whole=True)
 SECONDS = Number(math.nextafter(0, 1), LONGEST_TIMEOUT_S, fix="use some minutes, in seconds")
 
-# the values that train; where the stock Trainer can do with a value that looks odd (max_grad_norm=-1 clips nothing), so can this one
+# odd values that the stock Trainer supports are accepted here, too (max_grad_norm=-1 clips nothing)
 _NUMBERS: dict[str, Number] = {
     "learning_rate": _FROM_0,
     "weight_decay": _FROM_0,
@@ -299,15 +295,15 @@ _NUMBERS: dict[str, Number] = {
 
 @dataclass(frozen=True)
 class Flag:
-    """What a flag is beside what its field says: its name, type, default, help and choices. Lists of flags follow from this.
+    """The properties of a flag beside its field's name, type, default, help and choices. Lists of flags derive from it.
 
     Args:
-        number: What its value may be; None where it is no number.
+        number: The numbers that it accepts; None if it is not a number.
         option: The option of the engine (`EngineOptions`) that it sets.
-        made: What that option is, of a value.
+        made: Converts its value to that option's.
         recorded: Whether the record of a run has it among its settings.
         of_one_rank: Whether ranks may have different values.
-        as_stock: Whether it asks for nothing else than what the stock Trainer does.
+        as_stock: Whether the stock Trainer can honour it.
     """
 
     number: Number | None = None
@@ -319,20 +315,20 @@ class Flag:
 
 
 class _Help(str):
-    """The help of a flag, with the rest: `HfArgumentParser` gives all metadata of a field to argparse, which knows no more."""
+    """The help of a flag, with its `Flag`, because `HfArgumentParser` passes all metadata of a field to argparse."""
 
     flag: Flag
 
 
 def flag(default: Any, text: str, choices: Iterable[str] = (), **known: Any) -> Any:
-    """A field that is a flag."""
+    """A dataclass field for a flag."""
     help_ = _Help(text)
     help_.flag = Flag(**known)
     return field(default=default, metadata={"help": help_} | ({"choices": list(choices)} if choices else {}))
 
 
 def flags_of(kind: type) -> dict[str, Flag]:
-    """The flags of a class of arguments, by name; also where a class of a script's gives one another default."""
+    """The flags of a class of arguments, by name; also if a script's class changes a default."""
     inherited = chain.from_iterable(
         vars(part).get("__dataclass_fields__", {}).items() for part in reversed(kind.__mro__)
     )
@@ -341,10 +337,10 @@ def flags_of(kind: type) -> dict[str, Flag]:
 
 
 def check_values(args: Any, kind: type | None = None) -> None:
-    """Refuses numbers that are none, or that no training can use, before anything is made of them.
+    """Rejects values that are not numbers, or that no training can use, before they are used.
 
     Args:
-        args: `TrainingArguments`, or what a command line gives for them.
+        args: `TrainingArguments`, or a command line's values for them.
         kind: Their class; its flags are checked, too.
 
     Raises:
@@ -356,7 +352,7 @@ def check_values(args: Any, kind: type | None = None) -> None:
         if value is None and getattr(type(args), name, None) is None:  # its default, or there is no such argument
             continue
         if name == "num_train_epochs" and _NUMBERS["max_steps"].takes(args.max_steps) and args.max_steps > 0:
-            continue  # which nothing reads
+            continue  # not read
         if not rule.takes(value):
             text = "; this is text (YAML reads 1e-3 so: write 0.001)" if isinstance(value, str) else ""
             raise HotspaConfigError(f"{name} is {value!r:.200}", fix=f"{rule.fix or rule}{text}")
@@ -370,29 +366,29 @@ def check_values(args: Any, kind: type | None = None) -> None:
 
 _EVALUATION = "evaluation runs in the dtype of training; use bf16 for both, or leave it off"
 
-# name -> (values that are fine, why another one is refused or what to use instead)
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+# name -> (accepted values, why another one is not supported or what to use instead)
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "loss scaling is not supported; use bf16 or fp32"),
     "fp16_full_eval": ((False,), _EVALUATION),
     "torch_compile": ((False,), "replicas are rebound to other storage for every phase; leave it off"),
     "fsdp": ((None, False, "", []), "give it to HotSPaTrainingArguments, where full_shard is +z3 of the strategies"),
     "parallelism_config": ((None,), OWN_LAYOUTS),
-    "use_liger_kernel": ((False,), "its fused loss does not know a vocabulary that is cut over ranks"),
+    "use_liger_kernel": ((False,), "its fused loss does not support a vocabulary that is cut over ranks"),
     "save_on_each_node": (
         (False,),
         "a checkpoint is one directory that all ranks write into; use a shared file system",
     ),
     "optim_target_modules": ((None,), "layer-wise optimizers need whole matrices"),
-    "debug": (([], "", None), "the debug hooks sit on a model that does not run; drop the option"),
+    "debug": (([], "", None), "the debug hooks are on a model that does not run; leave the option out"),
 }
 
 _NO_DDP = "there is no DistributedDataParallel; it has no effect"
 
-# name -> (the value that asks for nothing, what becomes of another one)
+# name -> (the value that asks for nothing, the effect of another one)
 _NO_EFFECT: dict[str, tuple[Any, str]] = {
     "bf16_full_eval": (False, "evaluation runs in the dtype of training, bf16 with bf16=True"),
     "auto_find_batch_size": (False, "the tokens of a pack bound the memory, not the batch size; it reads False"),
-    "enable_jit_checkpoint": (False, "SIGTERM saves and stops on all ranks alike without it"),
+    "enable_jit_checkpoint": (False, "SIGTERM saves and stops on all ranks without it"),
     "ddp_find_unused_parameters": (None, _NO_DDP),
     "ddp_bucket_cap_mb": (None, _NO_DDP),
     "ddp_broadcast_buffers": (None, _NO_DDP),
@@ -401,26 +397,26 @@ _NO_EFFECT: dict[str, tuple[Any, str]] = {
 
 
 CHANGED = ("auto_find_batch_size", "bf16_full_eval", "accelerator_config", "gradient_accumulation_steps")
-"""What `explain_arguments` may change."""
+"""The arguments that `explain_arguments` may change."""
 
 
 def explain_arguments(args: TrainingArguments) -> None:
-    """Accepts what has no effect here and none on numbers, and says so in a line each on the main process."""
+    """Logs a line for each argument without effect on numbers here, on the main process."""
     for name, (nothing, text) in _NO_EFFECT.items():
         if getattr(args, name, nothing) != nothing and args.process_index == 0:
             logger.warning("%s=%r: %s", name, getattr(args, name), text)
-    args.auto_find_batch_size = False  # transformers would start training again where memory ran out
-    args.bf16_full_eval = False  # and evaluate another model
+    args.auto_find_batch_size = False  # transformers would restart training after running out of memory
+    args.bf16_full_eval = False  # transformers would evaluate another model
     read_accelerator_config(args)
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
-    """Refuses what cannot be honoured.
+    """Rejects arguments that cannot be honoured.
 
     Raises:
         UnsupportedError: naming the argument, its value and what to use instead.
     """
-    for name, (fine, why) in _REFUSED.items():
+    for name, (fine, why) in _UNSUPPORTED.items():
         value = getattr(args, name, fine[0])
         if value not in fine:
             shown = getattr(value, "value", value)
@@ -428,13 +424,13 @@ def refuse_arguments(args: TrainingArguments) -> None:
     if vars(args).get("hotspa_stock_checkpoints") and vars(args).get("hotspa_offload") == "master":
         raise UnsupportedError(
             "hotspa_stock_checkpoints=True and hotspa_offload='master' do not go together",
-            why="the optimizer is DeepSpeed's CPU Adam then, whose settings are not those of the stock Trainer's",
+            why="the optimizer is DeepSpeed's CPU Adam then, whose settings differ from the stock Trainer's",
             fix="leave one of them out; hf-hotspa export gives the weights of any checkpoint",
         )
 
 
 def read_accelerator_config(args: TrainingArguments) -> None:
-    """Accumulation is that of the arguments: accelerate has nothing to accumulate.
+    """Moves accelerate's accumulation steps to the arguments: accelerate has nothing to accumulate.
 
     Raises:
         HotspaConfigError: both give a number of steps.
@@ -459,8 +455,8 @@ def read_accelerator_config(args: TrainingArguments) -> None:
 
 _ROWS = "give rows that hold what is learned: 'input_ids' with 'labels', or a column 'text'"
 
-# Field of TRL's SFTConfig -> (values that ask for nothing here, what to do instead of another one). One that does not stand here asks
-# for something unless it is None, False, 0 or empty.
+# Field of TRL's SFTConfig -> (values without effect here, alternative to others). Other fields have no effect if None,
+# False, 0 or empty.
 _OF_SFT: dict[str, tuple[tuple[Any, ...], str]] = {
     "loss_type": (("nll", "chunked_nll", None), "pass token_loss to the trainer (docs/losses.md; 'dft' is one line)"),
     "max_length": (
@@ -489,13 +485,13 @@ _SUFFIXES = ("TrainingArguments", "TrainingArgs", "Arguments", "Config", "Args")
 
 
 def refuse_fields_of_others(args: TrainingArguments, trainer: type, datasets: Iterable[Any]) -> None:
-    """Refuses what a field asks for that another library's trainer reads, and this one would pass over.
+    """Rejects requests in fields that another library's trainer reads, and this one would ignore.
 
-    Fields of a user's own class are his: as with the stock Trainer, his callbacks and overrides read them.
+    Fields of a user's class belong to the user: as with the stock Trainer, the user's callbacks and overrides read
+    them.
 
     Args:
-        trainer: The class of the trainer.
-        datasets: What is trained and evaluated; None among them is left out.
+        datasets: The training and evaluation sets, perhaps None.
 
     Raises:
         HotspaConfigError: naming the fields, and what to do instead.
@@ -510,10 +506,10 @@ def refuse_fields_of_others(args: TrainingArguments, trainer: type, datasets: It
 
 
 def refuse_longer_rows(args: TrainingArguments, trainer: type, tables: Iterable[SequenceTable | None]) -> None:
-    """Refuses a `max_length` of another trainer's arguments that would cut rows.
+    """Rejects a `max_length` of another trainer's arguments that would cut rows.
 
     Args:
-        tables: The lengths of rows; None where nobody knows them.
+        tables: The lengths of rows; None if they are unknown.
 
     Raises:
         HotspaConfigError: naming it.
@@ -540,7 +536,7 @@ def _of_another(args: TrainingArguments, names: Collection[str], more: str = "")
     shown = ", ".join(f"{name}={getattr(args, name)!r:.80}" for name in names)
     return HotspaConfigError(
         f"{type(args).__name__} has {shown}",
-        why=f"the trainer that these arguments are made for reads that, and this one would pass it over{more}",
+        why=f"the trainer that these arguments are made for reads that, and this one would ignore it{more}",
         fix="; or ".join([advice[0], "; ".join(advice[1:])]),
     )
 
@@ -580,11 +576,11 @@ def _top(kind: type) -> str:
 
 
 def _is_library(kind: type) -> bool:
-    """Whether a class of arguments is installed together with a trainer that reads it, as SFTConfig is with SFTTrainer."""
+    """Whether a class of arguments is installed together with its trainer, such as SFTConfig with SFTTrainer."""
     if _top(kind) in _OWN or not issubclass(kind, TrainingArguments):
         return False
     module = sys.modules.get(kind.__module__)
-    if module is None:  # it has not been defined where its name says
+    if module is None:  # the class was not defined where its name says
         return True
     folders = str(getattr(module, "__file__", None) or "").replace("\\", "/").split("/")
     if not {"site-packages", "dist-packages"} & set(folders):
@@ -604,12 +600,12 @@ def _each(datasets: Iterable[Any]) -> Iterator[Any]:
 
 
 def _kinds(dataset: Any) -> Iterator[str]:
-    """What the rows of a data set are, as `Format.kind` has it; completions of conversations, rows of tokens with a mask, and rows
-    that cannot be looked at have kinds of their own."""
+    """The kinds of rows (`Format.kind`), with more for completions of conversations, rows of tokens with a mask, and
+    rows that cannot be read before training."""
     row: Any = {}
     if not is_stream(dataset):
         row = dataset[0] if len(dataset) else {}
-    elif hasattr(dataset, "take"):  # of `datasets`, which can be read again
+    elif hasattr(dataset, "take"):  # a stream of `datasets`, which can be read again
         row = next(iter(dataset.take(1)), {})
     else:
         yield "unknown"
@@ -619,7 +615,7 @@ def _kinds(dataset: Any) -> Iterator[str]:
         return
     try:
         kind = format_of(list(row)).kind if row else "text"
-    except DataError:  # refused, or read by a collator of the user's
+    except DataError:  # unsupported, or read by a user's collator
         kind = "unknown"
     yield "conversation and answer" if kind == "completion" and isinstance(row["prompt"], list) else kind
 
@@ -629,14 +625,14 @@ def _kinds(dataset: Any) -> Iterator[str]:
 
 _NAMED, _BACK = f"hotspa_pipeline_mode={PIPEDREAM}", f"hotspa_pipeline_mode={SYNCHRONOUS}"
 
-# name -> (values that are fine, why another one is not)
+# name -> (accepted values, why another one is not)
 _NOT_WITH: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "hotspa_overlap_load": (("auto", "off"), "a stage loads its weights anew after every pack, and waits for that"),
+    "hotspa_overlap_load": (("auto", "off"), "a stage loads its weights again after every pack, and waits for that"),
     "hotspa_overlap_return": (("auto", "off"), "a stage updates as soon as a pack has run backward"),
     "hotspa_offload": (("none",), "every update would cross the bus to the host and back"),
     "hotspa_stragglers": (
         ("off", "watch"),
-        "what slow ranks do less is agreed on for a whole mini-batch, and a stage keeps its layers",
+        "the reduction of slow ranks' work is agreed on for a complete mini-batch, and a stage keeps its layers",
     ),
     "hotspa_skip_non_finite": ((0,), "packs before the one that is not finite have changed the weights already"),
 }
@@ -644,36 +640,36 @@ _NOT_WITH: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass
 class PipelineModeArguments:
-    """How the stages of a pipeline update. The last two flags have a meaning with `hotspa_pipeline_mode=pipedream` alone."""
+    """How the stages of a pipeline update. The last two flags need `hotspa_pipeline_mode=pipedream`."""
 
     hotspa_pipeline_mode: str = flag(
         SYNCHRONOUS,
-        "synchronous (one update a mini-batch, exact), or pipedream: stages update after the backward pass of every "
-        "pack, with weights that are behind, which is not the synchronous update. For one strategy with pp.",
+        "synchronous (one update per mini-batch, exact), or pipedream: stages update after the backward pass of every "
+        "pack, with stale weights, which is not the synchronous update. For one strategy with pp.",
         choices=PIPELINE_MODES,
     )
     hotspa_vertical_sync: bool = flag(
-        False, "With pipedream: all stages run a pack with the version of weights of the first."
+        False, "With pipedream: all stages run a pack with the first stage's version of the weights."
     )
     hotspa_clip_per_stage: bool = flag(
         False,
-        "With pipedream: max_grad_norm holds for the gradient of each stage and pack, by itself. Else it must be 0: no "
+        "With pipedream: max_grad_norm applies to the gradient of each stage and pack separately. Else it must be 0: no "
         "stage knows the norm over all.",
     )
 
     @property
     def hotspa_pipedream(self) -> PipeDream | None:
-        """How stages update by themselves; None for the synchronous update."""
+        """The settings for stages that update by themselves; None for the synchronous update."""
         if self.hotspa_pipeline_mode != PIPEDREAM:
             return None
         most: float | None = vars(self)["max_grad_norm"]  # of transformers
         return PipeDream(self.hotspa_vertical_sync, most if self.hotspa_clip_per_stage and most else None)
 
     def check_pipeline_mode(self, buckets: Sequence[Bucket]) -> None:
-        """Refuses what does not go together.
+        """Rejects flags that do not go together.
 
         Args:
-            buckets: Those that were given; none with `auto`.
+            buckets: The given buckets; none with `auto`.
 
         Raises:
             HotspaConfigError: a flag without a meaning.
@@ -700,7 +696,7 @@ class PipelineModeArguments:
         if most and not self.hotspa_clip_per_stage:
             raise UnsupportedError(
                 f"{_NAMED} with max_grad_norm={most} (1.0 is its default)",
-                why="it is the norm of the whole gradient, and no moment exists at which the gradients of all stages are there",
+                why="it is the norm of the complete gradient, and the gradients of all stages never exist at the same time",
                 fix=f"set max_grad_norm=0, or hotspa_clip_per_stage=True to clip each stage by itself, or {_BACK}",
             )
         if self.hotspa_clip_per_stage and not most:
@@ -716,13 +712,14 @@ class PipelineModeArguments:
 
 @dataclass
 class StragglerArguments:
-    """What is done about slow devices. Flags of `hotspa_resize` have a meaning where products are resized alone."""
+    """The reaction to slow devices. Flags of `hotspa_resize` only apply if products are resized."""
 
     hotspa_stragglers: str = flag(
         "watch",
-        "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
-        "divided over replicas, layers over stages of pipelines, and MLPs over ranks of tp, by measured speed), migrate (slow ranks of tp give columns to others), resize (they leave "
-        "columns out: not exact), or semi (they do both, by what a pretest finds to cost less: not exact).",
+        "The reaction to slow devices: off, watch (they are named in the log and the report), balance (packs are "
+        "divided over replicas, layers over stages of pipelines, and MLPs over ranks of tp, by measured speed), migrate "
+        "(slow ranks of tp hand columns over to others), resize (they leave columns out: not exact), or semi (they do "
+        "both; a pretest finds which costs less: not exact).",
         choices=MODES,
         option="flexible",
         made=lambda mode: mode in GIVING,
@@ -731,19 +728,19 @@ class StragglerArguments:
     hotspa_resize_columns: str = flag(
         CHOICES[0],
         "Which columns resize and semi leave out: rd (at random), pri (whose weights vary least), pridiffr and "
-        "pridiffe (by variation, and of each layer as many as vary little; at least 0.8 of what the slow device must lose, or "
+        "pridiffe (by variation, and of each layer as many as vary little; at least 0.8 of the slow device's excess, or "
         "of one half).",
         choices=CHOICES,
     )
     hotspa_resize_imputation: str = flag(
         IMPUTATIONS[0],
-        "What the gradients of columns are that were left out: zero, same (of weights: that of the mini-batch before; a "
-        "copy of the gradient is kept), or average (the mean of the other columns).",
+        "The gradients of columns that were left out: zero, same (of weights: the gradient of the previous mini-batch; a "
+        "copy of it is kept), or average (the mean of the other columns).",
         choices=IMPUTATIONS,
     )
     hotspa_resize_period: int = flag(
         0,
-        "Mini-batches from one look at how weights vary to the next, for hotspa_resize_columns other than rd. 0: a "
+        "Mini-batches between two measurements of how weights vary, for hotspa_resize_columns other than rd. 0: a "
         "pass over the data.",
         number=Number(0, whole=True, fix="use some mini-batches, or 0 for a pass"),
     )
@@ -754,13 +751,13 @@ class StragglerArguments:
         if mode not in ("off", "watch") and world_size == 1:
             raise HotspaConfigError(
                 f"hotspa_stragglers={mode} on one process",
-                why="there is no other device that work could go to",
+                why="there is no other device that could take work over",
                 fix="leave it at watch, or start more processes",
             )
         if mode not in ("off", "watch") and deterministic:
             raise HotspaConfigError(
                 f"hotspa_stragglers={mode} with full_determinism",
-                why="what is done depends on measured seconds, which differ from run to run",
+                why="the reaction depends on measured seconds, which differ from run to run",
                 fix="use hotspa_stragglers=watch, or leave out full_determinism",
             )
         for name, choices in (("hotspa_resize_columns", CHOICES), ("hotspa_resize_imputation", IMPUTATIONS)):

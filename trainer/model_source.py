@@ -1,8 +1,8 @@
-"""Where the weights of a run come from and go to when no process can hold them: a model given as a folder.
+"""Where the weights of a run come from and go to if no process can hold them: a model given as a folder.
 
-`trainer.model` is then the model on the meta device, which has no weights. They are read by slices into the master store
-when the engine starts, live there, and leave it through `save_model` (one segment in memory at a time), checkpoints, or
-`materialize`, which turns `trainer.model` into a model like any other.
+`trainer.model` is then a model on the meta device, without weights. They are read by slices into the master store when
+the engine starts, and leave it through `save_model` (one segment in memory at a time), checkpoints, or `materialize`,
+which turns `trainer.model` into a normal model.
 """
 
 import logging
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSource:
-    """Where the weights of a model without weights are: in a folder, or in the engine alone.
+    """The location of the weights of a model without weights: a folder, or the engine alone.
 
     Attributes:
-        folder: Where the weights of a model without weights are: what it was opened from, or saved to last.
+        folder: The folder that the model was opened from, or saved to last.
     """
 
     def __init__(self, args: HotSPaTrainingArguments) -> None:
@@ -53,13 +53,13 @@ class ModelSource:
     # -- in -----------------------------------------------------------------------------------------------------------
 
     def opened(self, model: Any, has_model_init: bool, agreement: Agreement) -> Any:
-        """What the Trainer takes for its model: that of a folder, without weights, or what was given. Collective."""
+        """The model of the Trainer: opened from a folder, without weights, or the given one. Collective."""
         path = self._args.hotspa_model_path
         if path is None and not isinstance(model, str | Path | PreTrainedConfig):
             if model is not None:
                 refuse_other_models(model)
             return model
-        if path is not None and is_adapted(model) and not has_weights(model):  # of `open_qlora`
+        if path is not None and is_adapted(model) and not has_weights(model):  # a model of `open_qlora`
             self.folder = Path(path).expanduser()
             return model
 
@@ -88,7 +88,7 @@ class ModelSource:
         return Path(str(model if path is None else path)).expanduser(), config
 
     def weights_folder(self, model: nn.Module) -> Path | None:
-        """The folder that a new engine reads the weights from; None where the model holds them.
+        """The folder that a new engine reads the weights from; None if the model holds them.
 
         Raises:
             ModelError: they were in an engine that was closed.
@@ -98,7 +98,7 @@ class ModelSource:
         if self._only_in_engine:
             raise ModelError(
                 "the trained weights are gone: they were in the engine that was closed",
-                why=f"going on from {str(self.folder)!r} would undo the training without a word",
+                why=f"training from {str(self.folder)!r} would silently undo the previous training",
                 fix="call save_model() or materialize() before close_engine(); checkpoints can be resumed by a new trainer",
             )
         return self.folder
@@ -106,11 +106,11 @@ class ModelSource:
     # -- the model of the trainer -------------------------------------------------------------------------------------
 
     def trained(self) -> None:
-        """The weights of a model without any are about to change: they will be in the engine alone."""
+        """Notes that the weights change now, and will be in the engine alone."""
         self._only_in_engine, self._is_saved = True, False
 
     def materialize(self, model: PreTrainedModel, switched: SwitchedModel) -> None:
-        """Gives a model of a folder memory for its weights, on the CPU of every rank, and the weights. Collective.
+        """Allocates the weights of a model of a folder, on the CPU of every rank, and copies them. Collective.
 
         Raises:
             UnsupportedError: it is below an adapter.
@@ -118,7 +118,7 @@ class ModelSource:
         if is_adapted(model):
             raise UnsupportedError(
                 "the base in 4 bits was read by slices, and no process can hold it",
-                fix="save_model() writes the adapter; load it with PeftModel.from_pretrained on a base of your own",
+                fix="save_model() writes the adapter; load it with PeftModel.from_pretrained on a base loaded elsewhere",
             )
         release(model)
         for module in model.modules():
@@ -130,7 +130,7 @@ class ModelSource:
         self._only_in_engine = False
 
     def warn_of_unsaved_weights(self) -> None:
-        """When the engine is closed."""
+        """Called when the engine is closed."""
         if self._only_in_engine and not self._is_saved and self._args.process_index == 0:
             logger.warning("the engine is closed, and the weights that it trained were not saved by save_model()")
 
@@ -154,17 +154,17 @@ class ModelSource:
             except Exception as failure:  # of the disk, or of a tokenizer
                 raise model_not_saved(target, failure) from failure
             finally:
-                deque(weights, maxlen=0)  # also what is left after a failure: the other ranks are waiting for it
+                deque(weights, maxlen=0)  # also after a failure: the other ranks wait for the rest
 
         engine.agreement.run("save_model", write)
         self._is_saved = True
-        if not adapted:  # an adapter is not what a new engine is made of
+        if not adapted:  # an adapter's folder has no base for a new engine
             self.folder, self._only_in_engine = target.absolute(), False
 
     def _write(
         self, model: PreTrainedModel, engine: HotSPaEngine, target: Path, weights: Iterator[tuple[str, Tensor]]
     ) -> None:
-        """New weights are written beside the old ones, and take their place when they are complete."""
+        """Writes new weights beside the old ones, and replaces these when the new ones are complete."""
         target.mkdir(parents=True, exist_ok=True)
         disk, beside = Disk(), target / f".model.{uuid.uuid4().hex[:12]}"
         disk.make_directory(beside)
@@ -179,13 +179,13 @@ class ModelSource:
                 os.replace(beside / name, target / name)
             for path in () if adapted else target.iterdir():
                 if MODEL_WEIGHTS.fullmatch(path.name) and path.name not in new:
-                    path.unlink()  # of an earlier model: it could be loaded instead
+                    path.unlink()  # of an earlier model: it could be loaded by mistake
         finally:
             disk.remove(beside)
 
 
 def model_not_saved(target: Path, failure: Exception) -> CheckpointError:
-    """What to raise for a `save_model` that failed."""
+    """The error for a `save_model` that failed."""
     return CheckpointError(
         f"the model cannot be saved: {type(failure).__name__}: {failure}",
         where=str(target),
@@ -194,11 +194,11 @@ def model_not_saved(target: Path, failure: Exception) -> CheckpointError:
 
 
 SideFiles = dict[str, Callable[[Path], object]]
-"""Files beside weights, by their names for messages: each writes itself into a folder."""
+"""Files beside weights, by their names in messages: each writes itself into a folder."""
 
 
 def side_files(model: PreTrainedModel, tokenizer: Any) -> SideFiles:
-    """Config, generation config and tokenizer (None for none), as transformers writes them; or the config of the adapter."""
+    """Config, generation config and tokenizer (if any), as transformers writes them; for an adapter, its config."""
     files: SideFiles = {}
     if is_adapted(model):
         files["adapter_config.json"] = lambda folder: save_config(model, folder)
@@ -211,12 +211,12 @@ def side_files(model: PreTrainedModel, tokenizer: Any) -> SideFiles:
 
 
 def tokenizer_files(tokenizer: Any) -> SideFiles:
-    """Those of the tokenizer or processor; none for None."""
+    """The files of a tokenizer or processor; empty for None."""
     return {} if tokenizer is None else {f"{type(tokenizer).__name__} (processing_class)": tokenizer.save_pretrained}
 
 
 def argument_files(args: HotSPaTrainingArguments) -> SideFiles:
-    """The arguments as JSON, and pickled where the stock Trainer is to read them."""
+    """The arguments as JSON, and pickled if the stock Trainer is to read them."""
     files: SideFiles = {
         TRAINING_ARGUMENTS: lambda folder: (folder / TRAINING_ARGUMENTS).write_text(args.to_json_string() + "\n")
     }
@@ -226,7 +226,7 @@ def argument_files(args: HotSPaTrainingArguments) -> SideFiles:
 
 
 def _unwritable(files: SideFiles, target: Path) -> Iterator[tuple[str, Exception]]:
-    """Writes files into a folder. Gives those that cannot be written whatever the disk, and why; raises what the disk refuses."""
+    """Writes files into a folder. Yields those that no disk could hold, with the error; raises errors of the disk."""
     for name, write in files.items():
         try:
             write(target)
@@ -240,24 +240,23 @@ def write_each(files: SideFiles, target: Path) -> None:
     """Writes files beside weights.
 
     Raises:
-        UnsavableError: one cannot be written, whatever the disk.
+        UnsavableError: one cannot be written on any disk.
     """
     for name, failure in _unwritable(files, target):
         raise unsavable(name, target, failure) from failure
 
 
 def write_beside(files: SideFiles, target: Path) -> None:
-    """Writes files beside weights that are there. What cannot be written whatever the disk is named in a warning and left out:
-    the weights count more."""
+    """Writes files beside existing weights. A warning names those that no disk could hold: the weights matter more."""
     for name, failure in _unwritable(files, target):
         logger.warning("the weights are saved in %s, but not %s: %s: %s", target, name, type(failure).__name__, failure)
 
 
 def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] | None, beside: SideFiles) -> None:
-    """`save_pretrained`; where it fails because of a config, all but that; and files beside it.
+    """Calls `save_pretrained`, without configs if they fail, and writes the files beside the weights.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: an error of the disk.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)

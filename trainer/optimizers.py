@@ -1,8 +1,8 @@
 """The optimizer of a run: which may run on shares of the weights, how one moves onto them, and its learning rates.
 
-Each rank holds a flat share of every weight. An update that looks at whole matrices, rows or norms of a tensor would change with
-the cut, hence with the number of ranks: it is refused. Blocks of elements are never cut: the 8-bit and 4-bit optimizers of
-bitsandbytes and torchao run (`engine.low_bit`).
+Each rank holds a flat share of every weight. An update from complete matrices, rows or norms of a tensor would depend
+on the cut, hence on the number of ranks; such an optimizer raises an error. Blocks of elements are never cut, so the
+8-bit and 4-bit optimizers of bitsandbytes and torchao run (`engine.low_bit`).
 """
 
 import enum
@@ -59,22 +59,22 @@ _LIBRARIES = {
     BITSANDBYTES: tuple(o for o in OptimizerNames if o.value in LOW_BIT_STATES and "torch" not in o.value),
     TORCHAO: (OptimizerNames.ADAMW_TORCH_8BIT, OptimizerNames.ADAMW_TORCH_4BIT),
 }
-"""Those that run where a library is installed."""
+"""The values of `--optim` that run if a library is installed."""
 
 _WHY = "every rank updates a flat share of each weight, and only elementwise optimizers are exact on that"
 _REASONS = {
     "whole matrices or the norm of whole tensors": (
         "adafactor", "lomo", "adalomo", "galore", "apollo", "stable_adamw", "grokadamw",
     ),
-    "weights of its own in evaluation": ("schedule_free",),
+    "separate weights in evaluation": ("schedule_free",),
 }  # fmt: skip
 
 
 def check_optimizer_name(optim: OptimizerNames) -> None:
-    """Refuses a value of `--optim`.
+    """Checks a value of `--optim`.
 
     Raises:
-        UnsupportedError: it is not elementwise, or needs a package that nobody has tried.
+        UnsupportedError: it is not elementwise, or needs an untested package.
         HotspaConfigError: its package is not installed.
     """
     if optim in ELEMENTWISE_OPTIMIZERS:
@@ -93,23 +93,23 @@ def check_optimizer_name(optim: OptimizerNames) -> None:
 
 
 def check_elementwise(optimizer_class: Any, kwargs: dict[str, Any]) -> None:
-    """Tries an optimizer class of the user's on a small vector, whole and in pieces.
+    """Tries a user's optimizer class on a small vector, uncut and in pieces.
 
     Raises:
-        UnsupportedError: the pieces do not end up as the whole does, or it does not take 1-D parameters.
+        UnsupportedError: the pieces end up different from the vector, or it does not accept 1-D parameters.
         HotspaConfigError: it makes numbers that are not finite.
     """
     if isinstance(optimizer_class, type) and library_of(optimizer_class) is not None:
-        return  # an object of it is looked at before the first step
+        return  # its objects are checked before the first step
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     _try_out(name, lambda parameters: optimizer_class([{"params": parameters}], **kwargs), torch.device("cpu"))
 
 
 def check_optimizer(optimizer: Optimizer, elsewhere: Mapping[int, str] | None = None) -> None:
-    """The same for an optimizer object, of which copies are tried; it is unchanged, and so are its parameters.
+    """As `check_elementwise`, for an optimizer object. Copies of it are tried; it and its parameters stay unchanged.
 
     Args:
-        elsewhere: The ids of parameters that it must know nothing of, and their names.
+        elsewhere: Ids -> names of parameters that it must not refer to.
 
     Raises:
         HotspaConfigError: as above.
@@ -117,37 +117,37 @@ def check_optimizer(optimizer: Optimizer, elsewhere: Mapping[int, str] | None = 
     """
     name = type(optimizer).__name__
     if name == CPU_ADAM:
-        return  # ours; a copy of it would take the C++ object with it
+        return  # ours; a copy would share the C++ object
     if library_of(type(optimizer)) is not None:
         check_low_bit(optimizer)
         return
     devices = [p.device for group in optimizer.param_groups for p in group["params"]]
     met = _Met(elsewhere or {})
     _try_out(name, lambda parameters: _copy(optimizer, parameters, met), devices[0] if devices else torch.device("cpu"))
-    if met.found:
+    if met.names:
         raise UnsupportedError(
-            f"the optimizer {name} refers to {met.found[0]!r} outside of its parameter groups",
-            why="it would go on with the parameter of the model, which is not the one that is trained",
+            f"the optimizer {name} refers to {met.names[0]!r} outside of its parameter groups",
+            why="it would continue to use the parameter of the model, which is not the one that is trained",
             fix="keep parameters in param_groups only, or use an optimizer such as torch.optim.AdamW",
         )
 
 
 class _Met(dict[int, Any]):
-    """The memo of a deep copy, which remembers whether it met certain objects."""
+    """The memo of a deep copy, which records whether it met the watched objects."""
 
     def __init__(self, watched: Mapping[int, str]) -> None:
         super().__init__()
-        self.watched, self.found = watched, list[str]()
+        self.watched, self.names = watched, list[str]()
 
     def get(self, key: int, default: Any = None) -> Any:
         if key in self.watched:
-            self.found.append(self.watched[key])
+            self.names.append(self.watched[key])
             return None
         return super().get(key, default)
 
 
 def _copy(optimizer: Optimizer, parameters: list[nn.Parameter], met: _Met) -> Optimizer:
-    """An optimizer like this one without its state, each of whose groups has these parameters (copies of them)."""
+    """An optimizer like this one without its state; each of its groups has these parameters (copies of them)."""
     met.clear()
     copied = object.__new__(type(optimizer))
     met[id(optimizer)] = copied
@@ -168,14 +168,14 @@ def _copy(optimizer: Optimizer, parameters: list[nn.Parameter], met: _Met) -> Op
             continue
         try:
             copied.__dict__[key] = deepcopy(value, met)
-        except Exception:  # locks, files and the like are shared
+        except Exception:  # locks, files and similar objects are shared
             copied.__dict__[key] = value
     return copied
 
 
 def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
-    """Compares what a few steps make of a vector, of its two pieces, and of the first piece alone, which must not depend
-    on the second: relative to how far it went, in fp64 where the optimizer takes that, so that tiny steps show."""
+    """Compares a few steps on a vector, on its two pieces, and on the first piece alone, which must not depend on the
+    second; relative to the distance moved, in fp64 if supported, so that tiny steps count."""
     for size in _SIZES:
         _try_size(name, make, device, size)
 
@@ -184,7 +184,7 @@ def _try_size(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device
     try:
         try:
             start, ends = _trials(make, device, torch.float64, size)
-        except Exception:  # kernels that take fp32 only
+        except Exception:  # kernels that only accept fp32
             start, ends = _trials(make, device, torch.float32, size)
     except Exception as error:
         raise UnsupportedError(
@@ -205,7 +205,7 @@ def _try_size(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device
         went = of_group - start
         rounding = 1e-4 * went.abs().max() + 8 * torch.finfo(start.dtype).eps * start.abs().max()
         actual = torch.cat([pieces[index] - of_group, alone[index] - of_group[: _first(size)]])
-        if not bool((actual.abs() <= rounding).all()):  # kernels may round tails of vectors otherwise
+        if not bool((actual.abs() <= rounding).all()):  # kernels may round the tails of vectors differently
             raise UnsupportedError(
                 f"the optimizer {name} is not elementwise: cut in two, a vector is updated in another way",
                 why=_WHY,
@@ -214,7 +214,7 @@ def _try_size(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device
 
 
 _SIZES = 12, 12_345
-"""Of vectors that are tried: some optimizers keep states of few bits for large ones alone."""
+"""The sizes of vectors that are tried: some optimizers keep low-bit states for large ones only."""
 
 
 def _first(size: int) -> int:
@@ -227,10 +227,10 @@ _SLOPES, _MOST_STEPS, _LEAST_RATE = (1.0, -3.0, 0.5), 300, 1e-3
 def _trials(
     make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, dtype: torch.dtype, size: int
 ) -> tuple[Tensor, list[list[Tensor]]]:
-    """Where a vector starts, and by cut and group where it ends.
+    """The start of a vector, and its ends by cut and group.
 
-    Three steps, or as many as it takes until three have moved every group's vector: some warm up by themselves. A learning
-    rate of 0, or near it, is that of a schedule's beginning: a larger one is tried.
+    Takes as many steps as needed until three have moved every group's vector: some optimizers warm up by themselves. A
+    learning rate near 0, from the beginning of a schedule, is replaced by a larger one.
     """
     start = torch.linspace(-1.0, 2.0, size, device=device, dtype=dtype)
     slope = torch.linspace(0.1, 5.0, size, device=device, dtype=dtype).square()
@@ -270,10 +270,10 @@ def _names(engine: HotSPaEngine, model: nn.Module) -> dict[int, str]:
 
 
 def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: bool = False) -> bool:
-    """Puts this rank's shares in the place of the model's parameters; False where all are shares already. Not collective.
+    """Replaces the model's parameters by this rank's shares; False if all are shares already. Not collective.
 
     Args:
-        optimizer: The optimizer, perhaps in accelerate's wrapper; changed in place, the same on all ranks.
+        optimizer: May be in accelerate's wrapper; changed in place, the same on all ranks.
         saved: Whether checkpoints will hold its state and options.
 
     Raises:
@@ -282,7 +282,7 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     bare, shares = bare_optimizer(optimizer), engine.master.parameters
     own, parameters = set(map(id, shares.values())), [p for group in bare.param_groups for p in group["params"]]
     if parameters and own.issuperset(map(id, parameters)):
-        return False  # in every step
+        return False  # the case in every step
     names = _names(engine, model)
     idle = {id(p) for p in other_half(bare_model(model)[0]).values()}  # these have no gradient, so no step moves them
     given = [p for p in parameters if id(p) not in idle]
@@ -337,7 +337,7 @@ def _refuse_thawed(names: list[str]) -> None:
 
 
 def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
-    """The state of a parameter, cut to what this rank owns of it."""
+    """The state of a parameter, cut to this rank's share."""
     if library_of(type(optimizer)) is not None:
         return cut_state(optimizer, state, share)
     cut, (spec, start, stop, *_) = {}, share
@@ -347,7 +347,7 @@ def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
                 raise UnsupportedError(
                     f"the state {key!r} that the optimizer {type(optimizer).__name__} has of {spec.name!r} is of shape "
                     f"{tuple(value.shape)}",
-                    why="only what has one value for each weight can be spread over ranks",
+                    why="only states with one value for each weight can be spread over ranks",
                     fix="use an elementwise optimizer such as torch.optim.AdamW",
                 )
             value = to_storage(value, spec.shard_dim)[start:stop].clone()
@@ -356,7 +356,7 @@ def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
 
 
 def release(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
-    """Puts the model's parameters in the place of the shares; the state stays this rank's share, for `take_over`."""
+    """Replaces the shares by the model's parameters; the state stays this rank's share, for `take_over`."""
     bare, parameters = bare_optimizer(optimizer), dict(model.named_parameters())
     disown(bare)
     back = {id(share): parameters[name] for name, share in engine.master.parameters.items() if name in parameters}
@@ -372,7 +372,7 @@ _CPU_ADAM_TAKES = ("lr", "betas", "eps", "weight_decay")
 
 
 class DeepSpeedLR(LRScheduler):
-    """The learning rates of a DeepSpeed scheduler, the same for all groups, as those are that it sets."""
+    """The learning rates of a DeepSpeed scheduler, which are the same for all groups."""
 
     def __init__(self, optimizer: Optimizer, schedule: DeepSpeedSchedule) -> None:
         self.schedule = schedule
@@ -382,15 +382,15 @@ class DeepSpeedLR(LRScheduler):
         return [self.schedule.rate(self.last_epoch) for _ in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is; the rates themselves are the config's."""
+        """The position; the rates themselves come from the config."""
         return {key: value for key, value in super().state_dict().items() if key != "schedule"}
 
 
 class MasterOptimizer:
-    """A trainer's `optimizer` (and `lr_scheduler`), whoever made it, on this rank's shares of the weights.
+    """A trainer's `optimizer` (and `lr_scheduler`) on this rank's shares of the weights.
 
     Attributes:
-        watched: The optimizer that was taken over last, by this engine.
+        watched: The optimizer that this engine took over last.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -399,13 +399,13 @@ class MasterOptimizer:
         self._made: weakref.ref[Optimizer] | None = None  # from the arguments
 
     def made(self, optimizer: Any) -> Any:
-        """Remembers the one that was made from the arguments: it ends with the engine."""
+        """Remembers the optimizer that was made from the arguments: it ends with the engine."""
         self._made = weakref.ref(optimizer)
         return optimizer
 
     def let_go(self, restarts: bool) -> None:
-        """Before the engine is closed. The optimizer goes on with a new engine, as with the stock Trainer, if one is
-        about to start or the user gave it; else its memory is freed with the engine's. Not collective."""
+        """Called before the engine is closed. The optimizer is kept, as with the stock Trainer, if a new engine is
+        about to start or the user gave it; otherwise its memory is freed with the engine's. Not collective."""
         trainer, optimizer, self.watched = self._trainer, self._trainer.optimizer, None
         if optimizer is None:
             return
@@ -415,14 +415,14 @@ class MasterOptimizer:
             trainer.optimizer = trainer.lr_scheduler = None
 
     def take_over(self) -> None:
-        """Puts the optimizer, whoever made it, onto the master store. Collective; called before the first step."""
+        """Puts the optimizer onto the master store. Collective; called before the first step."""
 
         def taken_over() -> Optimizer:
             optimizer: Optimizer | None = self._trainer.optimizer
             if optimizer is None:
                 raise UnsupportedError(
                     "create_optimizer was overridden and sets no optimizer",
-                    why="the Trainer does not look at what it returns",
+                    why="the Trainer ignores what it returns",
                     fix="set self.optimizer in it",
                 )
             self.put_on_master_store(optimizer)
@@ -441,11 +441,11 @@ class MasterOptimizer:
             raise UnsupportedError(
                 f"hotspa_stock_checkpoints with the optimizer {type(bare_optimizer(optimizer)).__name__} of {library}",
                 why="the master store has some weights transposed, so that other elements share a scale than in optimizer.pt",
-                fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights as transformers saves them all the same",
+                fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights in transformers' format anyway",
             )
         take_over(optimizer, self._trainer.engine, self._trainer.model, saved)
         self.watched = weakref.ref(bare_optimizer(optimizer))
-        # groups that are added in the course of training come with parameters of the model
+        # groups that are added during training have parameters of the model
         self._trainer.switched.on_other_parameters = self._take_over_added
 
     def _take_over_added(self, optimizer: Optimizer) -> None:
@@ -453,18 +453,18 @@ class MasterOptimizer:
             take_over(optimizer, self._trainer.engine, self._trainer.model)
 
     def settings(self) -> dict[str, str]:
-        """What is the optimizer's and may be changed at any time: by a scheduler, a callback, the user."""
+        """The optimizer's settings, which may change at any time."""
         return group_facts(self._trainer.optimizer) | {"max_grad_norm": text_of(self._trainer.args.max_grad_norm)}
 
     def on_host(self, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """With the master store in host memory, DeepSpeed's CPU Adam for torch's AdamW, if all ranks have it."""
+        """With the master store in host memory, uses DeepSpeed's CPU Adam for torch's AdamW, if all ranks have it."""
         args, engine = self._trainer.args, self._trainer.engine
         if args.hotspa_offload != "master" or kind is not torch.optim.AdamW:
             return kind, options
         reason = None
         if any(p.dtype != torch.float32 for _, p in engine.named_parameters()):
             reason = "it steps on fp32 weights only"
-        for first in (True, False):  # one process of a machine compiles, and the others find it compiled
+        for first in (True, False):  # one process of a machine compiles, and the others use the result
             if reason is None and (args.local_process_index == 0) == first:
                 reason = load_cpu_adam()
             missing = engine.any_rank(reason is not None)
@@ -499,7 +499,7 @@ def optimizer_facts(optimizer: Optimizer, scheduler: Any) -> dict[str, str]:
 
 
 def group_facts(optimizer: Optimizer) -> dict[str, str]:
-    """Rates, decays and whatever else the parameter groups have."""
+    """Rates, decays and all other settings of the parameter groups."""
     return {
         f"{key} of parameter group {number}": text_of(value)
         for number, group in enumerate(optimizer.param_groups)
@@ -509,7 +509,7 @@ def group_facts(optimizer: Optimizer) -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """A setting as a text that is the same on all ranks where the setting is: without addresses."""
+    """A setting as text, the same on all ranks with the same setting: without addresses."""
     return value if isinstance(value, str) else _ADDRESS.sub("", json.dumps(value, sort_keys=True, default=_plain))
 
 

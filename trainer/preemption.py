@@ -1,16 +1,16 @@
-"""What cuts a run short or a step out: SIGTERM, Ctrl-C, and mini-batches that cannot be trained.
+"""Events that stop a run or skip a step: SIGTERM, Ctrl-C, and mini-batches that cannot be trained.
 
-Owns the handlers. That of SIGTERM only notes the signal. Ranks exchange their notes with the gather that ends each mini-batch
-anyway, so whoever was told, all of them save and stop at the same step, and `train()` returns. Promises:
+Owns the handlers. The SIGTERM handler only notes the signal. Ranks exchange their notes with the gather that ends each
+mini-batch anyway, so all save and stop at the same step, whichever received it, and `train()` returns. Promises:
 
-* The mini-batch under way is finished (or, during a save or an evaluation, the next one), then a checkpoint is written,
-  unless `save_strategy` is `no`. A signal after the last mini-batch changes nothing: training has ended anyway.
-* A signal within `REPEAT_S` of the first one is the same request: launchers pass on what schedulers send to everybody.
-* A later one does what it did before training began: it usually ends the process at once. What is on disk stays whole.
-* The handler is there during `train()` only, and only where `train()` runs in the main thread, which Python demands.
-* Ctrl-C ends training at once and saves nothing, as with the stock Trainer: `train()` raises `KeyboardInterrupt`. What
-  the launcher passes on of it is the same Ctrl-C.
-* Either way the main process says in one line how to go on, and where the report of the run is.
+* The current mini-batch is finished (or, during a save or an evaluation, the next one), then a checkpoint is written,
+  unless `save_strategy` is `no`. A signal after the last mini-batch changes nothing.
+* A signal within `REPEAT_S` of the first is the same request: launchers pass on what schedulers send to all.
+* A later one has the effect from before training: it usually ends the process at once. Files on disk stay complete.
+* The handler exists during `train()` only, and only if `train()` runs in the main thread, as Python requires.
+* Ctrl-C ends training at once and saves nothing, as with the stock Trainer: `train()` raises `KeyboardInterrupt`. The
+  signal that the launcher then passes on is the same Ctrl-C.
+* In both cases the main process logs in one line how to resume, and where the report of the run is.
 """
 
 import logging
@@ -39,14 +39,14 @@ from hf_hotspa.uncaught import interrupt_is_announced, signal_came
 logger = logging.getLogger(__name__)
 
 REPEAT_S = 10.0
-"""How long a signal counts as the first one come again."""
+"""How long a repeated signal counts as the first one."""
 
 
 class Preemption:
-    """Notes SIGTERM inside a `with` statement, and makes several SIGINT one.
+    """Notes SIGTERM inside a `with` statement, and treats several SIGINT as one.
 
     Attributes:
-        requested: Whether this process has received it.
+        requested: Whether this process has received SIGTERM.
         agreed: Whether all ranks stop because of it; set by the trainer.
     """
 
@@ -60,7 +60,7 @@ class Preemption:
         self.requested = self.agreed = False
         if threading.current_thread() is threading.main_thread():
             before = signal.getsignal(signal.SIGTERM)
-            if before is not None:  # a handler that was not set from Python could not be put back
+            if before is not None:  # a handler that was not set from Python could not be restored
                 self._before, self._installed = before, True
                 signal.signal(signal.SIGTERM, self._note)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -72,7 +72,7 @@ class Preemption:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._restore()
-        # a launcher passes on the Ctrl-C that this process has had already, while it is about to end
+        # a launcher may pass on the Ctrl-C that is already ending this process
         if self._takes_interrupts and not (kind is KeyboardInterrupt and "TORCHELASTIC_RUN_ID" in os.environ):
             self._takes_interrupts = False
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -99,21 +99,21 @@ class Preemption:
 
 
 def take_sigterm_from(callbacks: Iterable[Any]) -> None:
-    """Takes the signal from transformers' callback for `enable_jit_checkpoint`: `Preemption` stops all ranks at the same step."""
+    """Removes the handler of transformers' `enable_jit_checkpoint`: `Preemption` stops all ranks at the same step."""
     for manager in (getattr(callback, "jit_manager", None) for callback in callbacks):
         if manager is not None and manager._original_sigterm_handler is not None:
             signal.signal(signal.SIGTERM, manager._original_sigterm_handler)
-            manager._original_sigterm_handler = None  # which it would put in the place of ours when training ends
+            manager._original_sigterm_handler = None  # else it would replace our handler when training ends
 
 
 def stop_where_told(trainer: Any, preemption: Preemption) -> None:
-    """Saves and stops where the engine says that ranks were told to: sets what the loop of the Trainer reads."""
-    # a second time at the end of the epoch, where everything is on disk already
+    """Saves and stops after SIGTERM on any rank: sets the flags that the loop of the Trainer reads."""
+    # called again at the end of the epoch, when everything is on disk already
     first, preemption.agreed = not preemption.agreed, True
     saves = trainer.args.save_strategy != SaveStrategy.NO
     trainer.control.should_training_stop = True
     trainer.control.should_save = first and saves
-    trainer.control.should_evaluate = False  # the time that is left is for the checkpoint
+    trainer.control.should_evaluate = False  # the remaining time is for the checkpoint
     if first and trainer.is_world_process_zero():
         logger.warning(
             "SIGTERM on rank %s: training stops after step %d; %s%s",
@@ -127,10 +127,10 @@ def stop_where_told(trainer: Any, preemption: Preemption) -> None:
 
 
 def say_interrupted(trainer: Any) -> None:
-    """Ctrl-C: the report is made of what there is, and the main process says how to resume."""
+    """After Ctrl-C: makes the report of the steps so far, and the main process logs how to resume."""
     if not trainer.is_world_process_zero():
         return
-    with suppress(Exception):  # not over the interrupt
+    with suppress(Exception):  # it must not replace the interrupt
         trainer.callback_handler.dispatch("on_train_interrupted", trainer.args, trainer.state, trainer.control)
     saved = checkpoints(Path(trainer.args.output_dir)) if trainer.args.output_dir else []
     resumes = f"train(resume_from_checkpoint=True) resumes from {saved[0]}" if saved else "no checkpoint was saved"
@@ -149,13 +149,13 @@ def _where_the_report_is(trainer: Any) -> str:
 
 
 class SkippedMiniBatches:
-    """What was skipped in a run.
+    """The skipped mini-batches of a run.
 
     Args:
         limit: How many may be skipped in a row.
 
     Attributes:
-        total: How many were skipped altogether.
+        total: How many were skipped in total.
     """
 
     def __init__(self, limit: int) -> None:
@@ -166,11 +166,11 @@ class SkippedMiniBatches:
         self._loss_sum, self._num_losses = 0.0, 0
 
     def skip(self, switched: SwitchedModel, error: HotspaError) -> Tensor:
-        """Takes the gradients from the optimizer, whose next step then changes nothing.
+        """Removes the gradients, so that the optimizer's next step changes nothing.
 
         Returns:
-            What the Trainer takes for the loss of the step, an fp32 scalar on the host: the mean of the finite ones
-            since the last log, NaN without any.
+            The loss of the step for the Trainer, an fp32 scalar on the host: the mean of the finite losses since the
+            last log, or NaN.
 
         Raises:
             HotspaError: the limit is reached.
@@ -190,13 +190,14 @@ class SkippedMiniBatches:
         return torch.tensor(self._mean())
 
     def trained(self, loss: float) -> None:
-        """A mini-batch was trained with this loss; called where some may be skipped."""
+        """Records a trained mini-batch with this loss; only needed if some may be skipped."""
         self._in_a_row = 0
         self._loss_sum += loss
         self._num_losses += 1
 
     def correct(self, logs: dict[str, float], agreement: Agreement) -> None:
-        """Where something was skipped since the last log, logs the mean of the finite losses, and the count. Collective then."""
+        """Logs the skipped mini-batches, if any, and the mean of the finite losses if some were skipped since the last
+        log. Collective then."""
         if self._since_log:
             logs["loss"] = float(agreement.gather([self._mean()]).mean())
         if self.total:
@@ -209,11 +210,11 @@ class SkippedMiniBatches:
 
 
 class NoLabelsError(DataError):
-    """A mini-batch that teaches nothing."""
+    """A mini-batch without a label token."""
 
 
 def no_labels(step: int) -> NoLabelsError:
-    """For a mini-batch without a label token; steps count from 0."""
+    """The error for a mini-batch without a label token; steps count from 0."""
     return NoLabelsError(
         "none of the rows of the mini-batch has a label token",
         where=f"mini-batch {step + 1}",
@@ -223,19 +224,19 @@ def no_labels(step: int) -> NoLabelsError:
 
 
 def may_be_skipped(failure: HotspaError) -> bool:
-    """Whether it says that a mini-batch cannot be trained, and no more."""
+    """Whether the error only says that a mini-batch cannot be trained."""
     return isinstance(failure, NonFiniteError | NoLabelsError)
 
 
 def unreadable(error: Exception, rank: int) -> HotspaError:
-    """Whatever a data loader raises, as one of our own errors: it travels to all ranks."""
+    """Any error of a data loader as a `HotspaError`, which can travel to all ranks."""
     if isinstance(error, HotspaError):
         return error
     last = traceback.extract_tb(error.__traceback__)[-1]
     failure = DataError(
         f"the dataset failed to give rows: {type(error).__name__}: {error}",
         where=f"rank {rank}, at {last.filename}:{last.lineno}",
-        fix="iterate over trainer.get_train_dataloader() without training to see the whole traceback",
+        fix="iterate over trainer.get_train_dataloader() without training to see the complete traceback",
     )
     failure.__cause__ = error
     return failure

@@ -1,5 +1,5 @@
-"""Which checkpoint a run resumes from, and what it holds put where a run has it: found, verified by all ranks together, and
-compared with the data of the run. What is found wrong is raised by all ranks, before anything is changed.
+"""Finds the checkpoint that a run resumes from, and restores it. All ranks verify it together, and compare it with the
+run's data. Any error is raised by all ranks, before anything is changed.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Resumption:
-    """A verified checkpoint to go on from."""
+    """A verified checkpoint to resume from."""
 
     path: Path
     manifest: Manifest
@@ -67,15 +67,15 @@ class Resumption:
 def find_checkpoint(
     asked: Any, folder: Path, args: HotSPaTrainingArguments, agreement: Agreement, model: PreTrainedModel
 ) -> Resumption | StockCheckpoint:
-    """The checkpoint to resume from, the same on all ranks; the main process says which. Collective.
+    """The checkpoint to resume from, the same on all ranks; the main process decides. Collective.
 
     Args:
-        asked: True for the one of the highest step in the folder that verifies, as transformers takes it, or the path of one.
-        model: The model object of the run; its weights are not looked at.
+        asked: True for the one with the highest step that verifies, as transformers orders them, or a path.
+        model: The model object of the run; its weights are not read.
 
     Raises:
         ResumeError: on every rank: there is none.
-        DamagedCheckpointError: on every rank: the one that was named does not verify.
+        DamagedCheckpointError: on every rank: the named one does not verify.
     """
     if asked is True:
         chosen = _newest(folder, args, agreement, model)
@@ -95,7 +95,7 @@ def _newest(
         resumption, reason = None, ""
         try:
             resumption = _verified(path, agreement, args.world_size, model)
-        except HotspaError as error:  # raised by nobody: another checkpoint may do
+        except HotspaError as error:  # not raised: another checkpoint may verify
             reason = str(error)
         reasons = [text for text in agreement.texts(reason) if text]
         if resumption is not None and not reasons:
@@ -105,7 +105,7 @@ def _newest(
         if args.process_index == 0:
             logger.warning("%s is skipped: %s", path, reasons[0])
     raise ResumeError(
-        f"No valid checkpoint found in output directory ({folder})",  # the stock Trainer's words, as below
+        f"No valid checkpoint found in output directory ({folder})",  # the stock Trainer's text, as below
         why=f"none of {len(names)} can be used; see the warnings" if names else None,
         fix="start without resume_from_checkpoint, or check output_dir",
     )
@@ -114,7 +114,7 @@ def _newest(
 def _verified(
     path: Path, agreement: Agreement, world_size: int, model: PreTrainedModel
 ) -> Resumption | StockCheckpoint:
-    """A checkpoint that can be gone on from. The ranks share the hashing; each may find something else wrong."""
+    """Opens a checkpoint that can be resumed from. The ranks share the hashing; each may find another error."""
     if not path.is_dir():
         raise ResumeError(
             f"Can't find a valid checkpoint at {path}",
@@ -134,7 +134,7 @@ def _verified(
 
 
 def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model: PreTrainedModel) -> Manifest:
-    """That of a checkpoint of ours whose files are whole. The ranks share the hashing."""
+    """The manifest of a checkpoint of ours whose files are complete. The ranks share the hashing."""
     manifest = read_manifest(path)
     check_step(path, manifest)
     with structure_only():
@@ -144,12 +144,12 @@ def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model:
 
 
 def next_pass(place: Mapping[str, Any], epoch: int, ended: bool = False) -> dict[str, Any]:
-    """The beginning of a pass over a stream, as a checkpoint says it: `epoch`, the `batches` that were read in it, and for each pass
-    before it how many batches were `read`, or asked for (None: all): the order of a stream may depend on that.
+    """The state of a stream at the beginning of a pass: `epoch`, the `batches` read in it, and for each earlier pass
+    how many batches were `read`, or asked for (None: all), because the order of a stream may depend on that.
 
     Args:
-        place: Where the run is before; empty at the start.
-        ended: Whether it has been asked for a batch more than there was.
+        place: The previous state; empty at the start.
+        ended: Whether one more batch was asked for than the pass had.
     """
     read = [*place["read"], place["batches"] + ended] if place else []
     return {"epoch": epoch, "batches": 0, "read": read}
@@ -158,11 +158,10 @@ def next_pass(place: Mapping[str, Any], epoch: int, ended: bool = False) -> dict
 def data_order(
     args: HotSPaTrainingArguments, mini_batch_size: int, table: SequenceTable | None, longest: int
 ) -> dict[str, Any]:
-    """What decides which sequences make up which mini-batch, as plain data.
+    """The facts that decide which sequences make up which mini-batch, as plain data.
 
     Args:
         mini_batch_size: Rows of an optimizer step, over all ranks.
-        table: The scan of the data set; None where there is none.
         longest: The longest sequence of the buckets.
     """
     order: dict[str, Any] = {
@@ -184,18 +183,18 @@ def data_order(
 def check_data_order(
     resumption: Resumption | StockCheckpoint, order: dict[str, Any], loader: Any, steps_a_pass: int
 ) -> None:
-    """Whether the mini-batches of a run are those of the checkpoint that it resumes from.
+    """Checks that a run has the same mini-batches as the checkpoint that it resumes from.
 
     Args:
-        order: That of the run (`data_order`).
+        order: The run's (`data_order`).
         loader: Its train data loader.
-        steps_a_pass: Optimizer steps of a pass over it.
+        steps_a_pass: Its optimizer steps per pass.
 
     Raises:
-        ResumeError: they are not.
+        ResumeError: it has others.
     """
     if isinstance(resumption, StockCheckpoint):
-        if has_length(loader) and has_length(getattr(loader, "dataset", None)):  # of a stream nobody knows the length
+        if has_length(loader) and has_length(getattr(loader, "dataset", None)):  # the length of a stream is unknown
             size, drop_last = order["mini_batch_size"], order["dataloader_drop_last"]
             resumption.check_order(len(loader.dataset), steps_a_pass, size, drop_last)
         return
@@ -207,18 +206,18 @@ def check_data_order(
             f"{key} is {order.get(key)!r}, and was {saved.get(key)!r} when the checkpoint was written",
             where=str(resumption.path),
             why="sequences would be trained twice or not at all",
-            fix=f"set it as it was, or say hotspa_allow_data_order_change=True ({len(changed)} such changes)",
+            fix=f"set it as it was, or set hotspa_allow_data_order_change=True ({len(changed)} such changes)",
         )
 
 
 class BaseDigest:
-    """The digest of the frozen weights beside an adapter, computed once for every engine. Main process."""
+    """The digest of the frozen weights beside an adapter, computed once per engine. Main process."""
 
     def __init__(self) -> None:
         self._known: tuple[tuple[weakref.ref[HotSPaEngine], int], str] | None = None
 
     def of(self, engine: HotSPaEngine, model: PreTrainedModel) -> str:
-        """That of a model whose adapter the engine trains."""
+        """The digest of a model whose adapter the engine trains."""
         now = weakref.ref(engine), engine.master.frozen_version
         if self._known is None or self._known[0] != now:
             self._known = now, engine.base_digest or frozen_digest(model)
@@ -226,14 +225,14 @@ class BaseDigest:
 
 
 class Restorer:
-    """Puts what was saved into a run: its `SwitchedModel` and model object. Collective."""
+    """Restores saved state into a run: its `SwitchedModel` and model object. Collective."""
 
     def __init__(self, switched: SwitchedModel, model: PreTrainedModel, base: BaseDigest) -> None:
         self._engine, self._switched, self._model, self._base = switched.engine, switched, model, base
 
     @contextmanager
     def naming_other_settings(self, optimizer: Optimizer, speaks: bool) -> Iterator[None]:
-        """Warns where the checkpoint's settings of the optimizer are other ones than the run's."""
+        """Warns if the checkpoint's settings of the optimizer differ from the run's."""
         before = [dict(group) for group in optimizer.param_groups]
         yield
         for old, group in zip(before, optimizer.param_groups, strict=True):
@@ -243,7 +242,7 @@ class Restorer:
                 logger.warning("the checkpoint's optimizer settings are used, as in the stock Trainer: %s", text)
 
     def weights(self, path: Path, agreement: Agreement, world_size: int) -> None:
-        """The weights of a checkpoint, of whichever kind.
+        """Restores the weights of any kind of checkpoint.
 
         Raises:
             HotspaError: on every rank: it is damaged, or of another model.
@@ -261,7 +260,7 @@ class Restorer:
     def checkpoint(
         self, path: Path, manifest: Manifest, state: dict[str, Any] | None = None, optimizer: Optimizer | None = None
     ) -> None:
-        """The master store and, given the state, the optimizer.
+        """Restores the master store and, given the state, the optimizer.
 
         Raises:
             HotspaError: on every rank: the checkpoint is damaged, or of another model.
@@ -280,7 +279,7 @@ class Restorer:
         if state is None:
             restore(path, manifest, engine.master, None, None)
         else:
-            # of an adapter's base it holds a digest; the main process's is the one that counts
+            # the checkpoint holds a digest of an adapter's base; only the main process compares it
             base = adapted and engine.agreement.rank == 0
             if base and state.get("base model") != self._base.of(self._engine, self._model):
                 raise ResumeError(
@@ -293,7 +292,7 @@ class Restorer:
         copy_buffers(saved_tensors(path, manifest, BUFFERS), [self._model, *engine.part_models])
 
     def _model_files(self, folder: Path, agreement: Agreement) -> None:
-        """The master store, and the buffers, from a Hugging Face model or adapter folder."""
+        """Restores the master store and the buffers from a Hugging Face model or adapter folder."""
         engine = self._engine
         if engine.description.adapters is not None:
             master = engine.master
@@ -306,10 +305,10 @@ class Restorer:
         self._switched.weights_are(current=False)
 
     def stock(self, stock: StockCheckpoint, optimizer: Optimizer, scheduler: Any, agreement: Agreement) -> None:
-        """Weights, optimizer and scheduler of a checkpoint of the stock Trainer.
+        """Restores weights, optimizer and scheduler from a checkpoint of the stock Trainer.
 
         Raises:
-            ResumeError: on every rank: the run cannot go on exactly from it.
+            ResumeError: on every rank: the run cannot resume exactly from it.
         """
         self._model_files(stock.path, agreement)
         if not stock.optimizer:
@@ -326,17 +325,17 @@ class Restorer:
 
 
 def _damaged(failure: Exception, path: Path) -> HotspaError:
-    """For what a state.json of somebody else's making leads to; any other failure is raised as it is."""
+    """The error for a state.json that was made elsewhere; raises any other failure unchanged."""
     if not isinstance(failure, KeyError | TypeError | ValueError | RuntimeError):
         raise failure
     return DamagedCheckpointError(f"{type(failure).__name__}: {failure}", where=str(path))
 
 
 def load_scheduler(resumption: Resumption, scheduler: Any) -> None:
-    """The learning rates go on.
+    """Restores the learning rates.
 
     Raises:
-        ResumeError: the checkpoint has those of another kind of scheduler.
+        ResumeError: the checkpoint has the state of another kind of scheduler.
         DamagedCheckpointError: it has none.
     """
     try:
@@ -346,7 +345,7 @@ def load_scheduler(resumption: Resumption, scheduler: Any) -> None:
             raise ResumeError(
                 f"the checkpoint holds the state of a {name}, and the run has a {type(scheduler).__name__}",
                 where=str(resumption.path),
-                fix="go on with the same lr_scheduler_type",
+                fix="resume with the same lr_scheduler_type",
             )
         scheduler.load_state_dict(state_from_json(state))
     except (KeyError, TypeError, AttributeError) as error:
@@ -356,14 +355,16 @@ def load_scheduler(resumption: Resumption, scheduler: Any) -> None:
 
 
 def load_random_state(resumption: Resumption | StockCheckpoint, rank: int, agreement: Agreement) -> None:
-    """The generators of this rank, or, with another number of ranks, of rank `r mod saved ranks`.
+    """Restores the generators of this rank, or, with another number of ranks, of rank `r mod saved ranks`.
 
     Raises:
         HotspaError: on every rank for a checkpoint of the stock Trainer: they cannot be read.
     """
     if isinstance(resumption, StockCheckpoint):
         if not agreement.run("resume", lambda: resumption.set_random_state(rank)) and rank == 0:
-            logger.warning("%s holds no random states: what draws random numbers goes on with others", resumption.path)
+            logger.warning(
+                "%s holds no random states: random numbers differ from an uninterrupted run", resumption.path
+            )
         return
     world = resumption.manifest.world_size
     name = resumption.manifest.located(rank_state(rank % world, world))

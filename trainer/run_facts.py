@@ -1,6 +1,6 @@
-"""`RunFacts`: what a run is called by, what it runs on and under, and the floating-point operations that the model needs.
+"""`RunFacts`: the names, hardware and settings of a run, and the floating-point operations that the model needs.
 
-Nothing is communicated, there are no host names, and what a command line says of tokens, keys and passwords is left out.
+Nothing is communicated, there are no host names, and tokens, keys and passwords in a command line are left out.
 """
 
 import os
@@ -29,10 +29,9 @@ from hf_hotspa.versions import LIBRARIES, version_of
 
 
 def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, plan: RunPlan) -> RunFacts:
-    """The facts of a run. No communication, no host names.
+    """The facts of a run.
 
     Args:
-        trainer: Gives `args`, `model` and `train_dataset`.
         table: The scan of the data set; None for a stream.
     """
     args, model = trainer.args, trainer.model
@@ -79,7 +78,7 @@ def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, p
 
 
 def _machine(device: torch.device, args: HotSPaTrainingArguments) -> dict[str, Any]:
-    """What one rank runs on, and the memory that it may use: on an accelerator that of the device, or `hotspa_memory_limit_mb`."""
+    """The hardware of one rank; on an accelerator with its memory, or `hotspa_memory_limit_mb`."""
     machine: dict[str, Any] = {
         "device": device.type,
         "device_name": platform.machine(),
@@ -96,7 +95,6 @@ def _machine(device: torch.device, args: HotSPaTrainingArguments) -> dict[str, A
 
 
 def _names(args: HotSPaTrainingArguments, model: Any, dataset: Any) -> dict[str, str]:
-    """What a person knows the run by."""
     source = args.hotspa_model_path or getattr(model.config, "_name_or_path", "")
     return {
         "name": args.run_name or Path(args.output_dir or ".").resolve().name,
@@ -108,7 +106,7 @@ def _names(args: HotSPaTrainingArguments, model: Any, dataset: Any) -> dict[str,
 
 
 def data_name(dataset: Any) -> str:
-    """The file, or the name on the hub, of a data set, or else its class; and its rows, where they can be counted."""
+    """The file, or the name on the hub, of a data set, else its class; and its number of rows, if known."""
     name = getattr(getattr(dataset, "info", None), "dataset_name", None) or type(dataset).__name__
     try:
         return f"{name}, {len(dataset):,} rows"
@@ -128,7 +126,7 @@ def command_line(words: Sequence[str]) -> str:
         return "a notebook"
     first, *rest = words
     shown = [Path(first).name]
-    if rest and Path(rest[0]).parent == Path(first).parent != Path("."):  # a command that is installed beside it
+    if rest and Path(rest[0]).parent == Path(first).parent != Path("."):  # a command in the interpreter's folder
         shown = [Path(rest.pop(0)).name]
     hidden = False
     for word in rest:
@@ -147,11 +145,11 @@ _VARIANTS = {"pcie", "nvl"}
 
 
 def peak_of_card(name: str, dtype: str) -> float | None:
-    """Operations per second of a GPU's data sheet; None for a card that is not known, or has several speeds.
+    """Operations per second in a GPU's data sheet; None for a card that is unknown, or has several speeds.
 
     Args:
-        name: As the driver says it: `NVIDIA A100-SXM4-80GB`.
-        dtype: Only half precision has a peak that nothing else decides: in fp32 tensor cores may, or may not, be used.
+        name: As the driver reports it: `NVIDIA A100-SXM4-80GB`.
+        dtype: Only half precision has a peak: in fp32 it depends on whether tensor cores are used.
     """
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     if words & _OTHER_CARDS or dtype not in ("bfloat16", "float16"):
@@ -164,7 +162,7 @@ def peak_of_card(name: str, dtype: str) -> float | None:
 
 
 def _flops(engine: HotSPaEngine, model: Any) -> ModelFlops | None:
-    """What the model asks for; None where the speed of the device is not known."""
+    """The operations of the model; None if the speed of the device is unknown."""
     description = engine.description
     if engine.device.type != "cuda":
         return None
@@ -173,12 +171,12 @@ def _flops(engine: HotSPaEngine, model: Any) -> ModelFlops | None:
 
 
 def model_flops(shape: ModelShape, model: Any, peak: float) -> ModelFlops:
-    """The operations of a model: 2 a parameter and token forward, 2 for the gradient of the input, 2 for that of the
-    weight if it is trained; in causal attention 6 by the square of a sequence. Recomputation does not count. Only layers of full attention
-    have that part, so that of sliding windows and of linear attention is left out.
+    """The operations of a model. Per parameter and token: 2 forward, 2 for the gradient of the input, and 2 for the
+    gradient of the weight if it is trained. In causal attention 6, times the square of a sequence, for layers of full
+    attention only, without sliding windows and linear attention. Recomputation does not count.
 
     Args:
-        peak: Of all devices.
+        peak: Of all devices together.
     """
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained) / max(sum(size for size, _ in sizes), 1)
@@ -193,6 +191,6 @@ def model_flops(shape: ModelShape, model: Any, peak: float) -> ModelFlops:
 
 
 def pipeline_mode(args: HotSPaTrainingArguments) -> str:
-    """How the stages of a run update: with `pipedream`, by how many packs their weights are behind."""
+    """How the stages of a run update; with `pipedream`, including by how many packs their weights are behind."""
     mode = args.hotspa_pipedream
     return args.hotspa_pipeline_mode if mode is None else mode.text(args.hotspa_buckets[0].strategy.pp)

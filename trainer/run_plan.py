@@ -1,13 +1,14 @@
-"""`RunPlan`: which strategies the mini-batches of a run have, and what these should take; `AutoStrategies` with `hotspa_strategies=auto`.
+"""`RunPlan`: the strategies of a run's mini-batches, and their predicted seconds; `AutoStrategies` with
+`hotspa_strategies=auto`.
 
-Strategies that were given are predicted where the machine is known: by what `hotspa_calibration` asks for, else by what an earlier run
-with `auto` or `hf-hotspa calibrate` left in the cache. These predictions decide nothing, are never corrected on the way, are the same
-on all ranks, and a cache that cannot be read costs a warning, not the run.
+Given strategies are predicted if the machine is known, from `hotspa_calibration`, or from the cache of an earlier run
+with `auto` or `hf-hotspa calibrate`. These predictions decide nothing, are never corrected, and are the same on all
+ranks. A cache that cannot be read only causes a warning.
 
-With `auto`, on all ranks alike: the lengths are scanned, the machine is calibrated (a file, the cache, or seconds of
-measuring), the search makes a plan under the memory limit, and the main process prints it. `AutoStrategies` then holds
-the chooser that is asked for each mini-batch, gives it what was measured, and puts predictions into reports.
-An error of one rank is raised by all.
+With `auto`, on all ranks: the lengths are scanned, the machine is calibrated (a file, the cache, or seconds of
+measuring), the search makes a plan under the memory limit, and the main process prints it. `AutoStrategies` asks the
+chooser for each mini-batch, passes measurements to it, and adds predictions to reports. An error of one rank is raised
+by all.
 """
 
 import json
@@ -67,20 +68,23 @@ logger = logging.getLogger(__name__)
 
 
 def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may_divide: bool) -> list[Strategy]:
-    """Every strategy that a run may have, with every choice of options; `may_divide` says whether the loss can be
-    computed of parts of sequences (cp)."""
+    """Every strategy that a run may have, with every choice of options.
+
+    Args:
+        may_divide: Whether the loss can be computed for parts of sequences (cp).
+    """
     every = min(args.hotspa_recompute_every, shape.num_layers)
     options = strategies_with_options(args.world_size, shape)
-    noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of whole rows
+    noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of complete rows
     plain = list(dict.fromkeys(s.recomputing(every) for s in options if not (s.sp and noisy)))
     run = engine_options(args).of_run(args.device.type)
     wanted = [*plain, *(s for s in divided(plain, shape, run) if may_divide or s.cp == 1)]
-    # with a capacity of experts every strategy computes whole packs; what no strategy can be is said by the engine
+    # with a capacity of experts every strategy computes complete packs; if no strategy can, the engine raises the error
     return [s for s in wanted if run.runs(s, shape)] or wanted
 
 
 def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """What is measured of them: what options change follows from the others."""
+    """The strategies to measure: the effect of their options follows from the others."""
     return list(dict.fromkeys(Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies))
 
 
@@ -93,10 +97,10 @@ def engine_options(
     """The options of the engine of a run.
 
     Args:
-        loss: A token loss of the user's own; None for what the Trainer computes.
-        stage_costs: What stages are cut by where seconds were measured.
-        time: The time model that strategies were chosen by; chunks of tokens are cut by it. None where they were given:
-            what is measured then changes nothing.
+        loss: A custom token loss; None if the Trainer computes the loss.
+        stage_costs: Measured costs that stages are cut by.
+        time: The time model that strategies were chosen and chunks are cut by. None for given strategies, where
+            measurements change nothing.
     """
     return EngineOptions(
         compute_dtype=torch.bfloat16 if args.bf16 else None,
@@ -114,12 +118,12 @@ def engine_options(
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the machine.
+    """The known properties of the machine.
 
     Args:
         calibration: Measured seconds and bytes.
-        limit_bytes: What a device may hold, the least over all ranks.
-        stage_costs: What stages are cut by: of a calibration that the user has named, which is the same in every run.
+        limit_bytes: The usable memory of a device, the least over all ranks.
+        stage_costs: Costs that stages are cut by, from a calibration file of the user, which is the same in every run.
     """
 
     calibration: Calibration
@@ -128,18 +132,18 @@ class Known:
 
 
 class RunPlan:
-    """The strategies that were given, and what they should take where the machine is known.
+    """The given strategies, and their predicted seconds if the machine is known.
 
     Attributes:
-        buckets: All that the engine needs.
-        stage_costs: What stages are cut by; None for by count.
-        time: The time model that chunks of tokens are cut by; None where strategies were given.
-        predicted_bytes: What each strategy takes on its fullest rank with full packs, where that is predicted.
-        fits: Raises where a device cannot hold the strategies, for a description with another cut of stages.
-        single: The best single strategy that fits; None before `compare_with_single`, and where none does.
-        singles: Gives all that fit; none before `compare_with_single`.
+        buckets: All buckets that the engine needs.
+        stage_costs: The costs that stages are cut by; None to cut by count.
+        time: The time model that chunks of tokens are cut by; None for given strategies.
+        predicted_bytes: The predicted bytes of strategies on their fullest ranks with full packs.
+        fits: Raises if a device cannot hold the strategies, for a description with another stage partition.
+        single: The best single strategy that fits, if any; None before `compare_with_single`.
+        singles: Returns all that fit; none before `compare_with_single`.
         is_idle: Whether mini-batches need not be asked for, or reported.
-        predicts: Whether there are seconds of this machine.
+        predicts: Whether the seconds of this machine are known.
     """
 
     time: TimeModel | None = None
@@ -159,7 +163,7 @@ class RunPlan:
 
     @property
     def chooser(self) -> PhaseChooser | None:
-        """Of the plan that runs next; None where nothing is chosen, and before a run has begun."""
+        """The chooser of the plan that runs next; None if nothing is chosen, and before a run has begun."""
         return None
 
     @property
@@ -172,7 +176,7 @@ class RunPlan:
         check_given(self.buckets, cut, measured, self._args)
 
     def begin(self, description: ModelDescription) -> None:
-        """The model has been read.
+        """Called once the model has been read.
 
         Raises:
             DeviceMemoryError: see `check_given`.
@@ -188,15 +192,15 @@ class RunPlan:
             warn_of_known(self._args.output_dir, self.buckets)
 
     def take_cut(self, description: ModelDescription) -> None:
-        """Predicts for stages that are cut as the description says, by devices of the relative step times that cut them."""
+        """Predicts for the stage partition of the description, with the relative step times of devices in it."""
         if self._known is None:
             return
         cost = cost_model(self._known.calibration, description, self._args)
-        # as the engine does, which does not know of it
+        # as the engine does, which does not know of the calibration
         self._cost = replace(cost, time=replace(cost.time, cut_by=description.shape.quadratic_cost))
 
     def compare_with_single(self, table: SequenceTable, mini_batch_size: int) -> None:
-        """Looks for the best single strategy for a data set, whatever strategies were given."""
+        """Finds the best single strategy for a data set."""
         known, cost = self._known, self._cost
         if known is None or cost is None:
             return
@@ -216,15 +220,15 @@ class RunPlan:
             )
 
         self.singles = lambda: Singles.of(self._legal, lambda s: planned([s]), shape, known.limit_bytes)
-        with suppress(HotspaError):  # nothing fits, by the memory model: there is nothing to compare with
+        with suppress(HotspaError):  # nothing fits by the memory model
             best = planned(self._legal).choice.static
             self.single = SingleStrategy(best, cost.time, self._switch, shape.quadratic_cost)
 
     def start(self, num_steps: int) -> None:
-        """A run of so many mini-batches begins; what an earlier one learnt stays."""
+        """Begins a run of `num_steps` mini-batches; keeps what an earlier one learnt."""
 
     def choose(self, step: int, lengths: Sequence[int]) -> tuple[Bucket, ...]:
-        """The buckets of a mini-batch. Called in a thread, too."""
+        """The buckets of a mini-batch. Also called in a thread."""
         return self.buckets
 
     def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
@@ -236,27 +240,27 @@ class RunPlan:
         return with_single(report, self.single, plan) if self.single is not None else report
 
     def ended(self, step: int, report: StepReport) -> StepReport:
-        """Takes the whole of mini-batch `step`; returns it with how a race has ended with it, if one has."""
+        """Takes the report of all of mini-batch `step`; returns it with the result of a race, if one has ended."""
         return report
 
     def summary(self) -> dict[str, Any] | None:
-        """The plan in the record of a run; None where strategies were given, or nothing is predicted."""
+        """The plan for the record of a run; None for given strategies, or without predictions."""
         return None
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What a resumed run needs to choose on as this one would have; JSON-ready. None where nothing is chosen."""
+        """The state with which a resumed run chooses as this one would; JSON-ready. None if nothing is chosen."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; another pool is no reason against it.
+        """Restores a state, also of a run with another pool.
 
         Raises:
-            HotspaConfigError: it is not one.
+            HotspaConfigError: it is not a state.
         """
 
 
 START_S = 20.0
-"""Seconds, about, that a machine is measured for before a run whose first mini-batches race the nearest plans."""
+"""About the seconds of measuring before a run whose first mini-batches race the nearest plans."""
 _MIB = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -267,12 +271,12 @@ class AutoStrategies(RunPlan):
     """The plan that a search made, and its choice of phases.
 
     Args:
-        singles: Gives the single strategies to compare with.
-        stage_costs: What stages are cut by, as the plan has it.
-        fits: Raises where a device cannot hold the pool, for a description with another cut of stages.
-        predicts: Whether the cost model's seconds are those of this machine.
-        renewed: Watches lengths that nobody knew, and makes a plan for others of the strategies that are there; None where all
-            lengths were known.
+        singles: Returns the single strategies to compare with.
+        stage_costs: The costs that stages are cut by in the plan.
+        fits: Raises if a device cannot hold the pool, for a description with another stage partition.
+        predicts: Whether the cost model's seconds are from this machine.
+        renewed: Watches lengths, and plans for new ones with the engine's strategies; None if all were known at the
+            start.
     """
 
     time: TimeModel
@@ -308,7 +312,7 @@ class AutoStrategies(RunPlan):
         self.stage_costs = stage_costs
 
     def begin(self, description: ModelDescription) -> None:
-        """The search has read the model, and looked at what fits."""
+        """Nothing: the search has read the model, and checked what fits."""
 
     @property
     def chooser(self) -> PhaseChooser | None:
@@ -395,7 +399,7 @@ class AutoStrategies(RunPlan):
         return replace(report, race=race)
 
     def _renew(self, step: int, lengths: LengthsSeen, planned: Callable[[list[int]], Plan]) -> None:
-        """Plans anew for the last lengths, with the strategies of the engine: the same on all ranks, which saw the same."""
+        """Plans again for the last lengths, with the engine's strategies: the same on all ranks, which saw the same."""
         distance = lengths.distance
         lengths.planned()
         try:
@@ -409,7 +413,7 @@ class AutoStrategies(RunPlan):
             chooser.num_trained = step + 1
         if self._args.process_index == 0:
             tqdm.write(
-                f"step {step + 1}: lengths have moved ({distance:.0%} of the tokens); planned anew: {plan.choice}"
+                f"step {step + 1}: lengths have moved ({distance:.0%} of the tokens); planned again: {plan.choice}"
             )
 
     def _take(self, pools: tuple[tuple[Bucket, ...], ...], why: str) -> None:
@@ -417,7 +421,7 @@ class AutoStrategies(RunPlan):
         before, self._pools = self._choosers, pools
         self._choosers = [self._chooser(pool) for pool in pools]
         for chooser in self._choosers:
-            chooser.takes_over(before)
+            chooser.continue_from(before)
         self._race = self._race.of_others(self._names, why)
 
     def summary(self) -> dict[str, Any] | None:
@@ -441,7 +445,7 @@ class AutoStrategies(RunPlan):
             return
         if self._renewed is not None and "lengths" in state:
             self._renewed[0].load_state_dict(state["lengths"])
-            with reading_state("the plans of a run", "they are made anew"):
+            with reading_state("the plans of a run", "they are made again"):
                 pools = tuple(
                     tuple(Bucket(Strategy.parse(s), *map(int, n)) for s, *n in pool) for pool in state["pools"]
                 )
@@ -458,7 +462,7 @@ class AutoStrategies(RunPlan):
         if self._args.process_index == 0 and before != pool:
             logger.warning("auto strategies: %s before, %s now", ", ".join(before), ", ".join(pool))
         elif self._args.process_index == 0 and not same:
-            logger.warning("the time model is another one than before: its corrections start anew")
+            logger.warning("the time model differs from the one before: its corrections are reset")
 
 
 def prepare_auto(
@@ -471,19 +475,19 @@ def prepare_auto(
     sampled: bool = False,
     may_chunk: bool = True,
 ) -> AutoStrategies:
-    """Plans a run. Collective; all ranks come to the same plan, or raise the same error.
+    """Plans a run. Collective; all ranks make the same plan, or raise the same error.
 
     Args:
-        read_tables: Gives the scans of the data set and of those that are only evaluated; called on every rank.
-        sampled: Whether longer rows may come than those of the scans: all that model and memory allow must fit.
-        may_chunk: Whether the loss can be computed of parts of sequences (`+ck`, cp).
+        read_tables: Returns the scans of the data set and of the sets that are only evaluated; called on every rank.
+        sampled: Whether longer rows may come than the scanned ones: all that model and memory allow must fit.
+        may_chunk: Whether the loss can be computed for parts of sequences (`+ck`, cp).
 
     Raises:
-        HotspaError: on every rank: what cannot be trained, a calibration that cannot be used, a limit under which nothing fits.
+        HotspaError: on every rank: an untrainable model, an unusable calibration, or a limit under which nothing fits.
     """
     description, tables = _agreed_inputs(model, args, agreement, read_tables)
     strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
-    # on one process there is nothing to choose between by seconds
+    # on one process there is no choice to make by seconds
     alone, longest = args.world_size == 1, max(int(table.longest_of_rows.max(initial=1)) for table in tables)
     known = model.config, description, args, measured_strategies(strategies), agreement, longest
     calibration = None if alone and args.hotspa_calibration is None else agreed_calibration(*known)
@@ -524,11 +528,11 @@ def prepare_auto(
 
 
 def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agreement: Agreement) -> Known | None:
-    """What `hotspa_calibration` asks for, else what rank 0's cache holds for this run; None where there is nothing. To be called before
+    """The calibration of `hotspa_calibration`, else the one in rank 0's cache for this run, if any. Call it before
     there is an engine, which would share the machine with a measurement. Collective.
 
     Raises:
-        HotspaError: on every rank: the file cannot be read or says nothing about this run, or measuring failed.
+        HotspaError: on every rank: the file cannot be read or does not cover this run, or measuring failed.
     """
     strategies = [bucket.strategy for bucket in args.hotspa_buckets]
     if args.hotspa_calibration is None:
@@ -547,7 +551,7 @@ def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agre
 
 
 def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: list[Strategy]) -> Calibration | None:
-    """What the cache of this rank holds for the strategies of a run."""
+    """The calibration in this rank's cache that covers the strategies of a run."""
     dtype = torch.bfloat16 if args.bf16 else model.dtype
     try:
         config, base = trained_config(model.config, args), None
@@ -568,10 +572,10 @@ def _agreed_inputs(
     agreement: Agreement,
     read_tables: Callable[[], list[SequenceTable]],
 ) -> tuple[ModelDescription, list[SequenceTable]]:
-    """The model and the scans, on all ranks alike. Collective."""
+    """The model and the scans, the same on all ranks. Collective."""
 
-    def look() -> tuple[ModelDescription, list[SequenceTable]]:
-        """At what can be wrong before anything is measured, which takes a minute."""
+    def read_inputs() -> tuple[ModelDescription, list[SequenceTable]]:
+        """Raises the errors that can be found before measuring, which takes a minute."""
         compute_dtype = torch.bfloat16 if args.bf16 else None
         description = describe_model(model, compute_dtype, args.hotspa_attention_dropout is None)
         tables = read_tables()
@@ -580,7 +584,7 @@ def _agreed_inputs(
 
     return agreement.run(
         "auto strategies",
-        look,
+        read_inputs,
         lambda prepared: {"model": prepared[0].digest()},
         facts=lambda prepared: (
             model_facts(model)
@@ -595,8 +599,7 @@ def _agreed_inputs(
 def _tokens_before_out_of_memory(
     args: HotSPaTrainingArguments, agreement: Agreement, layers: int
 ) -> dict[Strategy, int]:
-    """The most tokens of a pack of strategies that ran out of memory before, on any node: these may have disks of their
-    own. Collective."""
+    """The most tokens per pack of strategies that ran out of memory before, by the disks of all nodes. Collective."""
     own = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
     known = fewest_tokens([json.loads(text) for text in agreement.texts(own)])
     every = min(args.hotspa_recompute_every, layers)
@@ -610,8 +613,7 @@ def _tokens_before_out_of_memory(
 def measured_costs(
     calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
 ) -> StageCosts | None:
-    """What the stages of a run are cut by; None, which is by count, where two runs must have the same bits: measured
-    seconds differ from run to run."""
+    """The costs that stages are cut by. None, to cut by count, if runs must have the same bits: seconds differ."""
     if calibration is None or (args.full_determinism and args.hotspa_calibration in (None, MEASURE)):
         return None
     return calibration.stage_costs(description.vector.layer_costs)
@@ -625,14 +627,14 @@ def agreed_calibration(
     agreement: Agreement,
     longest: int | None = None,
 ) -> Calibration:
-    """What `hotspa_calibration` names, or else a measurement (kept in the cache), which takes `START_S` where a race follows it.
-    Collective.
+    """The calibration that `hotspa_calibration` names, else a measurement (kept in the cache), of `START_S` if a race
+    follows. Collective.
 
     Args:
         longest: Tokens of the longest row.
 
     Raises:
-        HotspaError: on every rank: it cannot be read, says nothing about this run, or cannot be measured.
+        HotspaError: on every rank: it cannot be read, does not cover this run, or cannot be measured.
     """
     if args.hotspa_calibration in (None, MEASURE):
         return calibrate(
@@ -665,21 +667,21 @@ def agreed_calibration(
 
 
 def frozen_base(description: ModelDescription) -> FrozenBase | None:
-    """What a calibration of a run with a base in 4 bits is measured with; None for any other run."""
+    """The frozen base for the calibration of a run with a base in 4 bits; None for any other run."""
     kinds = {layer.quant_type for layer in description.four_bit.values()}
     adapters = description.adapters
     return FrozenBase(min(kinds), int(adapters.config.r)) if kinds and adapters is not None else None
 
 
 def trained_config(config: PreTrainedConfig, args: HotSPaTrainingArguments) -> PreTrainedConfig:
-    """The config that replicas are built from, as far as it decides what they cost."""
+    """The config that replicas are built from, as far as it affects their cost."""
     return config if args.hotspa_attention_dropout is None else without_attention_dropout(config)
 
 
 def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
-    """What a run keeps in memory beside weights and activations."""
+    """The memory of a run beside weights and activations."""
     engine, on_gpu = engine_options(args), args.device.type == "cuda"
-    # a second source keeps two strategies' weights; where it decides itself, the worse case counts
+    # a second source keeps two strategies' weights; with auto, the worse case counts
     second = on_gpu if engine.second_source is None else engine.second_source
     return MemoryOptions(
         optimizer=OPTIMIZER_STATES.get(str(getattr(args.optim, "value", args.optim)), ADAM),
@@ -696,8 +698,7 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
 def cost_model(
     calibration: Calibration | None, description: ModelDescription, args: HotSPaTrainingArguments
 ) -> CostModel:
-    """The cost model of a run: the model in its dtypes, on its processes; None of a calibration is for an unknown
-    device, whose seconds only say what is less work."""
+    """The cost model of a run. Without a calibration, for an unknown device: its seconds only compare work."""
     if calibration is None:
         sizes = _sizes(description, args)
         device = Device(1 << 40, {sizes.compute_dtype: 1e13}, 1e11)
@@ -717,10 +718,10 @@ def check_given(
     calibration: Calibration | None,
     args: HotSPaTrainingArguments,
 ) -> None:
-    """Refuses strategies that were given and need more than `hotspa_memory_limit_mb`, by the forecast that `auto` plans with.
+    """Rejects given strategies that need more than `hotspa_memory_limit_mb`, by the forecast that `auto` plans with.
 
-    Activations are those that were measured, where there is a calibration, else by formula. Without a limit that was given
-    the engine refuses what is certain not to fit: weights, gradients, master store and buffers of switches.
+    Activations are measured ones with a calibration, else from a formula. Without a given limit the engine rejects only
+    weights, gradients, master store and switch buffers that certainly do not fit.
 
     Raises:
         DeviceMemoryError: on every rank, naming the part that does not fit.
@@ -748,7 +749,7 @@ def processes_of_a_node() -> int:
 
 
 def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[int | None, str]:
-    """Bytes of a device that the plan may use, the least over all ranks, and where the number is from."""
+    """Bytes of a device that the plan may use, the least over all ranks, and the source of the number."""
     given = args.hotspa_memory_limit_mb
     if given is not None:
         return planned_limit(given * _MIB, None, "", "")

@@ -1,8 +1,7 @@
-"""What `hf-hotspa train` and `examples/finetune.py` run in each process: a command line in, a trained model out.
+"""The program of `hf-hotspa train` and `examples/finetune.py` in each process: a command line in, a trained model out.
 
-Owns what is trained on what (`ScriptArguments`), the settings for fine-tuning a model that has its weights, and the way
-from a name (a folder, a file, the hub) to a model and its rows. What is wrong with a name is found by `look` before any
-process is started.
+Owns the choice of model and data (`ScriptArguments`), the settings for fine-tuning a model that has weights, and
+loading by name (a folder, a file, the hub). `check_script` finds errors in names before any process is started.
 """
 
 import argparse
@@ -30,18 +29,18 @@ MORE = "All flags of transformers' TrainingArguments work, too: --learning_rate,
 
 
 class FlagParser(HfArgumentParser):
-    """Reads data classes. A flag that none of them has ends the program, with the name that was meant."""
+    """Reads data classes. An unknown flag ends the program, with the nearest known name."""
 
     def __init__(self, dataclass_types: Iterable[Any], everything: bool = False, **options: Any) -> None:
         kinds = list(dataclass_types)
         super().__init__(kinds, **{"epilog": MORE, **options})
         inherited = {name for name in HotSPaTrainingArguments.__dataclass_fields__ if not name.startswith("hotspa_")}
-        for action in self._actions:  # hundreds: the help is about what is ours
+        for action in self._actions:  # there are hundreds: the help shows only ours
             if not everything and action.dest in inherited - {"output_dir"}:
                 action.help = argparse.SUPPRESS
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As `ArgumentParser.parse_args`; what is not known ends the program with code 2."""
+        """As `ArgumentParser.parse_args`; an unknown flag ends the program with code 2."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
@@ -55,9 +54,9 @@ class FlagParser(HfArgumentParser):
 logger = logging.getLogger(__name__)
 
 LEARNING_RATE, LORA_LEARNING_RATE, NEW_LEARNING_RATE = 2e-5, 2e-4, 3e-4
-"""Of all weights, of an adapter, and of a new model."""
+"""For all weights, for an adapter, and for a new model."""
 
-# the files of a model on the hub: weights in safetensors once, configs, tokenizer
+# the files of a model on the hub: weights in safetensors, configs, tokenizer
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*.safetensors"]
 _FP32 = "float32"
@@ -65,7 +64,7 @@ _FP32 = "float32"
 
 @dataclass
 class ScriptArguments:
-    """What is trained on what."""
+    """The model and the data."""
 
     model: str | None = flag(
         None, "The model to fine-tune: a folder or a hub name. Each process reads only its share of the weights."
@@ -75,20 +74,20 @@ class ScriptArguments:
         "A json, jsonl, csv, parquet or txt file, a folder of such files, a folder of save_to_disk, or a hub name.",
     )
     config: str | None = flag(None, "Instead of --model: train a new model of this config (a folder or a hub name).")
-    tokenizer: str | None = flag(None, "A folder or hub name; default: that of the model.")
+    tokenizer: str | None = flag(None, "A folder or hub name; default: the model's tokenizer.")
     dataset_split: str = flag("train", "The split, or a part of it such as 'train[:90%%]'; a file is all 'train'.")
     eval_dataset: str | None = flag(
-        None, "What is evaluated, as --dataset; after each epoch where --eval_strategy says nothing else."
+        None, "The data to evaluate, as --dataset; after each epoch unless --eval_strategy is given."
     )
     eval_split: str | None = flag(
         None,
-        "The split that is evaluated: of --eval_dataset (default: train), or else of --dataset, such as "
+        "The split to evaluate: of --eval_dataset (default: train), or else of --dataset, such as "
         "'train[90%%:]' or 'validation'.",
     )
     dtype: str = flag(
         "auto",
         "The dtype in which weights are read: float32, bfloat16, or auto (float32; for the frozen base of an "
-        "adapter that of its files). With --bf16, computation is in bfloat16 all the same.",
+        "adapter the dtype of its files). With --bf16, computation is in bfloat16 in any case.",
     )
     lora_r: int = flag(0, "Train a LoRA adapter of this rank instead of all weights, such as 16.")
     lora_alpha: int | None = flag(None, "The adapter's factor is lora_alpha / lora_r; default: twice the rank.")
@@ -96,25 +95,25 @@ class ScriptArguments:
     measure_gain: int = flag(
         0,
         "After training, time so many mini-batches with switching and under single strategies that fit (DDP, FSDP, "
-        "tensor parallelism, a pipeline, the best as predicted), and say how much faster switching is; 0 for none.",
+        "tensor parallelism, a pipeline, the best as predicted), and report how much faster switching is; 0 for none.",
     )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A command line, read."""
+    """A parsed command line."""
 
     script: Any
     args: HotSPaTrainingArguments
 
 
 def parser_of(kind: type[ScriptArguments] = ScriptArguments, everything: bool = False, **options: Any) -> FlagParser:
-    """The parser of `kind` and `HotSPaTrainingArguments`, in whose help `everything` lists `TrainingArguments`, too."""
+    """The parser of `kind` and `HotSPaTrainingArguments`; with `everything`, its help lists `TrainingArguments`, too."""
     return FlagParser((kind, HotSPaTrainingArguments), everything, **options)
 
 
 def fine_tuning_defaults(given: Namespace) -> dict[str, Any]:
-    """What holds where the command line (`given`, over defaults) is silent: TRL's settings for fine-tuning."""
+    """The defaults for flags that the command line (`given`) does not set: TRL's settings for fine-tuning."""
     name = Path(str(given.model or given.config)).name
     rate = LORA_LEARNING_RATE if given.lora_r else NEW_LEARNING_RATE if given.model is None else LEARNING_RATE
     defaults = {"learning_rate": rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 10}
@@ -136,7 +135,7 @@ def parse(
     """
     read(parser, words, defaults)
     script, args = parser.parse_args_into_dataclasses(list(words), look_for_args_file=False)
-    if args.use_cpu:  # else DeepSpeed, where it is installed, warns in each process that it finds no accelerator
+    if args.use_cpu:  # else DeepSpeed, if installed, warns in each process that it finds no accelerator
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return Settings(script, args)
 
@@ -144,7 +143,7 @@ def parse(
 def read(
     parser: FlagParser, words: Sequence[str], defaults: Callable[[Namespace], dict[str, Any]] = fine_tuning_defaults
 ) -> Namespace:
-    """The flags as they are, without a process group: what can be known before any process is started."""
+    """The flags, read without a process group, before any process is started."""
     given: Namespace = parser.parse_args(list(words))
     parser.set_defaults(**defaults(given))
     return parser.parse_args(list(words))
@@ -153,15 +152,15 @@ def read(
 # -- names ------------------------------------------------------------------------------------------------------------
 
 
-def look(script: Any, skips_empty: bool) -> None:
-    """Opens what the command line names, and one row of it, so that what is wrong is said once and early.
+def check_script(script: Any, skips_empty: bool) -> None:
+    """Opens everything that the command line names, and one row of the data, to report errors once and early.
 
     Args:
         script: Has the fields of `ScriptArguments`.
         skips_empty: Whether rows without a token are left out (`hotspa_empty_rows`).
 
     Raises:
-        HotspaError: there is no such model, tokenizer, file or split, or its rows have no column that is known.
+        HotspaError: there is no such model, tokenizer, file or split, or its rows have no known column.
     """
     if script.model is None and script.config is None:
         raise HotspaConfigError(
@@ -184,15 +183,15 @@ def look(script: Any, skips_empty: bool) -> None:
 
 
 def look_together(settings: Settings) -> None:
-    """`look`, where processes run: what one of them does not find, on a node without the file or a cache of the hub, all of them
-    say. Collective.
+    """`check_script` in the running processes: an error of one, on a node without the file or a cache of the hub, is
+    raised by all. Collective.
 
     Raises:
         HotspaError: on every process.
     """
     script, args = settings.script, settings.args
     agreement = Ranks(args).agreement()
-    agreement.run("what the command line names", lambda: look(script, args.hotspa_skips_empty))
+    agreement.run("what the command line names", lambda: check_script(script, args.hotspa_skips_empty))
 
 
 def _peft() -> Any:
@@ -214,7 +213,7 @@ def _evaluated_rows(script: Any) -> Any:
 
 
 def _folder(name: str) -> Path | None:
-    """The folder of a model, downloaded where it is a hub name; None where the hub has no safetensors of it."""
+    """The folder of a model, downloaded if it is a hub name; None if the hub has no safetensors of it."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -224,16 +223,16 @@ def _folder(name: str) -> Path | None:
 
     try:
         downloaded = Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
-    except Exception as error:  # the hub client has many ways to say no
+    except Exception as error:  # the hub client raises many kinds of errors
         raise _not_there("the model", name, error) from error
     return downloaded if any(downloaded.glob("*.safetensors")) else None
 
 
 def _not_there(what: str, name: str, error: Exception) -> ModelError:
-    said = str(error).strip().splitlines() or [""]
+    lines = str(error).strip().splitlines() or [""]
     return ModelError(
-        f"{what} {name!r} is no folder here, and the hub did not give it",
-        why=f"{type(error).__name__}: {said[0]:.200}",
+        f"{what} {name!r} is not a folder here, and the hub did not provide it",
+        why=f"{type(error).__name__}: {lines[0]:.200}",
         fix=f"check the name; without a network, first download it: hf download {name}; for one that asks you to agree to "
         "its terms, run hf auth login",
     )
@@ -259,9 +258,9 @@ def _tokenizer(script: Any) -> Any:
 
 
 def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any]:
-    """The tokenizer, the rows that are trained, and those that are evaluated (None without).
+    """The tokenizer, the rows to train, and the rows to evaluate (None without).
 
-    The main process of each node makes the caches, the others read them. Collective; an error of one process is raised by all.
+    The main process of each node makes the caches, the others read them. Collective; all raise an error of one.
     """
 
     def load() -> tuple[Any, Any, Any]:
@@ -278,8 +277,8 @@ def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any
 
 
 def make_model(script: Any, args: HotSPaTrainingArguments) -> Any:
-    """The model: a config where each process reads its share of the weights, and else one with weights, equal on all. Collective;
-    an error of one process is raised by all."""
+    """The model: a config if each process reads its share of the weights, else a model with weights, equal on all
+    processes. Collective; all raise an error of one."""
     return Ranks(args).agreement().run("making the model", lambda: _model(script, args))
 
 
@@ -340,19 +339,19 @@ def run(settings: Settings) -> None:
 
 
 def finish(trainer: HotSPaTrainer, trained: bool, script: Any) -> None:
-    """Closes the engine of a trainer, and then measures what switching gained, where that is asked for."""
+    """Closes the engine of a trainer, and then measures the gain of switching, if asked for."""
     trainer.close_engine()
     if trained and script.measure_gain:
         measure_gain(trainer, script.measure_gain)
 
 
 def train(trainer: HotSPaTrainer, script: Any) -> bool:
-    """Trains, saves into `output_dir` and says how it went; False where a signal has ended it before."""
+    """Trains, saves into `output_dir` and prints the result; False if a signal ended the training."""
     for callback in trainer.callback_handler.every:
         if isinstance(callback, ReportCallback):
             callback.gain_follows = bool(script.measure_gain)
     trainer.train()
-    if trainer.preempted:  # by SIGTERM: the checkpoint is what counts, and time is short
+    if trainer.preempted:  # by SIGTERM: the checkpoint is written, and time is short
         return False
     folder = str(trainer.args.output_dir)
     trainer.save_model(folder)

@@ -1,7 +1,7 @@
-"""How a trainer gets its switched model, and how its ranks talk before there is one.
+"""How a trainer gets its switched model, and how its ranks communicate before it exists.
 
-`Ranks` agrees over the host from the constructor on. `start` chooses the strategies (or takes those that are given), makes the
-`SwitchedModel`, and whoever watches it: predictions, slow devices, the memory limit.
+`Ranks` agrees over the host, starting in the constructor. `start` chooses the strategies (or takes the given ones),
+makes the `SwitchedModel`, and its watchers: predictions, slow devices, the memory limit.
 """
 
 import logging
@@ -47,14 +47,15 @@ logger = logging.getLogger(__name__)
 
 
 class Ranks:
-    """All ranks of a run, over the host."""
+    """All ranks of a run, communicating over the host."""
 
     def __init__(self, args: HotSPaTrainingArguments) -> None:
         self._args = args
         self._channel: tuple[dist.ProcessGroup, Mailbox] | None = None
 
     def agreement(self) -> Agreement:
-        """Of all ranks, also before the engine exists; of one process before there are others. Collective the first time."""
+        """The agreement of all ranks, also before the engine exists; of one process before others exist. Collective the
+        first time."""
         rank, world_size = self._args.process_index, self._args.world_size
         if world_size == 1 or not dist.is_initialized():
             return Agreement(None, 0)
@@ -62,28 +63,28 @@ class Ranks:
             timeout = timedelta(seconds=float(self._args.ddp_timeout))
             backends.bound_default_group(timeout)
             self._channel = backends.world_for_host_tensors(timeout), Mailbox(rank, world_size)
-            nodes_of(Agreement(self._channel[0], rank))  # from here on errors can name them
+            nodes_of(Agreement(self._channel[0], rank))  # so that errors can name the nodes
         group, mailbox = self._channel
         return Agreement(group, rank, mailbox)
 
     def make_output_dir(self) -> None:
-        """Makes `output_dir`, which the stock Trainer would do on one rank alone. Collective."""
+        """Makes `output_dir`, which the stock Trainer does on one rank alone. Collective."""
         folder = self._args.output_dir
         self.agreement().run(
             "output_dir",
             lambda: (
                 os.makedirs(folder, exist_ok=True) if self._args.should_save else None
-            ),  # as it does, so that all know
+            ),  # as the stock Trainer does, so that all ranks know the outcome
             otherwise=lambda failure: write_error("output_dir cannot be made", Path(folder), failure),
         )
 
     @contextmanager
     def telling(self, trainer: Any, what: str) -> Iterator[None]:
-        """Leaves an error for the other ranks, and a lack of memory for the next launch; raises what a peer was first to
-        raise. May be nested: an error is told once. Without an engine nothing is done.
+        """Passes an error on to the other ranks, and a lack of memory to the next launch; raises the error of the peer
+        that was first to raise one. May be nested: an error is passed on once. Does nothing without an engine.
 
         Args:
-            what: What is being done, for messages.
+            what: The current activity, for messages.
         """
         try:
             yield
@@ -98,13 +99,13 @@ class Ranks:
 
 
 def leave_default_group() -> None:
-    """At exit: gloo processes that leave with a live group abort now and then, after a correct run."""
+    """At exit: gloo processes that leave with a live group sometimes abort after a correct run."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def mixin_of(base: type) -> type | None:
-    """What stands in front of a library's trainer beside `SwitchedMixin`, which it is made of; None where nothing does."""
+    """The mixin that a library's trainer needs, derived from `SwitchedMixin`; None if it needs no special one."""
     of_trl = any(c.__module__.partition(".")[0] == "trl" for c in base.__mro__)
     mixin: type | None = import_module("hf_hotspa.trl").in_front_of(base) if of_trl else None
     return mixin
@@ -112,11 +113,11 @@ def mixin_of(base: type) -> type | None:
 
 @dataclass
 class Watchers:
-    """Who decides and measures beside a switched model.
+    """What decides and measures beside a switched model.
 
     Attributes:
         plan: Chooses strategies, and predicts seconds.
-        devices: Watches for slow devices; None where nobody does.
+        devices: Watches for slow devices; None if they are not watched.
     """
 
     plan: RunPlan = field(default_factory=RunPlan)
@@ -124,26 +125,26 @@ class Watchers:
 
     @property
     def are_none(self) -> bool:
-        """Whether nobody chooses, predicts or watches."""
+        """Whether nothing chooses, predicts or watches."""
         return self.plan.is_idle and self.devices is None
 
     def choose(self, step: int, lengths: Sequence[int]) -> Any:
-        """The buckets of a mini-batch, and the speeds of devices that its packs are divided by. Called in a thread, too."""
+        """The buckets of a mini-batch, and the device speeds that divide its packs. Also called in a thread."""
         speeds = self.devices.speeds if self.devices is not None else None
         return self.plan.choose(step, lengths), speeds.of(step) if speeds is not None else None
 
     def begin(self, num_steps: int) -> None:
-        """A run of so many mini-batches begins."""
+        """Begins a run of `num_steps` mini-batches."""
         if self.devices is not None:
             self.devices.start()
         self.plan.start(num_steps)
 
     def evaluated(self, args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
-        """Which strategy evaluates which lengths (`evaluation_buckets`)."""
+        """The buckets of evaluation (`evaluation_buckets`)."""
         return evaluation_buckets(args.hotspa_eval_strategy, self.plan.pool)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs of them, JSON-ready."""
+        """The state that a resumed run needs, JSON-ready."""
         of_plan = self.plan.state_dict()
         state: dict[str, Any] = {"auto": of_plan} if of_plan is not None else {}
         if self.devices is not None and self.devices.decides:
@@ -162,7 +163,7 @@ class Watchers:
             self.plan.load_state_dict(state["auto"])
 
     def trained(self, step: int, passes: Sequence[tuple[MiniBatchPlan, StepReport]], report: StepReport) -> StepReport:
-        """Takes the report of a mini-batch and those of its training passes; returns it with what they say of it. Collective."""
+        """Takes the reports of a mini-batch and its training passes; returns the first, completed. Collective."""
         if not self.plan.is_idle:
             each = [self.plan.trained(step, plan, of_pass) for plan, of_pass in passes]
             singles = [of_pass.single_s for of_pass in each]
@@ -171,8 +172,8 @@ class Watchers:
             report = replace(report, phases=tuple(chain(*(of_pass.phases for of_pass in each))), single_s=single)
             report = self.plan.ended(step, report)
         if self.devices is not None:
-            watched = self.devices.trained(*passes[-1])  # a pass is enough to know who is slow
-            report = replace(report, step_times=watched.step_times, slow=watched.slow)
+            watched = self.devices.trained(*passes[-1])  # one pass is enough to detect slow devices
+            report = replace(report, paces=watched.paces, slow=watched.slow)
         return report
 
 
@@ -180,7 +181,7 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     """Makes the switched model of a trainer. Collective.
 
     Args:
-        loader: The data loader that is about to be trained; None where nothing is.
+        loader: The training data loader, if any.
 
     Raises:
         HotspaError: on every rank.
@@ -215,10 +216,10 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
 def own_loss(
     function: Any, columns: Sequence[str], args: HotSPaTrainingArguments, compute_loss_func: Any, cls: type
 ) -> TokenLoss | None:
-    """The token loss of a trainer for the engine; None for what the Trainer computes.
+    """The token loss of a trainer for the engine; None if the Trainer computes the loss.
 
     Raises:
-        HotspaConfigError: several losses are given, or columns that none reads.
+        HotspaConfigError: several losses are given, or columns that no loss reads.
     """
     given = {
         "token_loss": function is not None,
@@ -230,7 +231,7 @@ def own_loss(
     if function is None:
         if columns and not names:
             raise HotspaConfigError(
-                f"loss_columns is {list(columns)}, and no loss of your own reads them",
+                f"loss_columns is {list(columns)}, and no custom loss reads them",
                 fix="give a token_loss, or a compute_loss override, which has them in its inputs, or leave loss_columns out",
             )
         return None
@@ -240,11 +241,11 @@ def own_loss(
 
 
 def check_arguments(trainer: Any, given: Mapping[str, Any], agreement: Agreement) -> None:
-    """Looks at the training arguments before anything is built. Collective.
+    """Checks the training arguments before anything is built. Collective.
 
     Raises:
         HotspaError: on every rank: a value is wrong, asks another library's trainer for something, or differs between ranks;
-            or ranks run other releases.
+            or ranks run different releases.
     """
     args, facts = trainer.args, library_facts() | argument_facts(trainer.args)
 
@@ -255,26 +256,26 @@ def check_arguments(trainer: Any, given: Mapping[str, Any], agreement: Agreement
     agreement.run("arguments of the Trainer", checked, facts=lambda _: facts)
 
 
-# -- what the class behind trains without us --------------------------------------------------------------------------
+# -- what the class behind trains without the mixin -------------------------------------------------------------------
 
 STOCK_TRAINS = (ModelError, UnsupportedError)
-"""What is refused here, and trained by the stock Trainer."""
+"""Errors after which the stock Trainer trains the model instead."""
 
 
 def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreement) -> Any:
-    """The model that a trainer gives to the class behind, which may have to train it alone. Collective.
+    """The model that a trainer passes to the class behind, which may have to train it alone. Collective.
 
     Raises:
         HotspaError: on every rank: it cannot be opened, or trained as the flags ask.
     """
     args = trainer.args
     try:
-        if args.refusal is not None:
-            raise args.refusal
+        if args.stock_reason is not None:
+            raise args.stock_reason
         if (chosen := given.get("optimizer_cls_and_kwargs")) is not None:
             check_elementwise(*chosen)
         if isinstance(model, nn.Module):
-            # before the stock Trainer does, which names another fix; TRL's put an adapter on it later
+            # before the stock Trainer, whose message has another fix; TRL's trainers add an adapter later
             refuse_quantized(bare_model(model)[0], is_adapted(model) or given.get("peft_config") is not None)
         if isinstance(model, str) and not trainer._hotspa_prepares and args.hotspa_model_path is None:
             return model  # the class behind loads it
@@ -282,25 +283,25 @@ def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreem
         if given.get("compute_metrics") is not None:
             refuse_router_logits(made)
         return made
-    except STOCK_TRAINS as refusal:
+    except STOCK_TRAINS as reason:
         if args.hotspa_model_path is not None or not (model is None or isinstance(model, nn.Module)):
             raise
-        leave_to_stock(trainer, refusal)
+        leave_to_stock(trainer, reason)
         return model
 
 
-def leave_to_stock(trainer: Any, refusal: HotspaError) -> None:
-    """Makes each method of a trainer that of the class behind from now on.
+def leave_to_stock(trainer: Any, reason: HotspaError) -> None:
+    """Makes a trainer use the methods of the class behind from now on.
 
     Raises:
-        HotspaError: the refusal, where the user asks for what only a switched model can do.
+        HotspaError: `reason`, if the user asks for something that only a switched model can do.
     """
     if trainer._hotspa_loss is not None:
-        raise refusal
-    trainer.args.leave_to_stock(refusal)
-    trainer._hotspa_refusal = refusal
+        raise reason
+    trainer.args.leave_to_stock(reason)
+    trainer._hotspa_refusal = reason
     if trainer.args.process_index == 0:
-        logger.warning("%s\nNothing is switched: %s trains as without hf_hotspa.", refusal, type(trainer).__name__)
+        logger.warning("%s\nNothing is switched: %s trains as without hf_hotspa.", reason, type(trainer).__name__)
     if isinstance(handler := vars(trainer).get("callback_handler"), CallbackEvents):  # the constructor has ended
         handler.leave_to_stock()
         trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
@@ -310,12 +311,12 @@ def leave_to_stock(trainer: Any, refusal: HotspaError) -> None:
 
 
 def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> Any:
-    """What `run` returns; or `again`, where the start finds that the class behind has to train the model. Collective.
+    """Returns `run()`, or `again()` if the start finds that the class behind has to train the model. Collective.
 
     Raises:
-        HotspaError: as of `leave_to_stock`; or training has begun.
+        HotspaError: as `leave_to_stock`; or training has begun.
     """
-    if trainer._hotspa_began:  # an evaluation of the loop, say: the start has found what there was to find
+    if trainer._hotspa_began:  # such as an evaluation in the loop: the start has checked everything
         return run()
     made, generators = (trainer.optimizer, trainer.lr_scheduler), random_state()
     try:
@@ -324,19 +325,19 @@ def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> 
         if trainer._hotspa_began:
             raise
         trainer.close_engine()
-        leave_to_stock(trainer, refusal := failure)
+        leave_to_stock(trainer, reason := failure)
     trainer.optimizer, trainer.lr_scheduler = made
     set_random_state(generators, "start of training")
     try:
         return again()
-    except Exception as failure:  # it cannot train it either: rows without a collator for them, say
+    except Exception as failure:  # it cannot train it either, such as rows without a collator for them
         if trainer.state.global_step:
             raise
-        raise refusal from failure
+        raise reason from failure
 
 
 def unless_stock(mixin: Any) -> None:
-    """Makes the overrides of a mixin step aside where the class behind trains alone."""
+    """Makes the overrides of a mixin call the class behind if that class trains alone."""
 
     def aside(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
@@ -354,7 +355,7 @@ def unless_stock(mixin: Any) -> None:
 
 REPLACED = {
     "_wrap_model": "the model is wrapped into a SwitchedModel",
-    "_move_model_to_device": "what runs on the devices are replicas of the model",
+    "_move_model_to_device": "replicas of the model run on the devices",
     "_clip_grad_norm": "gradients are spread over the ranks",
     "_get_grad_norm": "gradients are spread over the ranks",
     "_save_checkpoint": "each rank writes its share of weights and optimizer state",
@@ -369,7 +370,7 @@ REPLACED = {
 
 
 def refuse_behind(cls: type, mixin: type) -> None:
-    """Refuses a class with one behind the mixin whose override would never be called.
+    """Rejects a class with one behind the mixin whose override would never be called.
 
     Raises:
         UnsupportedError: naming class and method.

@@ -1,8 +1,8 @@
 """`HotSPaTrainer`: a `transformers.Trainer` over a `SwitchedModel`.
 
-`SwitchedMixin` stands in front of a Trainer class and puts a `SwitchedModel` in the place of its model, where accelerate would put
-`DistributedDataParallel`. Data loaders, losses, accumulation, evaluation, metrics and callbacks are those of the class behind it.
-The overrides are in the order in which the loop calls them. Each calls `super()`, or stands in `REPLACED` with the reason.
+`SwitchedMixin` stands in front of a Trainer class ("the class behind", next in the method resolution order). It
+replaces the model by a `SwitchedModel`, as accelerate would by `DistributedDataParallel`. Everything else comes from
+the class behind. Overrides are in the order of the loop's calls; each calls `super()` or is in `REPLACED`.
 """
 
 import atexit
@@ -41,7 +41,7 @@ from hf_hotspa.errors import HotspaError, NonFiniteError
 from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.parallel.agreement import settled
+from hf_hotspa.parallel.agreement import same_outcome
 from hf_hotspa.parallel.loss import TokenSlice
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
@@ -104,7 +104,7 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class SwitchedMixin(_Base):
-    """The Trainer class behind it trains a `SwitchedModel`. See `HotSPaTrainer`."""
+    """Makes the Trainer class behind it train a `SwitchedModel`. See `HotSPaTrainer`."""
 
     args: HotSPaTrainingArguments
     callback_handler: CallbackEvents
@@ -112,7 +112,7 @@ class SwitchedMixin(_Base):
     lr_scheduler: Any
     hub_model_id: str | None
     last_report: StepReport | None = None
-    _hotspa_prepares = True  # a model that is given as a folder, and rows of text; else the class behind does
+    _hotspa_prepares = True  # opens a model folder, and prepares rows of text; else the class behind does
     _hotspa_refusal: HotspaError | None = None
     _hotspa_model: SwitchedModel | None = None
 
@@ -146,7 +146,7 @@ class SwitchedMixin(_Base):
         if kwargs.get("data_collator") is None and is_stock(self.data_collator):
             self._hotspa_rows.default_collator = self.data_collator
         self._hotspa_add_callbacks()
-        self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
+        self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object has no effect
 
     def _hotspa_add_callbacks(self) -> None:
         args = self.args
@@ -165,13 +165,13 @@ class SwitchedMixin(_Base):
 
     @property
     def switched(self) -> SwitchedModel:
-        """The `SwitchedModel` that is trained; made now where there is none. Collective then."""
+        """The `SwitchedModel` that is trained; made now if missing. Collective then."""
         switched = self._hotspa_model
         return switched if switched is not None and switched.module is self.model else self._hotspa_start()
 
     @property
     def engine(self) -> HotSPaEngine | None:
-        """The `HotSPaEngine`, from the start of `train()` on."""
+        """The `HotSPaEngine`; None before the start of `train()`."""
         return self._hotspa_model.engine if self._hotspa_model is not None else None
 
     @property
@@ -188,19 +188,19 @@ class SwitchedMixin(_Base):
         model: nn.Module = super().call_model_init(trial)
         try:
             refuse_other_models(model)
-        except STOCK_TRAINS as refusal:
-            leave_to_stock(self, refusal)
+        except STOCK_TRAINS as reason:
+            leave_to_stock(self, reason)
         return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: see `place_model_on_device` of the arguments."""
 
     def materialize(self) -> PreTrainedModel:
-        """Gives `trainer.model` the weights of this moment of the training, which it else has at certain events only; one
-        that was given as a folder gets memory for them, on the CPU of every rank. Collective.
+        """Gives `trainer.model` the current weights, which it otherwise has at certain events only. A model of a folder
+        gets memory for them, on the CPU of every rank. Collective.
 
         Returns:
-            `trainer.model`; that of a folder is from now on a model like any other.
+            `trainer.model`; a model of a folder is a normal model from now on.
 
         Raises:
             HotspaError: on every rank: the engine cannot be started.
@@ -213,8 +213,8 @@ class SwitchedMixin(_Base):
         return model
 
     def close_engine(self) -> None:
-        """Frees the engine's memory and process groups; `trainer.model` keeps the weights, if it has any, and an
-        optimizer that the trainer was given stays. Collective."""
+        """Frees the engine's memory and process groups. `trainer.model` keeps its weights, if any; a user's optimizer
+        stays. Collective."""
         self._hotspa_close()
 
     def _hotspa_close(self, restarts: bool = False) -> None:
@@ -228,11 +228,7 @@ class SwitchedMixin(_Base):
         self._hotspa_model, self.model_wrapped = None, self.model
 
     def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
-        """The switched model; made now where there is none, or where `model_init` has made another model. Collective.
-
-        Args:
-            loader: The data loader that is about to be trained; None where nothing is.
-        """
+        """The switched model; made now if missing, or if `model_init` has made another model. Collective."""
         if self._hotspa_refusal is not None:
             raise self._hotspa_refusal
         if self._hotspa_model is not None and self._hotspa_model.module is not self.model:
@@ -247,14 +243,14 @@ class SwitchedMixin(_Base):
         """Trains.
 
         Args:
-            resume_from_checkpoint: True for the newest checkpoint of `output_dir` that verifies, or the path of one,
-                written by any number of ranks under any strategies. `args.resume_from_checkpoint` when None.
+            resume_from_checkpoint: True for the newest checkpoint of `output_dir` that verifies, or a path; written by
+                any number of ranks under any strategies. `args.resume_from_checkpoint` when None.
             *args: As for `Trainer.train`.
             **kwargs: As for `Trainer.train`.
 
         Raises:
             ResumeError: there is no checkpoint, or the run cannot resume exactly from it.
-            DamagedCheckpointError: the one that was named does not verify.
+            DamagedCheckpointError: the named checkpoint does not verify.
             CheckpointLockError: another run writes into `output_dir`.
         """
         return or_stock(
@@ -268,7 +264,7 @@ class SwitchedMixin(_Base):
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if isinstance(asked, str) and asked.lower() in ("true", "false"):  # from a command line
             asked = asked.lower() == "true"
-        # before anything that ranks do together because of an argument: it may have been changed since the Trainer was made
+        # before collective calls that depend on arguments, which may have changed since the Trainer was made
         facts = argument_facts(self.args) | {"resume_from_checkpoint": text_of(asked)}
         agreement = self._hotspa_ranks.agreement()
         agreement.run("start of training", lambda: check_values(self.args), facts=lambda _: facts)
@@ -298,7 +294,7 @@ class SwitchedMixin(_Base):
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 say_interrupted(self)
-            if alone and self._hotspa_model is not None:  # on several ranks nobody knows who is still there
+            if alone and self._hotspa_model is not None:  # on several ranks some may be gone
                 self._hotspa_model.refresh()
             raise
         return output
@@ -306,7 +302,7 @@ class SwitchedMixin(_Base):
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """As of the class behind. Rows of text, loss masks and padding are the collator's (`RowCollator`)."""
+        """As in the class behind. `RowCollator` handles rows of text, loss masks and padding."""
         rows, dataset = self._hotspa_rows, self.train_dataset
         if dataset is not None and rows.can_scan(dataset):
             self._hotspa_ranks.agreement().run("data set", lambda: rows.scan(dataset))
@@ -323,7 +319,7 @@ class SwitchedMixin(_Base):
         collator = rows.collator(dataset, is_training)
         if is_training and args.hotspa_mini_batch_size is not None:
             sampler_fn = rows.dealt_out(dataset, args.hotspa_mini_batch_size, sampler_fn)
-        with rows.reading(dataset, is_training) as read:  # which looks at what was given
+        with rows.reading(dataset, is_training) as read:  # which reads the user's collator
             self.data_collator = collator
             try:
                 loader = super()._get_dataloader(
@@ -342,7 +338,7 @@ class SwitchedMixin(_Base):
         return dataset.select_columns([name for name in dataset.column_names if name in collator.kept])
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        if isinstance(data_collator, RowCollator):  # it removes them itself, behind what it reads
+        if isinstance(data_collator, RowCollator):  # it removes columns itself
             return data_collator
         return super()._get_collator_with_removed_columns(data_collator, description)
 
@@ -356,7 +352,7 @@ class SwitchedMixin(_Base):
     # -- the beginning of training ------------------------------------------------------------------------------------
 
     def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, *args: Any) -> tuple[int, int]:
-        """The pass to resume in, and the batches that were trained in it; of a stream as the checkpoint says."""
+        """The pass to resume in, and the batches trained in it; of a stream from the checkpoint."""
         self._hotspa_pass = num_update_steps_per_epoch
         begin: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
         self._hotspa_place = {"epoch": begin[0], "batches": begin[1], "read": [None] * begin[0]}
@@ -385,7 +381,7 @@ class SwitchedMixin(_Base):
             and not hasattr(self.train_dataset, "set_epoch")
             and is_stream(self.train_dataset)
         ):
-            for number in self._hotspa_place["read"]:  # its order may depend on how often it was read
+            for number in self._hotspa_place["read"]:  # the order of a stream may depend on how often it was read
                 for _ in islice(train_dataloader, number):
                     pass
         if table is not None:
@@ -399,8 +395,8 @@ class SwitchedMixin(_Base):
         return prepared
 
     def _hotspa_check_rows(self, switched: SwitchedModel, loader: Any) -> Any:
-        """What can be wrong with rows, as far as their lengths are known: those that no bucket takes, and another order than a
-        checkpoint's. Collective. Returns the scan of what is trained, or None."""
+        """Checks for rows that no bucket takes, and another order than a checkpoint's, as far as lengths are known.
+        Collective. Returns the scan of the training data, or None."""
         rows, args, given = self._hotspa_rows, self.args, self.eval_dataset
         evaluates = args.eval_strategy != "no" or args.eval_on_start
         evaluated = list(given.values()) if isinstance(given, dict) else [given]
@@ -419,8 +415,8 @@ class SwitchedMixin(_Base):
         return switched.engine.agreement.run("data set", checked)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The optimizer of `--optim` with Hugging Face's parameter groups, on the parameters of `trainer.model`; when
-        training starts, this rank's shares of them take their place."""
+        """The optimizer of `--optim` with Hugging Face's parameter groups. When training starts, this rank's shares
+        replace the parameters of `trainer.model` in it."""
         if self.optimizer is not None:
             return super().create_optimizer(model)
         self._hotspa_start()
@@ -434,7 +430,7 @@ class SwitchedMixin(_Base):
             self.optimizer_cls_and_kwargs = chosen
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The schedule of `--lr_scheduler_type`, or that of a DeepSpeed config."""
+        """The schedule of `--lr_scheduler_type`, or of a DeepSpeed config."""
         mapping = self.args.hotspa_deepspeed
         if self.lr_scheduler is None and mapping is not None and mapping.scheduler is not None:
             warmup_steps = self.args.get_warmup_steps(num_training_steps)
@@ -453,7 +449,7 @@ class SwitchedMixin(_Base):
         """Nothing: the weights go into the master store, together with the optimizer's state."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Weights, optimizer, scheduler, and what the strategies' choice has learned."""
+        """Restores weights, optimizer, scheduler, and the state of the choice of strategies."""
         if checkpoint is None:
             return
         resumption, restorer = self._hotspa_resumption, Restorer(self.switched, self.model, self._hotspa_base)
@@ -475,13 +471,12 @@ class SwitchedMixin(_Base):
             devices.load_rank_tensors(saved_tensors(resumption.path, resumption.manifest, name))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The generators of this rank; see `load_random_state`."""
         if checkpoint is not None:
             assert self._hotspa_resumption is not None
             load_random_state(self._hotspa_resumption, self.args.process_index, self._hotspa_ranks.agreement())
 
     def hotspa_state(self) -> dict[str, Any]:
-        """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""
+        """The state of strategies and stream that a resumed run needs, JSON-ready."""
         state = self._hotspa_watchers.state() | {"losses": self.switched.assumptions.state_dict()}
         place = dict(self._hotspa_place)
         if self.control.should_epoch_stop:  # a callback ends the pass here
@@ -489,7 +484,7 @@ class SwitchedMixin(_Base):
         return state | ({"stream": place | self._hotspa_rows.parts.state()} if is_stream(self.train_dataset) else {})
 
     def load_hotspa_state(self, state: dict[str, Any]) -> None:
-        """Resumes from `hotspa_state`; before the first mini-batch, the engine may not have been started yet.
+        """Resumes from `hotspa_state` before the first mini-batch; the engine may not have been started yet.
 
         Raises:
             HotspaConfigError: the state is damaged.
@@ -504,10 +499,10 @@ class SwitchedMixin(_Base):
 
     def _run_epoch(self, **kwargs: Any) -> None:
         if self._hotspa_resumption is not None and self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True  # a finished run: stock Trainer makes one step more
+            self.control.should_training_stop = True  # a finished run: the stock Trainer makes one more step
             return
         epoch = kwargs["epoch"]
-        if self._hotspa_rows.sampler is not None:  # wrappers of the data loader do not hand it on
+        if self._hotspa_rows.sampler is not None:  # wrappers of the data loader do not pass it on
             self._hotspa_rows.sampler.set_epoch(epoch)
         if self._hotspa_place["epoch"] != epoch:
             self._hotspa_place = next_pass(self._hotspa_place, epoch, self._hotspa_has_ended)
@@ -515,17 +510,17 @@ class SwitchedMixin(_Base):
         self._hotspa_rows.parts.begin(epoch)
 
         def check() -> None:
-            with structure_only(), as_built(bare_model(self.model)[0]):  # those at the start were found with the model
+            with structure_only(), as_built(bare_model(self.model)[0]):  # earlier hooks were checked with the model
                 check_hooks(self.model)
 
         self.switched.engine.agreement.run("beginning of an epoch", check)
-        if not self._hotspa_tried and self.args.save_strategy != SaveStrategy.NO:  # callbacks have begun, too
+        if not self._hotspa_tried and self.args.save_strategy != SaveStrategy.NO:  # callbacks have begun by now
             self.switched.engine.agreement.run("start of training", lambda: try_files(self))
             self._hotspa_tried = True
         super()._run_epoch(**kwargs)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """As of the class behind. What one rank cannot read is raised by all; batches of one step are announced."""
+        """As in the class behind. An error of one rank is raised by all; batches of one step are announced."""
         if self._hotspa_has_ended:
             return [], None
         switched, batches, handler = self.switched, list[Any](), self.callback_handler
@@ -551,7 +546,7 @@ class SwitchedMixin(_Base):
         switched.step = self.state.global_step
         models_own = (
             self.label_smoother is None and self.compute_loss_func is None
-        )  # else each batch is scored by itself
+        )  # else each batch is scored separately
         first = batches[0] if len(batches) > 1 and models_own and switched.missed < _MISSED else None
         if isinstance(first, dict) and "labels" in first:
             given = self.model_accepts_loss_kwargs and self._hotspa_prepares  # TRL's losses divide by it themselves
@@ -560,22 +555,22 @@ class SwitchedMixin(_Base):
             devices.begin(self.state.global_step, self._hotspa_pass)
         if (optimizer := self.optimizer) is not None:
             bare, of_master = bare_optimizer(optimizer), self._hotspa_optimizer
-            if of_master.watched is None or of_master.watched() is not bare:  # it was put there since training started
+            if of_master.watched is None or of_master.watched() is not bare:  # it was set after training started
                 of_master.put_on_master_store(optimizer)
-            if engine.updates is not None:  # stages step by themselves
+            if engine.updates is not None:  # stages step separately
                 engine.updates.step = bare.step
         engine.observer = PhaseDispatcher(self) if handler.defined(PHASE_EVENTS) else None
         return batches, num_items
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """As of the class behind, without the labels that `get_batch_samples` leaves out in training."""
+        """As in the class behind, without the labels that `get_batch_samples` leaves out in training."""
         if (read := without_padded_from(inputs)) is not inputs:
             say_left_out()
         return super()._prepare_inputs(read)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As of the class behind, over the switched model. A mini-batch that cannot be trained may be skipped."""
-        if self._hotspa_skips:  # a batch before it in the mini-batch
+        """As in the class behind, over the switched model. A mini-batch that cannot be trained may be skipped."""
+        if self._hotspa_skips:  # because of an earlier batch of the mini-batch
             return torch.zeros((), device=self.args.device)
         try:
             if num_items_in_batch is not None and float(num_items_in_batch) == 0.0:
@@ -595,7 +590,7 @@ class SwitchedMixin(_Base):
         return mean
 
     def _clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> Tensor:
-        """The norm of the gradients, which are complete now, and clipped to `max_grad_norm`, or what is given."""
+        """The norm of the complete gradients; clips them to `max_norm`, or else to `max_grad_norm`."""
         if not self._hotspa_skips:
             try:
                 return self.switched.clip_grad_norm_(self.args.max_grad_norm if max_norm is None else max_norm)
@@ -604,7 +599,7 @@ class SwitchedMixin(_Base):
         return torch.tensor(float("nan"))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm, clipped or not; tells everybody what the step did: the choice of strategies, the watch over devices, callbacks."""
+        """The norm, clipped or not; passes the step's report to choice of strategies, device watch and callbacks."""
         if grad_norm is None:
             grad_norm = SwitchedMixin._clip_grad_norm(self, model, float("inf"))
         skips, self._hotspa_skips, loss, self._hotspa_step_loss = self._hotspa_skips, False, self._hotspa_step_loss, 0.0
@@ -624,7 +619,7 @@ class SwitchedMixin(_Base):
         return grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what our callbacks measured since the last log, so that every `report_to` receives it."""
+        """Adds our callbacks' measurements since the last log, so that every `report_to` receives them."""
         if "loss" in logs:
             self._hotspa_skipped.correct(logs, self._hotspa_ranks.agreement())
             logs.update(self.callback_handler.pop_metrics(self.state.global_step))
@@ -644,24 +639,24 @@ class SwitchedMixin(_Base):
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As of the class behind. Collective."""
+        """As in the class behind. Collective."""
         run = lambda: super(SwitchedMixin, self).evaluate(*args, **kwargs)  # noqa: E731
         metrics: dict[str, float] = or_stock(self, run, run)
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the class behind. Collective."""
+        """As in the class behind. Collective."""
         run = lambda: super(SwitchedMixin, self).predict(*args, **kwargs)  # noqa: E731
         return or_stock(self, run, run)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self._hotspa_show(EVALUATION)  # an overridden evaluate() may look before it calls ours
+        self._hotspa_show(EVALUATION)  # an overridden evaluate() may read the model before it calls ours
         metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
         self._hotspa_flags.agree()
         return metrics
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As of the class behind, under `hotspa_eval_strategy`. Collective; logits are computed where something looks at them."""
+        """As in the class behind, under `hotspa_eval_strategy`. Collective; logits are only computed if read."""
         switched = self._hotspa_start()
         self._hotspa_show(EVALUATION)
         with self._hotspa_ranks.telling(self, "evaluation"):
@@ -678,15 +673,15 @@ class SwitchedMixin(_Base):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def _hotspa_show(self, occasion: str) -> None:
-        """Brings `trainer.model` up to date if anybody on any rank may look at it now. Collective."""
+        """Updates `trainer.model` if code on any rank may read it now. Collective."""
         switched = self._hotspa_model
         if switched is None or not has_weights(self.model):
             return
-        if switched.engine.any_rank(self.callback_handler.is_looked_at(occasion, self)):  # perhaps on one rank alone
+        if switched.engine.any_rank(self.callback_handler.is_looked_at(occasion, self)):  # it may be one rank alone
             switched.show()
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row."""
+        """Writes `checkpoint-<step>`. A failure is logged; too many in a row are raised."""
         self._hotspa_checkpoints.finish(self.state)
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
@@ -694,11 +689,10 @@ class SwitchedMixin(_Base):
         self._hotspa_show(SAVE)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Begins to push a checkpoint, in a thread; see `CheckpointPushes`."""
         self._hotspa_pushes.begin(Path(checkpoint_folder))
 
     def _load_best_model(self) -> None:
-        """The weights of the best checkpoint, into the master store and the model. Collective."""
+        """Loads the weights of the best checkpoint into the master store and the model. Collective."""
         best = self.state.best_model_checkpoint
         assert best is not None
         restorer = Restorer(self.switched, self.model, self._hotspa_base)
@@ -709,22 +703,22 @@ class SwitchedMixin(_Base):
         self.switched.show()  # before on_train_end: callbacks see the trained model, unless it has no weights
         self.switched.trains, self.switched.looks = False, True
         self._hotspa_checkpoints.finish(self.state)
-        self._finish_current_push()  # as the Trainer does afterwards; what is being pushed must not be removed
+        self._finish_current_push()  # as the Trainer does later; a checkpoint in a push must not be removed
         self._hotspa_checkpoints.leave_best(self.state)
         output: TrainOutput = super()._finalize_training(*args, **kwargs)
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model in plain Hugging Face format. During training a collective call: every rank must make it."""
+        """Saves the model in plain Hugging Face format. A collective call during training: every rank must make it."""
         if self._hotspa_model is not None:
             self._hotspa_model.refresh()
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model in Hugging Face's format, and the arguments as JSON: the stock Trainer pickles them. Of a model without
-        weights from the master store, which is collective.
+        """Saves the model in Hugging Face's format, and the arguments as JSON (the stock Trainer pickles them). Without
+        weights in the model, collective, from the master store.
 
-        May be called on the main process alone; where all call it, all raise what it raises.
+        May be called on the main process alone; if all call it, all raise its error.
         """
         target = Path(output_dir if output_dir is not None else self.args.output_dir)
         if not has_weights(self.model):
@@ -737,18 +731,18 @@ class SwitchedMixin(_Base):
                     self.model, target, state_dict, tokenizer_files(tokenizer_of(self)) | argument_files(self.args)
                 )
 
-        settled(f"the model saved in {target}", save, self.is_world_process_zero(), float(self.args.ddp_timeout))
+        same_outcome(f"the model saved in {target}", save, self.is_world_process_zero(), float(self.args.ddp_timeout))
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
-        """As of the class behind. Collective: what the hub says to the main process is raised by all ranks."""
+        """As in the class behind. Collective: the hub's error on the main process is raised by all ranks."""
         self._hotspa_ranks.agreement().run(
             "hub", lambda: super(SwitchedMixin, self).init_hf_repo(*args, **kwargs), otherwise=hub_error
         )
-        if self.hub_model_id is None:  # only the main process knows it, and `push_to_hub` asks on every rank
+        if self.hub_model_id is None:  # only the main process knows it, and `push_to_hub` requires it on every rank
             self.hub_model_id = ""
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
-        """As of the class behind. Collective, as above."""
+        """As in the class behind. Collective, as above."""
         pushed = lambda: super(SwitchedMixin, self).push_to_hub(*args, **kwargs)  # noqa: E731
         return self._hotspa_ranks.agreement().run("hub", pushed, otherwise=hub_error)
 
@@ -759,25 +753,27 @@ unless_stock(SwitchedMixin)
 class HotSPaTrainer(SwitchedMixin, Trainer):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
-    Takes the arguments of `Trainer`; plain `TrainingArguments`, or none, stand for the defaults of the `hotspa_*` flags. `model`
-    may be a `PeftModel` with a LoRA adapter. It may also be the folder of a saved model, of which each rank then reads its share
-    only. What is called for the model in training and evaluation is a `SwitchedModel`; `compute_loss`, `training_step`,
-    `prediction_step`, data loaders, samplers, collators and callbacks of a subclass work as with `Trainer`. Where no
-    `data_collator` is given, rows may have `input_ids` (and `labels`), or, with a tokenizer as `processing_class`, one of the
-    columns `text`, `messages`, `prompt` + `completion`. After `train()` and `save_model()`, `trainer.model` holds the trained
-    weights, and so does it in training for callbacks in `on_log`, `on_evaluate`, `on_save` and at both ends of epochs; else its
-    weights cannot be looked at in training (`materialize()` brings them).
+    Takes the arguments of `Trainer`; with plain `TrainingArguments`, or none, the `hotspa_*` flags are at their
+    defaults. `model` may be a `PeftModel` with a LoRA adapter, or the folder of a saved model, of which each rank reads
+    only its share. Training and evaluation call a `SwitchedModel`; overrides of `compute_loss`, `training_step` and
+    `prediction_step`, data loaders, samplers, collators and callbacks work as with `Trainer`. Without a
+    `data_collator`, rows may have `input_ids` (and `labels`), or, with a tokenizer as `processing_class`, one of the
+    columns `text`, `messages`, `prompt` + `completion`.
+
+    `trainer.model` holds the trained weights after `train()` and `save_model()`, and for callbacks in `on_log`,
+    `on_evaluate`, `on_save` and at both ends of epochs. Otherwise its weights cannot be read in training
+    (`materialize()` brings them).
 
     Args:
-        model: As above, and as the rest: arguments of `Trainer`.
-        token_loss: The sum of a loss of your own over a `TokenSlice`, instead of the cross entropy (docs/losses.md).
+        model: As above; the rest are arguments of `Trainer`.
+        token_loss: A custom loss, summed over a `TokenSlice`, instead of the cross entropy (docs/losses.md).
         loss_columns: Columns of the data sets that it reads.
 
     Attributes:
         switched: The `SwitchedModel`.
-        engine: Its `HotSPaEngine`, from the start of `train()` on.
+        engine: Its `HotSPaEngine`; None before the start of `train()`.
         last_report: The `StepReport` of the last mini-batch.
-        preempted: Whether the last `train()` was ended by SIGTERM.
+        preempted: Whether SIGTERM ended the last `train()`.
 
     Raises:
         HotspaError: on every rank, naming what cannot be honoured and what to do.
@@ -788,11 +784,11 @@ class HotSPaTrainer(SwitchedMixin, Trainer):
 def switched(base: type) -> type:
     """A class like `base`, a `Trainer` of any library, that trains a `SwitchedModel`: `switched(MyTrainer)(model, args, ...)`.
 
-    Its `args` may be those of `base`; the `hotspa_*` flags are then at their defaults.
+    `args` may be the arguments of `base`; the `hotspa_*` flags are then at their defaults.
     """
     bases = mixin_of(base) or SwitchedMixin, base
     return type(base.__name__, bases, {"__module__": base.__module__, "__doc__": base.__doc__})
 
 
 _MISSED = 2
-"""So many steps that were announced and not called so are enough to announce none any more."""
+"""After so many announced steps for which other batches came, no more steps are announced."""

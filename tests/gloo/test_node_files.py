@@ -83,7 +83,7 @@ def test_a_model_in_the_hub_cache_of_one_node_is_refused(tmp_path):
     with Environments(*({"HF_HOME": str(tmp_path / f"hub-{node}")} for node in (0, 1))) as nodes:
         code, said = run(nodes, tmp_path, words)
     assert code
-    assert said.count("the model 'tiny/model' is no folder here, and the hub did not give it") == 2
+    assert said.count("the model 'tiny/model' is not a folder here, and the hub did not provide it") == 2
     assert FIRST_STEP not in said
 
 

@@ -363,7 +363,7 @@ def test_arguments_of_transformers_are_completed(tmp_path, monkeypatch):
     given.max_steps = 5  # as with the stock Trainer, which holds the same object
     assert args.max_steps == 5
     half = completed(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fp16=True))
-    assert "fp16=True" in str(half.refusal)  # left to the stock Trainer
+    assert "fp16=True" in str(half.stock_reason)  # left to the stock Trainer
     monkeypatch.chdir(tmp_path)
     assert HotSPaTrainer(tiny_model("llama_gqa_bias")).args.output_dir == "tmp_trainer"
 
@@ -474,7 +474,7 @@ REASONS = {
     "lomo": "whole matrices",
     "stable": "whole matrices",
     "grok": "whole matrices",
-    "schedule_free": "weights of its own",
+    "schedule_free": "separate weights",
 }
 
 

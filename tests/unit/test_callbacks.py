@@ -131,7 +131,7 @@ def test_a_full_disk_stops_the_record_and_not_the_training(tmp_path, monkeypatch
     monkeypatch.setattr(step_reports.RunLogWriter, "write", full)
     run_callback(ReportCallback(tmp_path), tmp_path, 4)
     assert [r.message for r in caplog.records].count(
-        "the record of the run ends here, training goes on: [Errno 28] No space left on device"
+        "the record of the run ends here, training continues: [Errno 28] No space left on device"
     ) == 1
     assert not (tmp_path / "report.html").exists()
 

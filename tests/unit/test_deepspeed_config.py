@@ -383,7 +383,7 @@ def test_the_stock_trainers_example_needs_one_change(tmp_path):
 def test_a_file_without_an_object_is_refused(tmp_path):
     path = tmp_path / "ds.json"
     path.write_text("[1]")
-    with pytest.raises(HotspaError, match="no JSON object"):
+    with pytest.raises(HotspaError, match="not a JSON object"):
         arguments(tmp_path, str(path))
 
 

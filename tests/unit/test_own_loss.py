@@ -100,7 +100,7 @@ def test_contradictions_are_refused_when_the_trainer_is_made(tmp_path):
     rows = random_rows(8, 163, longest=60, seed=3)
     with pytest.raises(HotspaConfigError, match="token_loss and compute_loss_func"):
         trained(tmp_path, rows, columns=(), compute_loss_func=lambda *a, **k: 0)
-    with pytest.raises(HotspaConfigError, match="loss_columns is \\['weights'\\], and no loss"):
+    with pytest.raises(HotspaConfigError, match="loss_columns is \\['weights'\\], and no custom loss"):
         trained(tmp_path, rows, token_loss=None, columns=["weights"])
 
 

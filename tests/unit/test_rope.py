@@ -50,7 +50,7 @@ def test_each_row_is_trained_as_if_alone(tmp_path, caplog, rope, seen, says):
     packed = HotSPaTrainingArguments(**common, per_device_train_batch_size=8, hotspa_strategies="dp1:40@80")
     ours = HotSPaTrainer(model=model_with(rope, seen), args=packed, train_dataset=rows)
     assert losses_of(ours) == pytest.approx(expected, rel=2e-5)
-    assert ("each is trained with those of its own length" in caplog.text) is says
+    assert ("each is trained with the factors for its length" in caplog.text) is says
 
 
 def test_tables_of_each_type_of_layer():
