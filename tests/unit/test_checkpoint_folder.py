@@ -238,10 +238,10 @@ def test_two_jobs_in_one_directory(tmp_path, new_run, monkeypatch):
     # a lock dies with its process
     run = new_run()
     run.lock()
-    assert run.held
+    assert run.is_locked
     run.lock()
     run.unlock()
-    assert not run.held
+    assert not run.is_locked
     assert not (tmp_path / "run" / LOCK).exists()
 
 
