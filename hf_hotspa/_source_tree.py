@@ -31,7 +31,8 @@ class SourceTreeFinder:
 
 
 def install() -> bool:
-    """Appends the finder to `sys.meta_path`, once, unless the siblings are found; returns whether it is a source tree."""
+    """Appends the finder to `sys.meta_path`, once, unless the siblings are found; returns whether it is a source
+    tree."""
     if not (ROOT / "setup.cfg").is_file() or not all((ROOT / name / "__init__.py").is_file() for name in SIBLINGS):
         return False
     if any(find_spec(f"hf_hotspa.{name}") is None for name in SIBLINGS):

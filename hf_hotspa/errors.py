@@ -189,7 +189,8 @@ class TokenRangeError(DataError):
 
 
 class NonFiniteError(HotspaError):
-    """A loss or a gradient is NaN or infinite; the weights are unchanged (except with `hotspa_pipeline_mode=pipedream`)."""
+    """A loss or a gradient is NaN or infinite; the weights are unchanged (except with
+    `hotspa_pipeline_mode=pipedream`)."""
 
     code = "HSP-310"
 

@@ -55,8 +55,8 @@ def warn_of_untried_versions() -> None:
     untried = {n: own for n, own in installed.items() if not SpecifierSet(TRIED[n]).contains(own, prereleases=True)}
     if untried and os.environ.get("RANK", "0") == "0":
         logger.warning(
-            "hf_hotspa was not tried with %s. This environment was not changed; a run may fail, or train differently than "
-            "tested. Tried: %s.",
+            "hf_hotspa was not tried with %s. Nothing was changed in this environment; a run may fail, or train "
+            "differently than tested. Tried: %s.",
             ", ".join(f"{name} {own}" for name, own in untried.items()),
             ", ".join(f"{name} {TRIED[name]}" for name in untried),
         )
