@@ -523,7 +523,7 @@ class RowCollator:
         policy: What becomes of sequences of more than `longest` tokens: error, truncate, split or drop.
         skips_empty: Whether rows that are null or empty are left out.
         counts: Whether the batch says how many were cut, or left out (`COUNTS`).
-        refused: Columns that the model would be given and that packing cannot honour.
+        unsupported: Columns that the model would receive and that packing cannot honour.
         borders: As of `RowRules`.
 
     Attributes:
@@ -538,7 +538,7 @@ class RowCollator:
     policy: str = ERROR
     skips_empty: bool = False
     counts: bool = False
-    refused: frozenset[str] = frozenset()
+    unsupported: frozenset[str] = frozenset()
     borders: tuple[int, ...] = ()
     longest: int | None = None
     kept: frozenset[str] = frozenset()
@@ -600,7 +600,7 @@ class RowCollator:
         return [example for example in examples if not _has_no_tokens(example)]
 
     def _padded(self, examples: list[Any]) -> dict[str, Tensor]:
-        rules = RowRules(borders=self.borders, refused=self.refused, columns=tuple(self.loss_columns))
+        rules = RowRules(borders=self.borders, unsupported=self.unsupported, columns=tuple(self.loss_columns))
         if "input_ids" not in examples[0]:
             raise DataError(
                 f"a row has no 'input_ids', only {sorted(map(str, examples[0]))}",
