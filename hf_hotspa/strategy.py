@@ -458,7 +458,7 @@ def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShap
     limit = model.max_position_embeddings
     if limit is not None and buckets[-1].longest > limit:
         raise StrategyError(
-            f"bucket {buckets[-1]} has sequences of {buckets[-1].longest} tokens, and the model has {limit} positions",
+            f"bucket {buckets[-1]} takes sequences of {buckets[-1].longest} tokens, and the model has {limit} positions",
             why="the model was not made for the encodings of later positions",
             fix=f"end the last bucket at {limit}, or raise max_position_embeddings in the model's config",
         )
