@@ -12,32 +12,30 @@ from hf_hotspa.typed import Count
 
 
 class PhaseMeasure(NamedTuple):
-    """One rank's measures of one phase: seconds, and bytes it sent. Other lists of measures derive from these fields.
+    """One rank's measures of one phase: seconds, and bytes sent. Other lists of measures derive from these fields.
 
     Attributes:
         load_s: Waiting for the weights.
         compute_s: Forward and backward.
         wait_s: Waiting for the busiest rank.
         return_s: Waiting for the gradients to leave.
-        load_busy_s: The load, while it overlapped with the computation.
-        return_busy_s: The return, while it overlapped with the computation.
-        load_bytes: Bytes sent by the load.
-        return_bytes: Bytes sent by the return.
-        start_s: Start of the phase, counted from the agreement of all ranks on the mini-batch.
-        others_s: The part of `compute_s` in the strategy's collectives and messages: waiting for other ranks.
-        unit_load_s: The part of `compute_s` spent waiting for a unit's weights.
-        unit_return_s: The part of `compute_s` spent waiting for a unit's gradient buffer to be free, and for the last
-            return.
+        load_busy_s: The load, while it overlapped with computation.
+        return_busy_s: The return, while it overlapped with computation.
+        load_bytes: Sent by the load.
+        return_bytes: Sent by the return.
+        start_s: Start of the phase, from the agreement of all ranks on the mini-batch.
+        others_s: Part of `compute_s`: waiting for other ranks in the strategy's collectives and messages.
+        unit_load_s: Part of `compute_s`: waiting for a unit's weights.
+        unit_return_s: Part of `compute_s`: waiting for a unit's gradient buffer to be free, and for the last return.
         unit_load_busy_s: Unit loads in flight, waiting for peers included.
         unit_return_busy_s: Unit returns in flight.
-        unit_load_bytes: Bytes sent by unit loads.
-        unit_return_bytes: Bytes sent by unit returns.
-        products_s: The part of `compute_s` in matrix products, if these can migrate; else 0.
-        left_out: The share of its columns that no rank computed; 0 in an exact run.
+        unit_load_bytes: Sent by unit loads.
+        unit_return_bytes: Sent by unit returns.
+        products_s: Part of `compute_s` in matrix products, if these can migrate; else 0.
+        left_out: Share of its columns that no rank computed; 0 in an exact run.
         expert_tokens: Tokens that its experts computed under ep, once for every expert and layer; else 0.
-        dropped_tokens: Tokens that experts with a capacity did not compute, counted likewise; once for a replica's
-            stage.
-        context_bytes: Bytes sent to the other ranks of cp, forward and backward.
+        dropped_tokens: Tokens beyond the experts' capacity, counted likewise; once for a replica's stage.
+        context_bytes: Sent to the other ranks of cp, forward and backward.
     """
 
     load_s: float
@@ -72,37 +70,34 @@ class PhaseReport:
     """One phase of a mini-batch: seconds and bytes of the slowest (busiest) rank, counts over all ranks.
 
     Args:
-        strategy: The strategy that ran, `dp4`.
         num_packs: Micro-batches, over all replicas.
-        num_sequences: Sequences trained.
-        num_tokens: Tokens trained.
-        load_s: Exposed seconds of moving the weights into the strategy's layout: a rank only prepared or waited.
+        load_s: Exposed seconds of moving weights to the strategy's layout: a rank only prepared or waited.
         compute_s: Forward and backward of the busiest replica.
-        wait_s: The longest time that a rank waited for the busiest one.
-        return_s: Exposed seconds of moving the gradients to the master store.
-        load_bytes: Bytes of weights moved between ranks, summed over ranks.
+        wait_s: The longest wait of a rank for the busiest one.
+        return_s: Exposed seconds of moving gradients to the master store.
+        load_bytes: Weights moved between ranks, summed over ranks.
         return_bytes: The same for gradients.
-        hidden_load_s: Seconds in which load and computation overlapped, on the rank that was busy with the load for the
-            shortest time, as the others also waited for it; 0 without overlap.
+        hidden_load_s: Overlap of load and computation, on the rank that was busy with the load for the shortest time,
+            as the others also waited for it.
         hidden_return_s: The same for the return.
         predicted_s: The time model's prediction of load, computation and return; None without a model.
         capacity_tokens: Tokens that its packs could have held.
         busiest_tokens: Tokens of the busiest replica.
         longest_tokens: Tokens of the longest sequence.
-        frozen_bytes: The part of `load_bytes` that was frozen weights; 0 if a strategy still holds them.
-        unit_load_s: The part of `compute_s` spent waiting for a unit's weights (`+z3`).
-        unit_return_s: The part of `compute_s` spent waiting for unit gradients to leave (`+z2`, `+z3`).
-        hidden_unit_load_s: Seconds in which unit loads overlapped with the computation, as `hidden_load_s`.
+        frozen_bytes: Part of `load_bytes`: frozen weights; 0 if a strategy still holds them.
+        unit_load_s: Part of `compute_s`: waiting for a unit's weights (`+z3`).
+        unit_return_s: Part of `compute_s`: waiting for unit gradients to leave (`+z2`, `+z3`).
+        hidden_unit_load_s: Overlap of unit loads and computation, as `hidden_load_s`.
         hidden_unit_return_s: The same for unit gradients.
-        unit_load_bytes: Bytes of unit weights moved between ranks, summed over ranks; not in `load_bytes`.
+        unit_load_bytes: Unit weights moved between ranks, summed over ranks; not in `load_bytes`.
         unit_return_bytes: The same for unit gradients.
         context: The cp method: `ulysses`, `allgather` or `ring`; empty without cp. Its seconds are in `others_s` of
             `RankMeasures`.
-        context_bytes: Bytes that the cp method sent between ranks, summed over ranks; not in `load_bytes`.
-        expert_tokens: Tokens that experts computed under ep, counted once for each expert of a token and each layer.
-        busiest_expert_tokens: The part of `expert_tokens` on the busiest rank; `RankMeasures.phases` has each rank's.
-        dropped_expert_tokens: Tokens that experts did not compute because of their capacity, counted likewise.
-        squared_tokens: The sum of squared sequence lengths, which attention's cost is proportional to.
+        context_bytes: Sent between ranks by the cp method, summed over ranks; not in `load_bytes`.
+        expert_tokens: Tokens that experts computed under ep, once for each expert of a token and each layer.
+        busiest_expert_tokens: `expert_tokens` of the busiest rank; `RankMeasures.phases` has each rank's.
+        dropped_expert_tokens: Tokens beyond the experts' capacity, counted likewise.
+        squared_tokens: The sum of squared sequence lengths, proportional to attention's cost.
     """
 
     strategy: str
@@ -142,7 +137,7 @@ class PhaseReport:
 
     @property
     def moved_s(self) -> float:
-        """The exposed seconds of loading weights and returning gradients."""
+        """Exposed seconds of loading weights and returning gradients."""
         return self.load_s + self.return_s
 
     @property
@@ -156,17 +151,17 @@ class PhaseReport:
 
     @property
     def unit_s(self) -> float:
-        """The part of `compute_s` spent waiting for units, which fully sharded strategies move during computation."""
+        """Part of `compute_s`: waiting for units, which fully sharded strategies move during computation."""
         return self.unit_load_s + self.unit_return_s
 
     @property
     def hidden_unit_s(self) -> float:
-        """Seconds in which unit transfers overlapped with the computation."""
+        """Overlap of unit transfers and computation."""
         return self.hidden_unit_load_s + self.hidden_unit_return_s
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of units moved between ranks; not in `moved_bytes`."""
+        """Units moved between ranks; not in `moved_bytes`."""
         return self.unit_load_bytes + self.unit_return_bytes
 
 
@@ -177,7 +172,7 @@ class RankMeasures:
     Args:
         agree_s: For each rank, seconds from the start of its mini-batch to the agreement of all ranks.
         memory_bytes: Peak memory of each rank so far: allocated on an accelerator, resident on CPU.
-        phases: For each rank, for each phase in execution order, the columns of `MEASURES`.
+        phases: For each rank and phase, in execution order, the columns of `MEASURES`.
     """
 
     agree_s: list[float]
@@ -192,10 +187,10 @@ class RaceReport:
     Args:
         kept: The fastest plan, in words; `second` is the next.
         tried: Number of plans.
-        mini_batches: Mini-batches of the race.
+        mini_batches: Length of the race.
         factor: The second plan's time over the kept plan's. `low` to `high` is its 90 % interval from 5 rounds on, else
             its least and greatest value.
-        cost: Cost of the race, in mini-batches.
+        cost: In mini-batches.
         why: Why the race was run; empty for the first race.
     """
 
@@ -227,24 +222,23 @@ class StepReport:
         grad_norm: Global 2-norm of the gradient, before clipping.
         num_labels: Label tokens, the N of the mean.
         num_rows: Dataset rows.
-        num_truncated: Rows that were truncated.
         num_split: Rows that were split into several sequences.
         num_dropped: Over-long rows left out.
         num_empty: Rows without tokens.
-        phases: The phases in execution order.
+        phases: In execution order.
         total_s: Wall seconds of forward and backward on this rank, agreement included, optimizer step excluded.
         ranks: Every rank's measures, for traces.
         single_s: Predicted seconds of the best single strategy that fits (`RunFacts.single`) for the same rows, to
-            compare with the `predicted_s` of the phases; None without a time model.
-        paces: Relative step time of each rank: its computation, without waiting for others, as a multiple of the ranks
-            that are not slow, adjusted for lengths (`stragglers/giving.py`). None for a rank without such a measure;
-            None altogether if slow devices are not watched.
+            compare with the phases' `predicted_s`; None without a time model.
+        paces: Relative step time of each rank: its computation, without waiting, as a multiple of the ranks that are
+            not slow, adjusted for lengths (`stragglers/giving.py`). None for a rank without a measure; None altogether
+            if slow devices are not watched.
         slow: The ranks that count as slow after this mini-batch.
-        race: The result of a race of plans that ended with this mini-batch, if any.
-        rows_bytes: Bytes of rows (lengths, tokens, labels) that ranks sent each other, summed over ranks: under a
+        race: The result of a race that ended with this mini-batch.
+        rows_bytes: Rows (lengths, tokens, labels) that ranks sent each other, summed over ranks, under a
             `SwitchedModel`, where each rank reads its own batch.
-        numbers_bytes: Bytes of losses, log-probabilities and similar results that went back to the ranks of the rows.
-        seeds_bytes: Bytes of gradients by these results that went to the ranks that train the rows.
+        numbers_bytes: Losses, log-probabilities and similar results that went back to the ranks of the rows.
+        seeds_bytes: Gradients by these results that went to the ranks that train the rows.
     """
 
     step: Count
@@ -273,8 +267,7 @@ class StepReport:
 
     @property
     def all_ranks_s(self) -> float:
-        """Seconds from the agreement on the mini-batch until the last rank ends its last phase: the same on all
-        ranks."""
+        """Seconds from the agreement on the mini-batch to the last rank's end of its last phase; equal on all ranks."""
         laps = [MEASURES.index(name) for name in ("start_s", "load_s", "compute_s", "wait_s", "return_s")]
         rows = [phases[-1] for phases in self.ranks.phases if phases] if self.ranks is not None else []
         ends = [sum(phase[lap] for lap in laps) for phase in rows]
@@ -282,17 +275,18 @@ class StepReport:
 
     @property
     def own_s(self) -> tuple[float, ...]:
-        """Seconds of each rank's computation without waiting for others; empty without `ranks`."""
+        """Seconds of each rank's computation without waiting; empty without `ranks`."""
         compute, others = MEASURES.index("compute_s"), MEASURES.index("others_s")
         rows = self.ranks.phases if self.ranks is not None else []
         return tuple(sum(max(phase[compute] - phase[others], 0.0) for phase in phases) for phases in rows)
 
     @property
     def longest_phase(self) -> PhaseReport | None:
-        """The phase of the longest sequences: its strategy could have trained the whole mini-batch; None without phases.
+        """The phase of the longest sequences, whose strategy could have trained the whole mini-batch; None without
+        phases.
 
         Its transfers count as `load_return_s`, as a run under one strategy also loads weights and returns gradients
-        once a mini-batch. The other phases' transfers count as switching.
+        once a mini-batch. Other phases' transfers count as switching.
         """
         return max(self.phases, key=lambda phase: phase.longest_tokens, default=None)
 
@@ -313,33 +307,33 @@ class StepReport:
 
     @property
     def hidden_s(self) -> float:
-        """Seconds in which weights and gradients moved during computation."""
+        """Overlap of transfers and computation."""
         return sum(phase.hidden_s for phase in self.phases)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of weights and gradients moved between ranks."""
+        """Weights and gradients moved between ranks."""
         return sum(phase.moved_bytes for phase in self.phases)
 
     @property
     def switch_bytes(self) -> int:
-        """The part of `moved_bytes` caused by switching strategies."""
+        """The part of `moved_bytes` caused by switching."""
         return sum(phase.moved_bytes for phase in self.phases if phase is not self.longest_phase)
 
     @property
     def frozen_bytes(self) -> int:
-        """The part of `moved_bytes` that was frozen weights."""
+        """The part of `moved_bytes` for frozen weights."""
         return sum(phase.frozen_bytes for phase in self.phases)
 
     @property
     def predicted_s(self) -> float | None:
-        """The time model's prediction of all phases together; None without a model."""
+        """The time model's prediction of all phases; None without a model."""
         known = [phase.predicted_s for phase in self.phases if phase.predicted_s is not None]
         return sum(known) if known and len(known) == len(self.phases) else None
 
     @property
     def switch_share(self) -> float:
-        """Exposed switching seconds as a fraction of the step, 0 to 1."""
+        """`switch_s` as a fraction of the step, 0 to 1."""
         return self.switch_s / self.total_s if self.total_s > 0 else 0.0
 
     @property
@@ -348,8 +342,7 @@ class StepReport:
         return self.load_return_s / self.total_s if self.total_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready plain data, without `ranks`, which is unbounded; relative step times to two
-        digits."""
+        """The report as JSON-ready plain data, without the unbounded `ranks`; relative step times to two digits."""
         data = asdict(replace(self, ranks=None))
         del data["ranks"]
         data["slow"] = list(self.slow)
@@ -366,9 +359,8 @@ class PhaseEvent:
         step: The mini-batch, counted from 1.
         index: The phase's position in the mini-batch, counted from 0 in execution order.
         num_phases: Phases of the mini-batch.
-        strategy: The strategy, `dp4`.
         num_packs: Micro-batches, over all replicas.
-        num_sequences: Sequences, over all replicas.
+        num_sequences: Over all replicas.
         seconds: This rank's measures by the names of `MEASURES`; None at the start.
     """
 
@@ -389,10 +381,8 @@ class SwitchEvent:
     Args:
         step: The mini-batch, counted from 1.
         kind: `load` (weights to the strategy's layout) or `return` (gradients to the master store).
-        strategy: The strategy, `dp4`.
-        seconds: Exposed seconds on this rank.
-        busy_s: Seconds of overlap with the computation.
-        sent_bytes: Bytes sent by this rank.
+        seconds: Exposed seconds.
+        busy_s: Overlap with the computation.
     """
 
     step: int
@@ -408,9 +398,9 @@ class ModelFlops:
     """Floating-point operations of a model, forward and backward, and the peak rate of its devices.
 
     Args:
-        token: Operations of a token in matrix products.
-        square: Operations of a sequence in attention, per squared token count.
-        peak: Operations per second of all devices together, by data sheet.
+        token: Of a token, in matrix products.
+        square: Of a sequence, in attention, per squared token count.
+        peak: Per second, of all devices together, by data sheet.
     """
 
     token: float
@@ -427,15 +417,14 @@ class RunFacts:
     """The facts of a run before its first mini-batch; plain data, JSON-ready.
 
     Args:
-        world_size: Ranks.
         versions: Library name -> version.
         machine: The hardware, by name (no host names).
         model: Family, parameters, dtypes, by name.
         settings: The flags that affect speed and order, by name.
         buckets: `strategy`, `low`, `longest` and `pack_tokens` of each bucket.
-        plan: The time model's predictions when it chose the buckets; None if they were given. `seconds` and `switch_s`
-            of a mini-batch, `static` (the best single strategy), `static_s`, and `rows` (one a bucket).
-        lengths: The sequence lengths of the data set (`reporting/run_log.py`); None for a stream.
+        plan: The time model's predictions when it chose the buckets: `seconds` and `switch_s` of a mini-batch, `static`
+            (the best single strategy), `static_s`, and `rows` (one a bucket); None if buckets were given.
+        lengths: The data set's sequence lengths (`reporting/run_log.py`); None for a stream.
         single: The best single strategy that fits, by the time model; None without a model or if nothing fits.
         run: `name`, `model`, `data set`, `command`, `output folder`.
         flops: None if the speed of the devices is unknown.

@@ -3,19 +3,17 @@
 Owns the two grammars that users type:
 
 * a *strategy*, ``dp4tp2``; axes of degree 1 are optional (``dp4tp2pp1``). ``ep4`` divides the experts of each layer
-over
-  four neighbouring ranks of a stage. Options follow plus signs: ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer
-  recomputes its activations), ``dp4+rc2`` (every second layer), ``dp4+ck8192`` (packs are computed in chunks of at most
-  8192 tokens), ``dp4+ck8192+kg2`` (the graphs of two more chunks are kept), ``dp4+ck8192+kh`` (the chunks' keys and
+  over four neighbouring ranks of a stage. Options follow plus signs: ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every
+  layer recomputes its activations), ``dp4+rc2`` (every second layer), ``dp4+ck8192`` (packs are computed in chunks of
+  at most 8192 tokens), ``dp4+ck8192+kg2`` (two more chunks keep their graphs), ``dp4+ck8192+kh`` (the chunks' keys and
   values wait in host memory), ``dp4+z2`` (gradients leave layer by layer), ``dp4+z3`` (weights come layer by layer,
   too), ``pp4+v2`` (two stages on each rank of a pipeline);
-* a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
+* a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``, with entries
   ``strategy:longest sequence[@tokens per pack]``. A sequence goes to the first bucket that is long enough. Packs of a
   pipeline may be smaller than its longest sequence (``pp4:32768@8192``): see `Bucket`.
 
-Rank order is tp fastest, then cp, then dp, then pp:
-``rank = ((pp_coord * dp + dp_coord) * cp + cp_coord) * tp + tp_coord``. ep is not an axis: it divides the ranks of a
-stage. Plain data, no torch.
+Rank order is tp fastest, then cp, dp, pp: ``rank = ((pp_coord * dp + dp_coord) * cp + cp_coord) * tp + tp_coord``. ep
+is not an axis: it divides the ranks of a stage. No torch.
 """
 
 import re
@@ -58,26 +56,25 @@ class Strategy:
         pp: Pipeline stages of a replica.
         sp: Sequence parallel: between the parts of a layer that tp divides, each tp rank holds only its share of the
             tokens (Korthikanti et al., 2022, section 4.2.2). Needs tp > 1.
-        rc: Recompute: every rc-th layer keeps its input only and runs again in the backward pass; 0 for none.
+        rc: Recompute: every rc-th layer keeps only its input and runs again in the backward pass; 0 for none.
         ck: The most tokens of a chunk: packs, and sequences inside them, are computed a chunk at a time
-            (`parallel.token_chunks`) and pass through a pipeline in chunks; 0 for whole packs.
+            (`parallel.token_chunks`), also through a pipeline; 0 for whole packs.
         kg: How many chunks before the last one of a sequence keep their graphs, so that they run forward once.
-        kh: Whether keys and values of earlier chunks, and the sums of their gradients, are in host memory.
+        kh: Whether keys and values of earlier chunks, and their summed gradients, are in host memory.
         cp: Ranks that share the tokens of each pack, also inside a sequence (`parallel.context`).
         z: What is complete for one layer at a time only, and otherwise sharded over all ranks: 2 for gradients, 3 for
             gradients and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
         ep: Neighbouring ranks of a stage that divide the experts of a layer, each with whole experts
-            (`parallel.experts`). With 1, experts are held, or cut by tp, like other weights. Not an axis: divides
-            dp * cp * tp.
+            (`parallel.experts`). With 1, experts are held, or cut by tp, like other weights. Divides dp * cp * tp.
         v: Stages on each rank of a pipeline: stage s of pp * v is on the rank with the pp coordinate s mod pp
             (interleaved 1F1B; Narayanan et al., SC'21, section 2.2).
-        shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
-            pool of strategies chooses it to keep data in place between strategies. Ignored in comparisons.
+        shard_order: The tp shard of each tp coordinate; empty for the identity. A pool of strategies chooses it to keep
+            data in place between strategies. Ignored in comparisons.
 
     Raises:
         StrategyError: a degree is not a positive integer, ep does not divide the ranks of a stage, ep or v has an
-            unsupported combination, the order is not a permutation of the shards, sp is without tp, kg or kh is without
-            chunks on one stage, or v is without a pipeline.
+            unsupported combination, the order is not a permutation of the shards, or an option lacks what it needs: sp
+            tp, kg and kh chunks on one stage, v a pipeline.
     """
 
     dp: int = 1
@@ -110,7 +107,7 @@ class Strategy:
 
     @property
     def options(self) -> str:
-        """The options as text, such as `+sp`, `+rc2`, `+ck8192+kh`, `+z3`, `+v2`; empty without options."""
+        """The options as text, such as `+rc2` or `+ck8192+kh`; empty without options."""
         named = (
             ("sp", self.sp, ""),
             ("rc", self.rc, self.rc if self.rc > 1 else ""),
@@ -129,7 +126,7 @@ class Strategy:
 
     @property
     def is_common(self) -> bool:
-        """Whether it uses no layer-wise sharding, chunks or expert parallelism."""
+        """Without layer-wise sharding, chunks or expert parallelism."""
         return not self.z and not self.ck and self.ep == 1
 
     @property
@@ -166,11 +163,11 @@ class Strategy:
         return self.cp * self.tp % self.ep > 0
 
     def expert_shard(self, rank: int) -> int:
-        """Which of the ep shards of each layer's experts a rank holds."""
+        """The shard of each layer's experts that a rank holds."""
         return rank % self.stage_size % self.ep
 
     def expert_groups(self) -> list[tuple[int, ...]]:
-        """The groups of ranks that together hold the experts of a layer, in shard order."""
+        """The groups of ranks that together hold a layer's experts, in shard order."""
         return [tuple(range(first, first + self.ep)) for first in range(0, self.world_size, self.ep)]
 
     def coord(self, rank: int) -> Coord:
@@ -201,21 +198,21 @@ class Strategy:
         return replace(self, z=self.z or stage)
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ on one axis only, each in axis order; groups are ordered by first rank."""
+        """All groups of ranks that differ on one axis only, in axis order; groups by first rank."""
         first = (rank for rank in range(self.world_size) if getattr(self.coord(rank), axis) == 0)
         return [self.group_of(rank, axis) for rank in first]
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from a rank on one axis only, in axis order."""
+        """The ranks that differ from this one on one axis only, in axis order."""
         here = self.coord(rank)
         return tuple(self.rank(replace(here, **{axis: place})) for place in range(getattr(self, axis)))
 
     @property
     def layout(self) -> "Strategy":
-        """The part of the strategy that decides where weights and gradients lie, and what each rank adds to a gradient.
+        """What decides where weights and gradients lie, and what each rank adds to a gradient.
 
-        The ranks of cp hold the same weights, and each adds its tokens' gradient, like the ranks of dp.
-        Strategies with equal layouts can run on the same buffers, one after the other.
+        Ranks of cp hold the same weights, and each adds its tokens' gradient, like ranks of dp. Strategies with equal
+        layouts can run on the same buffers, one after the other.
         """
         replicas = self.dp * self.cp
         order = self.shard_order
@@ -294,8 +291,8 @@ class Strategy:
 
 @cache
 def as_written(text: str) -> str:
-    """Converts a recorded strategy or bucket to the current format: `dp1tp4pp1` of earlier releases to `tp4`. Leaves
-    other text unchanged."""
+    """Converts a recorded strategy or bucket to the current format, such as `dp1tp4pp1` to `tp4`; leaves other text
+    unchanged."""
     name, colon, lengths = text.partition(":")
     with suppress(StrategyError):
         name = str(Strategy.parse(name))
@@ -317,10 +314,8 @@ def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
 
 
 def expert_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
-    """Returns the given strategies with every ep above 1 that divides the ranks of a stage and can run the model.
-
-    Leaves out strategies whose chunks or layer units are not supported with ep.
-    """
+    """Returns the given strategies with every ep above 1 that divides the ranks of a stage and can run the model; none
+    with chunks or layer units, which do not support ep."""
     candidates = (
         replace(strategy, ep=ep)
         for strategy in strategies
@@ -331,8 +326,8 @@ def expert_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list
 
 
 def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy]:
-    """Returns the legal strategies, each without and with the options that the model supports: `+sp` (with tp), `+rc`,
-    and on several processes `+z2` and `+z3`."""
+    """Returns the legal strategies, without and with the options that the model supports: `+sp` (with tp), `+rc`, and
+    on several processes `+z2` and `+z3`."""
     return [
         replace(strategy, sp=sp, rc=rc, z=z)
         for strategy in legal_strategies(world_size, model)
@@ -347,12 +342,12 @@ class Bucket:
     """A length range and how it is trained: sequences of ``(low, longest]`` tokens run under `strategy`.
 
     Args:
-        strategy: The parallel strategy of the bucket.
-        longest: The longest sequence of the bucket, in tokens.
-        pack_tokens: The most tokens in one pack (one row of concatenated sequences). At least `longest`, except for a
-            pipeline. There a longer sequence has a separate pack, and the pipeline never holds more tokens than when
-            full of packs of this size, or than that sequence (`packing.pipeline_order`).
-        low: The `longest` of the previous bucket; 0 for the first.
+        longest: The longest sequence, in tokens.
+        pack_tokens: The most tokens in a pack (one row of concatenated sequences). At least `longest`, except for a
+            pipeline: there a longer sequence has a separate pack, and the pipeline never holds more tokens than when
+                full
+            of packs of this size, or than that sequence (`packing.pipeline_order`).
+        low: The `longest` of the previous bucket, or 0.
     """
 
     strategy: Strategy
@@ -376,7 +371,7 @@ class Bucket:
         pp, v, ck = self.strategy.pp, self.strategy.v, self.strategy.ck
 
         def full(tokens: int) -> int:
-            """Tokens on the first rank of a full pipeline of packs, or chunks, of `tokens`."""
+            """On the first rank of a full pipeline of packs or chunks of `tokens`."""
             return pp * tokens - ((pp - 1) * tokens // -v if v > 1 else 0)
 
         if not ck or pp == 1:

@@ -2,18 +2,17 @@
 
 Owns how a template that was written for inference is trained, by the first of these methods that applies:
 
-* the template has `{% generation %}` markers: they mark what is learned; * otherwise each answer begins where the
-template's generation prompt ends, and ends with its end-of-turn token, which is
-  learned, too (the line break that many templates write after it is not, as it is never generated);
+* the template has `{% generation %}` markers: they mark what is learned;
+* otherwise each answer begins where the template's generation prompt ends, and ends with its end-of-turn token, which
+  is learned, too (the line break after it, in many templates, is never generated and not learned);
 * if the template rewrites an answer once other messages follow (Qwen3 and others remove its thinking), a row is laid
-out
-  turn by turn: *every answer is written as the template writes it when it is the last*, and stays so in later turns.
-  One text then trains all answers, each after the exact prompt of the template, except for what the template would
-  remove from the history.
+  out turn by turn: *every answer is written as the template writes it when it is the last*, and stays so in later
+  turns. One text trains all answers, each after the template's exact prompt, except for what it would remove from the
+  history.
 
-Content that a template drops silently (thinking, tools, unknown roles) raises an error that names it, as missing labels
-go unnoticed in training. `ChatTemplate` converts the text to tokens. A token at the border of an answer that also holds
-a part of the preceding text is learned. Imports no torch.
+Content that a template drops silently (thinking, tools, unknown roles) is an error, as missing labels go unnoticed in
+training. `ChatTemplate` converts the text to tokens; a token at the border of an answer that also holds a part of the
+preceding text is learned. No torch.
 """
 
 import json
@@ -49,7 +48,7 @@ class Template:
         self._firsts = {token[0] for token in self.added}
 
     def source_for(self, tools: Any) -> str:
-        """Returns the template that is used with these tools."""
+        """Returns the template for these tools."""
         try:
             return str(self.tokenizer.get_chat_template(tools=tools))
         except Exception as error:
@@ -81,7 +80,7 @@ class Layout:
     """One conversation as text.
 
     Raises:
-        DataError: the row has tools and the template does not write tools.
+        DataError: the row has tools, and the template does not write them.
     """
 
     def __init__(self, template: Template, chat: Chat, row: int) -> None:
@@ -114,7 +113,7 @@ class Layout:
             ) from error
 
     def render(self, stop: int, prompt: bool = False) -> str:
-        """Returns the template's text for the messages before `stop`, with `prompt` also its generation prompt."""
+        """Returns the template's text of the messages before `stop`, with `prompt` also its generation prompt."""
         key = (stop, prompt)
         if key not in self._rendered:
             messages = self._chat.messages[:stop]
@@ -122,8 +121,7 @@ class Layout:
         return self._rendered[key]
 
     def by_markers(self) -> Tokens | None:
-        """Returns ids and learned flags by the template's markers; None if the markers cannot be matched to the
-        answers."""
+        """Returns ids and learned flags by the template's markers; None if these do not match the answers."""
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         out = self._apply(self._chat.messages, tokenizer_kwargs={"verbose": False}, **options)
         learned = [bool(counts) for counts in out["assistant_masks"]]
@@ -135,7 +133,7 @@ class Layout:
                 fix="put them around the assistant's answer, the end-of-turn token included",
             )
         turns = [i for i, message in enumerate(self._chat.messages) if message["role"] == "assistant"]
-        if self._chat.trained != tuple(turns):  # markers mark every answer, also the ones not to be learned
+        if self._chat.trained != tuple(turns):  # markers also mark answers that are not learned
             starts = [i for i, counts in enumerate(learned) if counts and not (i and learned[i - 1])]
             if len(starts) != len(turns):
                 return None
@@ -146,7 +144,7 @@ class Layout:
         return list(out["input_ids"]), learned
 
     def turn_by_turn(self) -> tuple[str, list[tuple[int, int]]]:
-        """Returns the text of the conversation, and the spans of characters that are learned."""
+        """Returns the text of the conversation, and the spans of learned characters."""
         number, trained = len(self._chat.messages), self._chat.trained
         text, spans, answers = self._prompt(trained[0]) if trained else self.render(number), [], {}
         for turn, stop in zip(trained, [*trained[1:], number][: len(trained)], strict=True):
@@ -195,7 +193,7 @@ class Layout:
         opened = _OPENED.search(prompt)
         if opened is None or not whole.startswith(prompt[: opened.start()]):
             raise self._unclear(turn)
-        # The prompt opens the thinking and the template removes it from every answer: put it back as it was generated.
+        # The prompt opens the thinking and the template removes it from every answer: restore it as it was generated.
         thought, _ = _thinking(self._chat.messages[turn])
         tag = opened.group(1)
         answer = re.sub(rf"\A\s*<{tag}>\s*</{tag}>", "", whole[opened.start() :]).lstrip("\n")
@@ -210,8 +208,8 @@ class Layout:
         after, whole = self.render(stop, prompt=is_turn), self.render(turn + 1)
         if whole.startswith(self._prompt(turn)) and after.startswith(whole):
             return answer, after[len(whole) :]
-        # The template rewrites the answer once others follow. A placeholder shows what it writes after an answer that is
-        # the last (`end`) or is followed by these messages (`rest`), however it rewrites the answer itself.
+        # The template rewrites the answer once others follow. A placeholder shows what it writes after an answer that
+        # is the last (`end`) or is followed by these messages (`rest`), however it rewrites the answer.
         marker = self._marker()
         kept = {"tool_calls": messages[turn]["tool_calls"]} if "tool_calls" in messages[turn] else {}
         history = [*messages[:turn], said_by("assistant", marker) | kept]
@@ -295,7 +293,6 @@ def said_by(role: str, content: str) -> dict[str, Any]:
 
 
 def _thinking(message: dict[str, Any]) -> tuple[str, str]:
-    """The thinking and the answer of an assistant's message, from one text or from two fields."""
     content = message["content"]
     if thought := message.get("reasoning_content"):
         return str(thought).strip(), content.strip()
@@ -342,8 +339,7 @@ class ChatTemplate(Template):
             rows: Row numbers, for messages.
 
         Raises:
-            DataError: the template fails on a conversation, leaves something out, or does not show the assistant's
-                answers.
+            DataError: the template fails on a conversation, leaves something out, or does not show the answers.
         """
         tokens: list[Tokens] = []
         texts: dict[int, tuple[str, list[tuple[int, int]]]] = {}
@@ -360,7 +356,7 @@ class ChatTemplate(Template):
         return tokens
 
     def encode(self, texts: list[str]) -> list[tuple[list[int], list[int] | None]]:
-        """Returns the ids of each text and the end of each token in it; None as ends if the tokenizer is not fast."""
+        """Returns the ids of each text and the end of each token in it; None as ends for a slow tokenizer."""
         fast = bool(getattr(self.tokenizer, "is_fast", False))
         options = {"return_offsets_mapping": True} if fast else {}
         out = self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
@@ -391,7 +387,7 @@ class ChatTemplate(Template):
         return learned
 
     def statement(self) -> str | None:
-        """Returns what a user should know of how this template is trained; None if it is trained as expected."""
+        """Returns what a user should know of how this template is trained, if anything."""
         talk = [
             said_by("user", "Hello"),
             said_by("assistant", "Good morning"),
@@ -407,7 +403,7 @@ class ChatTemplate(Template):
                     return self._on_markers(layout)
                 text, spans = layout.turn_by_turn()
                 own = layout.render(len(messages))
-            except HotspaError:  # the template may not support such conversations; rows are checked one by one
+            except HotspaError:  # such conversations may be unsupported; rows are checked one by one
                 continue
             if not sentences and not self.is_ended(text[: spans[-1][1]]):
                 sentences.append(

@@ -3,17 +3,14 @@
 Owns `read_row`, the only reader of rows, and its `RowRules`. A row has `input_ids` and may have
 
 * ``labels`` (or ``label_ids``) of the same length, not yet shifted, -100 where a token does not count. Without labels
-every
-  token except the first counts;
+  every token except the first counts;
 * ``attention_mask``: 1 for tokens, 0 for padding at the beginning or the end, which is cut off. Padding is never
-trained,
-  nor is any token trained from it;
+  trained, nor is any token trained from it;
 * ``position_ids`` that restart at 0, ``seq_lengths`` (``seq_lens``), ``cu_seqlens`` (``cu_seq_lens``,
-``cu_seq_lens_q``)
-  or ``seq_idx``, if the row is already packed: each of its documents is then a separate sequence.
+  ``cu_seq_lens_q``) or ``seq_idx``, if the row is already packed: each document is then a separate sequence.
 
-Rows that the stock Trainer would train differently raise an error that names the column, and so do columns that
-contradict each other. Values are not checked against a vocabulary here. Imports no torch.
+Columns that the stock Trainer would train differently, or that contradict each other, are errors. Values are not
+checked against a vocabulary here. No torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +25,7 @@ from hf_hotspa.rows.formats import SKIPPED
 
 
 def number_columns(example: Any, row: int, names: Sequence[str], length: int) -> dict[str, NDArray[Any]]:
-    """Returns other columns of a row as int64 or float64: [length] with a number for each token, or [] with one number.
+    """Returns other columns of a row as int64 or float64: [length], a number for each token, or [], one number.
 
     Raises:
         DataError: a column is missing, is not numeric, or does not have one number for each token.
@@ -87,9 +84,9 @@ class RowRules:
         labels_are_ids: Labels are the input ids, whatever the columns hold (`DataCollatorForLanguageModeling`).
         unlabelled_id: The id that is then never a label: the tokenizer's padding.
         reads_mask: False if the collator leaves `attention_mask` out (`DataCollatorWithFlattening`).
-        pads_left: The collator would pad rows on the left.
-        absolute_positions: The model has absolute positions, which padding on the left would shift.
-        skips_empty: A row without `input_ids` (None) has no tokens, instead of raising an error.
+        pads_left: The collator would pad on the left.
+        absolute_positions: Padding on the left would shift the model's positions.
+        skips_empty: A row without `input_ids` (None) has no tokens, instead of being an error.
         borders: Lengths above which the model uses other rotary tables (`parallel.rope`).
         unsupported: Columns that the model would receive, and that packing cannot honour.
         columns: Other columns that a custom loss reads.
@@ -124,9 +121,9 @@ class Row:
         ids: [length] int64.
         labels: [length] int64, not shifted; None if every token counts.
         cuts: Where documents after the first one begin; each is a separate sequence.
-        first: Padding that was cut off before the first token.
+        first: Padding before the first token.
         width: Tokens and padding of the row in the data set.
-        columns: Columns of `RowRules.columns`: int64 or float64, [length] with a number for each token, or [] with one.
+        columns: Columns of `RowRules.columns`: int64 or float64, [length] or, with one number, [].
         targets: [length] int64, in place of `labels`: already shifted, the target of each token; -100: uncounted.
     """
 
@@ -140,10 +137,10 @@ class Row:
 
 
 def integer_array(value: Any, key: str, row: int, num_tokens: int | None = None) -> NDArray[np.int64]:
-    """Converts one column of one row, a list, array or tensor of integers, to [length] int64.
+    """Converts a column of a row, a list, array or tensor of integers, to [length] int64.
 
     Args:
-        num_tokens: The required length: one value for each token of the row; None for any length.
+        num_tokens: The required length; None for any.
 
     Raises:
         DataError: it is not a flat sequence of integers, or its length differs; names key and row.
@@ -156,7 +153,7 @@ def integer_array(value: Any, key: str, row: int, num_tokens: int | None = None)
         value = value.detach().cpu().numpy()
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError) as error:  # ragged nested lists, among others
+    except (ValueError, TypeError, OverflowError) as error:  # such as ragged lists
         raise DataError(f"{key} is not an array of integers: {error}", where=where, fix=fix) from None
     if array.ndim != 1:
         raise DataError(f"{key} has {array.ndim} dimensions instead of 1", where=where, fix=fix)
@@ -225,7 +222,7 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
 
 
 def _check_borders(num_tokens: int, width: int, borders: tuple[int, ...], row: int) -> None:
-    """Raises if padding in the data set makes a row longer than a length where the model changes its rotary tables."""
+    """Raises if padding takes a row over a length where the model changes its rotary tables."""
     border = next((border for border in borders if 0 < num_tokens <= border < width), None)
     if border is not None:
         raise UnsupportedError(
@@ -272,7 +269,7 @@ def check_left_padding(rules: RowRules, lengths: NDArray[np.int64]) -> None:
 
 
 def unequal(row: int, num_ids: int, num_found: int, key: str = "labels") -> DataError:
-    """Returns the error of a column that does not have one value for each token."""
+    """Returns the error of a column without one value for each token."""
     if key in LABEL_COLUMNS:
         why = f"{key}[i] says whether input_ids[i] counts in the loss, so there must be as many"
         fix = (
@@ -316,7 +313,7 @@ def _unpadded(
         )
     if labels is not None:
         counted = (labels != IGNORED_LABEL) & (mask == 0)
-        counted[:1] = False  # nothing comes before it
+        counted[:1] = False  # it has no context
         if counted.any():
             raise UnsupportedError(
                 f"position {int(np.argmax(counted))} is padding (attention_mask is 0) and has a label",
@@ -335,7 +332,7 @@ def _unpadded(
 
 
 def _cuts(example: Mapping[str, Any], num_tokens: int, begin: int, stop: int, row: int) -> NDArray[np.int64]:
-    """Where the documents of a packed row begin, counted from its first token, the first document left out."""
+    """The starts of a packed row's documents after the first one, counted from its first token."""
     by_key: dict[str, NDArray[np.int64]] = {}
     for key in CUT_COLUMNS:
         if example.get(key) is None:

@@ -1,7 +1,7 @@
-"""Interprets the columns of a data set: converts raw rows to conversations, prompts with completions, or texts.
+"""Converts the columns of raw rows to conversations, prompts with completions, or texts.
 
-Owns the table of `docs/data.md`: the supported columns, their precedence, the names of roles, and how the fields of a
-message are made uniform. Uses no tokenizer. Imports no torch.
+Owns the table of `docs/data.md`: the supported columns, their precedence, the names of roles, and how message fields
+are made uniform. No tokenizer, no torch.
 """
 
 import json
@@ -54,10 +54,8 @@ class Chat:
     """A conversation.
 
     Args:
-        messages: With `role` and `content`, and optional fields such as `tool_calls` or `reasoning_content`; no value
-            is None.
+        messages: With `role` and `content`, optionally `tool_calls`, `reasoning_content` and others; no value is None.
         trained: The assistant's turns that are learned, as indices into `messages`.
-        tools: The `tools` of the chat template.
         options: Further variables of the chat template, such as `enable_thinking`.
         plain: Replaces the conversation if a tokenizer has no chat template; None if a template is required.
     """
@@ -320,7 +318,6 @@ def _text_of_part(part: Any) -> str | None:
 
 
 def _calls(content: str, where: str) -> list[dict[str, Any]]:
-    """Parses a message from `function_call`: JSON of one call or of several."""
     try:
         calls = json.loads(content)
     except ValueError as error:

@@ -1,9 +1,9 @@
 """A tokenizer without transformers, with which the light installation counts tokens.
 
 Owns `LightTokenizer`, which reads `tokenizer.json`, `tokenizer_config.json` and the chat template that transformers
-saves beside them. It has the interface of transformers' fast tokenizers as far as `data/prepare.py` and `chat_text.py`
-use it. If transformers is installed, its class is used instead, as in training. Imports `tokenizers` and `jinja2` only
-inside functions, and no torch.
+saves beside them, and has the methods of a fast tokenizer that `data/prepare.py` and `chat_text.py` use. If
+transformers is installed, its class is used instead, as in training. Imports `tokenizers` and `jinja2` only inside
+functions; no torch.
 """
 
 import json
@@ -20,9 +20,7 @@ _NAMED = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
 
 
 class LightTokenizer:
-    """The tokenizer of a folder.
-
-    `tokenizer.json` decides on special tokens at the start and end of a text, as in transformers.
+    """The tokenizer of a folder. As in transformers, `tokenizer.json` decides on special tokens at both ends of a text.
 
     Args:
         folder: Holds `tokenizer.json`; `tokenizer_config.json`, `chat_template.jinja` and
@@ -79,7 +77,7 @@ class LightTokenizer:
         return_offsets_mapping: bool = False,
         verbose: bool = True,
     ) -> dict[str, Any]:
-        """Returns the tokens of one text or of several: `input_ids`, and `offset_mapping` if asked for."""
+        """Returns the `input_ids` of one text or of several, and `offset_mapping` if asked for."""
         texts = [text] if isinstance(text, str) else list(text)
         codes = self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
         columns: dict[str, list[Any]] = {"input_ids": [code.ids for code in codes]}
@@ -92,7 +90,7 @@ class LightTokenizer:
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def get_chat_template(self, tools: Any = None) -> str:
-        """Returns the source of the template that is used with these tools.
+        """Returns the source of the template for these tools.
 
         Raises:
             ValueError: there is none.
@@ -161,8 +159,7 @@ class LightTokenizer:
         return environment
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the environment, which cannot be copied and is made again. `datasets` caches results by this
-        state."""
+        """Leaves out the environment, which cannot be copied. `datasets` caches results by this state."""
         return {name: value for name, value in vars(self).items() if name != "_environment"}
 
 
@@ -171,14 +168,13 @@ def _json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: without None, and with the thinking under all names in use."""
+    """Removes None, and gives the thinking all names that templates use."""
     own = {key: value for key, value in message.items() if value is not None}
     thought = next((own[key] for key in _REASONING if key in own), None)
     return own if thought is None else {"thinking": thought, **own, "reasoning_content": thought}
 
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without marks, and the spans of characters between marks."""
     text, spans, start = "", list[tuple[int, int]](), 0
     for piece in re.split(f"([{_BEGIN}{_END}])", marked):
         if piece == _BEGIN:

@@ -1,10 +1,9 @@
 """Scans a dataset for the length of each row and for the tokens that are labels.
 
-Owns `scan_dataset`, which makes the `SequenceTable` of a map-style dataset. For a `datasets.Dataset` it caches the
-table on disk, keyed by the fingerprint and the row rules, written atomically, and rebuilt when unreadable. A
-`datasets.Dataset` is read by columns: without padding and documents no rows are built, and without labels only lengths
-are read. `features.py` defines the format of a row. Imports `datasets` and `pyarrow` only inside functions, and no
-torch.
+Owns `scan_dataset`, which makes the `SequenceTable` of a map-style dataset. For a `datasets.Dataset` it reads columns:
+without padding and documents no rows are built, and without labels only lengths are read. It caches the table on disk,
+keyed by fingerprint and row rules, written atomically, rebuilt when unreadable. `features.py` defines the format of a
+row. Imports `datasets` and `pyarrow` only inside functions; no torch.
 """
 
 import hashlib
@@ -81,7 +80,7 @@ def scan_arrow(dataset: Any, rules: RowRules, disable_progress: bool) -> Sequenc
 
 
 def _one_document_a_row(columns: Mapping[str, Any], lengths: NDArray[np.int64]) -> bool:
-    """Whether no row is padded or holds several documents, so that `input_ids` and `labels` are enough."""
+    """Whether `input_ids` and `labels` are enough: no row is padded or holds several documents."""
     total = int(lengths.sum())
     expected = {
         "attention_mask": lambda: np.ones(total, np.int64),
@@ -127,7 +126,6 @@ def token_columns(dataset: Any) -> list[str]:
 
 
 def _rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
-    """Converts arrow columns to rows of arrays or numbers; None for null."""
     values = dict[str, list[Any]]()
     for name, column in columns.items():
         if not _is_list(column.type) or column.null_count == len(column):
@@ -140,7 +138,7 @@ def _rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str
 
 
 def _list_lengths(array: Any, key: str, first: int, nulls_allowed: bool = False) -> NDArray[np.int64]:
-    """Checks an arrow column's type and missing values, and returns the lengths of its lists (0 for null)."""
+    """Checks an arrow column's type and missing values; returns its list lengths (0 for null)."""
     if array.null_count and not nulls_allowed:
         row = first + int(np.flatnonzero(np.asarray(array.is_null()))[0])
         raise DataError(f"{key} is missing (None)", where=f"dataset row {row}", fix=SKIPPED)
@@ -191,12 +189,12 @@ def scan_dataset(
 
     Args:
         dataset: A `datasets.Dataset`, a list of dictionaries, or any dataset with `__len__` and `__getitem__`.
-        cache_dir: The cache folder; the folder of the `datasets` cache when None. Only a `datasets.Dataset` is cached:
-            others have no fingerprint.
+        cache_dir: By default the folder of the `datasets` cache. Only a `datasets.Dataset` is cached: others have no
+            fingerprint.
 
     Raises:
-        UnsupportedError: the dataset is a stream (iterable, no length), or the stock Trainer would train a row in a way
-            that packing cannot reproduce.
+        UnsupportedError: the dataset is a stream, or the stock Trainer would train a row in a way that packing cannot
+            reproduce.
         DataError: it is empty, or a row is not as `features.py` describes.
     """
     rules = replace(rules, columns=())
@@ -264,8 +262,7 @@ def _load(path: Path, num_rows: int) -> SequenceTable | None:
 
 
 def _save(path: Path, table: SequenceTable) -> None:
-    """Writes a temporary file and renames it, so that no reader ever sees half a file; ranks may do so at the same
-    time."""
+    """Writes atomically, so that no reader sees half a file; ranks may do so at the same time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:

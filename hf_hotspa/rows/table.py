@@ -1,6 +1,6 @@
-"""The lengths of a data set's rows, and which of their tokens are labels: the input of all planning.
+"""The lengths and labels of a data set's rows: the input of all planning.
 
-Owns `SequenceTable`, and `TableBuilder`, which makes one from rows or from columns. Imports no torch.
+Owns `SequenceTable`, and `TableBuilder`, which makes one from rows or columns. No torch.
 """
 
 from collections.abc import Iterable
@@ -21,14 +21,14 @@ _none: Any = partial(np.zeros, 0, np.int64)
 class SequenceTable:
     """Lengths and label counts of all rows of a dataset (N rows).
 
-    A row is one sequence, or, if the data set is already packed, several documents, each a separate sequence.
+    A row is one sequence, or, if already packed, several documents, each a separate sequence.
 
     Args:
         lengths: [N] int64, tokens of each row without padding.
         label_counts: [N] int64, label tokens of each whole row (the first token of a document never counts).
         mask_offsets: [N] int64, the bit where a row's label mask begins in `mask_bits`; -1 if all tokens are labels.
-        mask_bits: [B] uint8, one bit for each token of the rows that mask tokens (`np.packbits` order), 1 = label. Rows
-            without masked tokens have no bits, so plain text costs nothing and a billion masked tokens cost 125 MB.
+        mask_bits: [B] uint8, one bit for each token of rows with masked tokens (`np.packbits` order), 1 = label. Other
+            rows have no bits, so plain text costs nothing and a billion masked tokens cost 125 MB.
         cuts: [C] int64, where documents after the first begin in their row, row after row.
         cut_ends: [N] int64, how many entries of `cuts` belong to the rows up to this one; empty if C is 0.
     """
@@ -78,8 +78,7 @@ class SequenceTable:
         return list(pairwise(edges))
 
     def num_labels(self, row: int, start: int, stop: int) -> int:
-        """Counts the labels of a separately trained slice ``[start, stop)`` of a document: ``labels[start + 1:stop] !=
-        -100``."""
+        """Counts the labels of a separately trained slice of a document: ``labels[start + 1:stop] != -100``."""
         first = start + 1
         if stop <= first:
             return 0
