@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer
 
 TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")
-"""TRL's trainers that are supported."""
+"""TRL's supported trainers."""
 ONLINE = ("GRPO", "RLOO")
 """Trainers that generate their training data (`OverOnline`)."""
 _OF_BATCH = "generated."
@@ -65,7 +65,7 @@ UNSUPPORTED = {
     "Reward": ("its model's head is not a language model's", "use TRL's own class"),
     "Distillation": ("its loss reads hidden states, which no rank has for a whole row", "use TRL's own class"),
 }
-"""TRL's trainers that are not supported: why, and what to do."""
+"""TRL's unsupported trainers: why, and what to do."""
 __all__ = [
     "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "RLOOConfig", "RLOOTrainer", "SFTConfig",
     "SFTTrainer",
@@ -75,7 +75,7 @@ _Base: Any = object
 
 
 class _Syncs(TrainerCallback):
-    """Replaces TRL's `SyncRefModelCallback`, which reads the weights of the model object: notes that a sync is due."""
+    """Replaces TRL's `SyncRefModelCallback`, which reads the model object's weights: notes that a sync is due."""
 
     is_due = False
 
@@ -84,7 +84,7 @@ class _Syncs(TrainerCallback):
 
 
 class _ByName(_Base):
-    """Passes arguments to the next class by name: in some of TRL's classes the second one is not `args`."""
+    """Passes arguments by name: in some of TRL's classes the second one is not `args`."""
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         super().__init__(model=model, args=args, **kwargs)
@@ -133,8 +133,8 @@ class OverTRL(SwitchedMixin, _ByName):
 
     @property
     def ref_model(self) -> Any:
-        """TRL's reference model: the given model, or, once training has started, a second set of weights on the
-        replicas of the trained model. Collective the first time."""
+        """TRL's reference model: the given one, or, in training, a second set of weights on the replicas of the trained
+        model. Collective the first time."""
         given, trained = self._hotspa_reference, self._hotspa_model
         if given is None or trained is None:
             return given
@@ -165,7 +165,7 @@ class OverTRL(SwitchedMixin, _ByName):
         super()._hotspa_close(restarts)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL, which calls it in its constructor, but over the switched model."""
+        """As TRL, in its constructor, but over the switched model."""
         again = lambda: super(OverTRL, self)._precompute_ref_logps(*args, **kwargs)  # noqa: E731
         if self._hotspa_refusal is not None:
             return again()
@@ -186,7 +186,7 @@ class OverTRL(SwitchedMixin, _ByName):
 
     @torch.no_grad()
     def _hotspa_synchronize(self) -> None:
-        """Mixes the current weights into the reference weights, as `sync_ref_model` asks. Collective."""
+        """Collective."""
         reference, frozen = self._hotspa_reference, self.ref_model
         self.switched.refresh()
         alpha = vars(self.args)["ref_model_mixup_alpha"]
@@ -206,7 +206,6 @@ class OverTRL(SwitchedMixin, _ByName):
         return super()._hotspa_start(loader)
 
     def _hotspa_loader(self, loader: Any) -> Any:
-        """Returns the loader from which `auto` reads row lengths."""
         return self.get_train_dataloader() if loader is None else loader
 
 
@@ -216,9 +215,9 @@ unless_stock(OverTRL)
 class OverOnline(OverTRL):
     """`OverTRL` for trainers that generate their training data (GRPO, RLOO).
 
-    Adds: the current weights for generation, by transformers on the model object or by vLLM from a stream of the master
-    store; one scoring pass for a whole generation batch, or none if the gradients by log-probabilities are known; and
-    resuming inside a generation batch. Generation, rewards, advantages, losses and metrics are TRL's.
+    Generates with the current weights, by transformers on the model object or by vLLM from a stream of the master
+    store. Runs one scoring pass for a whole generation batch, or none if the gradients by log-probabilities are known.
+    Resumes inside a generation batch. Generation, rewards, advantages, losses and metrics are TRL's.
     """
 
     _hotspa_seeds: Tensor | None = None
@@ -229,7 +228,7 @@ class OverOnline(OverTRL):
             self.vllm_generation._iter_named_params = lambda: streamed(self)
 
     def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
-        """Leaves the random generators unchanged, as TRL shuffles and samples with them."""
+        """Keeps the random generators unchanged, as TRL shuffles and samples with them."""
         if self._hotspa_model is not None:
             return super()._hotspa_start(loader)
         state = random_state()
@@ -253,7 +252,7 @@ class OverOnline(OverTRL):
 
     @contextmanager
     def _hotspa_weights(self, whole: bool) -> Iterator[None]:
-        """Inside, calls of the model object run on the object itself, as ranks generate different numbers of tokens."""
+        """Inside, calls run on the model object itself, as ranks generate different numbers of tokens."""
         switched = self.switched
         # vLLM gets the base weights with the adapter merged in
         are_read = whole or switched.engine.description.adapters is not None
@@ -280,8 +279,8 @@ class OverOnline(OverTRL):
         batch_size: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As TRL, but scores without gradients (old log-probabilities, a reference) in one pass: rows are packed, and
-        each strategy's weights are loaded once for all rows."""
+        """As TRL, but scores (old log-probabilities, a reference) in one pass: rows are packed, and each strategy's
+        weights are loaded once."""
         if self._hotspa_refusal is None and not torch.is_grad_enabled():
             batch_size = None
         if self._hotspa_seeds is not None and batch_size is None:
@@ -291,8 +290,7 @@ class OverOnline(OverTRL):
         )
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        """As TRL; if the gradients by log-probabilities are known, passes them on, so that the rows are trained at
-        once."""
+        """As TRL; passes on gradients that are known, so that the rows are trained at once."""
         if self._hotspa_refusal is None and torch.is_grad_enabled() and self.switched.engine.updates is None:
             self._hotspa_seeds = first_seeds(self, inputs)
         try:
@@ -307,14 +305,14 @@ class OverOnline(OverTRL):
         return bool(self._step % (self.args.steps_per_generation * self.num_iterations))
 
     def hotspa_state(self) -> dict[str, Any]:
-        """As every trainer, with the place in a generation batch."""
+        """Adds the place in a generation batch."""
         place = {"step": self._step, "ranks": self.args.world_size}
         if getattr(self, "use_adaptive_entropy", False):
             place |= {"entropy_coef": self.entropy_coef, "entropy": self._last_world_entropy}
         return super().hotspa_state() | {"generation": place}
 
     def _hotspa_rank_tensors(self) -> dict[str, Tensor]:
-        """The generation batch of this rank, unless it is used up."""
+        """The generation batch, unless it is used up."""
         if not self._hotspa_is_inside_batch:
             return {}
         return {
@@ -325,7 +323,7 @@ class OverOnline(OverTRL):
         }
 
     def _hotspa_load(self, resumption: Resumption) -> None:
-        """As every trainer; resumes inside the generation batch, on the same number of ranks (else `ResumeError`)."""
+        """Resumes also inside a generation batch, on the same number of ranks (else `ResumeError`)."""
         super()._hotspa_load(resumption)
         place = resumption.state.get("hotspa", {}).get("generation")
         if place is None:  # another trainer's checkpoint: TRL generates anew
@@ -407,7 +405,7 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[Any, str, str]] = {
 
 
 def _check_supported(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> None:
-    """Raises `UnsupportedError` for options that cannot be honoured in front of TRL."""
+    """Raises `UnsupportedError` for options that cannot be honoured."""
     for name, (nothing, why, fix) in _UNSUPPORTED_FIELDS.items():
         if (value := getattr(args, name, nothing)) != nothing:
             raise UnsupportedError(f"{type(args).__name__} has {name}={value!r}", why=why, fix=fix)
@@ -442,8 +440,7 @@ def _scoring(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mappin
 
 
 def _scoring_online(kind: str, values: Mapping[str, Any], adapted: bool, balanced: bool) -> Scoring:
-    """Spreads the scoring of a generation batch (old and reference log-probabilities) over the `num_iterations` times
-    that the batch is trained."""
+    """A generation batch is scored once and trained `num_iterations` times."""
     has_reference = values["beta"] != 0.0
     of_batch = has_reference + (kind == "RLOO" or not generates_every_step(values))
     of_batch += kind == "GRPO" and generates_every_step(values) and is_corrected(values)
@@ -457,9 +454,9 @@ def is_corrected(values: Mapping[str, Any]) -> bool:
 
 
 def seeds_are_known(values: Mapping[str, Any]) -> bool:
-    """Whether the gradients of GRPO's loss by log-probabilities are known before the log-probabilities are: the current
-    weights generated the batch, and the loss contains only the ratio to the old log-probabilities. Accumulated batches
-    are scored one by one and trained together, which moves fewer weights."""
+    """Whether the gradients of GRPO's loss by log-probabilities are known before these are: the current weights
+    generated the batch, and the loss has only the ratio to the old log-probabilities. Accumulated batches are scored
+    one by one and trained together, which moves fewer weights."""
     if "loss_type" not in values:  # RLOO, whose ratio is taken over the whole completion
         return False
     hangs_on_more = values["beta"] or values["entropy_coef"] or values["use_adaptive_entropy"]
@@ -469,8 +466,7 @@ def seeds_are_known(values: Mapping[str, Any]) -> bool:
 
 
 def generates_every_step(values: Mapping[str, Any]) -> bool:
-    """Whether the weights that are trained have always generated the batch, so that TRL scores no old
-    log-probabilities."""
+    """Whether the trained weights have always generated the batch, so that TRL scores no old log-probabilities."""
     every = (values["steps_per_generation"] or 1) * values["num_iterations"]
     return bool(values["gradient_accumulation_steps"] % every == 0)
 
@@ -479,8 +475,7 @@ def generates_every_step(values: Mapping[str, Any]) -> bool:
 
 
 def first_seeds(trainer: Any, inputs: Any) -> Tensor | None:
-    """Returns the gradients of GRPO's loss by log-probabilities when the generating weights are trained (every ratio is
-    1).
+    """Returns the gradients of GRPO's loss by log-probabilities if the trained weights generated (every ratio is 1).
 
     Args:
         inputs: B rows with completions of up to C tokens after prompts of up to P.
@@ -503,8 +498,8 @@ def first_seeds(trainer: Any, inputs: Any) -> Tensor | None:
 
 
 class ExpectedLengths:
-    """A loader of batches with expected lengths, for `auto`: the real prompts, and completions from an eighth of the
-    maximum length to all of it. Generated lengths may later lead to another plan.
+    """A loader of batches with expected lengths, for `auto`: real prompts, and completions from an eighth of the
+    maximum length to all of it. Generated lengths may lead to another plan later.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
@@ -524,10 +519,10 @@ class ExpectedLengths:
 
 
 def streamed(trainer: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields the current weights by name, in the dtypes of the model object, as TRL's `_iter_named_params`. Collective.
+    """Yields the current weights by name, in the model object's dtypes, as TRL's `_iter_named_params`. Collective.
 
-    The weights come from the master store a layer at a time. A vLLM server gets them from rank 0, so that other ranks
-    only send their shares; colocated vLLM gets them on every rank. An adapter is merged into each base weight.
+    They come from the master store a layer at a time. A vLLM server gets them from rank 0, so that other ranks only
+    send their shares; colocated vLLM gets them on every rank. An adapter is merged into each base weight.
     """
     model, engine = trainer.model, trainer.switched.engine
     if engine.description.adapters is not None:
@@ -547,8 +542,8 @@ def streamed(trainer: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _merged(trainer: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-    """As TRL for a PEFT model, one layer at a time. Keeps copies of the base weights, as merging and unmerging would
-    round them."""
+    """As TRL for a PEFT model, one layer at a time. Copies the base weights, as merging and unmerging would round
+    them."""
     fix = trainer.vllm_generation._fix_param_name_to_vllm
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     for name, parameter in model.named_parameters():

@@ -1,9 +1,9 @@
 """Builds the packed tensors of one rank, and the batches of a Trainer's data loaders.
 
 Owns `MicroBatch` and `MiniBatch`, which the engine runs, and `PackedBucketCollator`, the data collator that builds them
-from the rows of a mini-batch, or from a plan that was made from row lengths. Faulty row contents are found here, on the
-CPU, before the first transfer of the mini-batch. The error is carried in `MiniBatch.error` and not raised, because only
-some ranks see the row and all must stop together.
+from the rows of a mini-batch, or from a plan made from row lengths. Faulty rows are found here, on the CPU, before the
+first transfer of the mini-batch. `MiniBatch.error` carries the error, as only some ranks see the row and all must stop
+together.
 
 Shape suffixes: T packed tokens of a micro-batch, S its sequences, S1 = S + 1.
 Labels are shifted here, once: `labels_1T[0, t]` is the target of position t.
@@ -47,18 +47,18 @@ class MicroBatch:
     Args:
         input_ids: [1, T] int64.
         position_ids: [1, T] int64, from 0 in each sequence.
-        labels: [1, T] int64, the target of each position, already shifted; -100 without a target, so always at the last
-            position of a sequence.
-        cu_seqlens: [S1] int32, where each sequence begins, and T at the end.
+        labels: [1, T] int64, the target of each position, already shifted; -100 without a target, so always at the end
+            of a sequence.
+        cu_seqlens: [S1] int32, the start of each sequence, and T.
         lengths: The S sequence lengths, on the host.
-        num_labels: Targets that count, known on the host without asking a device.
+        num_labels: Targets that count, on the host.
         keys: The dataset row and the first token of each sequence; (-1, 0) for padding.
-        columns: Further inputs of a custom loss, by name: [1, T] with a number for each token of `input_ids` (not
-            shifted), or [S] with one for each sequence; int64 or float64.
-        cuts: For each sequence of a part of a pack, its tokens before the part and the length of the whole sequence;
-            empty if all are whole. The [1, T] columns of a part are shifted like `labels`.
-        content: A 64-bit digest of tokens and labels, which must agree between the ranks of a replica (see
-            `parallel.agreement`).
+        columns: Further inputs of a custom loss: [1, T] with a number for each token of `input_ids` (not shifted), or
+            [S] with one for each sequence; int64 or float64.
+        cuts: For each sequence of a part of a pack, its tokens before the part and the whole sequence's length; empty
+            if all are whole. The [1, T] columns of a part are shifted like `labels`.
+        content: A 64-bit digest of tokens and labels, on which the ranks of a replica must agree
+            (`parallel.agreement`).
     """
 
     input_ids: torch.Tensor
@@ -85,7 +85,7 @@ class MicroBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def padded_to(self, num_tokens: int, pad_token_id: int) -> "MicroBatch":
-        """Appends one isolated sequence of padding without labels, up to `num_tokens` tokens.
+        """Appends one isolated sequence of padding, without labels, up to `num_tokens` tokens.
 
         Raises:
             DataError: the micro-batch is longer.
@@ -113,8 +113,8 @@ class MicroBatch:
         )
 
     def part(self, first: int, stop: int) -> "MicroBatch":
-        """Returns the tokens `[first, stop)` as a pack of whole and partial sequences, see `cuts`. Positions and
-        targets stay as in the whole sequences."""
+        """Returns the tokens `[first, stop)` as a pack of whole and partial sequences (`cuts`), with their positions
+        and targets in the whole sequences."""
         if (first, stop) == (0, self.num_tokens):
             return self
         begins = [0, *accumulate(self.lengths)]
@@ -127,7 +127,7 @@ class MicroBatch:
         )
 
     def pieces(self, pieces: Sequence[Piece]) -> "MicroBatch":
-        """Returns parts of sequences as a separate pack; positions and targets stay as in the whole sequences."""
+        """Returns parts of sequences as a pack, with their positions and targets in the whole sequences."""
         begins, of_sequences = [0, *accumulate(self.lengths)], [i for i, _, _ in pieces]
         places = [slice(begins[i] + first, begins[i] + stop) for i, first, stop in pieces]
         lengths = tuple(stop - first for _, first, stop in pieces)
@@ -136,9 +136,7 @@ class MicroBatch:
         index = torch.tensor(of_sequences, dtype=torch.int64).to(device, non_blocking=True)
         cuts = self.cuts or [(0, length) for length in self.lengths]
 
-        together = all(
-            one.stop == other.start for one, other in pairwise(places)
-        )  # then a view: all chunks live at once
+        together = all(one.stop == other.start for one, other in pairwise(places))  # then no copy: chunks live at once
         whole = slice(places[0].start, places[-1].stop) if places else slice(0)
 
         def taken(row: torch.Tensor) -> torch.Tensor:
@@ -146,7 +144,7 @@ class MicroBatch:
 
         labels = taken(self.labels)
         columns = {
-            # the columns of a part are already shifted
+            # a part's columns are already shifted
             name: taken(column if self.cuts else column.roll(-1, 1)) if column.dim() == 2 else column[index]
             for name, column in self.columns.items()
         }
@@ -183,12 +181,12 @@ class PhaseBatch:
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """One optimizer step as one rank sees it.
+    """One optimizer step on one rank.
 
     Args:
         plan: The plan of the whole mini-batch, the same on every rank.
-        phases: One for each phase of the plan, on every rank, in the same order.
-        error: The error of the rows, for all ranks to agree on and raise; the phases are then empty.
+        phases: One for each phase of the plan, in the same order on every rank.
+        error: The error of the rows, for all ranks to agree on and raise; without phases.
         content: A digest of the tokens, if each rank reads a separate stream.
     """
 
@@ -198,7 +196,7 @@ class MiniBatch:
     content: str = ""
 
     def digests(self) -> dict[str, str]:
-        """Returns, by name, what must agree on all ranks before the first transfer."""
+        """Returns by name what must agree on all ranks before the first transfer."""
         return {"mini-batch (data order, seed or data set)": self.plan.digest(), "rows of the stream": self.content}
 
     @property
@@ -219,7 +217,7 @@ class MiniBatch:
 
 
 def content_digest(rows: Iterable[Row]) -> str:
-    """Returns a hex sha256 over the tokens, labels and custom loss columns of rows."""
+    """Returns a hex sha256 of rows: tokens, labels and custom loss columns."""
     content = hashlib.sha256()
     for row in rows:
         content.update(row.ids.tobytes() + (b"" if row.labels is None else row.labels.tobytes()))
@@ -231,18 +229,17 @@ def content_digest(rows: Iterable[Row]) -> str:
 class PackedBucketCollator:
     """A data collator: converts rows to the bucketed and packed mini-batch of one rank.
 
-    As `collate_fn` of a plain torch `DataLoader` it takes the rows of one optimizer step, which must be the same on
-    every rank, and returns the input of `HotSPaEngine.forward_backward`. `HotSPaTrainer` uses it with plans that it
-    makes from scanned lengths before any row is read.
+    As `collate_fn` of a plain torch `DataLoader` it takes the rows of one optimizer step, the same on every rank, and
+    returns the input of `HotSPaEngine.forward_backward`. `HotSPaTrainer` uses it with plans from scanned lengths.
 
     Args:
         buckets: The engine's buckets, in the order of their phases.
         rank: Global rank. In each phase it runs the packs of replica ``strategy.coord(rank).dp``.
         vocab_size: Token ids and labels must be below it.
         quadratic_cost: See `ModelShape.quadratic_cost`; balances packs of unequal lengths.
-        policy: One of `OVERLONG_POLICIES`, for sequences above the longest bucket.
-        table: The scan behind the plans; with it, a row whose length has changed since the scan is an error even if the
-            planned slice would still fit.
+        policy: One of `OVERLONG_POLICIES`.
+        table: The scan behind the plans: a row whose length has changed since is an error even if the planned slice
+            would fit.
 
     Raises:
         HotspaConfigError: no bucket, or an unknown policy.
@@ -287,10 +284,10 @@ class PackedBucketCollator:
         """Returns the mini-batch of rows that were read, with a digest of all their tokens.
 
         Args:
-            speeds: For dividing packs over replicas; None for an even division.
+            speeds: For dividing packs over replicas; None divides evenly.
 
         Raises:
-            HotspaError: it cannot be planned. The mini-batch carries errors of one rank's rows.
+            HotspaError: it cannot be planned. Errors of one rank's rows are carried.
         """
         table = SequenceTable.of_rows(rows, self.rules)
         indices, cost = range(len(rows)), self.quadratic_cost
@@ -370,7 +367,7 @@ class PackedBucketCollator:
             if num_labels != sequence.num_labels:
                 raise self._stale(sequence.row, f"it has {num_labels} labels and {sequence.num_labels} were planned")
             begin = end
-        # Ids first: rows without labels take their targets from them, and then the error should name `input_ids`.
+        # Ids first: rows without labels take targets from them, and then the error should name `input_ids`.
         for key, values_T in (("input_ids", ids_T), ("labels", np.where(labels_T == IGNORED_LABEL, 0, labels_T))):
             if int(values_T.min()) < 0 or int(values_T.max()) >= self.vocab_size:
                 raise self._out_of_range(values_T, key, pack, rows)
@@ -424,7 +421,6 @@ class PackedBucketCollator:
 
 
 def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
-    """A column of a pack in the format of `MicroBatch.columns`."""
     parts = [rows[s.row].columns[name] for s in pack.sequences]
     other = next((s.row for s, part in zip(pack.sequences, parts, strict=True) if part.ndim != parts[0].ndim), None)
     if other is not None:
@@ -441,11 +437,11 @@ def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
 
 # -- idle packs -------------------------------------------------------------------------------------------------------
 
-# A replica without remaining packs runs idle packs if ranks of other replicas exchange tokens with it (`ep`).
+# A replica without packs runs idle packs if ranks of other replicas exchange tokens with it (`ep`).
 
 
 def idle_micro_batch(columns: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """Returns one token of padding, with another pack's columns: its loss and its part of every gradient are 0."""
+    """Returns one token of padding with another pack's columns, whose loss and gradients are 0."""
     token = torch.zeros((1, 1), dtype=torch.int64)
     ends = torch.tensor([0, 1], dtype=torch.int32)
     beside = {name: c.new_zeros((1, 1) if c.dim() == 2 else 1) for name, c in columns.items()}
@@ -461,9 +457,9 @@ def is_idle(micro_batch: MicroBatch) -> bool:
 
 # Batches of tensors for the data loaders of a Trainer, or of a loop over a `SwitchedModel`.
 #
-# `RowCollator` renders rows of text with the tokenizer, reads loss masks, calls the user's collator or else pads rows
-# itself, and cuts sequences above the longest bucket. `MiniBatchSampler` distributes the rows of mini-batches of a given
-# size to ranks and accumulated batches, evenly or not.
+# `RowCollator` tokenises text, reads loss masks, calls the user's collator or else pads rows itself, and cuts sequences
+# above the longest bucket. `MiniBatchSampler` distributes the rows of mini-batches of a given size to ranks and
+# accumulated batches, evenly or not.
 
 
 try:
@@ -490,21 +486,19 @@ _FUNCTIONS = (stock.default_data_collator, stock.torch_default_data_collator)
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether rows can only be read in sequence, without random access; a stream may have a length."""
+    """Whether rows have no random access; a stream may have a length."""
     if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
         return True
     return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
 
 
 def length_facts(loader: Any) -> dict[str, str]:
-    """Returns what must agree on all ranks of a data loader: a rank with fewer batches would leave the others
-    waiting."""
+    """Returns what must agree on all ranks of a data loader: with fewer batches on a rank, the others would wait."""
     return {"number of batches": str(len(loader)) if has_length(loader) else "unknown"}
 
 
 def release_others(loader: Any) -> None:
-    """Ends the pass on the ranks that this rank reads for (`dispatch_batches`), after it failed: they wait for a
-    batch."""
+    """Ends the pass on the ranks that wait for a batch from this one (`dispatch_batches`), after it failed."""
     if isinstance(loader, DataLoaderDispatcher) and loader.state.process_index == 0:
         for _ in range(1 if loader.split_batches or loader._drop_last else 2):
             broadcast_object_list([None, True])
@@ -521,17 +515,17 @@ class RowCollator:
 
     Args:
         collator: The user's; None to pad rows here.
-        tokenizer: For rows without `input_ids`, if any.
-        columns: The columns that the stock Trainer would keep for the model; None for all.
-        loss_columns: Further numbers of rows or tokens that a token loss reads.
-        policy: What to do with sequences of more than `longest` tokens: error, truncate, split or drop.
-        skips_empty: Whether null or empty rows are left out.
-        counts: Whether the batch has the numbers of rows that were cut or left out (`COUNTS`).
+        tokenizer: For rows without `input_ids`.
+        columns: Those that the stock Trainer would keep for the model; None for all.
+        loss_columns: Numbers of rows or tokens that a token loss reads.
+        policy: For sequences of more than `longest` tokens: error, truncate, split or drop.
+        skips_empty: Whether to leave out null or empty rows.
+        counts: Whether the batch has the numbers of changed rows (`COUNTS`).
         unsupported: Columns that the model would receive and that packing cannot honour.
         borders: As in `RowRules`.
 
     Attributes:
-        longest: Tokens of the longest sequence that is trained; None while unknown.
+        longest: Tokens of the longest trained sequence; None while unknown.
         kept: Columns of a data set that are read; empty for all.
     """
 
@@ -555,7 +549,7 @@ class RowCollator:
 
         Raises:
             DataError: a row cannot be read.
-            UnsupportedError: a row has information on its tokens that would be ignored.
+            UnsupportedError: information of a row on its tokens would be ignored.
             OverlongError: a sequence is too long, and the policy is `error`.
         """
         rows = self._read(list(examples)) if len(examples) else []
@@ -576,8 +570,7 @@ class RowCollator:
         return {**batch, COUNTS: torch.tensor(counts)} if self.counts else batch
 
     def _read(self, examples: list[Any]) -> list[Any]:
-        """Tokenises text, applies the masks that a stock collator would ignore, and leaves out empty rows if asked
-        to."""
+        """Tokenises text, applies masks that a stock collator would ignore, and leaves out empty rows if asked to."""
         if not isinstance(examples[0], Mapping):
             if self.collator is None:
                 raise DataError(
@@ -701,13 +694,11 @@ def _has_no_tokens(example: Mapping[str, Any]) -> bool:
 
 
 def _within_batch(error: HotspaError) -> HotspaError:
-    """The error of a row whose number in the data set is unknown here."""
     where = f"{error.where or 'a row'}, counted within the batch"
     return HotspaError.from_dict({**error.to_dict(), "where": where})
 
 
 def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
-    """A column that a loss reads: [B] with a number for each row, or [B, L]."""
     if len({value.ndim for value in values}) > 1:
         raise DataError(
             f"the column {name!r} has a number for each token in some rows and one number in others",
@@ -719,7 +710,7 @@ def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
 
 
 def with_masks(example: Any, row: int) -> Any:
-    """Converts loss masks in other columns (`completion_mask`, `assistant_masks`, ...) of a row to `labels`.
+    """Converts a row's loss masks in other columns (`completion_mask`, `assistant_masks`, ...) to `labels`.
 
     Raises:
         UnsupportedError: a mask is not one number of 0 or 1 for each token, or the row has `label` and no `labels`.
@@ -761,7 +752,7 @@ def with_masks(example: Any, row: int) -> Any:
 
 
 def without_padded_from(batch: Any) -> Any:
-    """Removes the labels of first tokens after padding on the left, which only padding would predict.
+    """Removes labels of first tokens after padding on the left, which only padding would predict.
 
     Args:
         batch: Tensors [B, L]; other values, and batches without such labels, are returned unchanged.
@@ -794,7 +785,7 @@ def say_left_out() -> None:
 
 
 def kept_columns(names: Collection[str], loss_columns: Sequence[str]) -> list[str]:
-    """Returns the columns of a data set that the collator reads beside the model's inputs."""
+    """Returns the columns that the collator reads beside the model's inputs."""
     if "input_ids" not in names:
         return list(names)
     return [n for n in names if n in TOKEN_COLUMNS or n in loss_columns or n == "label" or is_loss_mask(n)]
@@ -809,8 +800,8 @@ _BatchesOfRanks: Any = BatchRebalanceSampler or Sampler
 class MiniBatchSampler(_BatchesOfRanks):
     """Yields the rows of each batch of this rank, for a mini-batch size that ranks and accumulation need not divide.
 
-    A mini-batch has consecutive rows of the order for every number of ranks; a batch may be empty. The type is
-    `BatchRebalanceSampler`, as the stock Trainer does not distribute its batches again.
+    A mini-batch has consecutive rows of the order, on any number of ranks; a batch may be empty. As a
+    `BatchRebalanceSampler` by type, the stock Trainer does not distribute its batches again.
 
     Args:
         sampler: The order of rows.

@@ -1,19 +1,18 @@
 """Converts users' data to a dataset of token rows: `input_ids`, and `labels` if a part of a row does not count.
 
-Owns how rows are read for the Trainer, examples and commands. `formats.py` defines the supported columns,
-`chat_text.py` how conversations become tokens. Rows of `input_ids` are kept unchanged (`features.py`). Text (and a
-string completion) gets the tokenizer's EOS token unless it ends with it; a chat template ends conversations itself.
-Special tokens that a text already contains, as from a chat template, are not added again. Nothing is truncated:
-`bucketing.py` handles over-long rows. If the labelled tokens cannot be determined exactly, an error is raised.
+Owns how the Trainer, examples and commands read rows. `formats.py` defines the supported columns, `chat_text.py` how
+conversations become tokens. Rows of `input_ids` are unchanged (`features.py`). Text (and a string completion) gets the
+tokenizer's EOS token unless it ends with it; a chat template ends conversations itself. Special tokens that a text
+already has, as from a chat template, are not added again. Nothing is truncated: `bucketing.py` handles over-long rows.
+Rows whose labelled tokens are not exactly known are errors.
 
 The lengths of a file's rows, as in training:
 
     dataset = prepare_dataset(load_source("chats.jsonl"), tokenizer)
     lengths = scan_dataset(dataset).sequence_lengths  # hf_hotspa.rows.scan; [S] int64, tokens of every sequence
 
-Also checks users' data files: the header of a csv, and which file is broken, where and why.
-
-Imports pandas only inside functions, and no torch.
+Also checks data files: the header of a csv, and which file is broken, where and why. Imports pandas only inside
+functions, no torch.
 """
 
 import json
@@ -44,7 +43,7 @@ def csv_columns(files: Sequence[Path]) -> list[str]:
 
     first: list[str] = []
     for path in files:
-        # readers take cells without a name in the header for row names, and drop them
+        # readers take cells without a name for row names, and drop them
         head = pandas.read_csv(path, nrows=1, dtype=str, na_filter=False)
         if not isinstance(head.index, pandas.RangeIndex):
             raise DataError(
@@ -62,8 +61,8 @@ def csv_columns(files: Sequence[Path]) -> list[str]:
 
 
 def unreadable(files: Sequence[Path], kind: str, split: str, error: Exception) -> DataError:
-    """Returns the error for files that a `datasets` builder (json, csv, text or parquet) cannot read: which one is
-    broken, and where."""
+    """Returns the error for files that a `datasets` builder (json, csv, text or parquet) cannot read, with the broken
+    one and the place."""
     if all(path.stat().st_size == 0 or not path.read_bytes().strip() for path in files):
         return no_rows(files)
     for path in files:
@@ -152,7 +151,7 @@ def prepare_dataset(
 
     Args:
         dataset: A `datasets.Dataset` or a list of dictionaries, with columns of `formats.py`.
-        tokenizer: The model's tokenizer. Not used for rows of `input_ids`.
+        tokenizer: The model's. Not used for rows of `input_ids`.
         num_proc: Processes that tokenise.
         keep: Other columns to keep, if present.
         skips_empty: A null or empty row has no tokens; otherwise null is an error.
@@ -204,7 +203,7 @@ def prepare_dataset(
 def tokenize_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, skips_empty: bool = False
 ) -> list[Mapping[str, Any]]:
-    """Tokenises some rows, such as a mini-batch from a stream; rows with `input_ids` stay unchanged. With `skips_empty`
+    """Tokenises some rows, such as a mini-batch from a stream; rows with `input_ids` are unchanged. With `skips_empty`
     a null or empty row has no tokens.
 
     Raises:
@@ -225,7 +224,7 @@ def tokenize_rows(
 
 
 def say_once(format_: Format, tokenizer: Any) -> None:
-    """Warns, once and on rank 0, of how rows are read if a user might expect otherwise.
+    """Warns, once and on rank 0, if rows are read in an unexpected way.
 
     Raises:
         DataError: the rows need a chat template, and the tokenizer has none.
@@ -276,8 +275,7 @@ def check_masks(names: Collection[str]) -> None:
 
 
 def refuse_guessed(dataset: Any) -> None:
-    """Checks that `datasets` has not converted text cells of a csv file to other types: 007 would be 7, and True may
-    have been true.
+    """Checks that `datasets` has not converted a csv's text cells: 007 would be 7, and True may have been true.
 
     Args:
         dataset: A `datasets.Dataset`, or a stream.
@@ -311,12 +309,12 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
 
     Args:
         path_or_name: A .json, .jsonl, .parquet, .csv (cells are text) or .txt file (one row a line); a directory of
-            such files of one kind; a directory written by `save_to_disk`; or else a name on the hub.
+            files of one of these kinds; a directory written by `save_to_disk`; or else a name on the hub.
         split: The split, or a slice like ``train[:1000]`` (not for `save_to_disk`). Local files are all `train`.
 
     Raises:
         DataError: there is no such file, it is empty or unreadable (with file and line), a directory holds no supported
-            files or several kinds of files, or the hub does not have the dataset.
+            files or several kinds, or the hub does not have the dataset.
     """
     import datasets
 
@@ -339,7 +337,7 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
         raise DataError(f"there is no file or directory {path}", fix="check the path")
     try:
         return datasets.load_dataset(path_or_name, split=split)
-    except Exception as error:  # the hub client raises many kinds of errors
+    except Exception as error:  # the hub client raises many kinds
         raise DataError(
             f"{path_or_name!r} is not a local path, and the hub failed to load it: {type(error).__name__}: {error}",
             fix="check the name, the split and the network; a local file needs one of the endings "
@@ -414,8 +412,7 @@ def _has_template(tokenizer: Any) -> bool:
 
 
 class _Specials:
-    """The ids of the special tokens that a tokenizer puts around each text; removes those that a text already
-    contained."""
+    """The ids of the special tokens that a tokenizer puts around each text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -425,12 +422,12 @@ class _Specials:
         self.before, self.behind = whole[:begin], whole[begin + len(bare) :] if places else []
 
     def _has_end(self, ids: list[int], text: str) -> bool:
-        """Whether a text ends with EOS, apart from white space that chat templates write after it."""
+        """Chat templates may write white space after EOS."""
         eos = self.tokenizer.eos_token
         return eos is not None and text.rstrip().endswith(eos) and self.tokenizer.eos_token_id in ids
 
     def doubled(self, ids: list[int], text: str) -> tuple[int, int]:
-        """Counts the tokens at the beginning and at the end that the tokenizer added although the text had them."""
+        """Counts the tokens at both ends that the tokenizer added although the text had them."""
         before, eos = len(self.before), self.tokenizer.eos_token_id
         begins = before if ids[:before] == ids[before : 2 * before] == self.before else 0
         ends = self.behind == ids[-1:] == [eos] and self._has_end(ids, text)
@@ -453,7 +450,7 @@ class _Specials:
 def _completion_of_strings(prompt: str, completion: str, specials: _Specials, row: int) -> tuple[list[int], list[bool]]:
     """Tokenises prompt and completion as one text, and marks the tokens that hold a part of the completion.
 
-    One text, because a tokenizer may treat the beginning of a text specially (a leading space, a BOS token).
+    One text, as a tokenizer may treat the beginning of a text specially (a leading space, a BOS token).
     """
     tokenizer, text = specials.tokenizer, prompt + completion
     if getattr(tokenizer, "is_fast", False):
