@@ -2,12 +2,11 @@
 
 Owns how the worker processes of our loaders are started. On Linux:
 
-* Only a SIGTERM from their rank ends them, from their start on. Launchers and schedulers send SIGTERM to whole process
-  groups, and the rank needs its workers to finish the current mini-batch before it ends them.
+* Only their rank's SIGTERM ends them, from their start on. Launchers and schedulers send SIGTERM to whole process
+  groups, and the rank needs its workers to finish the current mini-batch.
 * They end at once when their rank dies, however it dies. A forked worker holds copies of the rank's connections, so
-peers
-  notice the death only when the workers are gone, too; torch's watchdog checks every five seconds.
-* Their rank can end them as usual (`terminate()`), so nothing waits for them when a process exits.
+  peers notice the death only when the workers are gone, too; torch's watchdog checks every five seconds.
+* Their rank can end them with `terminate()`, so nothing waits for them when a process exits.
 
 On systems without `sigwaitinfo` (macOS), workers are torch's.
 """
@@ -28,7 +27,7 @@ from hf_hotspa.errors import HotspaConfigError
 
 @contextlib.contextmanager
 def _sigterm_blocked() -> Iterator[None]:
-    """Blocks SIGTERM in this thread, and in processes started inside until they unblock it."""
+    """Also in processes started inside, until they unblock it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -46,16 +45,14 @@ def _end_when_announced(rank: int) -> None:
 def _end_with_rank(rank: Any) -> None:
     try:
         handle = os.pidfd_open(rank.pid)
-    except (
-        OSError
-    ):  # already dead, or a kernel without pidfd; the sentinel is a pipe that the rank's other children may keep open
+    except OSError:  # already dead, or no pidfd; the sentinel is a pipe that other children may keep open
         handle = rank.sentinel
     connection.wait([handle])
     os._exit(1)
 
 
 class _Worker:
-    """A process that starts with SIGTERM blocked, and has two threads that decide when it ends."""
+    """Starts with SIGTERM blocked; two threads decide when it ends."""
 
     def start(self) -> None:
         with _sigterm_blocked():
@@ -70,7 +67,7 @@ class _Worker:
         super().run()  # type: ignore[misc]
 
 
-# at module level, as a spawned process finds its class by name
+# at module level: a spawned process finds its class by name
 class _ForkWorker(_Worker, context.ForkProcess):
     pass
 

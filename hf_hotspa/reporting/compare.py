@@ -20,8 +20,8 @@ class StrategyPair:
     Args:
         a: Its totals in run A; None if it did not run.
         b: The same for run B.
-        speed_up: Tokens per second of computation, B over A. If the strategy ran in one run only and the other run had
-            a single strategy, the single strategy is compared. None if nothing can be compared.
+        speed_up: Tokens per second of computation, B over A. For a strategy of one run only, the other run's single
+            strategy is compared, if it has only one. None if nothing can be compared.
     """
 
     strategy: str
@@ -36,16 +36,14 @@ class Comparison:
 
     Args:
         steps: Steps that both trained.
-        loss_differences: B - A, for each of these steps.
+        loss_differences: B - A, for each step.
         largest_relative: The largest `|B - A| / |A|`.
-        same_tokens: Whether both trained equally many tokens in each of these steps; else losses are of different data.
+        same_tokens: Whether both trained equally many tokens in each step; else losses are of different data.
         not_alike: What differs of `model`, `data`, `mini-batches`; the speeds then cannot be compared.
-        same_rates: Whether the learning rates were equal in each of these steps.
+        same_rates: Whether the learning rates were equal in each step.
         settings: Other differences, by name: A's value, B's value.
-        speed_up: Median over these steps of A's seconds over B's seconds: above 1 B is faster. Without the first step,
-            which warms up, if there are others. None if `not_alike` is not empty.
-        a_seconds: Seconds of A's steps.
-        b_seconds: Seconds of B's steps.
+        speed_up: Median over steps of A's seconds over B's: above 1 B is faster. Without the first step, which warms
+            up, if there are others. None if `not_alike` is not empty.
         strategies: One for each strategy of either run.
     """
 

@@ -1,9 +1,8 @@
 """The measured gain of switching over single strategies, on the same mini-batches.
 
-Owns the numbers of `trainer/gain.py` as plain data, their JSON in the record of a run, and their texts in a terminal,
-in a log and on the page of the run. The only statistic is the mean, so each ratio is the ratio of the seconds beside
-it. The answer is that switching paid, or did not, only if the 95% interval of the ratio excludes 1; otherwise it is not
-clear.
+Owns the numbers of `trainer/gain.py` as plain data, their JSON in a run's record, and their texts in a terminal, a log
+and the run's page. The only statistic is the mean, so each ratio is the ratio of the seconds beside it. The answer is
+clear only if the 95% interval of the ratio excludes 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +43,7 @@ class Rival:
         count: Mini-batches.
         alone: Its mean seconds, rounded as shown.
         switching: The mean seconds of switching, rounded as shown.
-        margin: Half of the 95% interval of the ratio; infinite for one mini-batch.
+        margin: Half of the ratio's 95% interval; infinite for one mini-batch.
     """
 
     name: str
@@ -69,7 +68,7 @@ class Rival:
 
     @classmethod
     def of(cls, name: str, alone: Sequence[float], switching: Sequence[float]) -> "Rival":
-        """Compares the seconds of each mini-batch in pairs; the interval is for a ratio of two means."""
+        """Compares seconds in pairs by mini-batch; the interval is for a ratio of two means."""
         count, a, b = len(alone), _shown(fmean(alone)), _shown(fmean(switching))
         margin = float("inf")
         if count > 1:
@@ -85,14 +84,14 @@ class MeasuredGain:
     """Seconds of forward and backward passes with all transfers, without the update.
 
     Args:
-        switching: Seconds of each mini-batch under the run's strategies.
-        singles: Seconds of the same mini-batches, in the same order, under each single strategy; for a strategy that
-            was clearly slower than another only of the first ones.
-        loss_difference: The largest relative difference between the losses of the same mini-batch.
+        switching: Of each mini-batch under the run's strategies.
+        singles: Of the same mini-batches, in the same order, under each single strategy; only of the first ones for a
+            clearly slower strategy.
+        loss_difference: The largest relative difference between losses of a mini-batch.
         left_out: Common single strategies that were not measured, and why.
 
     Raises:
-        ValueError: the seconds are not of the same mini-batches, or there are no seconds.
+        ValueError: the seconds are missing, or not of the same mini-batches.
     """
 
     switching: tuple[float, ...]
@@ -145,7 +144,7 @@ class MeasuredGain:
 
     @property
     def not_measured(self) -> str:
-        """The single strategies that were not measured, and why; may be empty."""
+        """The single strategies that were not measured, and why."""
         return "; ".join(f"{known_as(name)}: {why}" for name, why in self.left_out.items())
 
     @property

@@ -1,9 +1,8 @@
 """The HTML page of a run: self-contained, light and dark, no network. A pure function of a `RunLog`.
 
-For notebooks: the page of a run, and a histogram of lengths, as the last value of a cell. These objects have a
-`_repr_html_`; each is a separate frame, so that its style sheet and the notebook's do not interfere.
-
-For papers and slides: panels of the page as SVG files, each with title, legend and style, on white.
+Notebooks show the page, and a histogram of lengths, as the last value of a cell (`_repr_html_`), each in a frame, so
+that its style sheet and the notebook's do not interfere. Papers and slides get panels as SVG files, with title, legend
+and style, on white.
 """
 
 import os
@@ -35,7 +34,7 @@ class Panel:
 
     Args:
         name: For links and tests, such as `loss`.
-        points: How many values are shown.
+        points: Number of values shown.
         body: HTML.
         note: How to read the figure.
         legend: (colour class, text) pairs.
@@ -100,7 +99,7 @@ def lengths_panel(run: RunLog) -> Panel:
 
 
 def lengths_figure(histogram: Mapping[str, Sequence[int]], buckets: Sequence[tuple[str, int]]) -> Panel:
-    """Draws a histogram (`reporting/run_log.py`) with buckets, given as strategy and longest sequence."""
+    """Draws a histogram (`reporting/run_log.py`) and buckets: strategy and longest sequence of each."""
     series = [
         Series(key, style, [n / max(sum(histogram[key]), 1) for n in histogram[key]])
         for key, style in (("sequences", "s0"), ("tokens", "s1"))
@@ -116,7 +115,7 @@ def lengths_figure(histogram: Mapping[str, Sequence[int]], buckets: Sequence[tup
 
 
 def time_panel(run: RunLog) -> Panel:
-    """Seconds of each step: computation by strategy, switches, waiting, the rest."""
+    """Seconds of each step: computation by strategy, switches, the rest."""
     name, title = "time", "Step time by phase"
     if not run.steps:
         return _empty(name, title, "No mini-batch was recorded.")
@@ -323,7 +322,7 @@ def plan_panel(run: RunLog) -> Panel:
             f"Predicted for a typical mini-batch: {facts.plan['seconds']:.3f} s; the best single strategy, "
             f"{facts.plan['static']}, {facts.plan['static_s']:.3f} s."
         )
-        if "verdict" in facts.plan and run.gain is None:  # records of earlier versions have a verdict
+        if "verdict" in facts.plan and run.gain is None:  # records of earlier versions have no verdict
             note += f" {str(facts.plan['verdict']).capitalize()}."
     return Panel("plan", "Buckets", len(facts.buckets), table(rows, 2), note)
 
@@ -466,7 +465,7 @@ def report_page(run: RunLog, to_be_measured: bool = False) -> str:
 
 
 def _tiles(run: RunLog) -> list[tuple[str, str]]:
-    """The numbers at the top: speed, memory, losses, steps and changed rows."""
+    """The numbers at the top of the page."""
     summary, limit = summarize(run), run.facts.machine.get("memory_bytes")
     planned = run.facts.settings.get("max_steps", 0)
     of_all = f" of {planned:,}" if planned > 0 else ""
@@ -501,7 +500,7 @@ def _loss(loss: float | None) -> str:
 
 
 class InlinePage:
-    """An HTML page in the output of a cell, in a scrolling frame `height` pixels high."""
+    """An HTML page in a cell's output, in a scrolling frame `height` pixels high."""
 
     def __init__(self, page: str, height: int) -> None:
         self.page, self.height = page, height
@@ -521,7 +520,7 @@ def show_report(run: str | os.PathLike[str], height: int = 900) -> InlinePage:
 
     Args:
         run: An output directory, its `hotspa_report` folder, or the record in it.
-        height: Height of the frame in pixels.
+        height: Of the frame, in pixels.
 
     Raises:
         RunLogError: there is no record, or it is damaged.
@@ -533,9 +532,9 @@ def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460
     """Returns the histogram of sequence lengths for a notebook.
 
     Args:
-        lengths: Sequence lengths in tokens.
-        strategies: As for `hotspa_strategies`; its bucket ends are marked.
-        height: Height of the frame in pixels.
+        lengths: In tokens.
+        strategies: As for `hotspa_strategies`, to mark bucket ends.
+        height: Of the frame, in pixels.
 
     Raises:
         StrategyError: the strategies do not parse.
@@ -558,7 +557,7 @@ _MARGIN, _ROW, _KEY = 12, 16, 14
 
 
 def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes `loss.svg`, `step_time.svg`, `switch_share.svg` and `tokens_per_second.svg`, if the run has steps."""
+    """Writes `loss.svg`, `step_time.svg`, `switch_share.svg` and `tokens_per_second.svg`; none without steps."""
     if not run.steps:
         return []
     return [write_whole(Path(folder) / f"{name}{SUFFIX}", picture(panel(run))) for name, panel in _MAIN.items()]
@@ -567,9 +566,7 @@ def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
 def picture(panel: Panel) -> str:
     """Returns a panel with a chart as the text of an SVG file."""
     colours = dict(re.findall(r"--(\w+): (#\w+);", asset("page.css").partition("@media")[0]))
-    style = re.sub(
-        r"var\(--(\w+)\)", lambda name: colours[name[1]], asset("chart.css")
-    )  # few programs support variables
+    style = re.sub(r"var\(--(\w+)\)", lambda name: colours[name[1]], asset("chart.css"))  # few programs know variables
     x, y, legend = _MARGIN, 2 * _ROW + 4, []
     for colour, text in panel.legend:
         width = _KEY + round(text_width(text, "label"))

@@ -3,22 +3,21 @@
 Owns the format (version `FORMAT`) and its reader; `callbacks/step_reports.py` writes it. Each line has a `kind`:
 
 * `header`, first: `format`, `time` (unix seconds), and the fields of `RunFacts`. A resumed run adds another one.
-* `step`: `step` (counted from 1), `time`, `wall_s` (seconds since the start of the step, optimizer included), `lr` (the
-  learning rate used; null if unknown), `memory` (peak bytes of each rank; only if one of them grew by 1 %), `report`
-  (the `StepReport`), and in a thinned record `before` (the `Sums` of the steps left out before this one).
+* `step`: `step` (from 1), `time`, `wall_s` (seconds since the start of the step, optimizer included), `lr` (the
+  learning rate used; null if unknown), `memory` (peak bytes of each rank, if one of them grew by 1 %), `report` (the
+  `StepReport`), and in a thinned record `before` (the `Sums` of the steps left out before this one).
 * `eval`: `step`, `time`, `metrics`. `save`: `step`, `time`.
 * `end`, last: `step`, `time`, `callback_s` (seconds inside callbacks of the main process, by class).
 * `gain`, after `end` if asked for: `time` and the fields of `MeasuredGain`.
 
-A record has at most `MOST_BYTES`. Beyond that, every second one of the older steps is left out, and its sums are added
-to the next step (`thinned`). Kept are the first step, the last steps, steps after which a run may resume, and steps
-that ended a race of plans.
+Beyond `MOST_BYTES`, every second one of the older steps is left out, and its sums are added to the next step
+(`thinned`). Kept are the first step, the last steps, and steps after which a run may resume or that ended a race.
 
-The writer flushes every line, so a killed run loses at most one line. The reader skips a torn last line, and of steps
-that were trained twice (after a resume) uses the later ones. Any other fault is a `RunLogError` with file and line.
-Numbers that are not finite are written as null, as strict JSON has no such numbers.
+The writer flushes every line, so a killed run loses at most one. The reader skips a torn last line, and of steps
+trained twice (after a resume) uses the later ones. Other faults raise a `RunLogError` with file and line. Numbers that
+are not finite are written as null, as strict JSON requires.
 
-Also owns the histogram of a data set's sequence lengths, in bins that double every second one. Plain numbers, no torch.
+Also owns the histogram of sequence lengths, in bins that double every second one. No torch.
 """
 
 import logging
@@ -60,8 +59,8 @@ def length_histogram(lengths: Any) -> dict[str, list[int]]:
         lengths: [N] integers, tokens of each row; rows without tokens are left out.
 
     Returns:
-        `edges` [B + 1]: bin i holds the lengths in `(edges[i], edges[i + 1]]`, the first one begins at 0; `sequences`
-        [B]; `tokens` [B]. Empty bins at the short end are left out.
+        `edges` [B + 1]: bin i holds the lengths in `(edges[i], edges[i + 1]]`, without empty bins at the short end;
+        `sequences` [B]; `tokens` [B].
     """
     array = np.asarray(lengths, dtype=np.int64)
     array = array[array > 0]
@@ -127,7 +126,7 @@ class StrategyTotals:
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over steps: seconds as in `Summary`, and the numbers of `rows` that were changed, by `ROW_CHANGES`."""
+    """Sums over steps: seconds as in `Summary`, and changed `rows` by `ROW_CHANGES`."""
 
     num_steps: Count = 0
     seconds: float = 0.0
@@ -143,7 +142,7 @@ ROW_CHANGES = ("truncated", "split", "dropped", "empty")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A line of the kind `step`, see above; `memory` is empty if no rank's grew, `before` sums up steps left out."""
+    """A line of the kind `step`; `memory` is empty if no rank's grew, `before` sums up steps left out."""
 
     step: Count
     time: float
@@ -190,7 +189,7 @@ class RunLog:
     """A record in memory.
 
     Args:
-        facts: The header; the last start's, if there are several.
+        facts: The last header.
         started: Unix seconds of the first header.
         steps: By step, each once.
         evaluations: (step, metrics) in order.
@@ -199,7 +198,7 @@ class RunLog:
         starts: How often the run was started.
         callback_s: Seconds inside callbacks by class, of the last start that ended.
         ended: Whether the training's last line has the kind `end`.
-        gain: The measured gain of switching, if any, of the last start.
+        gain: The measured gain of the last start, if any.
     """
 
     path: str
@@ -232,8 +231,8 @@ def plain(value: Any) -> Any:
 
 
 def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leaves out every second one of the older steps, saves and evaluations of a record, and the earlier runs of steps
-    that were trained twice. The sums of left-out steps are added to the next step that is kept, in place."""
+    """Leaves out every second one of the older steps, saves and evaluations, and the earlier runs of steps trained
+    twice. Adds the sums of left-out steps to the next step that is kept, in place."""
     places: dict[str, dict[int, int]] = {"step": {}, "save": {}, "eval": {}}
     for place, line in enumerate(lines):
         if line["kind"] in places:
@@ -289,7 +288,7 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
         path: As for `find_run_log`.
 
     Raises:
-        RunLogError: there is no record, or a line is malformed; the message names the line.
+        RunLogError: there is no record, or a line is malformed.
     """
     file = find_run_log(path)
     lines = file.read_bytes().split(b"\n")

@@ -1,6 +1,6 @@
 """Summarizes a record: totals, rates by strategy, and whether switching paid.
 
-Pure functions of a `RunLog`. Each claim states whether it was measured, predicted, or estimated from rates of other
+Pure functions of a `RunLog`. Claims state whether they are measured, predicted, or estimated from rates of other
 lengths.
 """
 
@@ -90,17 +90,17 @@ def summarize(run: RunLog) -> Summary:
 
 
 def measured_steps(run: RunLog) -> list[StepRecord]:
-    """Returns the steps used for timings: without the first, which warms up, if there are others."""
+    """Returns the steps for timings: without the first, which warms up, if there are others."""
     return run.steps[1:] if len(run.steps) > 2 else run.steps
 
 
 def verdict(run: RunLog, to_be_measured: bool = False) -> list[str]:
-    """Returns in sentences whether switching paid; the first is the answer, a heading without a full stop.
+    """Returns sentences on whether switching paid; the first is the answer, a heading without a full stop.
 
-    Compares switching with the best single strategy that fits, on the rows that were trained.
+    Compares with the best single strategy that fits, on the trained rows.
 
     Args:
-        to_be_measured: Whether a measurement follows; then nothing is claimed before it.
+        to_be_measured: Whether a measurement follows; then nothing is claimed yet.
     """
     summary = summarize(run)
     if not summary.num_steps:
@@ -149,7 +149,7 @@ def _against_prediction(run: RunLog) -> list[str] | None:
 
 
 def _error(phases: Sequence[PhaseReport], ratio: float) -> float:
-    """The largest relative error, over the strategies that ran, of predictions corrected by a ratio."""
+    """The largest relative error of predictions corrected by a ratio, over the strategies that ran."""
     known = [phase for phase in phases if phase.predicted_s]
     off = []
     for strategy in {phase.strategy for phase in known}:

@@ -1,9 +1,9 @@
 """Small charts as inline SVG: histograms, bars, stacked bars and lines, in the colours of the page's style sheet.
 
 Every function returns one well-formed `<svg>` element that scales with its column. Colours are classes (`s0` ... `s5`
-for strategies, `switch`, `load`, `wait`, `other`, `hidden`), so that the style sheet chooses light or dark. Elements
-with a tip have its text in `data-tip`, which the page's script shows. Texts neither overlap nor leave the chart:
-`text_width` is an upper bound, as the reader's fonts are unknown.
+for strategies, `switch`, `load`, `wait`, `other`, `hidden`), so that the style sheet chooses light or dark. The page's
+script shows tips from `data-tip`. Texts neither overlap nor leave the chart: fonts are unknown, and `text_width` is an
+upper bound.
 """
 
 import math
@@ -30,7 +30,7 @@ class Series:
     Args:
         name: For the legend and tips.
         style: The CSS class of its colour.
-        values: One for each x; None for a gap.
+        values: One for each x, or None.
     """
 
     name: str
@@ -73,7 +73,7 @@ def distinct(values: Sequence[float], unit: str = "") -> list[str]:
 
 
 def text_width(text: str, style: str = "tick") -> float:
-    """Returns an upper bound of a text's width in pixels, for the default fonts of browsers."""
+    """Returns an upper bound of a text's width in pixels, in browsers' default fonts."""
     return sum(_NARROW if c in " .,:il1'|" else _WIDE if c in "mwMW%@+" else _USUAL for c in text) * FONT[style]
 
 
@@ -155,7 +155,7 @@ class _Frame:
         )
 
     def marks(self, marks: Sequence[tuple[float, str]]) -> None:
-        """Draws vertical lines at pixels of x. Their texts are in rows above, which move later elements down."""
+        """Draws vertical lines at pixels of x, with texts in rows above, which move later elements down."""
         rows: list[list[tuple[float, float]]] = []
         placed = []
         for x, text in sorted(marks):
@@ -290,7 +290,7 @@ def bars(
 
 
 def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -> str:
-    """Draws a strip over steps for each row, from the top down, darker up to the value `high`; None leaves a gap."""
+    """Draws a strip over steps for each row, top down, darker up to the value `high`; None leaves a gap."""
     xs, rows = thinned(xs, rows)
     names = [(len(rows) - i - 0.5, rows[i].name) for i in range(0, len(rows), -(-len(rows) // 8))]
     frame = _Frame(label, (0, len(xs)), (0.0, float(len(rows))), "", names)
@@ -306,8 +306,7 @@ def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -
 
 
 def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks: Sequence[Mark], x_label: str) -> str:
-    """Draws shares (0 to 1) by bins with `edges` [B + 1], series of [B] side by side; marks are in values of the x
-    axis."""
+    """Draws shares (0 to 1) by bins with `edges` [B + 1], series of [B] side by side; marks are x values."""
     bins = len(edges) - 1
     values = [v or 0.0 for s in series for v in s.values]
     frame = _Frame(label, (0, bins), (0.0, _top([v * 100 for v in values])), "%")
