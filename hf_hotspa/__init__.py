@@ -1,10 +1,10 @@
 """hf_hotspa: training that switches between parallel layouts inside one optimizer step.
 
 Sequence lengths in a mini-batch are often long-tailed. Short sequences train fastest under data parallelism; rare long
-ones need tensor or pipeline parallelism to fit at all. `HotSPaTrainer` is a `transformers.Trainer` that groups each
-mini-batch by length into buckets, and packs and trains each bucket under its own strategy. It moves the parameters
-between layouts by planned peer-to-peer transfers, sums all gradients into one sharded fp32 master store and makes a
-single optimizer step there. The update equals, to rounding, a single process's update on the whole mini-batch.
+ones need tensor or pipeline parallelism to fit. `HotSPaTrainer` is a `transformers.Trainer` that groups each mini-batch
+by length into buckets, and packs and trains each bucket under its own strategy. It moves parameters between layouts by
+planned peer-to-peer transfers, sums all gradients into a sharded fp32 master store and makes one optimizer step there.
+The update equals, to rounding, a single process's update on the whole mini-batch.
 
 Terms, used in code, documents and logs:
 

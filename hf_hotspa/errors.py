@@ -1,8 +1,7 @@
 """The error family of hf_hotspa: one class per kind of failure, each with a stable code.
 
-A message answers four questions: what is wrong, where (rank, step, strategy), why, and how to fix it. Errors travel
-between ranks as plain dictionaries (`to_dict` / `from_dict`), so that every rank raises the class that the first
-failing rank raised. This file imports nothing.
+A message states what is wrong, where (rank, step, strategy), why, and how to fix it. Errors travel between ranks as
+plain dictionaries (`to_dict` / `from_dict`), so that every rank raises the first failing rank's class. No imports.
 """
 
 _ACTING = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -10,7 +9,7 @@ _AS_TEXT = {code: ascii(chr(code))[1:-1] for code in (*_ACTING, *range(0xD800, 0
 
 
 def printable(text: str) -> str:
-    """Escapes the characters that a terminal acts on (except tabs and line ends) or cannot show: files may come from
+    """Escapes characters that a terminal acts on (except tabs and line ends) or cannot show: files may come from
     anywhere."""
     return text.translate(_AS_TEXT)
 
@@ -20,14 +19,14 @@ class HotspaError(Exception):
 
     Args:
         what: What is wrong, with the numbers.
-        where: Rank, step, strategy, sample; None when the place is obvious.
+        where: Rank, step, strategy, sample; None if obvious.
         why: Why it is a failure, or what it would have caused.
         fix: What the user can do.
     """
 
     code = "HSP-000"
     is_internal = False
-    """Whether it reports a fault of the program, which a traceback helps to find."""
+    """Whether it is a fault of the program, which a traceback helps to find."""
     is_echo = False
     """Whether it only reports that another rank failed."""
     usual_fix: str | None = None
@@ -71,7 +70,7 @@ class HotspaError(Exception):
 
 
 class HotspaConfigError(HotspaError, ValueError):
-    """The user's configuration cannot be run: always raised before training starts."""
+    """The user's configuration cannot be run; always raised before training."""
 
     code = "HSP-010"
 
@@ -87,7 +86,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 class LaunchError(HotspaConfigError):
-    """The number of processes is not the number the configuration needs (usually the wrong launch line)."""
+    """The configuration needs another number of processes (usually the wrong launch line)."""
 
     code = "HSP-001"
 
@@ -99,7 +98,7 @@ class StrategyError(HotspaConfigError):
 
 
 class UnsupportedError(HotspaConfigError):
-    """A setting cannot be honoured exactly; the message names it, and it is never ignored."""
+    """A setting cannot be honoured exactly; it is named, never ignored."""
 
     code = "HSP-030"
 
@@ -130,7 +129,7 @@ class PlanMismatchError(HotspaError):
 
 
 class TransferError(HotspaError):
-    """A transfer failed or timed out in flight; the process group must not be used again."""
+    """A transfer failed or timed out; the process group must not be used again."""
 
     code = "HSP-204"
     is_internal = True
@@ -143,13 +142,13 @@ class CheckpointError(HotspaError):
 
 
 class UnsavableError(CheckpointError):
-    """A part of the checkpoint beside the weights cannot be written, whatever the disk: no save can succeed."""
+    """Something other than the weights cannot be written to any disk: no save can succeed."""
 
     code = "HSP-213"
 
 
 class DamagedCheckpointError(HotspaError):
-    """A checkpoint is incomplete, was changed after it was written, or is not a checkpoint; nothing was loaded."""
+    """A checkpoint is incomplete, was changed, or is not a checkpoint; nothing was loaded."""
 
     code = "HSP-211"
     usual_fix = (
@@ -159,7 +158,7 @@ class DamagedCheckpointError(HotspaError):
 
 
 class CheckpointLockError(HotspaError):
-    """Another run writes its checkpoints into the same directory."""
+    """Another run writes checkpoints into the same directory."""
 
     code = "HSP-212"
 
@@ -171,7 +170,7 @@ class ResumeError(HotspaError, ValueError):
 
 
 class DataError(HotspaError, ValueError):
-    """A sample or a data set cannot be trained on as it is."""
+    """A sample or a data set cannot be trained as it is."""
 
     code = "HSP-301"
 
@@ -196,7 +195,7 @@ class NonFiniteError(HotspaError):
 
 
 class CallbackError(HotspaError):
-    """A callback raised; the message names it. The previous mini-batch was trained, the next one was not."""
+    """A callback raised; it is named. The previous mini-batch was trained, the next one was not."""
 
     code = "HSP-320"
 
@@ -208,13 +207,13 @@ class PhaseMemoryError(HotspaError):
 
 
 class RunLogError(HotspaError, ValueError):
-    """The record of a run is missing, malformed, or was changed by hand; the message names file and line."""
+    """The record of a run is missing, malformed, or was changed by hand; names file and line."""
 
     code = "HSP-330"
 
 
 class PeerError(HotspaError):
-    """Another rank failed with an error from outside this package; the message contains its text."""
+    """Another rank failed with an error from outside this package, whose text is included."""
 
     code = "HSP-112"
     is_echo = True

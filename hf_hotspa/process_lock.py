@@ -1,8 +1,8 @@
 """Locks of a process on files.
 
-A lock ends with its process, however the process ends, so locks never become stale: the lock file of a killed process
-may stay. `release` removes the file. Locks are POSIX locks (`lockf`): forked children do not inherit them, and a
-process never conflicts with its own lock. No torch.
+A lock ends with its process, so locks never become stale: a killed process's lock file may stay. `release` removes the
+file. They are POSIX locks (`lockf`): forked children do not inherit them, and a process never conflicts with its own
+lock. No torch.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class ProcessLock:
         path: The file; created when the lock is taken.
 
     Attributes:
-        left_behind: What the previous holder had written, if it died; empty if it released the lock.
+        left_behind: The text of the previous holder, if it died; empty if it released the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class ProcessLock:
             owner: The text that others read in the file.
 
         Returns:
-            Whether this process holds the lock. True, with a warning, on a file system without locks.
+            Whether this process holds the lock; true, with a warning, on a file system without locks.
 
         Raises:
             OSError: the file cannot be created or written to.
@@ -107,7 +107,7 @@ class ProcessLock:
             time.sleep(0.1)
 
     def owner(self) -> str:
-        """Returns what the holding process wrote; empty if unreadable. Not for the holder itself."""
+        """Returns the holder's text; empty if unreadable. Not for the holder itself."""
         try:
             return self.path.read_text(errors="replace")[:_MAX_OWNER]
         except OSError:

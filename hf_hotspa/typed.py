@@ -1,8 +1,7 @@
 """Converts plain data, as JSON files and messages hold it, to the program's dataclasses.
 
-msgspec checks types, bounds and missing fields; this file owns the bounds and the error messages. Unknown fields are
-ignored, as a newer version may have written them. Fields with a default may be missing, as an earlier version did not
-write them.
+msgspec checks types, bounds and missing fields; this file owns bounds and messages. Unknown fields are ignored, as
+newer versions may write them. Fields with a default may be missing, as earlier versions did not write them.
 """
 
 import re
@@ -29,14 +28,14 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def typed(data: Any, kind: type[T]) -> T:
-    """Returns the plain data as an instance of a dataclass, or of a type built from dataclasses.
+    """Converts plain data to a dataclass, or to a type built from dataclasses.
 
     Args:
         data: The output of a JSON reader: dictionaries, lists, texts, numbers.
         kind: The type; its dataclasses may check themselves in `__post_init__`.
 
     Raises:
-        ValueError: the data do not match the type; it names the field, its value, and what it should hold.
+        ValueError: the data do not match the type; names the field, its value, and what it should hold.
     """
     try:
         return msgspec.convert(data, kind)
@@ -55,7 +54,7 @@ def reading_state(what: str, fix: str) -> Iterator[None]:
         fix: What the user can do, and what follows from it.
 
     Raises:
-        HotspaConfigError: in place of any error that shows that the state is malformed.
+        HotspaConfigError: replaces any error of a malformed state.
     """
     try:
         yield

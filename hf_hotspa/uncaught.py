@@ -1,9 +1,9 @@
 """Shows an uncaught error once, last and short, whatever started the processes.
 
-A launcher prints the contents of its processes' error files as the last lines of a failed launch. A process therefore
-writes its error there, and prints nothing itself if the launcher prints it. If several processes of a node end with
-the same error, one of them reports it. Errors that the user can repair show no traceback; other errors show one for
-each rank whose error differs. `HOTSPA_TRACEBACK=1` shows every traceback.
+A launcher ends a failed launch with its processes' error files. A process therefore writes its error there, and prints
+it only if the launcher does not. If several processes of a node end with the same error, one reports it. Errors that
+the user can repair show no traceback; others show one for each rank whose error differs. `HOTSPA_TRACEBACK=1` shows
+every traceback.
 """
 
 import hashlib
@@ -29,19 +29,19 @@ _signal_came = _interrupt_is_announced = False
 
 
 def show_errors_once() -> None:
-    """Installs the hook that shows uncaught errors as this file describes. May be called again."""
+    """Installs the hook for uncaught errors. May be called again."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook()
 
 
 def signal_came() -> None:
-    """Notes that a signal asked this process to end. The launcher may have received it too, and then shows no error."""
+    """Notes that a signal ended this process. A launcher that received it, too, shows no error."""
     global _signal_came
     _signal_came = True
 
 
 def interrupt_is_announced() -> None:
-    """Notes that the user was told what Ctrl-C ended, so that nothing more is printed."""
+    """Notes that the user knows what Ctrl-C ended, so that nothing more is printed."""
     global _interrupt_is_announced
     _interrupt_is_announced = True
 
@@ -59,7 +59,7 @@ class _Hook:
 
 
 def message_of(error: BaseException) -> str:
-    """Returns what is shown of an error: a few lines if it is one the user can repair, else its traceback."""
+    """Returns a few lines for an error that the user can repair, else its traceback."""
     if isinstance(error, HotspaError) and not error.is_internal:
         return error.lines()
     return "".join(traceback.format_exception(error)).rstrip()
@@ -86,7 +86,7 @@ def _show(error: BaseException) -> None:
     if is_first and (not _launcher_shows_it() or (_signal_came and not is_echo)):
         _print(text)
     if repeats:
-        # a launcher shows the process that ends first and ends the others; this rank should be one of the others
+        # a launcher shows the process that ends first, and ends the others; this rank should be ended
         time.sleep(_WAIT_S)
 
 

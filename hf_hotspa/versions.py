@@ -30,7 +30,7 @@ TRAIN_LIBRARIES = ("torch", "transformers", "accelerate")
 
 @functools.cache
 def version_of(name: str) -> str | None:
-    """Returns the version of a distribution, or None. Knows this package's version in a source tree, too."""
+    """Returns the version of a distribution, or None; also of this package in a source tree."""
     if name == "hf-hotspa":
         return str(sys.modules["hf_hotspa"].__version__)
     try:
@@ -48,7 +48,7 @@ def library_facts(*more: str) -> dict[str, str]:
 
 @functools.cache
 def warn_of_untried_versions() -> None:
-    """Warns, once and on rank 0, of installed libraries outside of `TRIED`. Changes none of them."""
+    """Warns, once and on rank 0, of installed libraries outside of `TRIED`."""
     from packaging.specifiers import SpecifierSet  # comes with `datasets`
 
     installed = {name: own for name in TRIED if (own := version_of(name)) is not None}

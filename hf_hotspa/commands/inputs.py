@@ -1,6 +1,6 @@
 """The inputs of `hf-hotspa plan`: `hf-hotspa lengths` for data sets, and `hf-hotspa hardware` for named machines.
 
-The Trainer's code and tokenizer read the data set, so the lengths are as in training. Only this imports `datasets`, and
+The Trainer's code and tokenizer read the data set, so lengths are as in training. This imports `datasets`, and
 `transformers` if installed (else `rows/light_tokenizer.py` counts). A saved histogram needs neither.
 """
 
@@ -29,7 +29,7 @@ _SHARES = (50, 90, 99)
 
 
 def whole(most: int = 2**31 - 1) -> Callable[[str], int]:
-    """Returns the `type=` of a counting flag: reads a number from 1 to `most`, or raises an error."""
+    """Returns the `type=` of a flag that reads a number from 1 to `most`."""
 
     def read(text: str) -> int:
         if not re.fullmatch("[0-9]{1,20}", text) or not 1 <= int(text) <= most:
@@ -40,7 +40,7 @@ def whole(most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def file_to_write(flag: str, path: str | None) -> None:
-    """Creates the folder of a file that a command writes at the end, so that errors come before the work.
+    """Creates the folder of a command's output file, so that errors come before the work.
 
     Raises:
         HotspaConfigError: naming the flag.
@@ -99,7 +99,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None:
-    """Adds the flags for reading a data set; `source`, the parser or its group of sources, gets `--dataset`."""
+    """Adds the flags of a data set; `source`, the parser or its group of sources, gets `--dataset`."""
     source.add_argument(
         "--dataset",
         metavar="DATA",
@@ -114,7 +114,7 @@ def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None
 
 
 def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
-    """Returns the sequence lengths of the data set that the flags of `add_data_arguments` name.
+    """Returns the sequence lengths of the data set of `add_data_arguments`.
 
     Args:
         model: The model of a plan, whose tokenizer is the default.

@@ -1,7 +1,7 @@
 """The launcher of `hf-hotspa train`: torch's, but a failed start ends with the message of the failed process.
 
 `python -m hf_hotspa.commands.own_launcher` takes the arguments of `torchrun`, which would end with its own traceback
-and a table. If all processes are on this machine (`--rdzv-backend loopback`), they meet at its loopback address, which
+and a table. With `--rdzv-backend loopback` all processes are on this machine and meet at its loopback address, which
 other machines cannot reach: torch's `--standalone` listens on every address.
 """
 
@@ -24,7 +24,7 @@ _TORCH = "torch.distributed.elastic"
 
 
 class _Loopback(StaticTCPRendezvous):
-    """The store of this machine's processes, in the launcher, behind a socket that only this machine reaches."""
+    """The processes' store, in the launcher, behind a socket that only this machine reaches."""
 
     def __init__(self, run_id: str) -> None:
         listener = socket.create_server(("127.0.0.1", 0))

@@ -94,7 +94,7 @@ def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
 
 
 def _launch(count: int, words: Sequence[str]) -> NoReturn:
-    """Becomes the launcher, with this command in each process: one program receives Ctrl-C and SIGTERM."""
+    """Becomes the launcher, so that one program receives Ctrl-C and SIGTERM."""
     environment = dict(os.environ)
     backends.prefer_loopback(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
