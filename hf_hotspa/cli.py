@@ -128,13 +128,13 @@ def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="adamw_torch",
         choices=tuple(OPTIMIZER_STATES),
         metavar="NAME",
-        help="the optimizer, as in TrainingArguments, such as adamw_8bit: sets the size of its state (default: %(default)s)",
+        help="the optimizer, as in TrainingArguments, such as adamw_8bit, for its state's size (default: %(default)s)",
     )
     parser.add_argument(
         "--task",
         default="sft",
         choices=list(TASKS),
-        help="what is trained; with dpo a step also scores its rows, with a reference model, too (default: %(default)s)",
+        help="what is trained; with dpo a step also scores its rows, and with a reference (default: %(default)s)",
     )
     parser.add_argument(
         "--grad-accum-dtype",
@@ -177,7 +177,7 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
         "--longest",
         type=inputs.whole(UNLIMITED_TOKENS - 1),
         metavar="TOKENS",
-        help=f"the longest sequence that must fit (default: the histogram's longest, or, for named lengths, {LONGEST} or "
+        help=f"the longest sequence that must fit (default: the histogram's longest; for named lengths {LONGEST}, or "
         "the model's positions, if fewer)",
     )
     parser.add_argument(
@@ -205,8 +205,8 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="LIST",
-        help="also predict these: as in hotspa_strategies, or names alone (tp16pp2,dp4tp2pp4), for which the best edges and "
-        "packs are chosen; may be given several times",
+        help="also predict these: as in hotspa_strategies, or names alone (tp16pp2,dp4tp2pp4), for which the best "
+        "edges and packs are chosen; may be given several times",
     )
     parser.add_argument("--plot", metavar=f"FILE{SUFFIX}", help="draw the histogram with the bucket edges")
 
@@ -238,8 +238,8 @@ def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
         "calibrate",
         parents=[model],
         help="measure this machine",
-        description="Measures a model on this machine for some seconds. Runs on the processes of torchrun or accelerate "
-        "launch, or starts its own.",
+        description="Measures a model on this machine for some seconds. Runs on the processes of torchrun or "
+        "accelerate launch, or starts its own.",
     )
     parser.set_defaults(answer=_calibrate)
     parser.add_argument(
@@ -333,8 +333,8 @@ def _add_formulas(commands: Any) -> None:
         "formulas",
         help="the textbook's numbers of 3D parallelism, a row for each (p, t, d)",
         description="Bubble, C_inter, C_intra, T_tp, T_dp, T_pp, bytes by ZeRO stage, activations and arithmetic intensity "
-        "of every division of the devices into stages p, tensor-parallel ranks t and replicas d, beside the predictions of "
-        "our time and memory models.",
+        "of every division of the devices into stages p, tensor-parallel ranks t and replicas d, beside the "
+        "predictions of our time and memory models.",
     )
     parser.set_defaults(answer=_formulas)
     parser.add_argument(

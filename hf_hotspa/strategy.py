@@ -234,7 +234,7 @@ class Strategy:
             name = option.rstrip("0123456789")
             if match is None or name in numbers:
                 raise StrategyError(
-                    f"strategy {text!r} asks for the option {option!r}{' twice' if match else ', which does not exist'}",
+                    f"strategy {text!r} has the option {option!r}{' twice' if match else ', which does not exist'}",
                     fix="options are +sp (sequence parallel), +rc (recompute every layer), +rc2 (every second layer),"
                     " +ck4096 (compute packs in chunks of 4096 tokens; +kg2 keeps the graphs of two more, +kh keeps keys and values"
                     " in host memory), +z2 (gradients a layer at a time), +z3 (weights, too) and +v2 (two stages on each rank of"
@@ -406,7 +406,8 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
         low = buckets[-1].longest if buckets else 0
         if longest <= low:
             raise StrategyError(
-                f"bucket {entry.strip()!r}: its longest sequence {longest} is not above {low}, the end of the previous bucket",
+                f"bucket {entry.strip()!r}: its longest sequence {longest} is not above {low}, where the previous "
+                "bucket ends",
                 fix=example,
             )
         if pack_tokens < (1 if strategy.pp > 1 else longest):

@@ -244,8 +244,8 @@ def say_once(format_: Format, tokenizer: Any) -> None:
         )
     if tokenizer.eos_token_id is None and (format_.kind in ("text", "completion") or not templated):
         lines.append(
-            "The tokenizer has no end-of-sequence token, so texts are trained without one and the model does not learn to "
-            "stop: set tokenizer.eos_token."
+            "The tokenizer has no end-of-sequence token, so texts are trained without one and the model does not learn "
+            "to stop: set tokenizer.eos_token."
         )
     if format_.kind in ("chat", "answer") and templated:
         lines.append(ChatTemplate(tokenizer).statement() or "")
@@ -437,8 +437,8 @@ class _Specials:
         begins, ends = self.doubled(ids, text)
         if begins or ends:
             _say(
-                "Texts have special tokens already that the tokenizer adds to each text, as after rendering with a chat "
-                "template: they are trained with one BOS and one EOS token."
+                "Texts have special tokens already that the tokenizer adds to each text, as after rendering with a "
+                "chat template: they are trained with one BOS and one EOS token."
             )
         return ids[begins : len(ids) - ends]
 

@@ -429,6 +429,6 @@ class ChatTemplate(Template):
         if tail in self.added or not follows or follows[0] not in self.added:
             return None
         return (
-            f"The {{% generation %}} markers of the chat template leave the token {follows[0]!r} after an answer out, so "
-            "that the model does not learn to stop: put {% endgeneration %} after it."
+            f"The {{% generation %}} markers of the chat template leave the token {follows[0]!r} after an answer out, "
+            "so that the model does not learn to stop: put {% endgeneration %} after it."
         )

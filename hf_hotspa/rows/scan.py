@@ -207,7 +207,7 @@ def scan_dataset(
         raise UnsupportedError(
             f"a stream cannot be scanned: {type(dataset).__name__} has no length or no random access",
             why="the lengths of all rows are needed, as by hotspa_strategies=auto, and a stream gives them one by one",
-            fix="give the strategies (hotspa_strategies), which works for streams, or load the dataset without streaming",
+            fix="give strategies (hotspa_strategies), which works for streams, or load the dataset without streaming",
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty", fix="check the split and the filters that were applied to it")
