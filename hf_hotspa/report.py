@@ -81,9 +81,9 @@ class PhaseReport:
             as the others also waited for it.
         hidden_return_s: The same for the return.
         predicted_s: The time model's prediction of load, computation and return; None without a model.
-        capacity_tokens: Tokens that its packs could have held.
-        busiest_tokens: Tokens of the busiest replica.
-        longest_tokens: Tokens of the longest sequence.
+        capacity_tokens: What its packs could have held.
+        busiest_tokens: Of the busiest replica.
+        longest_tokens: Of the longest sequence.
         frozen_bytes: Part of `load_bytes`: frozen weights; 0 if a strategy still holds them.
         unit_load_s: Part of `compute_s`: waiting for a unit's weights (`+z3`).
         unit_return_s: Part of `compute_s`: waiting for unit gradients to leave (`+z2`, `+z3`).
@@ -185,9 +185,8 @@ class RaceReport:
     """The result of a race of plans (`search/race.py`).
 
     Args:
-        kept: The fastest plan, in words; `second` is the next.
+        kept: The plan that is kept, in words; `second` is the nearest other one.
         tried: Number of plans.
-        mini_batches: Length of the race.
         factor: The second plan's time over the kept plan's. `low` to `high` is its 90 % interval from 5 rounds on, else
             its least and greatest value.
         cost: In mini-batches.
@@ -224,10 +223,9 @@ class StepReport:
         num_rows: Dataset rows.
         num_split: Rows that were split into several sequences.
         num_dropped: Over-long rows left out.
-        num_empty: Rows without tokens.
         phases: In execution order.
         total_s: Wall seconds of forward and backward on this rank, agreement included, optimizer step excluded.
-        ranks: Every rank's measures, for traces.
+        ranks: For traces.
         single_s: Predicted seconds of the best single strategy that fits (`RunFacts.single`) for the same rows, to
             compare with the phases' `predicted_s`; None without a time model.
         paces: Relative step time of each rank: its computation, without waiting, as a multiple of the ranks that are

@@ -35,7 +35,7 @@ def show_errors_once() -> None:
 
 
 def signal_came() -> None:
-    """Notes that a signal ended this process. A launcher that received it, too, shows no error."""
+    """Notes that a signal asked this process to end. A launcher that received it, too, shows no error."""
     global _signal_came
     _signal_came = True
 

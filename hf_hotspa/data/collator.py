@@ -173,7 +173,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class PhaseBatch:
-    """The micro-batches of this rank's replica in one phase; there may be none."""
+    """The micro-batches, if any, of this rank's replica in one phase."""
 
     bucket: Bucket
     micro_batches: tuple[MicroBatch, ...]
@@ -238,8 +238,7 @@ class PackedBucketCollator:
         vocab_size: Token ids and labels must be below it.
         quadratic_cost: See `ModelShape.quadratic_cost`; balances packs of unequal lengths.
         policy: One of `OVERLONG_POLICIES`.
-        table: The scan behind the plans: a row whose length has changed since is an error even if the planned slice
-            would fit.
+        table: The scan behind the plans: a row whose length has changed since is always an error.
 
     Raises:
         HotspaConfigError: no bucket, or an unknown policy.
@@ -267,7 +266,7 @@ class PackedBucketCollator:
         self._replicas: dict[Strategy, int] = {}  # this rank's, by strategy
 
     def __call__(self, features: Sequence[Any]) -> MiniBatch:
-        """Returns the mini-batch of some rows. It carries a `HotspaError`, for all ranks to raise.
+        """Returns the mini-batch of some rows, with any `HotspaError`, for all ranks to raise.
 
         Args:
             features: The rows of one optimizer step, the same on every rank: mappings with `input_ids`, and optionally
@@ -313,7 +312,7 @@ class PackedBucketCollator:
         return tuple(rows)
 
     def of_plan(self, plan: MiniBatchPlan, rows: Mapping[int, Any]) -> MiniBatch:
-        """Returns the mini-batch of an existing plan. It carries a `HotspaError`.
+        """Returns the mini-batch of an existing plan, with any `HotspaError`.
 
         Args:
             rows: Dataset row -> example (a mapping as for `__call__`, or a `Row`), for `rows_of(plan)`.
@@ -807,7 +806,6 @@ class MiniBatchSampler(_BatchesOfRanks):
         sampler: The order of rows.
         size: Rows of a mini-batch.
         parts: Accumulated batches.
-        drop_last: Leave out an incomplete last mini-batch.
     """
 
     sampler: Any

@@ -152,7 +152,6 @@ def prepare_dataset(
     Args:
         dataset: A `datasets.Dataset` or a list of dictionaries, with columns of `formats.py`.
         tokenizer: The model's. Not used for rows of `input_ids`.
-        num_proc: Processes that tokenise.
         keep: Other columns to keep, if present.
         skips_empty: A null or empty row has no tokens; otherwise null is an error.
 

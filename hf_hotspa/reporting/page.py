@@ -36,7 +36,6 @@ class Panel:
         name: For links and tests, such as `loss`.
         points: Number of values shown.
         body: HTML.
-        note: How to read the figure.
         legend: (colour class, text) pairs.
         wide: Whether it fills a row of the page.
     """

@@ -266,10 +266,7 @@ def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def find_run_log(path: str | os.PathLike[str]) -> Path:
-    """Finds the record of a run.
-
-    Args:
-        path: The file, its folder, or the output directory above.
+    """Finds the record in a file, its folder, or the output directory above.
 
     Raises:
         RunLogError: there is no record.
@@ -282,10 +279,7 @@ def find_run_log(path: str | os.PathLike[str]) -> Path:
 
 
 def read_run_log(path: str | os.PathLike[str]) -> RunLog:
-    """Reads a record.
-
-    Args:
-        path: As for `find_run_log`.
+    """Reads the record that `find_run_log` finds.
 
     Raises:
         RunLogError: there is no record, or a line is malformed.

@@ -71,7 +71,7 @@ class Template:
         return [piece for piece in [*pieces, text[start:]] if piece]
 
     def is_ended(self, text: str) -> bool:
-        """Whether a text ends with an added token, apart from blanks and line breaks."""
+        """Whether a text ends with an added token, apart from white space."""
         text = text.rstrip()
         return any(text[-size:] in self.added for size in self._sizes)
 
@@ -333,10 +333,7 @@ class ChatTemplate(Template):
     """
 
     def tokens(self, chats: Sequence[Chat], rows: Sequence[int]) -> list[Tokens]:
-        """Returns the tokens of conversations.
-
-        Args:
-            rows: Row numbers, for messages.
+        """Returns the tokens of conversations; `rows` are their numbers, for messages.
 
         Raises:
             DataError: the template fails on a conversation, leaves something out, or does not show the answers.
