@@ -345,8 +345,7 @@ class Bucket:
         longest: The longest sequence, in tokens.
         pack_tokens: The most tokens in a pack (one row of concatenated sequences). At least `longest`, except for a
             pipeline: there a longer sequence has a separate pack, and the pipeline never holds more tokens than when
-                full
-            of packs of this size, or than that sequence (`packing.pipeline_order`).
+            full of packs of this size, or than that sequence (`packing.pipeline_order`).
         low: The `longest` of the previous bucket, or 0.
     """
 
