@@ -1,13 +1,12 @@
 """hf_hotspa: training that switches between parallel layouts inside one optimizer step.
 
-A mini-batch of sequences with a long-tailed length distribution is trained fastest by more than one parallel layout:
-short sequences want data parallelism, rare long ones want tensor or pipeline parallelism to fit at all.
-`HotSPaTrainer` is a `transformers.Trainer` that groups each mini-batch by length into buckets, packs and trains each
-bucket under its own strategy, moves the parameters between the layouts by planned peer-to-peer transfers, and sums all
-gradients into one sharded fp32 master store, where a single optimizer step is made: the update equals, to rounding, the
-one that a single process would have made on the whole mini-batch.
+Sequence lengths in a mini-batch are often long-tailed. Short sequences train fastest under data parallelism; rare long
+ones need tensor or pipeline parallelism to fit. `HotSPaTrainer` is a `transformers.Trainer` that groups each mini-batch
+by length into buckets, and packs and trains each bucket under its own strategy. It moves parameters between layouts by
+planned peer-to-peer transfers, sums all gradients into a sharded fp32 master store and makes one optimizer step there.
+The update equals, to rounding, a single process's update on the whole mini-batch.
 
-One word for one thing, in code, documents and logs:
+Terms, used in code, documents and logs:
 
 ==============  ======================================================================================================
 mini-batch      the sequences of one optimizer step, over all ranks
@@ -27,7 +26,7 @@ switch          moving parameters into the layout of the next strategy
 master store    fp32 master weights, optimizer state and gradient accumulator; each element is owned by exactly one rank
 ==============  ======================================================================================================
 
-Importing the package imports no torch; the public names below are loaded when they are first used.
+Importing the package does not import torch; the names below are loaded at first use.
 """
 
 from typing import TYPE_CHECKING

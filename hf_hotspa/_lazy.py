@@ -1,4 +1,4 @@
-"""Public names of packages that are loaded when they are first used, so that importing a package imports no torch."""
+"""Loads public names of packages at first use, so that importing a package does not import torch."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from hf_hotspa.versions import TRAIN, TRAIN_LIBRARIES
 
 
 def on_demand(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of a package whose public names are in these modules."""
+    """Returns `__getattr__` and `__dir__` of a package whose public names are in these modules."""
 
     def load(name: str) -> object:
         if name not in homes:
@@ -26,7 +26,7 @@ def on_demand(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], o
 
 
 def needs_training_libraries(who: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """What to say where a library is missing that only training needs."""
+    """Returns the error to raise when a library is missing that only training needs."""
     return ModuleNotFoundError(
         f"{who} needs {error.name}, which is not installed; the light installation plans and reports only. To train: {TRAIN}",
         name=error.name,

@@ -1,7 +1,7 @@
 """Finds `hf_hotspa.trainer` and `hf_hotspa.callbacks` when the package runs from a source tree.
 
-An installed package has both inside `hf_hotspa/`; an editable install maps them. A checkout that was only put on
-`sys.path` has neither: there the two folders lie beside `hf_hotspa/`, and this finder, asked last, looks there.
+An installed package has both inside `hf_hotspa/`; an editable install maps them. In a checkout that was only put on
+`sys.path`, the two folders lie beside `hf_hotspa/`. This finder comes last and looks there.
 """
 
 import sys
@@ -22,7 +22,7 @@ class SourceTreeFinder:
     def find_spec(
         fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of a mapped package; None for every other name. Their modules are found through the package path."""
+        """Returns the spec of a mapped package; None for other names. Modules are found through the package path."""
         parent, _, name = fullname.rpartition(".")
         if parent != "hf_hotspa" or name not in SIBLINGS:
             return None
@@ -31,7 +31,8 @@ class SourceTreeFinder:
 
 
 def install() -> bool:
-    """Appends the finder to `sys.meta_path`, once, where nothing else has the siblings; whether it is a source tree."""
+    """Appends the finder to `sys.meta_path`, once, unless the siblings are found; returns whether it is a source
+    tree."""
     if not (ROOT / "setup.cfg").is_file() or not all((ROOT / name / "__init__.py").is_file() for name in SIBLINGS):
         return False
     if any(find_spec(f"hf_hotspa.{name}") is None for name in SIBLINGS):

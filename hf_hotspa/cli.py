@@ -1,8 +1,9 @@
-"""The command `hf-hotspa`: what to rent and how to cut a model, before anything is rented; and what a machine can do.
+"""The command `hf-hotspa`.
 
-`plan` chooses strategies, buckets and packs for a model, machines and lengths; `estimate` says what one strategy keeps
-in memory; `formulas` prints the textbook's numbers of 3D parallelism. All read a config.json and data sheets, import neither torch nor transformers, and answer in seconds.
-`train` fine-tunes, with torch. `calibrate` measures the machine at hand, with torch; what it writes is what `plan --calibration` reads. What is wrong with the input is said in one message on stderr, with exit code 2.
+`plan` chooses strategies, buckets and packs for a model, machines and lengths. `estimate` gives the memory of one
+strategy. `formulas` prints the textbook's numbers of 3D parallelism. All three read a config.json and data sheets,
+import neither torch nor transformers, and answer in seconds. `train` fine-tunes, with torch. `calibrate` measures this
+machine, with torch; `plan --calibration` reads its output. Wrong input gives one message on stderr and exit code 2.
 """
 
 import argparse
@@ -51,7 +52,7 @@ _GPUS = "8xh100-80g or, of four nodes, 4x8xh100-80g: --nodes and --hardware in o
 
 
 class _Version(argparse.Action):
-    """Prints the versions that a report of a problem needs, and ends. Nothing is imported for it."""
+    """Prints the versions that a bug report needs, without importing the libraries, and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, dest, nargs=0, help=help)
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action=_Version, help="print the versions")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    # its flags are those of TrainingArguments and more, which only torch and transformers know: `main` hands them on
+    # `main` passes its flags on: they include those from TrainingArguments, which only torch and transformers know
     commands.add_parser(TRAIN, add_help=False, help="fine-tune a model on a data set")
     model = _model_arguments()
     setup = _setup_arguments(model)
@@ -97,15 +98,15 @@ def _model_arguments() -> argparse.ArgumentParser:
 
 
 def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The arguments of commands that predict a run: what `_setup` reads, but for the hardware."""
+    """What `_setup` reads, except the hardware."""
     parser = argparse.ArgumentParser(add_help=False, parents=[model])
     parser.add_argument("--nodes", metavar="NODESxDEVICES", help="the cluster, such as 4x8")
     parser.add_argument(
         "--memory-limit",
         metavar="SIZE",
-        help="what a plan may fill of a device, such as 70GiB; 90 %% of its memory by default",
+        help="device memory that a plan may use, such as 70GiB (default: 90 %% of the device's memory)",
     )
-    parser.add_argument("--dtype", help="of weights and activations (default: that of the calibration, else bfloat16)")
+    parser.add_argument("--dtype", help="of weights and activations (default: the calibration's, else bfloat16)")
     parser.add_argument(
         "--sequence-parallel",
         action="store_true",
@@ -127,28 +128,31 @@ def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
         default="adamw_torch",
         choices=tuple(OPTIMIZER_STATES),
         metavar="NAME",
-        help="the optimizer, as in TrainingArguments, such as adamw_8bit: what it keeps (default: %(default)s)",
+        help="the optimizer, as in TrainingArguments, such as adamw_8bit, for its state's size (default: %(default)s)",
     )
     parser.add_argument(
         "--task",
         default="sft",
         choices=list(TASKS),
-        help="what is trained: with dpo a step also scores its rows, and a reference model (default: %(default)s)",
+        help="what is trained; with dpo a step also scores its rows, and with a reference (default: %(default)s)",
     )
     parser.add_argument(
-        "--grad-accum-dtype", default=FP32, choices=ACCUMULATION_DTYPES, help="in which micro-batches add up gradients"
+        "--grad-accum-dtype",
+        default=FP32,
+        choices=ACCUMULATION_DTYPES,
+        help="dtype in which micro-batches add up gradients",
     )
     parser.add_argument(
         "--grad-wire-dtype",
         default=AUTO,
         choices=WIRE_DTYPES,
-        help="in which gradients travel to the master store (auto: the one in which they add up)",
+        help="dtype in which gradients travel to the master store (auto: the accumulation dtype)",
     )
     parser.add_argument(
         "--pipeline-schedule",
         default="auto",
         choices=SCHEDULES,
-        help="hotspa_pipeline_schedule: gpipe holds more than the others, up to what a bucket allows",
+        help="hotspa_pipeline_schedule: gpipe holds more tokens than the others, up to a bucket's limit",
     )
     return parser
 
@@ -165,24 +169,22 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--gpus", metavar="GPUS", help=_GPUS)
     source.add_argument("--hardware", help=_MACHINES)
-    source.add_argument("--calibration", metavar="FILE", help="what `hf-hotspa calibrate` measured, instead")
+    source.add_argument("--calibration", metavar="FILE", help="output of `hf-hotspa calibrate`, instead")
     rows = parser.add_mutually_exclusive_group(required=True)
-    rows.add_argument(
-        "--lengths", help=f"{', '.join(DISTRIBUTIONS)}, or a JSON histogram, which `hf-hotspa lengths` makes"
-    )
+    rows.add_argument("--lengths", help=f"{', '.join(DISTRIBUTIONS)}, or a JSON histogram from `hf-hotspa lengths`")
     inputs.add_data_arguments(rows, parser)
     parser.add_argument(
         "--longest",
         type=inputs.whole(UNLIMITED_TOKENS - 1),
         metavar="TOKENS",
-        help=f"the longest sequence that must fit; by default that of the histogram, or {LONGEST} (the model's "
-        "positions, if fewer) for named lengths",
+        help=f"the longest sequence that must fit (default: the histogram's longest; for named lengths {LONGEST}, or "
+        "the model's positions, if fewer)",
     )
     parser.add_argument(
         "--overlong",
         default="error",
         choices=OVERLONG_POLICIES,
-        help="hotspa_overlong: what becomes of sequences above --longest (default: %(default)s)",
+        help="hotspa_overlong: what to do with sequences above --longest (default: %(default)s)",
     )
     parser.add_argument(
         "--mini-batch",
@@ -196,17 +198,17 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
         type=inputs.whole(MOST_PHASES),
         default=3,
         metavar="N",
-        help=f"at most so many, up to {MOST_PHASES} (default: %(default)s)",
+        help=f"the most buckets, up to {MOST_PHASES} (default: %(default)s)",
     )
     parser.add_argument(
         "--strategies",
         action="append",
         default=[],
         metavar="LIST",
-        help="also tell what these take: as hotspa_strategies has them, or names alone (tp16pp2,dp4tp2pp4), for which the best edges "
-        "and packs are found; may be given several times",
+        help="also predict these: as in hotspa_strategies, or names alone (tp16pp2,dp4tp2pp4), for which the best "
+        "edges and packs are chosen; may be given several times",
     )
-    parser.add_argument("--plot", metavar=f"FILE{SUFFIX}", help="the histogram with the edges of buckets")
+    parser.add_argument("--plot", metavar=f"FILE{SUFFIX}", help="draw the histogram with the bucket edges")
 
 
 def _add_estimate(commands: Any, setup: argparse.ArgumentParser) -> None:
@@ -227,7 +229,7 @@ def _add_estimate(commands: Any, setup: argparse.ArgumentParser) -> None:
         "--pipeline-mode",
         default=SYNCHRONOUS,
         choices=PIPELINE_MODES,
-        help="hotspa_pipeline_mode: with pipedream each stage keeps versions of its weights",
+        help="hotspa_pipeline_mode: with pipedream each stage keeps several versions of its weights",
     )
 
 
@@ -236,23 +238,23 @@ def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
         "calibrate",
         parents=[model],
         help="measure this machine",
-        description="Measures a model on the machine at hand, seconds long. Under torchrun or accelerate launch it runs "
-        "on the processes that are there, and else starts its own.",
+        description="Measures a model on this machine for some seconds. Runs on the processes of torchrun or "
+        "accelerate launch, or starts its own.",
     )
     parser.set_defaults(answer=_calibrate)
     parser.add_argument(
         "--processes",
         type=inputs.whole(),
         metavar="N",
-        help="started where no launcher did (default: GPUs, else cores)",
+        help="processes to start without a launcher (default: GPUs, else cores)",
     )
-    parser.add_argument("--dtype", help="of weights and activations (default: that of the config, else float32)")
+    parser.add_argument("--dtype", help="of weights and activations (default: the config's, else float32)")
     _add_quantization(parser)
     parser.add_argument(
-        "--lora", type=inputs.whole(), metavar="R", help="the rank of the adapter beside it (default: 16)"
+        "--lora", type=inputs.whole(), metavar="R", help="the rank of the adapter, with --quantization (default: 16)"
     )
     parser.add_argument("--output", metavar="FILE", help="also write the calibration here")
-    parser.add_argument("--force", action="store_true", help="measure although the cache holds it")
+    parser.add_argument("--force", action="store_true", help="measure even if the cache has a result")
 
 
 def _setup(args: argparse.Namespace) -> Setup:
@@ -281,7 +283,7 @@ def _plan(args: argparse.Namespace) -> None:
     if args.plot and not args.plot.endswith(SUFFIX):
         raise HotspaConfigError(f"--plot draws SVG, and the file is {args.plot!r}", fix=f"end its name in {SUFFIX}")
     inputs.file_to_write("--plot", args.plot)
-    setup = _setup(args)  # first: what is wrong with it is said before a data set is read
+    setup = _setup(args)  # first, so that its errors come before a data set is read
     lengths = args.lengths if args.dataset is None else inputs.data_counts(args, args.model)
     limits = args.longest, args.mini_batch, args.max_buckets, args.overlong
     plan = make_plan(setup, lengths, *limits, args.strategies)
@@ -306,13 +308,13 @@ def _calibrate(args: argparse.Namespace) -> None:
     inputs.file_to_write("--output", args.output)
     if args.lora is not None and args.quantization is None:
         raise HotspaConfigError(
-            f"--lora {args.lora} goes without --quantization",
-            why="without it the whole model is measured, which serves a plan with --lora, too",
-            fix="leave it out, or add --quantization nf4",
+            f"--lora {args.lora} without --quantization",
+            why="without --quantization the whole model is measured, which also serves a plan with --lora",
+            fix="leave --lora out, or add --quantization nf4",
         )
     base = FrozenBase(args.quantization, args.lora or 16) if args.quantization else None
     calibration = run(args.model, args.processes, args.dtype, args.force, quiet=args.json, base=base)
-    if calibration is None:  # a rank that has nothing to say
+    if calibration is None:  # a rank that prints nothing
         return
     if args.output:
         calibration.save(args.output)
@@ -331,8 +333,8 @@ def _add_formulas(commands: Any) -> None:
         "formulas",
         help="the textbook's numbers of 3D parallelism, a row for each (p, t, d)",
         description="Bubble, C_inter, C_intra, T_tp, T_dp, T_pp, bytes by ZeRO stage, activations and arithmetic intensity "
-        "of every division of the devices in stages p, tensor-parallel ranks t and replicas d, beside what our time and "
-        "memory models say.",
+        "of every division of the devices into stages p, tensor-parallel ranks t and replicas d, beside the "
+        "predictions of our time and memory models.",
     )
     parser.set_defaults(answer=_formulas)
     parser.add_argument(
@@ -356,7 +358,7 @@ def _add_formulas(commands: Any) -> None:
     parser.add_argument(
         "--partition",
         action="store_true",
-        help="also PipeDream's partition, stages replicated unequally, beside the best that layouts can run",
+        help="also PipeDream's partition, with unequally replicated stages, beside the best that layouts can run",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -373,16 +375,16 @@ _RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"
 
 
 def _add_reports(commands: Any) -> None:
-    report = commands.add_parser("report", help="the page of a run, made anew from its record")
+    report = commands.add_parser("report", help="rebuild the page of a run from its record")
     report.set_defaults(answer=_report)
     report.add_argument("run", metavar="RUN_DIR", help=_RUN)
-    report.add_argument("-o", "--output", metavar="FILE", help=f"where to; default: {PAGE_NAME} beside the record")
-    report.add_argument("--pictures", metavar="FOLDER", help="SVG files of the main charts, too")
+    report.add_argument("-o", "--output", metavar="FILE", help=f"the page (default: {PAGE_NAME} beside the record)")
+    report.add_argument("--pictures", metavar="FOLDER", help="also write the main charts as SVG files")
     both = commands.add_parser("compare", help="two runs side by side: losses and speed")
     both.set_defaults(answer=_compare)
     both.add_argument("a", metavar="A", help=_RUN)
     both.add_argument("b", metavar="B", help="the same for the other run")
-    both.add_argument("-o", "--output", metavar="FILE", help="a page of it, too")
+    both.add_argument("-o", "--output", metavar="FILE", help="also write a page")
 
 
 def _report(args: argparse.Namespace) -> None:
@@ -398,27 +400,27 @@ def _report(args: argparse.Namespace) -> None:
             [s.strategy, f"{s.num_packs}", f"{s.num_tokens}", f"{s.compute_s:.2f}", short(s.tokens_per_s), *times]
         )
     title = f"{summary.num_steps} steps, {short(summary.num_tokens)} tokens, {short(summary.tokens_per_s)} tokens/s"
-    said = [text_table(title, rows), *verdict(record), *advice(record), f"page: {target}"]
+    lines = [text_table(title, rows), *verdict(record), *advice(record), f"page: {target}"]
     if args.pictures:
-        said += [f"picture: {path}" for path in save_pictures(record, args.pictures)]
-    print("\n".join(said))
+        lines += [f"picture: {path}" for path in save_pictures(record, args.pictures)]
+    print("\n".join(lines))
 
 
 def _compare(args: argparse.Namespace) -> None:
     file_to_write("--output", args.output)
     a, b = read_run_log(args.a), read_run_log(args.b)
     comparison = compare(a, b)
-    said = [text_table(f"A: {a.path}\nB: {b.path}", strategy_rows(comparison)), *sentences(comparison)]
+    lines = [text_table(f"A: {a.path}\nB: {b.path}", strategy_rows(comparison)), *sentences(comparison)]
     if args.output:
-        said.append(f"page: {write_whole(args.output, compare_page(a, b, comparison))}")
-    print("\n".join(said))
+        lines.append(f"page: {write_whole(args.output, compare_page(a, b, comparison))}")
+    print("\n".join(lines))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
     Args:
-        argv: Its arguments; those of the process when None.
+        argv: The arguments; None for the process's.
 
     Returns:
         The exit code: 0; 2 when the input is wrong or does not fit; 1 when `verify` finds a damaged checkpoint.
@@ -442,7 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code: int | None = args.answer(args)
             sys.stdout.flush()
         return code or 0
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (HotspaError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The machines of a run as plain data: which ranks share a node, and how fast the links between them are."""
+"""The machines of a run as plain data: which ranks share a node, and the speed of the links."""
 
 from dataclasses import dataclass
 
@@ -7,20 +7,20 @@ from hf_hotspa.errors import HotspaConfigError
 
 @dataclass(frozen=True)
 class Cluster:
-    """Ranks in consecutive blocks of `devices_per_node`, the way every launcher numbers them.
+    """Ranks in consecutive blocks of `devices_per_node`, as every launcher numbers them.
 
-    Links are full duplex. Every device has a port to the devices of its node; every node has `nics_per_node` network
-    interfaces, shared evenly by its devices. The defaults are those of an A800 node with one 200 Gb/s NIC for each GPU.
+    Links are full duplex. Every device has a port to the devices of its node; the devices of a node share its
+    `nics_per_node` network interfaces evenly. Defaults: an A800 node with one 200 Gb/s NIC for each GPU.
 
     Args:
         devices_per_node: Ranks on a full node; the last node may have fewer.
         intra_bandwidth: Bytes per second, per direction, of a device's port inside its node.
         inter_bandwidth: Bytes per second, per direction, of one NIC.
-        nics_per_node: NICs of a node; None for one per device.
+        nics_per_node: None for one per device.
         latency_s: Fixed seconds of one round of messages.
 
     Raises:
-        HotspaConfigError: a count is below one, or a bandwidth or latency is not a sensible number.
+        HotspaConfigError: a count is below one, or a bandwidth or latency is invalid.
     """
 
     world_size: int
@@ -57,7 +57,7 @@ class Cluster:
 
     @property
     def shares_nics(self) -> bool:
-        """Whether a device has no NIC of its own."""
+        """Whether several devices share a NIC."""
         return self.nics_per_node is not None and self.nics_per_node < self.devices_per_node
 
     def node(self, rank: int) -> int:

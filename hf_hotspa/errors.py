@@ -1,8 +1,7 @@
 """The error family of hf_hotspa: one class per kind of failure, each with a stable code.
 
-A message answers four questions: what is wrong, where (rank, step, strategy), why, and how to fix it. Errors travel
-between ranks as plain dictionaries (`to_dict` / `from_dict`), so that every rank raises the class that the first
-failing rank raised. This file imports nothing.
+A message states what is wrong, where (rank, step, strategy), why, and how to fix it. Errors travel between ranks as
+plain dictionaries (`to_dict` / `from_dict`), so that every rank raises the first failing rank's class. No imports.
 """
 
 _ACTING = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
@@ -10,8 +9,8 @@ _AS_TEXT = {code: ascii(chr(code))[1:-1] for code in (*_ACTING, *range(0xD800, 0
 
 
 def printable(text: str) -> str:
-    """The text with all characters as escapes that a terminal acts on, but for tabs and ends of lines, or cannot show: what
-    stands in a file may come from anywhere."""
+    """Escapes characters that a terminal acts on (except tabs and line ends) or cannot show: files may come from
+    anywhere."""
     return text.translate(_AS_TEXT)
 
 
@@ -19,19 +18,19 @@ class HotspaError(Exception):
     """Base of all errors of the package.
 
     Args:
-        what: What was found wrong, with the numbers.
-        where: Where it happened: rank, step, strategy, sample. Left out when the place is obvious.
-        why: Why that is a failure, or what it would have caused.
+        what: What is wrong, with the numbers.
+        where: Rank, step, strategy, sample; None if obvious.
+        why: Why it is a failure, or what it would have caused.
         fix: What the user can do.
     """
 
     code = "HSP-000"
     is_internal = False
-    """Whether it speaks of a fault of the program, which a traceback helps to find."""
+    """Whether it is a fault of the program, which a traceback helps to find."""
     is_echo = False
-    """Whether it only says that another rank failed."""
+    """Whether it only reports that another rank failed."""
     usual_fix: str | None = None
-    """The fix of a kind of error that has one for every case; a `fix` given for a case goes before it."""
+    """The default fix of a kind of error; a given `fix` replaces it."""
     _by_code: dict[str, type["HotspaError"]] = {}
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
@@ -40,14 +39,14 @@ class HotspaError(Exception):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "code" in vars(cls):  # else it travels as the kind of error that it is of
+        if "code" in vars(cls):  # else it travels as its base class
             HotspaError._by_code[cls.code] = cls
 
     def __str__(self) -> str:
         return printable(" | ".join(self._parts()))
 
     def lines(self) -> str:
-        """The message with a line for each of its parts, for a terminal."""
+        """The message with one line for each part, for a terminal."""
         return printable("\n  ".join(self._parts()))
 
     def _parts(self) -> list[str]:
@@ -71,13 +70,13 @@ class HotspaError(Exception):
 
 
 class HotspaConfigError(HotspaError, ValueError):
-    """The user's configuration cannot be run: always raised before training starts."""
+    """The user's configuration cannot be run; always raised before training."""
 
     code = "HSP-010"
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuses a value that is none of the choices.
+    """Checks that a value is one of the choices.
 
     Raises:
         HotspaConfigError: naming them.
@@ -87,7 +86,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 class LaunchError(HotspaConfigError):
-    """The number of processes is not the one the configuration needs (usually the wrong launch line)."""
+    """The configuration needs another number of processes (usually the wrong launch line)."""
 
     code = "HSP-001"
 
@@ -99,7 +98,7 @@ class StrategyError(HotspaConfigError):
 
 
 class UnsupportedError(HotspaConfigError):
-    """A setting that cannot be honoured exactly; refused by name, never ignored."""
+    """A setting cannot be honoured exactly; it is named, never ignored."""
 
     code = "HSP-030"
 
@@ -111,13 +110,13 @@ class ModelError(HotspaConfigError):
 
 
 class DeviceMemoryError(HotspaConfigError):
-    """What the strategies need does not fit on the device; found before anything is allocated."""
+    """The strategies need more memory than the device has; found before anything is allocated."""
 
     code = "HSP-050"
 
 
 class PlanError(HotspaError):
-    """A switch plan failed its own validation: a bug of the planner, nothing was sent."""
+    """A switch plan failed its own validation: a bug of the planner. Nothing was sent."""
 
     code = "HSP-201"
     is_internal = True
@@ -130,48 +129,48 @@ class PlanMismatchError(HotspaError):
 
 
 class TransferError(HotspaError):
-    """A transfer failed or timed out while it was in flight; the process group must not be used again."""
+    """A transfer failed or timed out; the process group must not be used again."""
 
     code = "HSP-204"
     is_internal = True
 
 
 class CheckpointError(HotspaError):
-    """A checkpoint could not be written; nothing of it is left, and older ones are untouched."""
+    """A checkpoint could not be written; no part of it remains, and older ones are untouched."""
 
     code = "HSP-210"
 
 
 class UnsavableError(CheckpointError):
-    """Something beside the weights cannot be written, whatever the disk: no save will succeed with it."""
+    """Something other than the weights cannot be written to any disk: no save can succeed."""
 
     code = "HSP-213"
 
 
 class DamagedCheckpointError(HotspaError):
-    """A checkpoint is incomplete, was changed after it was written, or is none; nothing was loaded from it."""
+    """A checkpoint is incomplete, was changed, or is not a checkpoint; nothing was loaded."""
 
     code = "HSP-211"
     usual_fix = (
-        "take another checkpoint (resume_from_checkpoint=True takes the newest that is whole, and hf-hotspa verify OUTPUT_DIR "
-        "says which are), or copy this one again from where it was written"
+        "take another checkpoint (resume_from_checkpoint=True takes the newest complete one, and hf-hotspa verify "
+        "OUTPUT_DIR lists the complete ones), or copy this one again from where it was written"
     )
 
 
 class CheckpointLockError(HotspaError):
-    """Another run writes its checkpoints into the same directory."""
+    """Another run writes checkpoints into the same directory."""
 
     code = "HSP-212"
 
 
 class ResumeError(HotspaError, ValueError):
-    """A run cannot go on exactly from a checkpoint: none is there, or the model, the optimizer or the data changed."""
+    """A run cannot resume exactly: there is no checkpoint, or the model, the optimizer or the data changed."""
 
     code = "HSP-220"
 
 
 class DataError(HotspaError, ValueError):
-    """A sample or a data set cannot be trained on as it is."""
+    """A sample or a data set cannot be trained as it is."""
 
     code = "HSP-301"
 
@@ -189,37 +188,38 @@ class TokenRangeError(DataError):
 
 
 class NonFiniteError(HotspaError):
-    """A loss or a gradient is NaN or infinite; the weights were not changed (but with `hotspa_pipeline_mode=pipedream`)."""
+    """A loss or a gradient is NaN or infinite; the weights are unchanged (except with
+    `hotspa_pipeline_mode=pipedream`)."""
 
     code = "HSP-310"
 
 
 class CallbackError(HotspaError):
-    """A callback raised; it is named. The mini-batch before was trained, the next one was not."""
+    """A callback raised; it is named. The previous mini-batch was trained, the next one was not."""
 
     code = "HSP-320"
 
 
 class PhaseMemoryError(HotspaError):
-    """A rank ran out of memory inside a phase; the next launch is told."""
+    """A rank ran out of memory inside a phase; the next launch learns of it."""
 
     code = "HSP-401"
 
 
 class RunLogError(HotspaError, ValueError):
-    """The record of a run is missing, is none, or was changed by hand; the message names file and line."""
+    """The record of a run is missing, malformed, or was changed by hand; names file and line."""
 
     code = "HSP-330"
 
 
 class PeerError(HotspaError):
-    """Another rank failed with an error that is not of this family; its text is in the message."""
+    """Another rank failed with an error from outside this package, whose text is included."""
 
     code = "HSP-112"
     is_echo = True
 
 
 class SilentPeerError(PeerError):
-    """A rank hangs: it is the one that the waiting ranks miss at a barrier."""
+    """A rank hangs: the waiting ranks miss it at a barrier."""
 
     code = "HSP-110"

@@ -1,32 +1,33 @@
-"""What the torch-free layers need to know about a model: counts and sizes, nothing else."""
+"""Counts and sizes of a model, for the torch-free layers."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers that decide which strategies are legal and what a token costs.
+    """The numbers that decide on legal strategies and the cost of a token.
 
     Args:
         family: The transformers `model_type`.
         num_layers: Decoder layers.
         num_attention_heads: Query heads.
-        num_key_value_heads: Key/value heads (equal to the query heads without grouped-query attention).
+        num_key_value_heads: Equal to the query heads without grouped-query attention.
         hidden_size: Width of the residual stream.
         attention_size: Query heads times head dimension.
         vocab_size: Rows of the embedding.
-        layer_parameters: Parameters of one decoder layer (the mean, where layers differ).
-        max_position_embeddings: The longest sequence the position encoding was made for; None when unbounded.
+        layer_parameters: Parameters of one decoder layer (the mean, if layers differ).
+        max_position_embeddings: The longest sequence of the position encoding; None when unbounded.
         has_tp_plan: Whether transformers has a tensor-parallel plan for the family.
         has_pp_plan: Whether transformers has a pipeline plan for the family.
-        tp_unsupported_reason: Why tp > 1 cannot be exact despite a plan, or None; others alike, by `Strategy`'s names.
-        ring_unsupported_reason: Why its attention cannot run on a ring of the ranks of cp, or None.
-        num_experts: Experts of a layer, where layers have any; 0 for a dense model.
-        experts_per_token: Of them, those that compute a token.
-        expert_parameters: Parameters of all experts of one layer (the mean, where layers differ).
-        whole_attention: The share of attention, or what replaces it, that tp does not divide: every rank has all of it.
-        whole_mlp: The same of its MLPs, experts and routers.
-        gated: Whether its MLPs, or experts, have a gate beside the two matrices.
+        tp_unsupported_reason: Why tp > 1 cannot be exact despite a plan, or None; likewise for `Strategy`'s other
+            names.
+        ring_unsupported_reason: Why its attention cannot run on a ring of cp ranks, or None.
+        num_experts: Experts of a layer; 0 for a dense model.
+        experts_per_token: Experts that compute a token.
+        expert_parameters: Parameters of all experts of one layer (the mean, if layers differ).
+        whole_attention: The share of attention, or its replacement, that tp does not divide: every rank has all of it.
+        whole_mlp: The same for MLPs, experts and routers.
+        gated: Whether MLPs or experts have a gate beside the two matrices.
         head_norms: Whether queries and keys are normed.
     """
 
@@ -71,7 +72,7 @@ class ModelShape:
 
     @property
     def idle_parameters(self) -> int:
-        """Parameters of one layer that do not compute a token: of its experts, those that a router does not choose for it."""
+        """Parameters of one layer that do not compute a token: the experts that the router does not choose."""
         if not self.num_experts:
             return 0
         chosen = min(max(self.experts_per_token, 1), self.num_experts)
@@ -84,20 +85,19 @@ class ModelShape:
 
     @property
     def active_mlp_parameters(self) -> int:
-        """The same of the MLP, or of the experts."""
+        """Parameters of one layer's MLP or experts that compute a token."""
         return max(self.mlp_parameters - self.idle_parameters, 0)
 
     @property
     def whole_parameters(self) -> int:
-        """Of those that compute a token, those that tensor parallelism does not divide, beside norms."""
+        """Parameters that compute a token and that tensor parallelism does not divide, without norms."""
         return round(self.whole_attention * self.attention_parameters + self.whole_mlp * self.active_mlp_parameters)
 
     @property
     def quadratic_cost(self) -> float:
         """Cost of a causal attention pair relative to the linear cost of a token.
 
-        Forward FLOP of one layer and one sequence of l tokens are `2 P l` in matrix products (P parameters that compute a
-        token) and `2 l^2 a` in causal attention (a = attention width), so the cost of a sequence is
-        proportional to `l + (a / P) l^2`.
+        One layer and a sequence of l tokens need, forward, `2 P l` FLOP in matrix products (P parameters that compute a
+        token) and `2 l^2 a` in causal attention (a = attention width): the cost is proportional to `l + (a / P) l^2`.
         """
         return self.attention_size / max(self.active_parameters, 1)

@@ -1,8 +1,8 @@
 """Locks of a process on files.
 
-A lock ends with the process that holds it, however that dies, so there are no stale ones: the file that a killed one leaves
-may stay. Who gives a lock back removes the file. It is one of POSIX (`lockf`): forked children do not inherit it, and the process itself never
-conflicts with it. No torch.
+A lock ends with its process, so locks never become stale: a killed process's lock file may stay. `release` removes the
+file. They are POSIX locks (`lockf`): forked children do not inherit them, and a process never conflicts with its own
+lock. No torch.
 """
 
 import contextlib
@@ -19,18 +19,18 @@ LOCK_NAME = ".hotspa-lock"
 """The name of the lock file of a directory."""
 
 _MAX_OWNER = 500
-_held: dict[str, int] = {}
-"""What this process holds, and the open files: to close any of a file's descriptors gives its lock back."""
+_descriptors: dict[str, int] = {}
+"""Open files by locked path. Closing any descriptor of a file releases its lock."""
 
 
 class ProcessLock:
-    """The lock that a file stands for.
+    """A lock on a file.
 
     Args:
-        path: The file; made when the lock is taken.
+        path: The file; created when the lock is taken.
 
     Attributes:
-        left_behind: What the holder before had written, if it died; empty where it gave the lock back.
+        left_behind: The text of the previous holder, if it died; empty if it released the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,24 +42,24 @@ class ProcessLock:
         return str(self.path.parent.resolve() / self.path.name)
 
     @property
-    def held(self) -> bool:
-        """Whether this process holds it."""
-        return self._key in _held
+    def is_locked(self) -> bool:
+        """Whether this process holds the lock."""
+        return self._key in _descriptors
 
     def take(self, patience_s: float = 0.0, owner: str = "") -> bool:
-        """Takes the lock, if it is not held already.
+        """Takes the lock, unless this process already holds it.
 
         Args:
-            patience_s: Seconds to wait for another process; a killed one's lock is free as soon as the system has buried it.
-            owner: What others read in the file.
+            patience_s: Seconds to wait for another process; a killed process's lock is free once it is reaped.
+            owner: The text that others read in the file.
 
         Returns:
-            Whether this process has it. True also on a file system without locks, which is said in a warning.
+            Whether this process holds the lock; true, with a warning, on a file system without locks.
 
         Raises:
-            OSError: the file cannot be made or written to.
+            OSError: the file cannot be created or written to.
         """
-        if self.held:
+        if self.is_locked:
             return True
         deadline = time.monotonic() + patience_s
         while True:
@@ -75,7 +75,7 @@ class ProcessLock:
             os.close(descriptor)
             if not taken:
                 return False
-            # the one before has removed the file meanwhile: who comes next would lock another one
+            # the previous holder removed the file meanwhile: the next process would lock another file
         try:
             self.left_behind = os.pread(descriptor, _MAX_OWNER, 0).decode(errors="replace")
             os.ftruncate(descriptor, 0)
@@ -84,7 +84,7 @@ class ProcessLock:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
             raise
-        _held[self._key] = descriptor
+        _descriptors[self._key] = descriptor
         return True
 
     def _is_at_path(self, descriptor: int) -> bool:
@@ -107,18 +107,18 @@ class ProcessLock:
             time.sleep(0.1)
 
     def owner(self) -> str:
-        """What the process has written that holds it; empty where nothing can be read. Not for the holder itself."""
+        """Returns the holder's text; empty if unreadable. Not for the holder itself."""
         try:
             return self.path.read_text(errors="replace")[:_MAX_OWNER]
         except OSError:
             return ""
 
     def release(self) -> None:
-        """Gives the lock back, if it is held, and removes its file."""
-        descriptor = _held.pop(self._key, None)
+        """Releases the lock, if held, and removes its file."""
+        descriptor = _descriptors.pop(self._key, None)
         if descriptor is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)  # also where the file cannot be removed: nobody died here
+                os.ftruncate(descriptor, 0)  # if the file cannot be removed, it must still show that nobody died
                 if self._is_at_path(descriptor):
                     os.unlink(self.path)
             os.close(descriptor)

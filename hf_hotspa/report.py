@@ -1,7 +1,7 @@
-"""What a step reports: plain numbers for callbacks, logs and benchmarks. Callbacks see reports only, never the engine.
+"""Reports of a run as plain numbers, for callbacks, logs and benchmarks. Callbacks see reports only, never the engine.
 
-Beside the reports at the end of a mini-batch (`StepReport`) these are the facts of a run (`RunFacts`, once at its
-begin) and the events inside a mini-batch (`PhaseEvent`, `SwitchEvent`).
+`RunFacts` comes once, at the start of a run; `PhaseEvent` and `SwitchEvent` come inside a mini-batch, `StepReport` at
+its end.
 """
 
 from collections.abc import Mapping
@@ -12,30 +12,30 @@ from hf_hotspa.typed import Count
 
 
 class PhaseMeasure(NamedTuple):
-    """One rank's measures of one phase: seconds, and bytes it sent. The one list of them: all others follow from its fields.
+    """One rank's measures of one phase: seconds, and bytes sent. Other lists of measures derive from these fields.
 
     Attributes:
         load_s: Waiting for the weights.
         compute_s: Forward and backward.
         wait_s: Waiting for the busiest rank.
         return_s: Waiting for the gradients to leave.
-        load_busy_s: The load, where it ran beside the computation.
-        return_busy_s: The return, where it ran beside the computation.
-        load_bytes: Bytes sent by the load.
-        return_bytes: Bytes sent by the return.
-        start_s: When the phase began, counted from the agreement of all ranks on the mini-batch.
-        others_s: The part of `compute_s` in collectives and messages of the strategy: waiting for other ranks.
-        unit_load_s: The part of `compute_s` in which it waited for the weights of a unit.
-        unit_return_s: The part in which it waited for a unit's gradient buffer to be free again, and for the last return.
-        unit_load_busy_s: Loads of units under way, waiting for peers included.
-        unit_return_busy_s: Returns of units under way.
-        unit_load_bytes: Bytes sent by loads of units.
-        unit_return_bytes: Bytes sent by returns of units.
-        products_s: The part in matrix products, where these can migrate; else 0.
-        left_out: The share of its columns that it left out, computed by nobody; 0 in an exact run.
-        expert_tokens: Tokens that its experts have computed under ep, each once for every expert and layer; else 0.
-        dropped_tokens: Tokens that experts have not computed, with a capacity, counted alike; once for a replica's stage.
-        context_bytes: Bytes that it sent to the other ranks of cp, forward and backward.
+        load_busy_s: The load, while it overlapped with computation.
+        return_busy_s: The return, while it overlapped with computation.
+        load_bytes: Sent by the load.
+        return_bytes: Sent by the return.
+        start_s: Start of the phase, from the agreement of all ranks on the mini-batch.
+        others_s: Part of `compute_s`: waiting for other ranks in the strategy's collectives and messages.
+        unit_load_s: Part of `compute_s`: waiting for a unit's weights.
+        unit_return_s: Part of `compute_s`: waiting for a unit's gradient buffer to be free, and for the last return.
+        unit_load_busy_s: Unit loads in flight, waiting for peers included.
+        unit_return_busy_s: Unit returns in flight.
+        unit_load_bytes: Sent by unit loads.
+        unit_return_bytes: Sent by unit returns.
+        products_s: Part of `compute_s` in matrix products, if these can migrate; else 0.
+        left_out: Share of its columns that no rank computed; 0 in an exact run.
+        expert_tokens: Tokens that its experts computed under ep, once for every expert and layer; else 0.
+        dropped_tokens: Tokens beyond the experts' capacity, counted likewise; once for a replica's stage.
+        context_bytes: Sent to the other ranks of cp, forward and backward.
     """
 
     load_s: float
@@ -67,41 +67,37 @@ MEASURES = PhaseMeasure._fields
 
 @dataclass(frozen=True)
 class PhaseReport:
-    """One phase of a mini-batch. Seconds and bytes of the slowest (busiest) rank, counts over all ranks.
+    """One phase of a mini-batch: seconds and bytes of the slowest (busiest) rank, counts over all ranks.
 
     Args:
-        strategy: The strategy that ran, `dp4`.
         num_packs: Micro-batches, over all replicas.
-        num_sequences: Sequences trained.
-        num_tokens: Tokens trained.
-        load_s: Exposed seconds of moving the weights into the strategy's layout: those in which a rank did nothing but
-            prepare or wait for it.
+        load_s: Exposed seconds of moving weights to the strategy's layout: a rank only prepared or waited.
         compute_s: Forward and backward of the busiest replica.
-        wait_s: The longest that a rank waited for the busiest one.
-        return_s: Exposed seconds of moving the gradients to the master store.
-        load_bytes: Bytes that weights moved between ranks, summed over ranks.
+        wait_s: The longest wait of a rank for the busiest one.
+        return_s: Exposed seconds of moving gradients to the master store.
+        load_bytes: Weights moved between ranks, summed over ranks.
         return_bytes: The same for gradients.
-        hidden_load_s: Seconds in which the load and the computation ran at the same time. Counted on the rank that was
-            busy with the load for the shortest time, as the others also waited for it; 0 without overlap.
+        hidden_load_s: Overlap of load and computation, on the rank that was busy with the load for the shortest time,
+            as the others also waited for it.
         hidden_return_s: The same for the return.
-        predicted_s: What the time model said of load, computation and return before it ran; None without a model.
-        capacity_tokens: Tokens that its packs could have held.
-        busiest_tokens: Tokens of the busiest replica.
-        longest_tokens: The longest sequence.
-        frozen_bytes: The part of `load_bytes` that was frozen weights; none where a strategy still holds them.
-        unit_load_s: The part of `compute_s` in which a rank waited for the weights of a unit (`+z3`).
-        unit_return_s: The part in which it waited for gradients of units to leave (`+z2`, `+z3`).
-        hidden_unit_load_s: Seconds in which units were loaded beside the computation, as `hidden_load_s`.
-        hidden_unit_return_s: The same for their gradients.
-        unit_load_bytes: Bytes that weights of units moved between ranks, summed over ranks; not in `load_bytes`.
-        unit_return_bytes: The same for their gradients.
-        context: How ranks of cp attended to each other's tokens: `ulysses`, `allgather` or `ring`; empty without cp. What
-            that took is in `others_s` of `RankMeasures`.
-        context_bytes: Bytes that ranks of cp sent each other for it, summed over ranks; not in `load_bytes`.
-        expert_tokens: Tokens that experts computed under ep, counted once for each expert of a token and each layer.
-        busiest_expert_tokens: Those of them on the busiest rank; `RankMeasures.phases` has each rank's.
-        dropped_expert_tokens: Tokens that experts did not compute because of their capacity, counted alike.
-        squared_tokens: The sum over its sequences of their tokens squared: what attention takes.
+        predicted_s: The time model's prediction of load, computation and return; None without a model.
+        capacity_tokens: What its packs could have held.
+        busiest_tokens: Of the busiest replica.
+        longest_tokens: Of the longest sequence.
+        frozen_bytes: Part of `load_bytes`: frozen weights; 0 if a strategy still holds them.
+        unit_load_s: Part of `compute_s`: waiting for a unit's weights (`+z3`).
+        unit_return_s: Part of `compute_s`: waiting for unit gradients to leave (`+z2`, `+z3`).
+        hidden_unit_load_s: Overlap of unit loads and computation, as `hidden_load_s`.
+        hidden_unit_return_s: The same for unit gradients.
+        unit_load_bytes: Unit weights moved between ranks, summed over ranks; not in `load_bytes`.
+        unit_return_bytes: The same for unit gradients.
+        context: The cp method: `ulysses`, `allgather` or `ring`; empty without cp. Its seconds are in `others_s` of
+            `RankMeasures`.
+        context_bytes: Sent between ranks by the cp method, summed over ranks; not in `load_bytes`.
+        expert_tokens: Tokens that experts computed under ep, once for each expert of a token and each layer.
+        busiest_expert_tokens: `expert_tokens` of the busiest rank; `RankMeasures.phases` has each rank's.
+        dropped_expert_tokens: Tokens beyond the experts' capacity, counted likewise.
+        squared_tokens: The sum of squared sequence lengths, proportional to attention's cost.
     """
 
     strategy: str
@@ -136,17 +132,17 @@ class PhaseReport:
 
     @property
     def seconds(self) -> float:
-        """Load, computation and return: what `predicted_s` predicts."""
+        """Load, computation and return, as `predicted_s`."""
         return self.load_s + self.compute_s + self.return_s
 
     @property
     def moved_s(self) -> float:
-        """The exposed seconds of loading weights and returning gradients."""
+        """Exposed seconds of loading weights and returning gradients."""
         return self.load_s + self.return_s
 
     @property
     def hidden_s(self) -> float:
-        """What the phase would have taken longer without overlap, about."""
+        """About the time that overlap saved."""
         return self.hidden_load_s + self.hidden_return_s
 
     @property
@@ -155,28 +151,28 @@ class PhaseReport:
 
     @property
     def unit_s(self) -> float:
-        """The part of `compute_s` that waited for units: fully sharded strategies move them while they compute."""
+        """Part of `compute_s`: waiting for units, which fully sharded strategies move during computation."""
         return self.unit_load_s + self.unit_return_s
 
     @property
     def hidden_unit_s(self) -> float:
-        """Seconds in which units moved beside the computation."""
+        """Overlap of unit transfers and computation."""
         return self.hidden_unit_load_s + self.hidden_unit_return_s
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of units that moved between ranks; not in `moved_bytes`."""
+        """Units moved between ranks; not in `moved_bytes`."""
         return self.unit_load_bytes + self.unit_return_bytes
 
 
 @dataclass(frozen=True)
 class RankMeasures:
-    """What every rank measured of a mini-batch.
+    """Every rank's measures of a mini-batch.
 
     Args:
-        agree_s: Seconds from the begin of the mini-batch on the rank to the agreement of all ranks, one a rank.
+        agree_s: For each rank, seconds from the start of its mini-batch to the agreement of all ranks.
         memory_bytes: Peak memory of each rank so far: allocated on an accelerator, resident on CPU.
-        phases: For each rank, for each phase in the order in which they ran, the columns of `MEASURES`.
+        phases: For each rank and phase, in execution order, the columns of `MEASURES`.
     """
 
     agree_s: list[float]
@@ -186,15 +182,15 @@ class RankMeasures:
 
 @dataclass(frozen=True)
 class RaceReport:
-    """How a race of plans has ended (`search/race.py`).
+    """The result of a race of plans (`search/race.py`).
 
     Args:
-        kept: The plan that stays, and `second` the nearest other one, in words.
-        tried: How many plans there were.
-        mini_batches: How many were raced.
-        factor: How many times as long the second takes; `low` to `high`: 90 % from 5 rounds on, else least and most.
-        cost: What the race has cost, in mini-batches.
-        why: Why it was held; empty for the first one.
+        kept: The plan that is kept, in words; `second` is the nearest other one.
+        tried: Number of plans.
+        factor: The second plan's time over the kept plan's. `low` to `high` is its 90 % interval from 5 rounds on, else
+            its least and greatest value.
+        cost: In mini-batches.
+        why: Why the race was run; empty for the first race.
     """
 
     kept: str
@@ -220,29 +216,27 @@ class StepReport:
     """One mini-batch.
 
     Args:
-        step: Mini-batches that the engine has run, this one included.
+        step: Mini-batches run by the engine, this one included.
         loss: Token mean of the cross entropy over the whole mini-batch.
-        grad_norm: Global 2-norm of its gradient, before clipping.
+        grad_norm: Global 2-norm of the gradient, before clipping.
         num_labels: Label tokens, the N of the mean.
         num_rows: Dataset rows.
-        num_truncated: Rows of which only the beginning was trained.
-        num_split: Rows that were cut in several sequences.
+        num_split: Rows that were split into several sequences.
         num_dropped: Over-long rows left out.
-        num_empty: Rows without tokens.
-        phases: The phases in the order in which they ran.
+        phases: In execution order.
         total_s: Wall seconds of forward and backward on this rank, agreement included, optimizer step excluded.
-        ranks: What every rank measured, for traces.
-        single_s: What the best single strategy that fits (`RunFacts.single`) was predicted to take for the same rows, to
-            be compared with the `predicted_s` of the phases; None without a time model.
-        paces: For each rank how long it computed, without waiting for others, as a multiple of ranks that are not slow, lengths taken
-            into account (`stragglers/giving.py`); None for a rank that ran nothing that says it, and altogether where
-            nobody watches.
-        slow: The ranks that are called slow after this mini-batch.
-        race: How a race of plans has ended with this mini-batch; None where none has.
-        rows_bytes: Bytes of rows (lengths, tokens, labels) that ranks sent each other, summed over ranks: under a
+        ranks: For traces.
+        single_s: Predicted seconds of the best single strategy that fits (`RunFacts.single`) for the same rows, to
+            compare with the phases' `predicted_s`; None without a time model.
+        paces: Relative step time of each rank: its computation, without waiting, as a multiple of the ranks that are
+            not slow, adjusted for lengths (`stragglers/giving.py`). None for a rank without a measure; None altogether
+            if slow devices are not watched.
+        slow: The ranks that count as slow after this mini-batch.
+        race: The result of a race that ended with this mini-batch.
+        rows_bytes: Rows (lengths, tokens, labels) that ranks sent each other, summed over ranks, under a
             `SwitchedModel`, where each rank reads its own batch.
-        numbers_bytes: Bytes of losses, log-probabilities and the like that went back to the ranks of the rows.
-        seeds_bytes: Bytes of gradients by these numbers that went to the ranks that train the rows.
+        numbers_bytes: Losses, log-probabilities and similar results that went back to the ranks of the rows.
+        seeds_bytes: Gradients by these results that went to the ranks that train the rows.
     """
 
     step: Count
@@ -271,7 +265,7 @@ class StepReport:
 
     @property
     def all_ranks_s(self) -> float:
-        """Seconds from the agreement on the mini-batch until the last rank is through with its last phase: the same on all ranks."""
+        """Seconds from the agreement on the mini-batch to the last rank's end of its last phase; equal on all ranks."""
         laps = [MEASURES.index(name) for name in ("start_s", "load_s", "compute_s", "wait_s", "return_s")]
         rows = [phases[-1] for phases in self.ranks.phases if phases] if self.ranks is not None else []
         ends = [sum(phase[lap] for lap in laps) for phase in rows]
@@ -279,73 +273,74 @@ class StepReport:
 
     @property
     def own_s(self) -> tuple[float, ...]:
-        """For each rank the seconds of its computation without waiting for others; empty without `ranks`."""
+        """Seconds of each rank's computation without waiting; empty without `ranks`."""
         compute, others = MEASURES.index("compute_s"), MEASURES.index("others_s")
         rows = self.ranks.phases if self.ranks is not None else []
         return tuple(sum(max(phase[compute] - phase[others], 0.0) for phase in phases) for phases in rows)
 
     @property
     def longest_phase(self) -> PhaseReport | None:
-        """The phase of the longest sequences: its strategy could have trained the whole mini-batch; None without phases.
+        """The phase of the longest sequences, whose strategy could have trained the whole mini-batch; None without
+        phases.
 
-        What it moved is `load_return_s`: a run under one strategy also loads weights and returns gradients once a
-        mini-batch. What the other phases moved is switching.
+        Its transfers count as `load_return_s`, as a run under one strategy also loads weights and returns gradients
+        once a mini-batch. Other phases' transfers count as switching.
         """
         return max(self.phases, key=lambda phase: phase.longest_tokens, default=None)
 
     @property
     def moved_s(self) -> float:
-        """Exposed seconds in which weights and gradients were moved: `load_return_s` and `switch_s`."""
+        """Exposed seconds of moving weights and gradients: `load_return_s` plus `switch_s`."""
         return sum(phase.moved_s for phase in self.phases)
 
     @property
     def load_return_s(self) -> float:
-        """The part of `moved_s` that a single strategy would have needed, too: one load and one return."""
+        """The part of `moved_s` that a single strategy also needs: one load and one return."""
         return self.longest_phase.moved_s if self.longest_phase is not None else 0.0
 
     @property
     def switch_s(self) -> float:
-        """The part of `moved_s` that is there because strategies were switched; 0 for one phase."""
+        """The part of `moved_s` caused by switching strategies; 0 for one phase."""
         return sum(phase.moved_s for phase in self.phases if phase is not self.longest_phase)
 
     @property
     def hidden_s(self) -> float:
-        """Seconds in which weights and gradients were moved beside computation."""
+        """Overlap of transfers and computation."""
         return sum(phase.hidden_s for phase in self.phases)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of weights and gradients that moved between ranks."""
+        """Weights and gradients moved between ranks."""
         return sum(phase.moved_bytes for phase in self.phases)
 
     @property
     def switch_bytes(self) -> int:
-        """The part of `moved_bytes` that is there because strategies were switched."""
+        """The part of `moved_bytes` caused by switching."""
         return sum(phase.moved_bytes for phase in self.phases if phase is not self.longest_phase)
 
     @property
     def frozen_bytes(self) -> int:
-        """The part of `moved_bytes` that was frozen weights."""
+        """The part of `moved_bytes` for frozen weights."""
         return sum(phase.frozen_bytes for phase in self.phases)
 
     @property
     def predicted_s(self) -> float | None:
-        """What the time model said of all phases together; None without one."""
+        """The time model's prediction of all phases; None without a model."""
         known = [phase.predicted_s for phase in self.phases if phase.predicted_s is not None]
         return sum(known) if known and len(known) == len(self.phases) else None
 
     @property
     def switch_share(self) -> float:
-        """The part of the step that switching took (exposed seconds), 0 to 1."""
+        """`switch_s` as a fraction of the step, 0 to 1."""
         return self.switch_s / self.total_s if self.total_s > 0 else 0.0
 
     @property
     def load_return_share(self) -> float:
-        """The same for the load and the return that a single strategy needs, too."""
+        """`load_return_s` as a fraction of the step, 0 to 1."""
         return self.load_return_s / self.total_s if self.total_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready plain data, without `ranks` (their number has no bound; of relative step times two digits stay)."""
+        """The report as JSON-ready plain data, without the unbounded `ranks`; relative step times to two digits."""
         data = asdict(replace(self, ranks=None))
         del data["ranks"]
         data["slow"] = list(self.slow)
@@ -356,16 +351,15 @@ class StepReport:
 
 @dataclass(frozen=True)
 class PhaseEvent:
-    """A phase that begins or has ended, as this rank sees it.
+    """The start or end of a phase on this rank.
 
     Args:
         step: The mini-batch, counted from 1.
-        index: The phase among those of the mini-batch, counted from 0 in the order in which they run.
-        num_phases: How many the mini-batch has.
-        strategy: The strategy that runs, `dp4`.
+        index: The phase's position in the mini-batch, counted from 0 in execution order.
+        num_phases: Phases of the mini-batch.
         num_packs: Micro-batches, over all replicas.
-        num_sequences: Sequences, over all replicas.
-        seconds: What this rank measured of it, by the names of `MEASURES`; None at its begin.
+        num_sequences: Over all replicas.
+        seconds: This rank's measures by the names of `MEASURES`; None at the start.
     """
 
     step: int
@@ -380,15 +374,13 @@ class PhaseEvent:
 
 @dataclass(frozen=True)
 class SwitchEvent:
-    """A switch that has ended, as this rank sees it.
+    """The end of a switch on this rank.
 
     Args:
         step: The mini-batch, counted from 1.
-        kind: `load`: the weights went into the layout of the strategy; `return`: its gradients to the master store.
-        strategy: The strategy, `dp4`.
-        seconds: Exposed seconds on this rank.
-        busy_s: Seconds in which it ran beside the computation; 0 without overlap.
-        sent_bytes: What this rank sent.
+        kind: `load` (weights to the strategy's layout) or `return` (gradients to the master store).
+        seconds: Exposed seconds.
+        busy_s: Overlap with the computation.
     """
 
     step: int
@@ -401,12 +393,12 @@ class SwitchEvent:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Floating-point operations that a model asks for, forward and backward, and what its devices could do at most.
+    """Floating-point operations of a model, forward and backward, and the peak rate of its devices.
 
     Args:
         token: Of a token, in matrix products.
-        square: Of a sequence, in attention: times its tokens squared.
-        peak: Per second, of all devices together, by their data sheet.
+        square: Of a sequence, in attention, per squared token count.
+        peak: Per second, of all devices together, by data sheet.
     """
 
     token: float
@@ -414,27 +406,26 @@ class ModelFlops:
     peak: float
 
     def utilization(self, num_tokens: int, squared_tokens: int, seconds: float) -> float:
-        """MFU: the operations of so many tokens by what the devices could have done in the time, 0 to 1."""
+        """MFU, 0 to 1: the operations over the devices' peak operations in the time."""
         return (self.token * num_tokens + self.square * squared_tokens) / (self.peak * seconds) if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is known of a run before its first mini-batch; plain data, JSON-ready.
+    """The facts of a run before its first mini-batch; plain data, JSON-ready.
 
     Args:
-        world_size: Ranks.
         versions: Library name -> version.
-        machine: What it runs on, by name (no host names).
+        machine: The hardware, by name (no host names).
         model: Family, parameters, dtypes, by name.
-        settings: The flags that matter to speed and order, by name.
+        settings: The flags that affect speed and order, by name.
         buckets: `strategy`, `low`, `longest` and `pack_tokens` of each bucket.
-        plan: What the time model predicted when it chose the buckets; None where they were given. `seconds` and
-            `switch_s` of a mini-batch, `static` (the best single strategy), `static_s`, and `rows` (one a bucket).
-        lengths: The sequence lengths of the data set (`reporting/run_log.py`); None for a stream.
-        single: The best single strategy that fits, by the time model; None without one, and where nothing fits.
-        run: What a person knows it by: `name`, `model`, `data set`, `command`, `output folder`.
-        flops: None where the speed of the devices is not known.
+        plan: The time model's predictions when it chose the buckets: `seconds` and `switch_s` of a mini-batch, `static`
+            (the best single strategy), `static_s`, and `rows` (one a bucket); None if buckets were given.
+        lengths: The data set's sequence lengths (`reporting/run_log.py`); None for a stream.
+        single: The best single strategy that fits, by the time model; None without a model or if nothing fits.
+        run: `name`, `model`, `data set`, `command`, `output folder`.
+        flops: None if the speed of the devices is unknown.
     """
 
     world_size: Count

@@ -2,19 +2,18 @@
 
 Owns the two grammars that users type:
 
-* a *strategy*, ``dp4tp2`` (an axis of degree 1 is left out, or written: ``dp4tp2pp1``), perhaps with ``ep4`` (the
-  experts of each layer over four neighbouring ranks of a stage), and with options after a plus sign:
-  ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one),
-  ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), ``dp4+ck8192+kg2`` (the graphs of two more chunks
-  are kept), ``dp4+ck8192+kh`` (their keys and values wait in host memory), ``dp4+z2`` (gradients leave layer by layer),
-  ``dp4+z3`` (weights come layer by layer, too), ``pp4+v2`` (two stages on each rank of a pipeline), and
-* a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
-  ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough. Packs of a
+* a *strategy*, ``dp4tp2``; axes of degree 1 are optional (``dp4tp2pp1``). ``ep4`` divides the experts of each layer
+  over four neighbouring ranks of a stage. Options follow plus signs: ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every
+  layer recomputes its activations), ``dp4+rc2`` (every second layer), ``dp4+ck8192`` (packs are computed in chunks of
+  at most 8192 tokens), ``dp4+ck8192+kg2`` (two more chunks keep their graphs), ``dp4+ck8192+kh`` (the chunks' keys and
+  values wait in host memory), ``dp4+z2`` (gradients leave layer by layer), ``dp4+z3`` (weights come layer by layer,
+  too), ``pp4+v2`` (two stages on each rank of a pipeline);
+* a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``, with entries
+  ``strategy:longest sequence[@tokens per pack]``. A sequence goes to the first bucket that is long enough. Packs of a
   pipeline may be smaller than its longest sequence (``pp4:32768@8192``): see `Bucket`.
 
-Ranks are laid out tp fastest, then cp, then dp, then pp:
-``rank = ((pp_coord * dp + dp_coord) * cp + cp_coord) * tp + tp_coord``. ep is no axis: it divides the ranks of a stage.
-Plain data, no torch.
+Rank order is tp fastest, then cp, dp, pp: ``rank = ((pp_coord * dp + dp_coord) * cp + cp_coord) * tp + tp_coord``. ep
+is not an axis: it divides the ranks of a stage. No torch.
 """
 
 import re
@@ -49,34 +48,33 @@ class Coord:
 
 @dataclass(frozen=True, order=True)
 class Strategy:
-    """The degrees of data, context, tensor and pipeline parallelism, and how ranks save memory.
+    """The degrees of parallelism, and the options that save memory.
 
     Args:
         dp: Replicas.
         tp: Ranks that share each layer of a replica.
         pp: Pipeline stages of a replica.
-        sp: Sequence parallel: between the parts of a layer that tp divides, each of its ranks holds only its share of
-            the tokens (Korthikanti et al., 2022, section 4.2.2). Needs tp > 1.
-        rc: Recompute: every rc-th layer keeps its input only and runs again in the backward pass; 0 for none.
-        ck: The most tokens of a chunk: packs are computed a chunk at a time, also inside of a sequence
-            (`parallel.token_chunks`), and pass through a pipeline in chunks; 0 for whole packs.
+        sp: Sequence parallel: between the parts of a layer that tp divides, each tp rank holds only its share of the
+            tokens (Korthikanti et al., 2022, section 4.2.2). Needs tp > 1.
+        rc: Recompute: every rc-th layer keeps only its input and runs again in the backward pass; 0 for none.
+        ck: The most tokens of a chunk: packs, and sequences inside them, are computed a chunk at a time
+            (`parallel.token_chunks`), also through a pipeline; 0 for whole packs.
         kg: How many chunks before the last one of a sequence keep their graphs, so that they run forward once.
-        kh: Whether keys and values of earlier chunks, and the sums of their gradients, are in host memory.
-        cp: Ranks that share the tokens of each pack, also inside of a sequence (`parallel.context`).
-        z: What is there for one layer at a time, and shared out over all ranks else: 2 for gradients, 3 for gradients
-            and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
-        ep: Neighbouring ranks of a stage that divide the experts of a layer, each with whole ones (`parallel.experts`);
-            1 where experts are held, or cut by tp, as other weights. It is no axis: it divides dp * cp * tp.
-        v: Stages on each rank of a pipeline: stage s of pp * v is on the rank with the pp coordinate s mod pp, and packs
-            go round (interleaved 1F1B; Narayanan et al., SC'21, section 2.2).
-        shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
-            pool of strategies chooses it so that much stays in place between them. Strategies of equal degrees are
-            equal whatever their order.
+        kh: Whether keys and values of earlier chunks, and their summed gradients, are in host memory.
+        cp: Ranks that share the tokens of each pack, also inside a sequence (`parallel.context`).
+        z: What is complete for one layer at a time only, and otherwise sharded over all ranks: 2 for gradients, 3 for
+            gradients and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
+        ep: Neighbouring ranks of a stage that divide the experts of a layer, each with whole experts
+            (`parallel.experts`). With 1, experts are held, or cut by tp, like other weights. Divides dp * cp * tp.
+        v: Stages on each rank of a pipeline: stage s of pp * v is on the rank with the pp coordinate s mod pp
+            (interleaved 1F1B; Narayanan et al., SC'21, section 2.2).
+        shard_order: The tp shard of each tp coordinate; empty for the identity. A pool of strategies chooses it to keep
+            data in place between strategies. Ignored in comparisons.
 
     Raises:
-        StrategyError: when a degree is not a positive integer, ep does not divide the ranks of a stage or is combined with
-            what it does not go with, the order is not one of its shards, sp has no tp, kg or kh have no chunks on one
-            stage, or v has no pipeline or is combined with what it does not go with.
+        StrategyError: a degree is not a positive integer, ep does not divide the ranks of a stage, ep or v has an
+            unsupported combination, the order is not a permutation of the shards, or an option lacks what it needs: sp
+            tp, kg and kh chunks on one stage, v a pipeline.
     """
 
     dp: int = 1
@@ -102,14 +100,14 @@ class Strategy:
 
     @property
     def spelled_out(self) -> str:
-        """With the degrees of dp, tp and pp that are 1, `dp4tp1pp1`: as it once was written everywhere."""
+        """The earlier format, with dp, tp and pp degrees of 1: `dp4tp1pp1`."""
         context = f"cp{self.cp}" if self.cp > 1 else ""
         experts = f"ep{self.ep}" if self.ep > 1 else ""
         return f"dp{self.dp}{context}tp{self.tp}pp{self.pp}{experts}{self.options}"
 
     @property
     def options(self) -> str:
-        """What follows the degrees: `+sp`, `+rc`, `+rc2`, `+ck8192`, `+kh`, `+z3`, `+v2`, several of them, or nothing."""
+        """The options as text, such as `+rc2` or `+ck8192+kh`; empty without options."""
         named = (
             ("sp", self.sp, ""),
             ("rc", self.rc, self.rc if self.rc > 1 else ""),
@@ -123,12 +121,12 @@ class Strategy:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Those of `DEGREES`, in that order."""
+        """The degrees in the order of `DEGREES`."""
         return tuple(getattr(self, name) for name in DEGREES)
 
     @property
     def is_common(self) -> bool:
-        """Whether others have it, too: nothing is sharded a layer at a time or in chunks, and no experts are divided."""
+        """Without layer-wise sharding, chunks or expert parallelism."""
         return not self.z and not self.ck and self.ep == 1
 
     @property
@@ -138,7 +136,7 @@ class Strategy:
 
     @property
     def can_go_round(self) -> bool:
-        """Whether its ranks may have several stages each (`+v`)."""
+        """Whether a rank may have several stages (`+v`)."""
         return self.pp > 1 and not self.z and self.ep == 1
 
     @property
@@ -151,25 +149,25 @@ class Strategy:
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a stage, of all replicas."""
+        """Ranks of a stage, over all replicas."""
         return self.dp * self.cp * self.tp
 
     @property
     def num_stages(self) -> int:
-        """Stages of a replica: v on each rank of its pipeline."""
+        """Stages of a replica, v on each rank of its pipeline."""
         return self.pp * self.v
 
     @property
     def keeps_step(self) -> bool:
-        """Whether ranks of several replicas exchange tokens, so that these must run as many packs."""
+        """Whether replicas exchange tokens, and so must run equally many packs."""
         return self.cp * self.tp % self.ep > 0
 
     def expert_shard(self, rank: int) -> int:
-        """Which of the ep shards of each layer's experts a rank holds."""
+        """The shard of each layer's experts that a rank holds."""
         return rank % self.stage_size % self.ep
 
     def expert_groups(self) -> list[tuple[int, ...]]:
-        """The groups of ranks that hold the experts of a layer between them, in the order of their shards."""
+        """The groups of ranks that together hold a layer's experts, in shard order."""
         return [tuple(range(first, first + self.ep)) for first in range(0, self.world_size, self.ep)]
 
     def coord(self, rank: int) -> Coord:
@@ -180,7 +178,7 @@ class Strategy:
         return Coord(dp=dp, tp=tp, pp=pp, cp=cp)
 
     def rank(self, coord: Coord) -> int:
-        """The global rank at given coordinates: the inverse of `coord`."""
+        """The global rank of coordinates: the inverse of `coord`."""
         return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
 
     def shard_index(self, tp_coord: int) -> int:
@@ -188,33 +186,33 @@ class Strategy:
         return self.shard_order[tp_coord] if self.shard_order else tp_coord
 
     def ordered(self, shard_order: tuple[int, ...]) -> "Strategy":
-        """The same strategy with another order of its shards."""
+        """Returns the strategy with another shard order."""
         return replace(self, shard_order=shard_order)
 
     def recomputing(self, every: int) -> "Strategy":
-        """The same strategy, in which every n-th layer recomputes, unless it says so itself; 0 for none."""
+        """Returns the strategy with every n-th layer recomputing, unless `rc` is set; 0 for none."""
         return replace(self, rc=self.rc or every)
 
     def sharded(self, stage: int) -> "Strategy":
-        """The same strategy with `+z2` or `+z3`, unless it says so itself; 0 for neither."""
+        """Returns the strategy with `+z2` or `+z3`, unless `z` is set; 0 for neither."""
         return replace(self, z=self.z or stage)
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """All groups of ranks that differ on one axis alone, each in the order of that axis; groups by their first rank."""
+        """All groups of ranks that differ on one axis only, in axis order; groups by first rank."""
         first = (rank for rank in range(self.world_size) if getattr(self.coord(rank), axis) == 0)
         return [self.group_of(rank, axis) for rank in first]
 
     def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from one on an axis alone, in the order of that axis."""
+        """The ranks that differ from this one on one axis only, in axis order."""
         here = self.coord(rank)
         return tuple(self.rank(replace(here, **{axis: place})) for place in range(getattr(self, axis)))
 
     @property
     def layout(self) -> "Strategy":
-        """What decides where weights and gradients lie, and which rank adds what to a gradient.
+        """What decides where weights and gradients lie, and what each rank adds to a gradient.
 
-        The ranks of cp hold the same weights, and each adds the gradient of its own tokens, as those of dp. Strategies of
-        equal layouts can run on the same buffers, one after the other.
+        Ranks of cp hold the same weights, and each adds its tokens' gradient, like ranks of dp. Strategies with equal
+        layouts can run on the same buffers, one after the other.
         """
         replicas = self.dp * self.cp
         order = self.shard_order
@@ -222,7 +220,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """Reads ``dp4tp2``, then options; each axis at most once, in any order, 1 when left out.
+        """Parses ``dp4tp2``, then options; each axis at most once, in any order, 1 by default.
 
         Raises:
             StrategyError: the text is not a strategy.
@@ -236,7 +234,7 @@ class Strategy:
             name = option.rstrip("0123456789")
             if match is None or name in numbers:
                 raise StrategyError(
-                    f"strategy {text!r} asks for the option {option!r}{' twice' if match else ', which there is not'}",
+                    f"strategy {text!r} has the option {option!r}{' twice' if match else ', which does not exist'}",
                     fix="options are +sp (sequence parallel), +rc (recompute every layer), +rc2 (every second layer),"
                     " +ck4096 (compute packs in chunks of 4096 tokens; +kg2 keeps the graphs of two more, +kh keeps keys and values"
                     " in host memory), +z2 (gradients a layer at a time), +z3 (weights, too) and +v2 (two stages on each rank of"
@@ -262,7 +260,7 @@ class Strategy:
         return cls(**named)
 
     def unsupported_reason(self, model: ModelShape) -> str | None:
-        """Why this strategy cannot run the model, or None when it can."""
+        """Returns why this strategy cannot run the model, or None."""
         tp, pp, ep, layers = self.tp, self.pp, self.ep, model.num_layers
         heads, kv_heads, experts = model.num_attention_heads, model.num_key_value_heads, model.num_experts
         no_plan = f"the family {model.family!r} has no {{}} plan in transformers, so {{}} must be 1"
@@ -293,8 +291,8 @@ class Strategy:
 
 @cache
 def as_written(text: str) -> str:
-    """A strategy of a record, or a bucket, in today's writing: `tp4` for the `dp1tp4pp1` of earlier releases. Any other text
-    is left as it is."""
+    """Converts a recorded strategy or bucket to the current format, such as `dp1tp4pp1` to `tp4`; leaves other text
+    unchanged."""
     name, colon, lengths = text.partition(":")
     with suppress(StrategyError):
         name = str(Strategy.parse(name))
@@ -311,16 +309,13 @@ def strategies_of(world_size: int) -> Iterator[Strategy]:
 
 
 def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
-    """The strategies of a world size that can run the model."""
+    """Returns the strategies of a world size that can run the model."""
     return [s for s in strategies_of(world_size) if s.unsupported_reason(model) is None]
 
 
 def expert_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
-    """The strategies that divide experts over the ranks of a stage of given ones: every ep above 1 that divides these ranks
-    and runs the model, with their other degrees and options.
-
-    Those whose chunks or units of layers do not go with ep are left out.
-    """
+    """Returns the given strategies with every ep above 1 that divides the ranks of a stage and can run the model; none
+    with chunks or layer units, which do not support ep."""
     candidates = (
         replace(strategy, ep=ep)
         for strategy in strategies
@@ -331,8 +326,8 @@ def expert_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list
 
 
 def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy]:
-    """The legal strategies, each with and without `+sp`, where it has tp, `+rc`, and on several processes `+z2` and
-    `+z3`, each where the model allows it."""
+    """Returns the legal strategies, without and with the options that the model supports: `+sp` (with tp), `+rc`, and
+    on several processes `+z2` and `+z3`."""
     return [
         replace(strategy, sp=sp, rc=rc, z=z)
         for strategy in legal_strategies(world_size, model)
@@ -347,12 +342,11 @@ class Bucket:
     """A length range and how it is trained: sequences of ``(low, longest]`` tokens run under `strategy`.
 
     Args:
-        strategy: The parallel strategy of the bucket.
-        longest: The longest sequence of the bucket, in tokens.
-        pack_tokens: The most tokens in one pack (one row of concatenated sequences). At least `longest`, but for a
-            pipeline: there a longer sequence has a pack of its own, and the pipeline holds no more tokens at a time than
-            one that is full of packs of this size, or than that sequence (`packing.pipeline_order`).
-        low: The `longest` of the bucket before it; 0 for the first.
+        longest: The longest sequence, in tokens.
+        pack_tokens: The most tokens in a pack (one row of concatenated sequences). At least `longest`, except for a
+            pipeline: there a longer sequence has a separate pack, and the pipeline never holds more tokens than when
+            full of packs of this size, or than that sequence (`packing.pipeline_order`).
+        low: The `longest` of the previous bucket, or 0.
     """
 
     strategy: Strategy
@@ -362,21 +356,21 @@ class Bucket:
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest sequence that a pack holds."""
+        """The most tokens that a pack holds."""
         return max(self.longest, self.pack_tokens)
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens in flight on a rank of a replica: a full pipeline, or one sequence longer than all of it.
+        """The most tokens in flight on a rank of a replica: a full pipeline, or one longer sequence.
 
-        With several stages on a rank, tokens count by the share of its stages that hold them: pp + (pp - 1) / v packs, which
-        is what the first rank holds in a full pipeline (`packing.pipeline_order`). With chunks in a pipeline, all chunks of
-        the longest sequence and one for each other stage; the last chunk of a sequence may be filled with short ones.
+        With several stages on a rank, tokens count by the share of the rank's stages that hold them: the first rank of
+        a full pipeline holds pp + (pp - 1) / v packs (`packing.pipeline_order`). With chunks in a pipeline: all chunks
+        of the longest sequence and one for each other stage; short sequences may fill the last chunk of a sequence.
         """
         pp, v, ck = self.strategy.pp, self.strategy.v, self.strategy.ck
 
         def full(tokens: int) -> int:
-            """Tokens on the first rank of a full pipeline of packs, or chunks, of so many."""
+            """On the first rank of a full pipeline of packs or chunks of `tokens`."""
             return pp * tokens - ((pp - 1) * tokens // -v if v > 1 else 0)
 
         if not ck or pp == 1:
@@ -390,15 +384,15 @@ class Bucket:
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:
-    """Reads ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192`` (shortest bucket first).
+    """Parses ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192`` (shortest bucket first).
 
     Raises:
-        StrategyError: an entry does not parse, the longest sequences do not increase, the same strategy is used twice,
-            a pack is smaller than the longest sequence, or the strategies need different numbers of processes.
+        StrategyError: an entry does not parse, the longest sequences do not increase, a strategy is used twice, a pack
+            is smaller than the longest sequence, or the strategies need different numbers of processes.
     """
     example = "write strategy:longest[@pack tokens], shortest first, such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192"
     if text.strip() == "auto":
-        raise StrategyError("'auto' is no list of buckets; the Trainer makes one of it", fix=example)
+        raise StrategyError("'auto' is not a list of buckets; only the Trainer accepts it", fix=example)
     buckets: list[Bucket] = []
     for entry in text.split(","):
         name, colon, lengths = entry.strip().partition(":")
@@ -411,7 +405,8 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
         low = buckets[-1].longest if buckets else 0
         if longest <= low:
             raise StrategyError(
-                f"bucket {entry.strip()!r}: its longest sequence {longest} is not above {low}, where the one before ends",
+                f"bucket {entry.strip()!r}: its longest sequence {longest} is not above {low}, where the previous "
+                "bucket ends",
                 fix=example,
             )
         if pack_tokens < (1 if strategy.pp > 1 else longest):
@@ -438,7 +433,7 @@ def check_launch(buckets: tuple[Bucket, ...], world_size: int) -> None:
     """Checks the number of processes.
 
     Raises:
-        LaunchError: it is not the one that the strategies need; the message prints the command that starts it.
+        LaunchError: the strategies need another number; the message gives the launch command.
     """
     needed = buckets[0].strategy.world_size
     if world_size != needed:
@@ -459,7 +454,7 @@ def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShap
     if limit is not None and buckets[-1].longest > limit:
         raise StrategyError(
             f"bucket {buckets[-1]} takes sequences of {buckets[-1].longest} tokens, and the model has {limit} positions",
-            why="positions beyond would be trained with encodings that the model was not made for",
+            why="the model was not made for the encodings of later positions",
             fix=f"end the last bucket at {limit}, or raise max_position_embeddings in the model's config",
         )
     for bucket in buckets:
@@ -479,11 +474,11 @@ def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShap
             )
 
 
-# -- which degrees and options go together, whatever the model -----------------------------------------------------
+# -- which degrees and options are compatible, for every model -----------------------------------------------------
 
 
 def _check_strategy(strategy: "Strategy") -> None:
-    """Refuses a `Strategy` that cannot be (`StrategyError`, see there); it asks this when it is made."""
+    """Raises the `StrategyError` that `Strategy` documents."""
     for axis in DEGREES:
         degree = getattr(strategy, axis)
         if type(degree) is not int or not 1 <= degree <= MAX_DEGREE:
@@ -501,7 +496,7 @@ def _check_strategy(strategy: "Strategy") -> None:
         option = f"+z{strategy.z}" if strategy.z else f"+ck{strategy.ck}"
         raise StrategyError(
             f"strategy {strategy} has both experts over ranks (ep{strategy.ep}) and {option}",
-            why="ranks that exchange tokens keep step by packs, and their chunks, or the units of their layers, do not",
+            why="ranks that exchange tokens are synchronized by packs, and their chunks or layer units are not",
             fix=f"leave {option} out, or ep{strategy.ep}",
         )
     if type(strategy.v) is not int or not 1 <= strategy.v <= MAX_DEGREE:
@@ -533,17 +528,17 @@ def _check_strategy(strategy: "Strategy") -> None:
 
 
 def _check_rounds(strategy: "Strategy") -> None:
-    """Several stages on each rank: of a pipeline, and of one whose replicas go their own way."""
+    """Several stages on each rank need a pipeline whose replicas run independently."""
     if strategy.pp == 1:
         raise StrategyError(
             f"strategy {strategy} has {strategy.v} stages on each rank and no pipeline",
-            why="+v cuts the stages of a pipeline finer, and packs go round over its ranks",
+            why="+v divides a pipeline into more stages, and packs visit each of its ranks several times",
             fix=f"use pp2 or more, or leave +v{strategy.v} out",
         )
     if strategy.z or strategy.ep > 1:
         option = f"+z{strategy.z}" if strategy.z else f"ep{strategy.ep}"
         raise StrategyError(
             f"strategy {strategy} has both several stages on each rank (+v{strategy.v}) and {option}",
-            why="the stages of all replicas keep step by packs there, in the order of one stage on each rank",
+            why="there all replicas' stages are synchronized by packs, in the order of one stage on each rank",
             fix=f"leave {option} or +v{strategy.v} out",
         )

@@ -6,9 +6,9 @@
     trainer = SFTTrainer(model="Qwen/Qwen3-0.6B", args=args, train_dataset=dataset)
     trainer.train()
 
-The classes are TRL's own behind `SwitchedMixin`, made when they are first asked for: data preparation, collators, masks, losses and
-metrics are TRL's. A config is TRL's with the `hotspa_*` flags, and TRL's defaults. `switched(MyTrainer)` of `hf_hotspa.trainer` makes such
-a class of anybody's subclass of them.
+The classes are TRL's behind `SwitchedMixin`, made at first use: data preparation, collators, masks, losses and metrics
+are TRL's. A config is TRL's, with TRL's defaults and the `hotspa_*` flags. `switched(MyTrainer)` of `hf_hotspa.trainer`
+makes such a class from a subclass of a TRL trainer.
 """
 
 import dataclasses
@@ -56,16 +56,16 @@ if TYPE_CHECKING:
     from trl.trainer.sft_trainer import SFTTrainer
 
 TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")
-"""What is trained here."""
+"""TRL's supported trainers."""
 ONLINE = ("GRPO", "RLOO")
-"""Those that generate what they train (`OverOnline`)."""
+"""Trainers that generate their training data (`OverOnline`)."""
 _OF_BATCH = "generated."
-"""Begins the names of the tensors of a generation batch in a checkpoint."""
-REFUSED = {
-    "Reward": ("its model has another head than that of a language model", "use TRL's own class"),
-    "Distillation": ("its loss reads hidden states, which no rank has of a whole row", "use TRL's own class"),
+"""Prefix of the names of a generation batch's tensors in a checkpoint."""
+UNSUPPORTED = {
+    "Reward": ("its model's head is not a language model's", "use TRL's own class"),
+    "Distillation": ("its loss reads hidden states, which no rank has for a whole row", "use TRL's own class"),
 }
-"""Trainers of TRL that are not trained here: why, and what to do."""
+"""TRL's unsupported trainers: why, and what to do."""
 __all__ = [
     "DPOConfig", "DPOTrainer", "GRPOConfig", "GRPOTrainer", "KTOConfig", "KTOTrainer", "RLOOConfig", "RLOOTrainer", "SFTConfig",
     "SFTTrainer",
@@ -75,7 +75,7 @@ _Base: Any = object
 
 
 class _Syncs(TrainerCallback):
-    """In the place of TRL's `SyncRefModelCallback`, which reads weights of the model object: notes that it is time."""
+    """Replaces TRL's `SyncRefModelCallback`, which reads the model object's weights: notes that a sync is due."""
 
     is_due = False
 
@@ -84,20 +84,20 @@ class _Syncs(TrainerCallback):
 
 
 class _ByName(_Base):
-    """Gives the class behind it its arguments by name: the second one is not `args` in all of TRL's."""
+    """Passes arguments by name: in some of TRL's classes the second one is not `args`."""
 
     def __init__(self, model: Any, args: Any, **kwargs: Any) -> None:
         super().__init__(model=model, args=args, **kwargs)
 
 
 class OverTRL(SwitchedMixin, _ByName):
-    """In front of a trainer of TRL: as `SwitchedMixin`, with a reference model on the same replicas.
+    """In front of one of TRL's trainers: `SwitchedMixin` with a reference model on the same replicas.
 
     Raises:
-        UnsupportedError: it is a trainer that cannot be trained so, or an option that cannot be honoured.
+        UnsupportedError: the trainer or an option is not supported.
     """
 
-    _hotspa_prepares = False  # a name or folder is TRL's to load, with `model_init_kwargs`
+    _hotspa_prepares = False  # TRL loads a name or folder, with `model_init_kwargs`
     _hotspa_sync: _Syncs | None = None
     _hotspa_reference: Any = None
     # the trained model, and its reference
@@ -106,14 +106,16 @@ class OverTRL(SwitchedMixin, _ByName):
     def __init__(self, *given: Any, **kwargs: Any) -> None:
         kind, base = of_trl(type(self))
         if kind not in TRAINERS:
-            why, fix = REFUSED.get(kind, ("it was not tried", f"use one of {', '.join(TRAINERS)}, or TRL's own class"))
+            why, fix = UNSUPPORTED.get(
+                kind, ("it was not tried", f"use one of {', '.join(TRAINERS)}, or TRL's own class")
+            )
             raise UnsupportedError(f"TRL's {base.__name__} over a switched model", why=why, fix=fix)
         behind = super(_ByName, self).__init__
         takes_any = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(behind).parameters.values())
         kwargs = named(given, kwargs, vars(base)["__init__"] if takes_any else behind, first=())
         model, args = kwargs.pop("model", None), kwargs.pop("args", None)
         args = _arguments(kind, base, model, args)
-        _refuse(kind, model, args, kwargs)
+        _check_supported(kind, model, args, kwargs)
         args.scoring = _scoring(kind, model, args, kwargs)
         super().__init__(model, args, **kwargs)
         if self._hotspa_refusal is None and vars(self.args).get("sync_ref_model"):
@@ -124,15 +126,15 @@ class OverTRL(SwitchedMixin, _ByName):
 
     def _hotspa_add_callbacks(self) -> None:
         handler: Any = self.callback_handler
-        if not isinstance(handler, CallbackEvents):  # precomputing has, in the constructor
+        if not isinstance(handler, CallbackEvents):  # precomputing in the constructor has added them
             super()._hotspa_add_callbacks()
 
     # -- the reference model ------------------------------------------------------------------------------------------
 
     @property
     def ref_model(self) -> Any:
-        """What TRL scores references with: the model that was given, or from the start of training on a second set of weights
-        on the replicas of the trained model. Collective the first time."""
+        """TRL's reference model: the given one, or, in training, a second set of weights on the replicas of the trained
+        model. Collective the first time."""
         given, trained = self._hotspa_reference, self._hotspa_model
         if given is None or trained is None:
             return given
@@ -150,7 +152,7 @@ class OverTRL(SwitchedMixin, _ByName):
         reference = self.accelerator.unwrap_model(reference, keep_fp32_wrapper=False).to("cpu")
         try:
             return trained.frozen(reference)
-        except ModelError:  # of another size, say
+        except ModelError:  # such as another size
             options, buckets = trained.engine.options, trained.engine.buckets
             other = SwitchedModel(reference, buckets, options, device=self.args.device)
             other.trains = False
@@ -163,7 +165,7 @@ class OverTRL(SwitchedMixin, _ByName):
         super()._hotspa_close(restarts)
 
     def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
-        """As TRL, which calls it in its constructor, over the switched model."""
+        """As TRL, in its constructor, but over the switched model."""
         again = lambda: super(OverTRL, self)._precompute_ref_logps(*args, **kwargs)  # noqa: E731
         if self._hotspa_refusal is not None:
             return again()
@@ -184,7 +186,7 @@ class OverTRL(SwitchedMixin, _ByName):
 
     @torch.no_grad()
     def _hotspa_synchronize(self) -> None:
-        """Mixes the current weights into those of the reference, as `sync_ref_model` asks. Collective."""
+        """Collective."""
         reference, frozen = self._hotspa_reference, self.ref_model
         self.switched.refresh()
         alpha = vars(self.args)["ref_model_mixup_alpha"]
@@ -196,16 +198,14 @@ class OverTRL(SwitchedMixin, _ByName):
     def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
         if self._hotspa_model is None:
             bare = bare_model(self.model)[0]
-            if hasattr(
-                bare, "router_aux_loss_coef"
-            ):  # TRL says its own in the config, and reads that of the model nowhere
+            # TRL sets the coefficient in the config, and never reads the model's
+            if hasattr(bare, "router_aux_loss_coef"):
                 bare.router_aux_loss_coef = bare.config.get_text_config().router_aux_loss_coef
             if self.args.hotspa_auto and self.train_dataset is not None:
                 loader = self._hotspa_loader(loader)
         return super()._hotspa_start(loader)
 
     def _hotspa_loader(self, loader: Any) -> Any:
-        """What the lengths of rows are read from, for `auto`."""
         return self.get_train_dataloader() if loader is None else loader
 
 
@@ -213,12 +213,11 @@ unless_stock(OverTRL)
 
 
 class OverOnline(OverTRL):
-    """In front of a trainer of TRL that generates what it trains (GRPO, RLOO): as `OverTRL`.
+    """`OverTRL` for trainers that generate their training data (GRPO, RLOO).
 
-    Owns what these need beside it: the current weights where completions are generated, by transformers on the model object or by
-    vLLM from a stream of the master store; one scoring pass for a whole generation batch, and none where the gradients by
-    log-probabilities are known; and the place in a generation batch of a run that resumes. Generation, rewards, advantages, losses and
-    metrics are TRL's.
+    Generates with the current weights, by transformers on the model object or by vLLM from a stream of the master
+    store. Runs one scoring pass for a whole generation batch, or none if the gradients by log-probabilities are known.
+    Resumes inside a generation batch. Generation, rewards, advantages, losses and metrics are TRL's.
     """
 
     _hotspa_seeds: Tensor | None = None
@@ -229,7 +228,7 @@ class OverOnline(OverTRL):
             self.vllm_generation._iter_named_params = lambda: streamed(self)
 
     def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
-        """As of every trainer; the random generators are as before, as TRL shuffles and samples by them."""
+        """Keeps the random generators unchanged, as TRL shuffles and samples with them."""
         if self._hotspa_model is not None:
             return super()._hotspa_start(loader)
         state = random_state()
@@ -239,13 +238,12 @@ class OverOnline(OverTRL):
             set_random_state(state, "the start of the engine")
 
     def _hotspa_loader(self, loader: Any) -> Any:
-        """Batches as long as those that will be generated; see `ExpectedLengths`."""
         return ExpectedLengths(self, super()._hotspa_loader(loader))
 
     # -- generation ---------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: Any) -> Any:
-        """As TRL, with the current weights in the model object; for vLLM they are streamed when TRL asks. Collective."""
+        """As TRL, with the current weights in the model object; TRL streams them for vLLM. Collective."""
         if self._hotspa_refusal is not None:
             return super()._generate(prompts)
         looks = not self.use_vllm or getattr(self, "rollout_func", None) is not None
@@ -254,13 +252,13 @@ class OverOnline(OverTRL):
 
     @contextmanager
     def _hotspa_weights(self, whole: bool) -> Iterator[None]:
-        """Inside, calls of the model object are its own, as ranks generate different numbers of tokens."""
+        """Inside, calls run on the model object itself, as ranks generate different numbers of tokens."""
         switched = self.switched
-        # vLLM gets the base weights with the adapter in them
+        # vLLM gets the base weights with the adapter merged in
         are_read = whole or switched.engine.description.adapters is not None
         if are_read:
             switched.refresh()
-        # the step may have begun: what it has scored are these weights
+        # the step may have begun and scored with these weights
         was_guarded = any(hasattr(type(p), "_true_class") for p in self.model.parameters())
         if are_read:
             release(self.model)
@@ -281,8 +279,8 @@ class OverOnline(OverTRL):
         batch_size: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As TRL; what is only scored (old log-probabilities, a reference) is so in one pass: rows are packed, and each strategy's
-        weights are loaded once for all of them."""
+        """As TRL, but scores (old log-probabilities, a reference) in one pass: rows are packed, and each strategy's
+        weights are loaded once."""
         if self._hotspa_refusal is None and not torch.is_grad_enabled():
             batch_size = None
         if self._hotspa_seeds is not None and batch_size is None:
@@ -292,7 +290,7 @@ class OverOnline(OverTRL):
         )
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        """As TRL, over what is trained at once where its gradients are known."""
+        """As TRL; passes on gradients that are known, so that the rows are trained at once."""
         if self._hotspa_refusal is None and torch.is_grad_enabled() and self.switched.engine.updates is None:
             self._hotspa_seeds = first_seeds(self, inputs)
         try:
@@ -303,19 +301,19 @@ class OverOnline(OverTRL):
     # -- resuming -----------------------------------------------------------------------------------------------------
 
     @property
-    def _hotspa_goes_on(self) -> bool:
+    def _hotspa_is_inside_batch(self) -> bool:
         return bool(self._step % (self.args.steps_per_generation * self.num_iterations))
 
     def hotspa_state(self) -> dict[str, Any]:
-        """As of every trainer, with the place in a generation batch."""
+        """Adds the place in a generation batch."""
         place = {"step": self._step, "ranks": self.args.world_size}
         if getattr(self, "use_adaptive_entropy", False):
             place |= {"entropy_coef": self.entropy_coef, "entropy": self._last_world_entropy}
         return super().hotspa_state() | {"generation": place}
 
     def _hotspa_rank_tensors(self) -> dict[str, Tensor]:
-        """The generation batch of this rank, where it is not used up."""
-        if not self._hotspa_goes_on:
+        """The generation batch, unless it is used up."""
+        if not self._hotspa_is_inside_batch:
             return {}
         return {
             f"{_OF_BATCH}{index}.{name}": value
@@ -325,23 +323,23 @@ class OverOnline(OverTRL):
         }
 
     def _hotspa_load(self, resumption: Resumption) -> None:
-        """As of every trainer; goes on in the generation batch, with as many ranks (else `ResumeError`)."""
+        """Resumes also inside a generation batch, on the same number of ranks (else `ResumeError`)."""
         super()._hotspa_load(resumption)
         place = resumption.state.get("hotspa", {}).get("generation")
-        if place is None:  # of a checkpoint of another trainer: TRL generates anew
+        if place is None:  # another trainer's checkpoint: TRL generates anew
             return
         with reading_state("a generation batch", "completions are generated anew"):
             self._step, ranks = int(place["step"]), int(place["ranks"])
             if "entropy_coef" in place:
                 self.entropy_coef, self._last_world_entropy = place["entropy_coef"], place["entropy"]
-        if not self._hotspa_goes_on:
+        if not self._hotspa_is_inside_batch:
             return
         if ranks != self.args.world_size:
             raise ResumeError(
-                f"the checkpoint is one of {ranks} ranks, and this run has {self.args.world_size}",
+                f"the checkpoint was written by {ranks} ranks, and this run has {self.args.world_size}",
                 where=str(resumption.path),
-                why="it was written while a generation batch was trained, and each rank has its own part of that",
-                fix=f"resume on {ranks} ranks, or from a checkpoint that is at the end of a generation batch",
+                why="it was written inside a generation batch, and each rank has its own part of the batch",
+                fix=f"resume on {ranks} ranks, or from a checkpoint at the end of a generation batch",
             )
         name = rank_columns(self.args.process_index, ranks)
         saved = saved_tensors(resumption.path, resumption.manifest, name)
@@ -356,13 +354,13 @@ unless_stock(OverOnline)
 
 
 def of_trl(cls: type) -> tuple[str, type]:
-    """The kind of a trainer, such as SFT, and the class of TRL that it is made of."""
+    """Returns the kind of a trainer, such as SFT, and its TRL class."""
     base = next(c for c in cls.__mro__ if c.__module__.partition(".")[0] == "trl")
     return base.__name__.removesuffix("Trainer"), base
 
 
 def _arguments(kind: str, base: type, model: Any, args: Any) -> HotSPaTrainingArguments:
-    """The arguments of a trainer as TRL would make them, with our flags."""
+    """The arguments as TRL would make them, with our flags."""
     if args is None:
         name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
         made: HotSPaTrainingArguments = config_of(f"{kind}Config")(f"{name.split('/')[-1]}-{kind}")
@@ -382,11 +380,11 @@ def _arguments(kind: str, base: type, model: Any, args: Any) -> HotSPaTrainingAr
     return converted
 
 
-_OF_ROWS = "rows are TRL's to prepare and to batch"
-_REFUSED_FIELDS: dict[str, tuple[Any, str, str]] = {
+_OF_ROWS = "TRL prepares and batches the rows"
+_UNSUPPORTED_FIELDS: dict[str, tuple[Any, str, str]] = {
     "activation_offloading": (
         False,
-        "what runs are replicas, which its hooks do not see",
+        "replicas run, which its hooks do not see",
         "use gradient_checkpointing",
     ),
     "use_transformers_continuous_batching": (
@@ -396,26 +394,26 @@ _REFUSED_FIELDS: dict[str, tuple[Any, str, str]] = {
     ),
     "cast_lm_head_to_fp32": (
         False,
-        "it puts another forward on the head of the model object, and replicas have the class's",
-        "leave it out: logits are summed in fp32 here, whatever the weights are in",
+        "it replaces the forward of the model object's head, and replicas use the class's forward",
+        "leave it out: logits are summed in fp32 here, for every dtype of the weights",
     ),
     "hotspa_overlong": (ERROR, _OF_ROWS, "use max_length"),
     "hotspa_empty_rows": (ERROR, _OF_ROWS, "filter the data set"),
     "hotspa_mini_batch_size": (None, _OF_ROWS, "use per_device_train_batch_size and gradient_accumulation_steps"),
 }
-"""Name -> the value that asks for nothing, why another one is refused, and what to do."""
+"""Name -> the value that has no effect, why other values are unsupported, and what to do."""
 
 
-def _refuse(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> None:
-    """Refuses what cannot be honoured in front of TRL (`UnsupportedError`)."""
-    for name, (nothing, why, fix) in _REFUSED_FIELDS.items():
+def _check_supported(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> None:
+    """Raises `UnsupportedError` for options that cannot be honoured."""
+    for name, (nothing, why, fix) in _UNSUPPORTED_FIELDS.items():
         if (value := getattr(args, name, nothing)) != nothing:
             raise UnsupportedError(f"{type(args).__name__} has {name}={value!r}", why=why, fix=fix)
     has_reference = args.beta != 0.0 if kind in ONLINE else kind != "SFT"  # type: ignore[attr-defined]
     if has_reference and is_adapted(model) and given.get("ref_model") is None:
         raise UnsupportedError(
             f"{kind} of a model that has an adapter already, without a ref_model",
-            why="TRL puts a second adapter beside it as the reference, and replicas have one",
+            why="TRL adds a second adapter as the reference, and replicas have one",
             fix="merge the adapter (merge_and_unload) and give a peft_config, or give a ref_model",
         )
     if given.get("token_loss") is not None:
@@ -427,23 +425,22 @@ def _refuse(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping
 
 
 def _scoring(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mapping[str, Any]) -> Scoring:
-    """What a step of a trainer runs beside its training pass."""
+    """Returns what a step runs beside its training pass."""
     values = vars(args)
-    if kind == "SFT":  # from logits, and once more for metrics
+    if kind == "SFT":  # one pass for logits, one for metrics
         return Scoring(2 if values["label_smoothing_factor"] or given.get("compute_loss_func") is not None else 0)
     adapted = is_adapted(model) or given.get("peft_config") is not None
     if kind in ONLINE:
         has_routers = hasattr(getattr(model, "config", None), "output_router_logits")
         return _scoring_online(kind, values, adapted, has_routers and values["router_aux_loss_coef"] != 0.0)
     is_live = not values["precompute_ref_log_probs"]
-    scored = 2 if kind == "KTO" and values["loss_type"] == "kto" else 1  # and the completions of its KL
+    scored = 2 if kind == "KTO" and values["loss_type"] == "kto" else 1  # KTO also scores the completions of its KL
     second = given.get("ref_model") is not None or not adapted
     return Scoring(scored * (1 + is_live), is_live and second)
 
 
 def _scoring_online(kind: str, values: Mapping[str, Any], adapted: bool, balanced: bool) -> Scoring:
-    """What a step of GRPO or RLOO runs: old log-probabilities and those of a reference are of a whole generation batch, which is
-    trained `num_iterations` times."""
+    """A generation batch is scored once and trained `num_iterations` times."""
     has_reference = values["beta"] != 0.0
     of_batch = has_reference + (kind == "RLOO" or not generates_every_step(values))
     of_batch += kind == "GRPO" and generates_every_step(values) and is_corrected(values)
@@ -452,15 +449,15 @@ def _scoring_online(kind: str, values: Mapping[str, Any], adapted: bool, balance
 
 
 def is_corrected(values: Mapping[str, Any]) -> bool:
-    """Whether vLLM's own probabilities are compared with the model's."""
+    """Whether vLLM's probabilities are compared with the model's."""
     return bool(values["use_vllm"] and values["vllm_importance_sampling_correction"])
 
 
 def seeds_are_known(values: Mapping[str, Any]) -> bool:
-    """Whether the gradients of GRPO's loss by log-probabilities are known before these are: the weights have generated what they
-    are trained on, and nothing but the ratio to the old ones is in the loss. Batches that are accumulated are scored one by one
-    and trained together, for which weights move less."""
-    if "loss_type" not in values:  # RLOO, whose ratio to the old ones is of the whole completion
+    """Whether the gradients of GRPO's loss by log-probabilities are known before these are: the current weights
+    generated the batch, and the loss has only the ratio to the old log-probabilities. Accumulated batches are scored
+    one by one and trained together, which moves fewer weights."""
+    if "loss_type" not in values:  # RLOO, whose ratio is taken over the whole completion
         return False
     hangs_on_more = values["beta"] or values["entropy_coef"] or values["use_adaptive_entropy"]
     is_whole = values["loss_type"] != "vespo" and values["top_entropy_quantile"] == 1.0
@@ -469,23 +466,23 @@ def seeds_are_known(values: Mapping[str, Any]) -> bool:
 
 
 def generates_every_step(values: Mapping[str, Any]) -> bool:
-    """Whether what is trained is always of the weights that have generated it, so that TRL scores no old log-probabilities."""
+    """Whether the trained weights have always generated the batch, so that TRL scores no old log-probabilities."""
     every = (values["steps_per_generation"] or 1) * values["num_iterations"]
     return bool(values["gradient_accumulation_steps"] % every == 0)
 
 
-# -- what is generated ------------------------------------------------------------------------------------------------
+# -- generated batches ------------------------------------------------------------------------------------------------
 
 
 def first_seeds(trainer: Any, inputs: Any) -> Tensor | None:
-    """The gradients of GRPO's loss by log-probabilities where these are those that have generated, so that every ratio is 1.
+    """Returns the gradients of GRPO's loss by log-probabilities if the trained weights generated (every ratio is 1).
 
     Args:
-        inputs: Of B rows with completions of up to C tokens, behind prompts of up to P.
+        inputs: B rows with completions of up to C tokens after prompts of up to P.
 
     Returns:
-        [B, P + C - 1], up to a factor that all ranks have in common: -advantage over what the loss of the row is divided by.
-        None where they hang on the log-probabilities. The model compares them with those that come.
+        [B, P + C - 1], up to a factor common to all ranks: -advantage over the divisor of the row's loss. None if they
+        depend on the log-probabilities. The model compares them with the actual gradients.
     """
     if not seeds_are_known(vars(trainer.args)) or inputs.get("old_per_token_logps") is not None:
         return None
@@ -501,8 +498,8 @@ def first_seeds(trainer: Any, inputs: Any) -> Tensor | None:
 
 
 class ExpectedLengths:
-    """A loader of batches as long as those to come, for `auto`: prompts as they are, completions from an eighth of the longest one
-    to all of it, until the lengths that were generated ask for another plan.
+    """A loader of batches with expected lengths, for `auto`: real prompts, and completions from an eighth of the
+    maximum length to all of it. Generated lengths may lead to another plan later.
     """
 
     def __init__(self, trainer: Any, loader: Any) -> None:
@@ -522,10 +519,10 @@ class ExpectedLengths:
 
 
 def streamed(trainer: Any) -> Iterator[tuple[str, Tensor]]:
-    """What TRL's `_iter_named_params` yields: the current weights by name, in the dtypes of the model object. Collective.
+    """Yields the current weights by name, in the model object's dtypes, as TRL's `_iter_named_params`. Collective.
 
-    They come from the master store a layer at a time. A vLLM server gets them from rank 0, so that other ranks only send their
-    shares; colocated ones take them on every rank. Of a model with an adapter each base weight has it merged in.
+    They come from the master store a layer at a time. A vLLM server gets them from rank 0, so that other ranks only
+    send their shares; colocated vLLM gets them on every rank. An adapter is merged into each base weight.
     """
     model, engine = trainer.model, trainer.switched.engine
     if engine.description.adapters is not None:
@@ -540,13 +537,13 @@ def streamed(trainer: Any) -> Iterator[tuple[str, Tensor]]:
             name = next(name for name in (spec.name, *spec.tied_names) if name in dtypes)
             yield name, whole
     finally:
-        for _ in weights:  # where vLLM has failed, the other ranks are still sending
+        for _ in weights:  # if vLLM failed, the other ranks are still sending
             pass
 
 
 def _merged(trainer: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-    """As TRL for a PEFT model, one layer at a time: base weights stay the bits that they are, which merging and unmerging would
-    round."""
+    """As TRL for a PEFT model, one layer at a time. Copies the base weights, as merging and unmerging would round
+    them."""
     fix = trainer.vllm_generation._fix_param_name_to_vllm
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "base_layer")}
     for name, parameter in model.named_parameters():
@@ -571,7 +568,7 @@ def _merged(trainer: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
 
 @cache
 def config_of(name: str) -> Any:
-    """A config of TRL, such as SFTConfig, with our flags; its defaults are TRL's."""
+    """Returns a config of TRL, such as SFTConfig, with our flags and TRL's defaults."""
     base = getattr(import_module("trl"), name)
     own = {f.name: copy(f) for f in dataclasses.fields(base)}
     namespace = {
@@ -583,7 +580,7 @@ def config_of(name: str) -> Any:
 
 
 def in_front_of(base: type) -> type:
-    """What stands in front of a trainer of TRL, or of a class made of one."""
+    """Returns the class to put in front of a TRL trainer or its subclass."""
     if of_trl(base)[0] in ONLINE:
         return OverOnline
     return OverTRL
@@ -591,13 +588,13 @@ def in_front_of(base: type) -> type:
 
 @cache
 def trainer_of(name: str) -> Any:
-    """A trainer of TRL, such as SFTTrainer, over a switched model."""
+    """Returns a trainer of TRL, such as SFTTrainer, over a switched model."""
     made = switched(getattr(import_module("trl"), name))
     return type(name, (made,), {"__module__": made.__module__, "__doc__": made.__doc__})
 
 
 def __getattr__(name: str) -> Any:
-    kinds = (*TRAINERS, *REFUSED)
+    kinds = (*TRAINERS, *UNSUPPORTED)
     for ending, make in (("Trainer", trainer_of), ("Config", config_of)):
         if name.endswith(ending) and name.removesuffix(ending) in kinds:
             return make(name)

@@ -1,8 +1,7 @@
-"""Plain data, as JSON files and messages hold it, as the dataclasses of the program.
+"""Converts plain data, as JSON files and messages hold it, to the program's dataclasses.
 
-Types, bounds and missing fields are checked by msgspec; this file owns the bounds that fields are declared with and the
-words of a refusal. A field that is not known is left alone, as a newer version may have written it, and one that has a
-default may be missing, as an earlier version did not write it.
+msgspec checks types, bounds and missing fields; this file owns bounds and messages. Unknown fields are ignored, as
+newer versions may write them. Fields with a default may be missing, as earlier versions did not write them.
 """
 
 import re
@@ -29,14 +28,14 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
 
 def typed(data: Any, kind: type[T]) -> T:
-    """The plain data as an instance of a dataclass, or of another type that is built from them.
+    """Converts plain data to a dataclass, or to a type built from dataclasses.
 
     Args:
-        data: What a JSON reader gives: dictionaries, lists, texts, numbers.
+        data: The output of a JSON reader: dictionaries, lists, texts, numbers.
         kind: The type; its dataclasses may check themselves in `__post_init__`.
 
     Raises:
-        ValueError: the data are no such thing; it says which field, what it holds, and what it should hold.
+        ValueError: the data do not match the type; names the field, its value, and what it should hold.
     """
     try:
         return msgspec.convert(data, kind)
@@ -48,14 +47,14 @@ def typed(data: Any, kind: type[T]) -> T:
 
 @contextmanager
 def reading_state(what: str, fix: str) -> Iterator[None]:
-    """Around the reading of a part of a checkpoint's state.
+    """Wraps the reading of a part of a checkpoint's state.
 
     Args:
-        what: Of what the state is, for the message.
+        what: What the state belongs to, for the message.
         fix: What the user can do, and what follows from it.
 
     Raises:
-        HotspaConfigError: in the place of whatever says that the state is none.
+        HotspaConfigError: replaces any error of a malformed state.
     """
     try:
         yield
@@ -80,7 +79,7 @@ def _in_words(error: msgspec.ValidationError, data: Any) -> str:
 
 
 def _value_at(data: Any, place: str) -> Any:
-    """What stands at a place such as `samples[2].seconds`; None where it holds much or cannot be followed (`[...]`)."""
+    """`place` is such as `samples[2].seconds`. None if the value is long or the place cannot be followed (`[...]`)."""
     for name, index in re.findall(r"(\w+)|\[([^]]+)\]", place):
         if index == "...":
             return None

@@ -1,11 +1,11 @@
-"""Files of which no reader ever sees half."""
+"""Writes files atomically: no reader ever sees half of one."""
 
 import os
 from pathlib import Path
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> Path:
-    """Writes a file beside its place and renames it; folders are made."""
+    """Writes a temporary file beside the target and renames it; creates folders."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")

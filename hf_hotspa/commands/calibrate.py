@@ -1,6 +1,6 @@
-"""`hf-hotspa calibrate`: on the processes of a launcher where there is one, else on processes of its own.
+"""`hf-hotspa calibrate`: runs on the processes of a launcher, or starts processes without one.
 
-Owns the start of these processes and the way of their result, or of their error, to the one that prints.
+Owns the start of these processes, and passes their result or error to the printing process.
 """
 
 import json
@@ -41,10 +41,10 @@ def run(
 
     Args:
         model: A preset, a config file or its folder.
-        processes: How many to start; the GPUs, else the cores, when None. Not with a launcher.
-        dtype: Of computation; the config's when None.
-        force: Whether to measure although the cache holds it.
-        quiet: Whether nothing is said meanwhile.
+        processes: How many to start; None for the number of GPUs, else of cores. Not with a launcher.
+        dtype: The dtype of computation; the config's when None.
+        force: Whether to measure even if the cache has a result.
+        quiet: Whether to print no progress.
 
     Returns:
         The calibration; None on ranks above 0 of a launcher.
@@ -144,14 +144,14 @@ def _rank_main(
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)
     }  # fmt: skip
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as launchers do
+        torch.set_num_threads(1)  # like launchers
     dist.init_process_group(
         _backend(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count, timeout=_TIMEOUT
     )
     try:
         calibration = _measure(data, dtype, force, quiet, base)
     except HotspaError as error:
-        # every rank raises the same; the first to write is right, and a reader never sees half a file
+        # all ranks raise the same error, so any of them may write it; a reader never sees half a file
         write_whole(Path(folder) / _ERROR, json.dumps(error.to_dict()))
         raise
     if rank == 0:

@@ -1,6 +1,6 @@
-"""`hf-hotspa inspect | verify | export`: what is in a checkpoint, whether it is whole, and the model out of it.
+"""`hf-hotspa inspect | verify | export`: lists a checkpoint, checks it, and exports its model.
 
-`inspect` and `verify` import no torch.
+`inspect` and `verify` do not import torch.
 """
 
 import argparse
@@ -27,33 +27,35 @@ from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printabl
 from hf_hotspa.reporting.terminal import text_table
 
 DAMAGED = 1
-"""Exit code of `verify` when a checkpoint is not whole."""
+"""Exit code of `verify` when a checkpoint is damaged."""
 
 
 def add_parsers(commands: Any) -> None:
     where = "a checkpoint-<step> directory, or the output_dir of a run for all of its checkpoints"
-    inspect = commands.add_parser("inspect", help="what is in a checkpoint")
+    inspect = commands.add_parser("inspect", help="list the contents of a checkpoint")
     inspect.set_defaults(answer=_inspect)
     inspect.add_argument("path", help=where)
     inspect.add_argument("--json", action="store_true", help="print JSON instead of tables")
     check = commands.add_parser("verify", help="compare every file of a checkpoint with its manifest")
     check.set_defaults(answer=_verify)
     check.add_argument("path", help=where)
-    export = commands.add_parser("export", help="the model of a checkpoint, as from_pretrained loads it")
+    export = commands.add_parser("export", help="write the model of a checkpoint for from_pretrained")
     export.set_defaults(answer=_export)
     export.add_argument("checkpoint", help="a checkpoint-<step> directory")
     export.add_argument("output", help="a new directory")
     export.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default: %(default)s)"
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of each file of weights (default: %(default)s)"
     )
-    export.add_argument("--dtype", help="of the weights, such as bfloat16; that of the trained model by default")
+    export.add_argument("--dtype", help="of the weights, such as bfloat16 (default: the trained model's)")
     export.add_argument(
-        "--merge", action="store_true", help="of an adapter: the base model with the adapter added, as a plain model"
+        "--merge", action="store_true", help="for an adapter: write the base model with the adapter merged in"
     )
     of_base = export.add_argument_group("with --merge")
-    of_base.add_argument("--base", metavar="NAME", help="the base model (default: that of the adapter's config)")
+    of_base.add_argument("--base", metavar="NAME", help="the base model (default: as in the adapter's config)")
     of_base.add_argument(
-        "--quantization", choices=KINDS, help="in what it was loaded; not where its folder is quantized already"
+        "--quantization",
+        choices=KINDS,
+        help="the quantization it was loaded with; not if its folder is already quantized",
     )
     of_base.add_argument(
         "--double-quantization", action="store_true", help="it was loaded with bnb_4bit_use_double_quant"

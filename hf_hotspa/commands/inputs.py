@@ -1,8 +1,7 @@
-"""What `hf-hotspa plan` is asked about: `hf-hotspa lengths`, those of a data set; `hf-hotspa hardware`, machines with names.
+"""The inputs of `hf-hotspa plan`: `hf-hotspa lengths` for data sets, and `hf-hotspa hardware` for named machines.
 
-A data set is read as the Trainer reads it, by the same code and with the same tokenizer: the lengths are those that
-training will see. That alone imports `datasets`, and `transformers` where it is installed (else `rows/light_tokenizer.py` counts); a
-histogram, once saved, is read without.
+The Trainer's code and tokenizer read the data set, so lengths are as in training. This imports `datasets`, and
+`transformers` if installed (else `rows/light_tokenizer.py` counts). A saved histogram needs neither.
 """
 
 import argparse
@@ -30,7 +29,7 @@ _SHARES = (50, 90, 99)
 
 
 def whole(most: int = 2**31 - 1) -> Callable[[str], int]:
-    """What `type=` of a flag takes that counts something: reads a number from 1 to `most`, or says so."""
+    """Returns the `type=` of a flag that reads a number from 1 to `most`."""
 
     def read(text: str) -> int:
         if not re.fullmatch("[0-9]{1,20}", text) or not 1 <= int(text) <= most:
@@ -41,7 +40,7 @@ def whole(most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def file_to_write(flag: str, path: str | None) -> None:
-    """Makes the folder of a file that a command writes in the end, so that what is wrong with it is said before the work.
+    """Creates the folder of a command's output file, so that errors come before the work.
 
     Raises:
         HotspaConfigError: naming the flag.
@@ -57,15 +56,15 @@ def file_to_write(flag: str, path: str | None) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise HotspaConfigError(
-            f"{flag} {path} cannot be written: {reason}", fix="name a file in a folder of yours"
+            f"{flag} {path} cannot be written: {reason}", fix="name a file in a writable folder"
         ) from None
 
 
 def machines(args: argparse.Namespace) -> tuple[str, str | None]:
-    """`--nodes` and `--hardware`, given as such or by `--gpus`.
+    """Returns `--nodes` and `--hardware`, given directly or by `--gpus`.
 
     Raises:
-        HotspaConfigError: neither says how many devices there are, or both do.
+        HotspaConfigError: neither `--gpus` nor `--nodes` is given, or both are.
     """
     example = "give --gpus 8xh100-80g, or --nodes 1x8 and --hardware h100-80g"
     if args.gpus is None:
@@ -83,7 +82,7 @@ def machines(args: argparse.Namespace) -> tuple[str, str | None]:
 def add_parsers(commands: Any) -> None:
     lengths = commands.add_parser(
         "lengths",
-        help="how long the rows of a data set are",
+        help="count the tokens of a data set's rows",
         description="Counts the tokens of each row as training will see it, and saves the counts for `hf-hotspa plan --lengths`.",
     )
     add_data_arguments(lengths, lengths, required=True)
@@ -91,16 +90,16 @@ def add_parsers(commands: Any) -> None:
     lengths.set_defaults(answer=_lengths)
     machines = commands.add_parser(
         "hardware",
-        help="machines that have names; of one, the fields as a file",
-        description="Lists the machines that --hardware knows by name. With a name it prints that machine as YAML, to be "
-        "changed and given to --hardware: hf-hotspa hardware l40s > mine.yaml",
+        help="list the named machines, or print one as a file",
+        description="Lists the machines that --hardware knows by name. With a name it prints that machine as YAML, to "
+        "edit and pass to --hardware: hf-hotspa hardware l40s > mine.yaml",
     )
     machines.add_argument("name", nargs="?", help="of a machine, such as l40s")
     machines.set_defaults(answer=_hardware)
 
 
 def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None:
-    """Adds what says which data set is read, and how; `source`, the parser or its group of sources, has `--dataset`."""
+    """Adds the flags of a data set; `source`, the parser or its group of sources, gets `--dataset`."""
     source.add_argument(
         "--dataset",
         metavar="DATA",
@@ -109,19 +108,19 @@ def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None
     )
     parser.add_argument("--split", default="train", help="of the data set, such as train[:1000] (default: %(default)s)")
     parser.add_argument(
-        "--tokenizer", metavar="NAME", help="a name on the hub or a folder; not needed where rows have input_ids"
+        "--tokenizer", metavar="NAME", help="a name on the hub or a folder; not needed for rows with input_ids"
     )
-    parser.add_argument("--rows", type=whole(), metavar="N", help="read so many rows only, drawn at random")
+    parser.add_argument("--rows", type=whole(), metavar="N", help="read only N rows, drawn at random")
 
 
 def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
-    """The lengths of the sequences of the data set that `add_data_arguments` names.
+    """Returns the sequence lengths of the data set of `add_data_arguments`.
 
     Args:
-        model: The model of a plan: its tokenizer is taken where none is named.
+        model: The model of a plan, whose tokenizer is the default.
 
     Raises:
-        HotspaError: the data set or its tokenizer cannot be read, a row cannot be turned into tokens, or there is none.
+        HotspaError: the data set or its tokenizer cannot be read, a row cannot be tokenised, or there are no rows.
     """
     from hf_hotspa.data.prepare import load_source, prepare_dataset
     from hf_hotspa.rows.features import RowRules
@@ -141,7 +140,7 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
     prepared = prepare_dataset(dataset, tokenizer, skips_empty=True)
     lengths = scan_dataset(prepared, rules=RowRules(skips_empty=True), disable_progress=quiet).sequence_lengths
     some = "" if len(dataset) == num_rows else f", {len(dataset):,} of {num_rows:,} rows"
-    if not lengths.all():  # which training skips or refuses
+    if not lengths.all():  # training skips empty rows or raises an error
         some += f", {int((lengths == 0).sum()):,} empty rows left out"
         lengths = lengths[lengths > 0]
     counts = Counts.of(lengths, f"{args.dataset}{some}")
@@ -160,14 +159,14 @@ def _of_model(model: str | None) -> str:
 
 
 def _tokenizer(name: str) -> Any:
-    """Of transformers where it is installed, as in training; else the files of the tokenizer alone."""
+    """Uses transformers if installed, as in training; else only the files of the tokenizer."""
     try:
         folder = Path(name).expanduser()
         try:
             from transformers import AutoTokenizer as auto
         except ImportError:  # a light installation
-            if not folder.is_dir():  # the folder of the hub's cache
-                with suppress(HotspaConfigError):  # a template of its own is not everywhere
+            if not folder.is_dir():  # use the folder of the hub's cache
+                with suppress(HotspaConfigError):  # not every model has a separate template file
                     hub_file(name, "chat_template.jinja")
                 hub_file(name, "tokenizer_config.json")
                 folder = hub_file(name, "tokenizer.json").parent
@@ -176,17 +175,17 @@ def _tokenizer(name: str) -> Any:
             return auto.from_pretrained(folder)
         try:
             return auto.from_pretrained(name, local_files_only=True)
-        except Exception:  # not all of it is in the cache
+        except Exception:  # the cache is incomplete
             hub_file(name, "tokenizer_config.json")
             return auto.from_pretrained(name)
     except HotspaConfigError as error:
         raise HotspaConfigError(
             f"there is no tokenizer {name!r}: {error.what}", where=error.where, fix=error.fix
         ) from None
-    except Exception as error:  # its files are missing, damaged, or out of reach, in many ways
-        said = str(error).strip().splitlines() or [""]
+    except Exception as error:  # missing, damaged or unreachable files raise many kinds of errors
+        lines = str(error).strip().splitlines() or [""]
         raise HotspaConfigError(
-            f"there is no tokenizer {name!r}: {type(error).__name__}: {said[0]}",
+            f"there is no tokenizer {name!r}: {type(error).__name__}: {lines[0]}",
             fix="give --tokenizer a folder with tokenizer.json (tokenizer.save_pretrained makes one), or a name that the "
             "hub or its cache has",
         ) from None

@@ -1,8 +1,8 @@
-"""The launcher of `hf-hotspa train`: torch's, but a start that fails ends with what the failed process has said.
+"""The launcher of `hf-hotspa train`: torch's, but a failed start ends with the message of the failed process.
 
-`python -m hf_hotspa.commands.own_launcher` takes what `torchrun` takes. Torch's own ends with a traceback of itself and a table.
-Where all processes are of this machine (`--rdzv-backend loopback`), they meet at its loopback address, which no other reaches:
-torch's `--standalone` listens on every address.
+`python -m hf_hotspa.commands.own_launcher` takes the arguments of `torchrun`, which would end with its own traceback
+and a table. With `--rdzv-backend loopback` all processes are on this machine and meet at its loopback address, which
+other machines cannot reach: torch's `--standalone` listens on every address.
 """
 
 import logging
@@ -24,7 +24,7 @@ _TORCH = "torch.distributed.elastic"
 
 
 class _Loopback(StaticTCPRendezvous):
-    """The store of all processes of this machine, in the launcher, behind a socket that only this machine reaches."""
+    """The processes' store, in the launcher, behind a socket that only this machine reaches."""
 
     def __init__(self, run_id: str) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -45,34 +45,34 @@ def main(words: Sequence[str]) -> int:
     """Starts the processes and waits for them.
 
     Args:
-        words: As for `torchrun`.
+        words: Arguments of `torchrun`.
 
     Returns:
-        The exit code: 0, 1 where a process has failed, 128 and the signal where one has ended this launcher.
+        The exit code: 0; 1 if a process failed; 128 plus the signal that ended this launcher.
     """
     for name in [name for name in logging.root.manager.loggerDict if name.startswith(_TORCH)]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # which process has failed is said below
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the failed process is reported below
     try:
         run(parse_args(list(words)))
     except ChildFailedError as error:
-        print(told(error), file=sys.stderr, flush=True)
+        print(message_of(error), file=sys.stderr, flush=True)
         return 1
-    except SignalException as error:  # the processes heard it, too, and said what became of them
+    except SignalException as error:  # the processes received it, too, and reported it
         return 128 + error.sigval
     return 0
 
 
-def told(error: ChildFailedError) -> str:
-    """What the process has said that failed first, or how it ended where it could say nothing."""
+def message_of(error: ChildFailedError) -> str:
+    """Returns the message of the process that failed first, or how it ended without a message."""
     rank, failure = error.get_first_failure()
     if Path(failure.error_file).is_file():
-        said = failure.message
-        return str(said["message"]) if isinstance(said, dict) else said
+        message = failure.message
+        return str(message["message"]) if isinstance(message, dict) else message
     if failure.exitcode < 0:
         name = failure.signal_name()
-        memory = ": often the system does so when its memory is full" if name == "SIGKILL" else ""
+        memory = ": often because the system's memory is full" if name == "SIGKILL" else ""
         return f"process {rank} was ended by {name}{memory}"
-    return f"process {rank} ended with exit code {failure.exitcode}; what it said stands above"
+    return f"process {rank} ended with exit code {failure.exitcode}; its output is above"
 
 
 if __name__ == "__main__":

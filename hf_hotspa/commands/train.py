@@ -1,7 +1,7 @@
-"""`hf-hotspa train`: fine-tunes a model, on the processes of a launcher where there is one, else on processes of its own.
+"""`hf-hotspa train`: fine-tunes a model on the processes of a launcher, or starts processes without one.
 
-Owns how many processes these are and the line that starts them; what each of them does is `trainer/script.py`. What is
-wrong with the command line or a name is said before any of them starts, once.
+Owns the number of processes and the command that starts them; each runs `trainer/script.py`. Errors in the command line
+or in a name are reported once, before any process starts.
 """
 
 import argparse
@@ -19,18 +19,18 @@ from hf_hotspa.parallel import backends
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.trainer.arguments import AUTO, HotSPaTrainingArguments, evaluation_strategy
 from hf_hotspa.trainer.given_arguments import check_values
-from hf_hotspa.trainer.script import look, parse, parser_of, read, run
+from hf_hotspa.trainer.script import check_script, parse, parser_of, read, run
 
 _MOST_CPU_PROCESSES = 4
-"""Without --processes: more of them, each with its own copy of what is read, want to be asked for."""
+"""Without --processes: each process has its own copy of the data, so more must be asked for."""
 _PROCESSES, _ALL = "--processes", "--help-all"
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command; where it starts processes, this one becomes their launcher.
+    """Runs the command. If it starts processes, this process becomes their launcher.
 
     Args:
-        words: What follows `hf-hotspa train`.
+        words: The arguments after `hf-hotspa train`.
 
     Returns:
         The exit code, 0; 2 when the input is wrong.
@@ -57,25 +57,25 @@ def main(words: Sequence[str]) -> int:
         given = read(parser, rest)
         check_values(given, HotSPaTrainingArguments)
         evaluation_strategy(given.hotspa_eval_strategy)
-        look(given, given.hotspa_empty_rows == SKIP)
+        check_script(given, given.hotspa_empty_rows == SKIP)
         count = number_of_processes(ours.processes, given, torch.cuda.device_count())
         if count > 1:
             _launch(count, rest)
         run(parse(parser, rest))
     except HotspaError as error:
-        print(f"hf-hotspa train: {error}", file=sys.stderr)  # which escapes what stands in files
+        print(f"hf-hotspa train: {error}", file=sys.stderr)  # `str` of the error escapes text from files
         return 2
     return 0
 
 
 def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
-    """How many processes are started.
+    """Returns how many processes to start.
 
     Args:
-        asked: What --processes says, or None.
+        asked: The value of --processes, or None.
 
     Raises:
-        HotspaConfigError: there is no GPU and none was told to do without, or there are too few.
+        HotspaConfigError: there is no GPU and --use_cpu is not given, or there are too few GPUs.
     """
     strategies = (given.hotspa_strategies or "").strip()
     needed = parse_buckets(strategies)[0].strategy.world_size if strategies not in ("", AUTO) else None
@@ -94,7 +94,7 @@ def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
 
 
 def _launch(count: int, words: Sequence[str]) -> NoReturn:
-    """Becomes the launcher, with this command in each process: one program hears Ctrl-C and SIGTERM."""
+    """Becomes the launcher, so that one program receives Ctrl-C and SIGTERM."""
     environment = dict(os.environ)
     backends.prefer_loopback(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))

@@ -1,6 +1,6 @@
-"""What `hf-hotspa train --help` prints, the flags that most runs need in groups, and what `hf-hotspa` alone prints.
+"""The text of `hf-hotspa train --help`, with the flags that most runs need in groups, and of `hf-hotspa` alone.
 
-Plain text, so that help needs no import of torch and transformers. `train --help-all` lists every flag there is.
+Plain text, so that help does not import torch and transformers. `train --help-all` lists every flag.
 """
 
 OVERVIEW = """\
@@ -21,7 +21,7 @@ HELP = """\
 usage: hf-hotspa train --model MODEL --dataset DATASET [flags]
 
 Fine-tunes a model on all GPUs of this machine, or, with --use_cpu, on CPU
-processes. Under accelerate launch or torchrun: on the processes that are there.
+processes. Under accelerate launch or torchrun: on the launcher's processes.
 
   hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl --output_dir out
 
@@ -31,7 +31,7 @@ model and data
                         name on the hub: text, messages, or prompt + completion
   --dataset_split PART  such as train[:90%] (default: train)
   --eval_dataset DATA   evaluated after each epoch; or --eval_split PART
-  --tokenizer NAME      where it is not that of the model
+  --tokenizer NAME      default: the model's
   --output_dir FOLDER   checkpoints, model and report (default: out/MODEL)
 
 training
@@ -53,7 +53,7 @@ long rows and memory
                         chosen by measured speed and memory (default), or
                         written: dp8:4096@16384,tp8:32768 (docs/strategies.md)
   --hotspa_overlong error|truncate|split|drop
-                        what becomes of rows longer than the longest bucket
+                        what to do with rows longer than the longest bucket
   --hotspa_offload master
                         optimizer state in the memory of the host
 
@@ -66,5 +66,5 @@ processes
   --processes N         default: the GPUs; with --use_cpu the cores, at most 4
   --use_cpu             CPU processes
 
---help-all lists all flags: those of TrainingArguments and of hf_hotspa.
+--help-all lists all flags of TrainingArguments and of hf_hotspa.
 """

@@ -1,1 +1,1 @@
-"""The data layer: from the rows of a dataset to the packed micro-batches of one rank."""
+"""Converts rows of a dataset to the packed micro-batches of one rank."""

@@ -1,12 +1,12 @@
-"""From rows to the packed tensors of one rank, and to the batches of a Trainer's data loaders.
+"""Builds the packed tensors of one rank, and the batches of a Trainer's data loaders.
 
-Owns `MicroBatch` and `MiniBatch`, what the engine runs, and `PackedBucketCollator`, the data collator which builds them:
-of the rows of a mini-batch, or of a plan that was made from their lengths before they were read. Everything that
-can be wrong with the contents of a row is found here, on the CPU, before the first transfer of the mini-batch; it is
-carried in `MiniBatch.error` and not raised, because only some ranks see the row and all must stop together.
+Owns `MicroBatch` and `MiniBatch`, which the engine runs, and `PackedBucketCollator`, the data collator that builds them
+from the rows of a mini-batch, or from a plan made from row lengths. Faulty rows are found here, on the CPU, before the
+first transfer of the mini-batch. `MiniBatch.error` carries the error, as only some ranks see the row and all must stop
+together.
 
-Legend of the shape suffixes: T packed tokens of a micro-batch, S its sequences, S1 = S + 1.
-Labels are shifted here, once: `labels_1T[0, t]` is the target of position t, so nothing downstream shifts again.
+Shape suffixes: T packed tokens of a micro-batch, S its sequences, S1 = S + 1.
+Labels are shifted here, once: `labels_1T[0, t]` is the target of position t.
 """
 
 import hashlib
@@ -47,17 +47,18 @@ class MicroBatch:
     Args:
         input_ids: [1, T] int64.
         position_ids: [1, T] int64, from 0 in each sequence.
-        labels: [1, T] int64, the target of each position, already shifted; -100 where there is none, so always at the
-            last position of a sequence.
-        cu_seqlens: [S1] int32, where each sequence begins, and T at the end.
+        labels: [1, T] int64, the target of each position, already shifted; -100 without a target, so always at the end
+            of a sequence.
+        cu_seqlens: [S1] int32, the start of each sequence, and T.
         lengths: The S sequence lengths, on the host.
-        num_labels: Targets that count, on the host (no device is asked).
-        keys: For each sequence the dataset row and the first token it was taken from; (-1, 0) for padding.
-        columns: What a loss of the user's own reads beside, by name: [1, T] with a number for each token of
-            `input_ids` (not shifted), or [S] with one for each sequence; int64 or float64.
-        cuts: Of a part of a pack, for each sequence its tokens before the part and those of the whole sequence; empty
-            where all are whole. The [1, T] columns of a part are shifted as `labels` are.
-        content: A digest of tokens and labels, of 64 bits: the ranks of a replica must have the same (see `parallel.agreement`).
+        num_labels: Targets that count, on the host.
+        keys: The dataset row and the first token of each sequence; (-1, 0) for padding.
+        columns: Further inputs of a custom loss: [1, T] with a number for each token of `input_ids` (not shifted), or
+            [S] with one for each sequence; int64 or float64.
+        cuts: For each sequence of a part of a pack, its tokens before the part and the whole sequence's length; empty
+            if all are whole. The [1, T] columns of a part are shifted like `labels`.
+        content: A 64-bit digest of tokens and labels, on which the ranks of a replica must agree
+            (`parallel.agreement`).
     """
 
     input_ids: torch.Tensor
@@ -84,10 +85,10 @@ class MicroBatch:
         return self._map(lambda tensor: tensor.pin_memory())
 
     def padded_to(self, num_tokens: int, pad_token_id: int) -> "MicroBatch":
-        """Appends one sequence of padding, isolated like any other and without labels, up to `num_tokens` tokens.
+        """Appends one isolated sequence of padding, without labels, up to `num_tokens` tokens.
 
         Raises:
-            DataError: the micro-batch is longer than that.
+            DataError: the micro-batch is longer.
         """
         pad = num_tokens - self.num_tokens
         if pad < 0:
@@ -112,8 +113,8 @@ class MicroBatch:
         )
 
     def part(self, first: int, stop: int) -> "MicroBatch":
-        """The tokens `[first, stop)`: a pack of whole sequences and of parts of them, see `cuts`. Positions and targets
-        are those of the whole sequences."""
+        """Returns the tokens `[first, stop)` as a pack of whole and partial sequences (`cuts`), with their positions
+        and targets in the whole sequences."""
         if (first, stop) == (0, self.num_tokens):
             return self
         begins = [0, *accumulate(self.lengths)]
@@ -126,7 +127,7 @@ class MicroBatch:
         )
 
     def pieces(self, pieces: Sequence[Piece]) -> "MicroBatch":
-        """Any number of parts of sequences as a pack of its own; positions and targets are those of the whole ones."""
+        """Returns parts of sequences as a pack, with their positions and targets in the whole sequences."""
         begins, of_sequences = [0, *accumulate(self.lengths)], [i for i, _, _ in pieces]
         places = [slice(begins[i] + first, begins[i] + stop) for i, first, stop in pieces]
         lengths = tuple(stop - first for _, first, stop in pieces)
@@ -135,7 +136,7 @@ class MicroBatch:
         index = torch.tensor(of_sequences, dtype=torch.int64).to(device, non_blocking=True)
         cuts = self.cuts or [(0, length) for length in self.lengths]
 
-        together = all(one.stop == other.start for one, other in pairwise(places))  # no copy: all chunks live at once
+        together = all(one.stop == other.start for one, other in pairwise(places))  # then no copy: chunks live at once
         whole = slice(places[0].start, places[-1].stop) if places else slice(0)
 
         def taken(row: torch.Tensor) -> torch.Tensor:
@@ -143,7 +144,7 @@ class MicroBatch:
 
         labels = taken(self.labels)
         columns = {
-            # those of a part are shifted already
+            # a part's columns are already shifted
             name: taken(column if self.cuts else column.roll(-1, 1)) if column.dim() == 2 else column[index]
             for name, column in self.columns.items()
         }
@@ -172,7 +173,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class PhaseBatch:
-    """What this rank's replica runs in one phase; no micro-batch at all is a normal case."""
+    """The micro-batches, if any, of this rank's replica in one phase."""
 
     bucket: Bucket
     micro_batches: tuple[MicroBatch, ...]
@@ -180,13 +181,13 @@ class PhaseBatch:
 
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
-    """One optimizer step as one rank sees it.
+    """One optimizer step on one rank.
 
     Args:
         plan: The plan of the whole mini-batch, the same on every rank.
-        phases: One for each phase of the plan, on every rank, in the same order.
-        error: What was wrong with the rows, for all ranks to agree on and raise; the phases are empty then.
-        content: A digest of the tokens, where ranks read them from streams of their own.
+        phases: One for each phase of the plan, in the same order on every rank.
+        error: The error of the rows, for all ranks to agree on and raise; without phases.
+        content: A digest of the tokens, if each rank reads a separate stream.
     """
 
     plan: MiniBatchPlan
@@ -195,19 +196,19 @@ class MiniBatch:
     content: str = ""
 
     def digests(self) -> dict[str, str]:
-        """What must be the same on all ranks before the first transfer, by name."""
+        """Returns by name what must agree on all ranks before the first transfer."""
         return {"mini-batch (data order, seed or data set)": self.plan.digest(), "rows of the stream": self.content}
 
     @property
     def num_labels(self) -> int:
-        """Label tokens of the whole mini-batch, over all ranks: the N of the loss."""
+        """Label tokens of the mini-batch over all ranks: the N of the loss."""
         return self.plan.num_labels
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MiniBatch":
         return self._map(lambda micro_batch: micro_batch.to(device, non_blocking))
 
     def pin_memory(self) -> "MiniBatch":
-        """The same mini-batch in page-locked memory (called by the DataLoader)."""
+        """Returns the mini-batch in page-locked memory (called by the DataLoader)."""
         return self._map(lambda micro_batch: micro_batch.pin_memory())
 
     def _map(self, function: Callable[[MicroBatch], MicroBatch]) -> "MiniBatch":
@@ -216,7 +217,7 @@ class MiniBatch:
 
 
 def content_digest(rows: Iterable[Row]) -> str:
-    """Hex sha256 over the tokens and labels of rows, and over what a loss of the user's own reads beside."""
+    """Returns a hex sha256 of rows: tokens, labels and custom loss columns."""
     content = hashlib.sha256()
     for row in rows:
         content.update(row.ids.tobytes() + (b"" if row.labels is None else row.labels.tobytes()))
@@ -226,20 +227,18 @@ def content_digest(rows: Iterable[Row]) -> str:
 
 
 class PackedBucketCollator:
-    """A data collator: rows in, the bucketed and packed mini-batch of one rank out.
+    """A data collator: converts rows to the bucketed and packed mini-batch of one rank.
 
-    As `collate_fn` of a plain torch `DataLoader` it takes the rows of one optimizer step, which must be the same on every
-    rank, and gives what `HotSPaEngine.forward_backward` takes. `HotSPaTrainer` uses the same class, on plans that it makes
-    from a scan of the lengths before any row is read.
+    As `collate_fn` of a plain torch `DataLoader` it takes the rows of one optimizer step, the same on every rank, and
+    returns the input of `HotSPaEngine.forward_backward`. `HotSPaTrainer` uses it with plans from scanned lengths.
 
     Args:
-        buckets: The buckets, in the order in which their phases run; those of the engine.
+        buckets: The engine's buckets, in the order of their phases.
         rank: Global rank. In each phase it runs the packs of replica ``strategy.coord(rank).dp``.
         vocab_size: Token ids and labels must be below it.
         quadratic_cost: See `ModelShape.quadratic_cost`; balances packs of unequal lengths.
-        policy: One of `OVERLONG_POLICIES`, for sequences above the longest bucket.
-        table: The scan that plans were made from; with it, a row whose length is no longer the scanned one is
-            refused even where the planned slice would still fit.
+        policy: One of `OVERLONG_POLICIES`.
+        table: The scan behind the plans: a row whose length has changed since is always an error.
 
     Raises:
         HotspaConfigError: no bucket, or an unknown policy.
@@ -259,7 +258,7 @@ class PackedBucketCollator:
         self.buckets, self.rank, self.vocab_size = tuple(buckets), rank, vocab_size
         if not self.buckets or not all(isinstance(bucket, Bucket) for bucket in self.buckets):
             raise HotspaConfigError(
-                "the collator has no buckets" if not self.buckets else f"{self.buckets[0]!r} is no bucket",
+                "the collator has no buckets" if not self.buckets else f"{self.buckets[0]!r} is not a bucket",
                 fix="PackedBucketCollator(parse_buckets('dp2:1024@4096,tp2:8192'), rank=..., vocab_size=...)",
             )
         check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
@@ -267,10 +266,10 @@ class PackedBucketCollator:
         self._replicas: dict[Strategy, int] = {}  # this rank's, by strategy
 
     def __call__(self, features: Sequence[Any]) -> MiniBatch:
-        """The mini-batch of some rows; an error of this family is carried in it, for all ranks to raise.
+        """Returns the mini-batch of some rows, with any `HotspaError`, for all ranks to raise.
 
         Args:
-            features: The rows of one optimizer step, the same on every rank: mappings with `input_ids`, and perhaps
+            features: The rows of one optimizer step, the same on every rank: mappings with `input_ids`, and optionally
                 `labels`, `attention_mask`, `position_ids` or `seq_lengths` (`hf_hotspa.rows.features`).
         """
         try:
@@ -281,13 +280,13 @@ class PackedBucketCollator:
             return MiniBatch(MiniBatchPlan((), 0, len(features)), (), HotspaError.from_dict(data))
 
     def of_rows(self, rows: Sequence[Row], speeds: Speeds | None = None) -> MiniBatch:
-        """The mini-batch of rows that have been read, with a digest of all their tokens.
+        """Returns the mini-batch of rows that were read, with a digest of all their tokens.
 
         Args:
-            speeds: By which packs are divided over replicas; evenly when None.
+            speeds: For dividing packs over replicas; None divides evenly.
 
         Raises:
-            HotspaError: it cannot be planned. What is wrong with the rows of one rank only is carried.
+            HotspaError: it cannot be planned. Errors of one rank's rows are carried.
         """
         table = SequenceTable.of_rows(rows, self.rules)
         indices, cost = range(len(rows)), self.quadratic_cost
@@ -295,7 +294,7 @@ class PackedBucketCollator:
         return replace(self.of_plan(plan, dict(enumerate(rows))), content=content_digest(rows))
 
     def packs_of(self, plan: MiniBatchPlan) -> tuple[tuple[Pack, ...], ...]:
-        """The packs that this rank runs, for each phase."""
+        """Returns the packs of this rank for each phase."""
         mine = []
         for phase in plan.phases:
             strategy = phase.bucket.strategy
@@ -305,7 +304,7 @@ class PackedBucketCollator:
         return tuple(mine)
 
     def rows_of(self, plan: MiniBatchPlan) -> tuple[int, ...]:
-        """The dataset rows that this rank needs, each once, in the order of use."""
+        """Returns the dataset rows that this rank needs, each once, in order of use."""
         rows = dict[int, None]()
         for pack in chain.from_iterable(self.packs_of(plan)):
             for sequence in pack.sequences:
@@ -313,7 +312,7 @@ class PackedBucketCollator:
         return tuple(rows)
 
     def of_plan(self, plan: MiniBatchPlan, rows: Mapping[int, Any]) -> MiniBatch:
-        """The mini-batch of a plan that was made before; an error of this family is carried in it.
+        """Returns the mini-batch of an existing plan, with any `HotspaError`.
 
         Args:
             rows: Dataset row -> example (a mapping as for `__call__`, or a `Row`), for `rows_of(plan)`.
@@ -347,9 +346,8 @@ class PackedBucketCollator:
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
         ids_T = np.empty(num_tokens, np.int64)
-        labels_T = np.full(
-            num_tokens, IGNORED_LABEL
-        )  # the last token of a sequence predicts nothing, unless `targets` says so
+        # the last token of a sequence has no target, except in `targets`
+        labels_T = np.full(num_tokens, IGNORED_LABEL)
         begin, keys = 0, list[tuple[int, int]]()
         for sequence, end in zip(pack.sequences, ends.tolist(), strict=True):
             row = rows[sequence.row]
@@ -368,7 +366,7 @@ class PackedBucketCollator:
             if num_labels != sequence.num_labels:
                 raise self._stale(sequence.row, f"it has {num_labels} labels and {sequence.num_labels} were planned")
             begin = end
-        # Ids first: without labels of their own, rows take their targets from them, and the id is the better name.
+        # Ids first: rows without labels take targets from them, and then the error should name `input_ids`.
         for key, values_T in (("input_ids", ids_T), ("labels", np.where(labels_T == IGNORED_LABEL, 0, labels_T))):
             if int(values_T.min()) < 0 or int(values_T.max()) >= self.vocab_size:
                 raise self._out_of_range(values_T, key, pack, rows)
@@ -402,13 +400,13 @@ class PackedBucketCollator:
             if at < begin + sequence.num_tokens:
                 break
             begin += sequence.num_tokens
-        # A target stands one position before the label it was made from.
+        # A target is one position before its label.
         position = rows[sequence.row].first + sequence.start + at - begin + (key == "labels")
         return TokenRangeError(
             f"{key} holds {int(values_T[at])}, and the vocabulary has the ids 0 to {self.vocab_size - 1} "
             f"(size {self.vocab_size})",
             where=f"dataset row {sequence.row}, position {position}, rank {self.rank}",
-            why="the embedding or the loss would read beyond its table",
+            why="the embedding or the loss would read out of bounds",
             fix="tokenise with the model's own tokenizer, or resize the model's embeddings",
         )
 
@@ -416,20 +414,19 @@ class PackedBucketCollator:
         return DataError(
             f"the cached scan is stale: row {row} changed since its length was scanned; {difference}",
             where=f"dataset row {row}, rank {self.rank}",
-            why="the mini-batch was planned from the scan, and its loss divided by the labels counted there",
+            why="the mini-batch was planned from the scan, and its loss is divided by the labels counted there",
             fix="datasets must give the same row each time; remove random transforms, or delete the cached scan",
         )
 
 
 def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
-    """A column of a pack as `MicroBatch.columns` has it."""
     parts = [rows[s.row].columns[name] for s in pack.sequences]
     other = next((s.row for s, part in zip(pack.sequences, parts, strict=True) if part.ndim != parts[0].ndim), None)
     if other is not None:
         raise DataError(
             f"the column {name!r} has a number for each token in some rows and one number in others",
             where=f"dataset rows {pack.sequences[0].row} and {other}",
-            fix="give every row the one or the other",
+            fix="use one of the two in all rows",
         )
     if parts[0].ndim == 0:
         return torch.from_numpy(np.stack(parts))
@@ -439,11 +436,11 @@ def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
 
 # -- idle packs -------------------------------------------------------------------------------------------------------
 
-# Idle packs: what a replica runs that has no pack left, where ranks of others exchange tokens with it (`ep`).
+# A replica without packs runs idle packs if ranks of other replicas exchange tokens with it (`ep`).
 
 
 def idle_micro_batch(columns: Mapping[str, torch.Tensor]) -> MicroBatch:
-    """One token of padding with columns like another pack's: its loss, and its part of every gradient, is 0."""
+    """Returns one token of padding with another pack's columns, whose loss and gradients are 0."""
     token = torch.zeros((1, 1), dtype=torch.int64)
     ends = torch.tensor([0, 1], dtype=torch.int32)
     beside = {name: c.new_zeros((1, 1) if c.dim() == 2 else 1) for name, c in columns.items()}
@@ -451,22 +448,22 @@ def idle_micro_batch(columns: Mapping[str, torch.Tensor]) -> MicroBatch:
 
 
 def is_idle(micro_batch: MicroBatch) -> bool:
-    """Whether a pack is nothing but padding."""
+    """Whether a pack is only padding."""
     return bool(micro_batch.keys) and max(micro_batch.keys)[0] < 0
 
 
 # -- batches of rows --------------------------------------------------------------------------------------------------
 
-# Rows of a user as batches of tensors, for data loaders that a Trainer, or a loop over a `SwitchedModel`, walks through.
+# Batches of tensors for the data loaders of a Trainer, or of a loop over a `SwitchedModel`.
 #
-# `RowCollator` renders rows of text with the tokenizer, reads loss masks, has the user's collator do its work, or pads rows itself
-# where there is none, and cuts what is longer than the longest bucket. `MiniBatchSampler` deals the rows of mini-batches of a given
-# size out to ranks and to batches that are accumulated, evenly or not.
+# `RowCollator` tokenises text, reads loss masks, calls the user's collator or else pads rows itself, and cuts sequences
+# above the longest bucket. `MiniBatchSampler` distributes the rows of mini-batches of a given size to ranks and
+# accumulated batches, evenly or not.
 
 
 try:
     from transformers.trainer_pt_utils import BatchRebalanceSampler
-except ImportError:  # an older release takes no sampler of batches: see `Rows.of_older_release`
+except ImportError:  # an older release accepts no batch sampler: see `Rows.of_older_release`
     BatchRebalanceSampler = None  # type: ignore[assignment, misc]
 
 logger = logging.getLogger(__name__)
@@ -474,12 +471,12 @@ logger = logging.getLogger(__name__)
 ERROR, TRUNCATE, SPLIT, DROP = "error", "truncate", "split", "drop"
 SKIP = "skip"
 EMPTY_POLICIES = (ERROR, SKIP)
-"""What becomes of rows without anything to learn."""
+"""What to do with rows without anything to learn."""
 COUNTS = "hotspa_cut_rows"
-"""The key of a training batch that says how many rows were truncated, split, dropped and empty."""
+"""The key, in a training batch, of the numbers of truncated, split, dropped and empty rows."""
 
 is_loss_mask = re.compile(r"(?!(attention|special_tokens)_mask$)(.*_)?masks?$", re.DOTALL).match
-"""Whether a column of this name says which tokens count."""
+"""Whether a column of this name is a loss mask."""
 _OF_STOCK = (
     stock.DefaultDataCollator, stock.DataCollatorWithPadding, stock.DataCollatorForLanguageModeling,
     stock.DataCollatorForSeq2Seq, stock.DataCollatorWithFlattening,
@@ -488,47 +485,47 @@ _FUNCTIONS = (stock.default_data_collator, stock.torch_default_data_collator)
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether rows can only be read one after the other: no random access, whether or not there is a length."""
+    """Whether rows have no random access; a stream may have a length."""
     if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
         return True
     return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
 
 
 def length_facts(loader: Any) -> dict[str, str]:
-    """What must be the same on all ranks of a data loader: a rank with fewer batches would leave the others waiting."""
+    """Returns what must agree on all ranks of a data loader: with fewer batches on a rank, the others would wait."""
     return {"number of batches": str(len(loader)) if has_length(loader) else "unknown"}
 
 
 def release_others(loader: Any) -> None:
-    """Ends the pass on the ranks for which this one reads (`dispatch_batches`), when it has failed to: they wait for a batch."""
+    """Ends the pass on the ranks that wait for a batch from this one (`dispatch_batches`), after it failed."""
     if isinstance(loader, DataLoaderDispatcher) and loader.state.process_index == 0:
         for _ in range(1 if loader.split_batches or loader._drop_last else 2):
             broadcast_object_list([None, True])
 
 
 def is_stock(collator: Any) -> bool:
-    """Whether a data collator is one of transformers', or none, whose batches hold the rows as they are."""
+    """Whether a data collator is None or one of transformers', whose batches hold the rows unchanged."""
     return collator is None or type(collator) in _OF_STOCK or collator in _FUNCTIONS
 
 
 @dataclass(eq=False)
 class RowCollator:
-    """Rows in, a batch of tensors out: [B, L] each, padded on the right.
+    """Converts rows to a batch of tensors, [B, L] each, padded on the right.
 
     Args:
-        collator: The user's; None where rows are padded here.
-        tokenizer: For rows without `input_ids`; None where there is none.
-        columns: What the stock Trainer would leave of each row for the model; None for all.
-        loss_columns: Numbers of rows or tokens that a token loss reads beside.
-        policy: What becomes of sequences of more than `longest` tokens: error, truncate, split or drop.
-        skips_empty: Whether rows that are null or empty are left out.
-        counts: Whether the batch says how many were cut, or left out (`COUNTS`).
-        refused: Columns that the model would be given and that packing cannot honour.
-        borders: As of `RowRules`.
+        collator: The user's; None to pad rows here.
+        tokenizer: For rows without `input_ids`.
+        columns: Those that the stock Trainer would keep for the model; None for all.
+        loss_columns: Numbers of rows or tokens that a token loss reads.
+        policy: For sequences of more than `longest` tokens: error, truncate, split or drop.
+        skips_empty: Whether to leave out null or empty rows.
+        counts: Whether the batch has the numbers of changed rows (`COUNTS`).
+        unsupported: Columns that the model would receive and that packing cannot honour.
+        borders: As in `RowRules`.
 
     Attributes:
-        longest: Tokens of the longest sequence that is trained; None while that is not known.
-        kept: Columns of a data set that are read; all where it is empty.
+        longest: Tokens of the longest trained sequence; None while unknown.
+        kept: Columns of a data set that are read; empty for all.
     """
 
     collator: Any = None
@@ -538,7 +535,7 @@ class RowCollator:
     policy: str = ERROR
     skips_empty: bool = False
     counts: bool = False
-    refused: frozenset[str] = frozenset()
+    unsupported: frozenset[str] = frozenset()
     borders: tuple[int, ...] = ()
     longest: int | None = None
     kept: frozenset[str] = frozenset()
@@ -547,12 +544,12 @@ class RowCollator:
         self._passes_masks_over = is_stock(self.collator)
 
     def __call__(self, examples: Sequence[Any]) -> Any:
-        """The batch of some rows, on the host.
+        """Returns the batch of some rows, on the host.
 
         Raises:
             DataError: a row cannot be read.
-            UnsupportedError: it says something about its tokens that would be passed over.
-            OverlongError: a sequence is too long, and no policy says what to do.
+            UnsupportedError: information of a row on its tokens would be ignored.
+            OverlongError: a sequence is too long, and the policy is `error`.
         """
         rows = self._read(list(examples)) if len(examples) else []
         if not rows:
@@ -572,7 +569,7 @@ class RowCollator:
         return {**batch, COUNTS: torch.tensor(counts)} if self.counts else batch
 
     def _read(self, examples: list[Any]) -> list[Any]:
-        """The rows that have something to learn, as tokens where they are text, with the masks that a stock collator would pass over."""
+        """Tokenises text, applies masks that a stock collator would ignore, and leaves out empty rows if asked to."""
         if not isinstance(examples[0], Mapping):
             if self.collator is None:
                 raise DataError(
@@ -589,7 +586,7 @@ class RowCollator:
             if type(self.collator) is stock.DataCollatorForLanguageModeling and "labels" in rendered[0]:
                 raise UnsupportedError(
                     "DataCollatorForLanguageModeling, and a dataset of conversations or completions",
-                    why="the collator makes every token a label, also those of prompts, which carry none here",
+                    why="the collator makes every token a label, also the tokens of prompts, which have no labels here",
                     fix="pass no data_collator, or tokenise the dataset yourself",
                 )
             examples = [{**row, **own} for row, own in zip(rendered, kept, strict=True)]
@@ -600,11 +597,11 @@ class RowCollator:
         return [example for example in examples if not _has_no_tokens(example)]
 
     def _padded(self, examples: list[Any]) -> dict[str, Tensor]:
-        rules = RowRules(borders=self.borders, refused=self.refused, columns=tuple(self.loss_columns))
+        rules = RowRules(borders=self.borders, unsupported=self.unsupported, columns=tuple(self.loss_columns))
         if "input_ids" not in examples[0]:
             raise DataError(
                 f"a row has no 'input_ids', only {sorted(map(str, examples[0]))}",
-                why="rows of text are tokenised where there is a tokenizer",
+                why="rows of text need a tokenizer",
                 fix="pass the tokenizer as processing_class, or tokenise the dataset",
             )
         rows, width, is_cut = list[Row](), 1, False
@@ -622,7 +619,7 @@ class RowCollator:
             length = len(row.ids)
             ids[number, :length], mask[number, :length] = row.ids, 1
             labels[number, :length] = row.ids if row.labels is None else row.labels
-            labels[number, row.cuts] = IGNORED_LABEL  # nothing of its document comes before it
+            labels[number, row.cuts] = IGNORED_LABEL  # the first token of a document has no context
             if row.first and labels[number, 0] != IGNORED_LABEL:
                 say_left_out()
             begins = np.zeros(length, np.int64)
@@ -655,7 +652,7 @@ class RowCollator:
     def _pieces(
         self, batch: Mapping[str, Any], ids: Tensor, longest: int, counts: list[int]
     ) -> list[tuple[int, int, int]]:
-        """What is left: the row of each piece, its first column, and the one behind it."""
+        """The remaining pieces: row, first column and end column of each."""
         mask, positions = batch.get("attention_mask"), batch.get("position_ids")
         pieces = list[tuple[int, int, int]]()
         for row in range(len(ids)):
@@ -667,8 +664,8 @@ class RowCollator:
             if positions is not None and bool((positions[row, begin + 1 : stop] == 0).any()):
                 raise UnsupportedError(
                     f"hotspa_overlong={self.policy} with rows of several documents",
-                    why="the documents of a row are sequences of their own, and the row alone is longer than a bucket",
-                    fix="let each row hold one document, or let the last bucket take whole rows",
+                    why="the documents of a row are separate sequences, and the whole row is longer than a bucket",
+                    fix="let each row hold one document, or let the last bucket hold whole rows",
                 )
             if self.policy == TRUNCATE:
                 counts[0] += 1
@@ -696,17 +693,15 @@ def _has_no_tokens(example: Mapping[str, Any]) -> bool:
 
 
 def _within_batch(error: HotspaError) -> HotspaError:
-    """The error of a row, of which nobody knows here which one of the data set it is."""
     where = f"{error.where or 'a row'}, counted within the batch"
     return HotspaError.from_dict({**error.to_dict(), "where": where})
 
 
 def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
-    """A column that a loss reads: [B] with a number for each row, or [B, L]."""
     if len({value.ndim for value in values}) > 1:
         raise DataError(
             f"the column {name!r} has a number for each token in some rows and one number in others",
-            fix="give every row the one or the other",
+            fix="use one of the two in all rows",
         )
     if not values[0].ndim:
         return torch.from_numpy(np.stack(values))
@@ -714,11 +709,10 @@ def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
 
 
 def with_masks(example: Any, row: int) -> Any:
-    """A row whose loss mask stands in another column than `labels` (`completion_mask`, `assistant_masks`, ...) as one with labels.
+    """Converts a row's loss masks in other columns (`completion_mask`, `assistant_masks`, ...) to `labels`.
 
     Raises:
-        UnsupportedError: a mask is not one number of 0 or 1 for each token, or a column says what counts in a way that nobody
-            reads.
+        UnsupportedError: a mask is not one number of 0 or 1 for each token, or the row has `label` and no `labels`.
     """
     ids = example.get("input_ids") if isinstance(example, Mapping) else None
     if ids is None:
@@ -748,7 +742,7 @@ def with_masks(example: Any, row: int) -> Any:
             raise UnsupportedError(
                 f"the column {name!r} is not a mask of 0 and 1 with an entry for each token",
                 where=f"row {row} of a batch",
-                why="it would be passed over, and every token trained",
+                why="it would be ignored, and every token trained",
                 fix=f"turn it into 'labels', with -100 where a token does not count, or remove {name!r}",
             )
         labels[values == 0] = IGNORED_LABEL
@@ -757,10 +751,10 @@ def with_masks(example: Any, row: int) -> Any:
 
 
 def without_padded_from(batch: Any) -> Any:
-    """A batch without the labels of first tokens behind padding on the left, which nothing but padding predicts.
+    """Removes labels of first tokens after padding on the left, which only padding would predict.
 
     Args:
-        batch: Tensors [B, L]; anything else comes back as it is, and so does a batch without such labels.
+        batch: Tensors [B, L]; other values, and batches without such labels, are returned unchanged.
     """
     if not isinstance(batch, Mapping) or batch.get("shift_labels") is not None:
         return batch
@@ -780,39 +774,38 @@ def without_padded_from(batch: Any) -> Any:
 
 @lru_cache
 def say_left_out() -> None:
-    """Says, once and on rank 0, that such labels are left out."""
+    """Warns, once and on rank 0, that labels of first tokens after left padding are left out."""
     worker = get_worker_info()
     if os.environ.get("RANK", "0") == "0" and (worker is None or worker.id == 0):
         logger.warning(
-            "Rows are padded on the left, and the first token after the padding has a label: it is left out, of the mean, too. The "
-            "stock Trainer would train it from the padding before it."
+            "Rows are padded on the left, and the first token after the padding has a label: it is left out, also from "
+            "the mean. The stock Trainer would train it from the padding."
         )
 
 
 def kept_columns(names: Collection[str], loss_columns: Sequence[str]) -> list[str]:
-    """What of a data set's columns the collator reads beside those of the model."""
+    """Returns the columns that the collator reads beside the model's inputs."""
     if "input_ids" not in names:
         return list(names)
     return [n for n in names if n in TOKEN_COLUMNS or n in loss_columns or n == "label" or is_loss_mask(n)]
 
 
 TAKES_BATCHES = BatchRebalanceSampler is not None
-"""Whether this release of transformers takes a sampler of batches."""
+"""Whether this release of transformers accepts a batch sampler."""
 _BatchesOfRanks: Any = BatchRebalanceSampler or Sampler
 
 
 @dataclass(eq=False)
 class MiniBatchSampler(_BatchesOfRanks):
-    """The rows of each batch of this rank, where a mini-batch has a given size that ranks and accumulation need not divide.
+    """Yields the rows of each batch of this rank, for a mini-batch size that ranks and accumulation need not divide.
 
-    The rows of a mini-batch are those of the order, one after the other, whatever the number of ranks; a batch may have none. It is
-    a `BatchRebalanceSampler` by type, whose batches the stock Trainer does not deal out once more.
+    A mini-batch has consecutive rows of the order, on any number of ranks; a batch may be empty. As a
+    `BatchRebalanceSampler` by type, the stock Trainer does not distribute its batches again.
 
     Args:
         sampler: The order of rows.
         size: Rows of a mini-batch.
-        parts: Batches that are accumulated.
-        drop_last: Leave out a last mini-batch that is not full.
+        parts: Accumulated batches.
     """
 
     sampler: Any
@@ -851,7 +844,7 @@ class MiniBatchSampler(_BatchesOfRanks):
 
 
 def seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
-    """A random sampler in the order in which accelerate would seed it; any other as it is."""
+    """Returns a random sampler seeded as accelerate would seed it; other samplers unchanged."""
     if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
         return sampler
     return SeedableRandomSampler(

@@ -1,19 +1,18 @@
-"""From whatever users have to a dataset of token rows: `input_ids`, and `labels` where part of a row does not count.
+"""Converts users' data to a dataset of token rows: `input_ids`, and `labels` if a part of a row does not count.
 
-Owns the one way in which rows are read, whoever asks: the Trainer, examples and commands. `formats.py` says which columns are
-understood, `chat_text.py` how conversations become tokens. Rows of `input_ids` are kept as they are (`features.py`). Text (and a
-string completion) ends with the EOS token where the tokenizer has one and it is not there yet; a chat template ends conversations
-itself. What a text has of the special tokens of its tokenizer already, as a chat template has written them, it gets once. Nothing is ever truncated: over-long rows are the business of `bucketing.py`. Which tokens carry labels
-is either known exactly or refused.
+Owns how the Trainer, examples and commands read rows. `formats.py` defines the supported columns, `chat_text.py` how
+conversations become tokens. Rows of `input_ids` are unchanged (`features.py`). Text (and a string completion) gets the
+tokenizer's EOS token unless it ends with it; a chat template ends conversations itself. Special tokens that a text
+already has, as from a chat template, are not added again. Nothing is truncated: `bucketing.py` handles over-long rows.
+Rows whose labelled tokens are not exactly known are errors.
 
-The lengths of the rows of a file, as training has them:
+The lengths of a file's rows, as in training:
 
     dataset = prepare_dataset(load_source("chats.jsonl"), tokenizer)
     lengths = scan_dataset(dataset).sequence_lengths  # hf_hotspa.rows.scan; [S] int64, tokens of every sequence
 
-Data files of the user's: what the header of a csv says, and which file is broken, where and why.
-
-Imports pandas only inside functions, and no torch.
+Also checks data files: the header of a csv, and which file is broken, where and why. Imports pandas only inside
+functions, no torch.
 """
 
 import json
@@ -35,7 +34,7 @@ _CHECK = "check the split and the file: one JSON object a line, and the same col
 
 
 def csv_columns(files: Sequence[Path]) -> list[str]:
-    """The columns of csv files, which all have the same.
+    """Returns the columns of csv files, which must agree.
 
     Raises:
         DataError: they differ, or rows have more cells than the header.
@@ -44,7 +43,7 @@ def csv_columns(files: Sequence[Path]) -> list[str]:
 
     first: list[str] = []
     for path in files:
-        # a reader takes cells that the header has no name for as names of rows, and leaves them out
+        # readers take cells without a name for row names, and drop them
         head = pandas.read_csv(path, nrows=1, dtype=str, na_filter=False)
         if not isinstance(head.index, pandas.RangeIndex):
             raise DataError(
@@ -62,8 +61,8 @@ def csv_columns(files: Sequence[Path]) -> list[str]:
 
 
 def unreadable(files: Sequence[Path], kind: str, split: str, error: Exception) -> DataError:
-    """What to say of files that a builder of `datasets` (json, csv, text or parquet) cannot read: the one that is
-    broken, and where."""
+    """Returns the error for files that a `datasets` builder (json, csv, text or parquet) cannot read, with the broken
+    one and the place."""
     if all(path.stat().st_size == 0 or not path.read_bytes().strip() for path in files):
         return no_rows(files)
     for path in files:
@@ -84,7 +83,7 @@ def no_rows(files: Sequence[Path]) -> DataError:
 
 
 def _json_fault(path: Path) -> DataError | None:
-    """The first line that is no JSON object; None where there is none, or the file is one JSON text and right."""
+    """The first line that is not a JSON object; None if all are, or if the whole file is valid JSON."""
     fix = 'write one JSON object a line, such as {"text": "..."}, or a list of objects in a .json file'
     data = path.read_bytes()
     try:
@@ -98,19 +97,21 @@ def _json_fault(path: Path) -> DataError | None:
             return no_rows([path])
         elements = enumerate(rows) if isinstance(rows, list) else ()
         where = next((number for number, row in elements if not isinstance(row, dict)), None)
-        return None if where is None else DataError(f"{path}: element {where} of the list is no JSON object", fix=fix)
+        return (
+            None if where is None else DataError(f"{path}: element {where} of the list is not a JSON object", fix=fix)
+        )
     except json.JSONDecodeError as error:
         whole = error
     if text.lstrip().startswith("[") and not _is_list(text):
-        return DataError(f"{path}, line {whole.lineno}, is no JSON: {whole.msg} (column {whole.colno})", fix=fix)
+        return DataError(f"{path}, line {whole.lineno}, is not JSON: {whole.msg} (column {whole.colno})", fix=fix)
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
             if not isinstance(json.loads(line), dict):
-                return DataError(f"{path}, line {number}, is no JSON object: {line:.80}", fix=fix)
+                return DataError(f"{path}, line {number}, is not a JSON object: {line:.80}", fix=fix)
         except json.JSONDecodeError as error:
-            return DataError(f"{path}, line {number}, is no JSON: {error.msg} (column {error.colno})", fix=fix)
+            return DataError(f"{path}, line {number}, is not JSON: {error.msg} (column {error.colno})", fix=fix)
     return None
 
 
@@ -122,23 +123,23 @@ def _is_list(line: str) -> bool:
 
 
 def _csv_fault(path: Path) -> DataError | None:
-    """What a csv reader says of the file; None where it finds rows."""
+    """The error of a csv reader; None if it finds rows."""
     import pandas
 
     try:
         return None if len(pandas.read_csv(path, dtype=str, na_filter=False)) else no_rows([path])
-    except ValueError as error:  # of the parser, and of its bytes
+    except ValueError as error:  # a parser or decoding error
         return DataError(
-            f"{path} is no csv file: {' '.join(str(error).split())}",
+            f"{path} is not a csv file: {' '.join(str(error).split())}",
             fix="put cells that hold a comma or a line break in double quotes, give every row as many cells as the header, and "
             "save the file as UTF-8",
         )
 
 
-_VERSION = 3  # of what rows become: results of `Dataset.map` that an earlier one left in the cache are not used
+_VERSION = 3  # of the tokenised format: cached results of `Dataset.map` with an earlier version are not used
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
-_said: set[str] = set()
+_shown: set[str] = set()
 
 _Columns = dict[str, list[list[int]]]
 
@@ -149,14 +150,13 @@ def prepare_dataset(
     """Tokenises a dataset; cached by `datasets`, with a progress bar.
 
     Args:
-        dataset: A `datasets.Dataset` or a list of dictionaries, with columns as `formats.py` has them.
-        tokenizer: The model's tokenizer. Not used for rows of `input_ids`.
-        num_proc: Processes that tokenise.
-        keep: Other columns to keep, where they are there.
-        skips_empty: A row that is null or empty has no tokens; else what is null is an error.
+        dataset: A `datasets.Dataset` or a list of dictionaries, with columns of `formats.py`.
+        tokenizer: The model's. Not used for rows of `input_ids`.
+        keep: Other columns to keep, if present.
+        skips_empty: A null or empty row has no tokens; otherwise null is an error.
 
     Returns:
-        A `datasets.Dataset` with the columns `input_ids` and, where part of it is masked, `labels`.
+        A `datasets.Dataset` with the columns `input_ids` and, if tokens may be masked, `labels`.
 
     Raises:
         UnsupportedError: the dataset is a stream.
@@ -167,7 +167,7 @@ def prepare_dataset(
     if isinstance(dataset, list):
         dataset = Dataset.from_list(dataset)
     if isinstance(dataset, Mapping):
-        raise DataError(f"a dictionary of splits is no dataset; it holds {sorted(dataset)}", fix="pass one of them")
+        raise DataError(f"a dictionary of splits is not a dataset; it holds {sorted(dataset)}", fix="pass one of them")
     if not isinstance(dataset, Dataset):
         raise UnsupportedError(
             f"a {type(dataset).__name__} cannot be prepared",
@@ -202,8 +202,8 @@ def prepare_dataset(
 def tokenize_rows(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, skips_empty: bool = False
 ) -> list[Mapping[str, Any]]:
-    """Tokenises some rows, such as those of a mini-batch from a stream; rows with `input_ids` stay as they are. With
-    `skips_empty` one that is null or empty has no tokens.
+    """Tokenises some rows, such as a mini-batch from a stream; rows with `input_ids` are unchanged. With `skips_empty`
+    a null or empty row has no tokens.
 
     Raises:
         DataError: a row has none of the accepted columns, rows differ in them, or labels cannot be exact.
@@ -223,15 +223,15 @@ def tokenize_rows(
 
 
 def say_once(format_: Format, tokenizer: Any) -> None:
-    """Tells the user, once and on rank 0, what he could not expect of how his rows are read.
+    """Warns, once and on rank 0, if rows are read in an unexpected way.
 
     Raises:
         DataError: the rows need a chat template, and the tokenizer has none.
     """
     key = repr((format_.columns, format_.unused, getattr(tokenizer, "chat_template", None), tokenizer.eos_token_id))
-    if os.environ.get("RANK", "0") != "0" or key in _said:  # a stream comes here in each mini-batch
+    if os.environ.get("RANK", "0") != "0" or key in _shown:  # a stream comes here in each mini-batch
         return
-    _said.add(key)
+    _shown.add(key)
     lines = []
     if format_.unused:
         lines.append(f"Rows are read from the columns {list(format_.columns)}; {list(format_.unused)} are not used.")
@@ -243,8 +243,8 @@ def say_once(format_: Format, tokenizer: Any) -> None:
         )
     if tokenizer.eos_token_id is None and (format_.kind in ("text", "completion") or not templated):
         lines.append(
-            "The tokenizer has no end-of-sequence token, so texts are trained without one and the model does not learn where "
-            "they end: set tokenizer.eos_token."
+            "The tokenizer has no end-of-sequence token, so texts are trained without one and the model does not learn "
+            "to stop: set tokenizer.eos_token."
         )
     if format_.kind in ("chat", "answer") and templated:
         lines.append(ChatTemplate(tokenizer).statement() or "")
@@ -253,13 +253,13 @@ def say_once(format_: Format, tokenizer: Any) -> None:
 
 
 def _say(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0" and line not in _said:
-        _said.add(line)
+    if os.environ.get("RANK", "0") == "0" and line not in _shown:
+        _shown.add(line)
         logger.warning("%s", line)
 
 
 def check_masks(names: Collection[str]) -> None:
-    """Refuses columns that say which tokens count in a way that nobody reads here.
+    """Checks that no loss mask would be ignored.
 
     Raises:
         DataError: there is a mask and no `labels`.
@@ -274,7 +274,7 @@ def check_masks(names: Collection[str]) -> None:
 
 
 def refuse_guessed(dataset: Any) -> None:
-    """Refuses rows of text of a csv file whose cells `datasets` has given other types: 007 is 7 then, and True may have been true.
+    """Checks that `datasets` has not converted a csv's text cells: 007 would be 7, and True may have been true.
 
     Args:
         dataset: A `datasets.Dataset`, or a stream.
@@ -285,7 +285,7 @@ def refuse_guessed(dataset: Any) -> None:
     if getattr(getattr(dataset, "info", None), "builder_name", None) != "csv":
         return
     features = dataset.features
-    if features is None:  # of a stream that was mapped
+    if features is None:  # a mapped stream
         from datasets import Dataset
 
         features = Dataset.from_list(list(dataset.take(64))).features
@@ -295,24 +295,25 @@ def refuse_guessed(dataset: Any) -> None:
     guessed = sorted(name for name, kind in kinds.items() if kind.startswith(("int", "uint", "float", "bool")))
     if guessed:
         raise DataError(
-            f"the columns {guessed} come from a csv file, and datasets has made {sorted({kinds[n] for n in guessed})} of their cells",
-            why="what is learned is the text that stands in the file: 007 would be trained as 7",
-            fix='read the file with hf_hotspa.data.prepare.load_source("my.csv"), which leaves cells as they are, or give load_dataset '
-            'features with Value("string")',
+            f"the columns {guessed} come from a csv file, and datasets has converted their cells to "
+            f"{sorted({kinds[n] for n in guessed})}",
+            why="the text in the file should be learned: 007 would be trained as 7",
+            fix='read the file with hf_hotspa.data.prepare.load_source("my.csv"), which keeps cells as text, or give '
+            'load_dataset features with Value("string")',
         )
 
 
 def load_source(path_or_name: str, split: str = "train") -> Any:
-    """Loads a dataset by what the name says.
+    """Loads a dataset from files, a directory or the hub.
 
     Args:
-        path_or_name: A .json, .jsonl, .parquet, .csv (cells are texts) or .txt file (one row a line); a directory of such files
-            of one kind; a directory written by `save_to_disk`; or else a name on the hub.
-        split: The split, perhaps a slice like ``train[:1000]`` (not of `save_to_disk`). Local files are all `train`.
+        path_or_name: A .json, .jsonl, .parquet, .csv (cells are text) or .txt file (one row a line); a directory of
+            files of one of these kinds; a directory written by `save_to_disk`; or else a name on the hub.
+        split: The split, or a slice like ``train[:1000]`` (not for `save_to_disk`). Local files are all `train`.
 
     Raises:
-        DataError: there is no such file, it is empty or cannot be read (which file, and which line), a directory holds nothing
-            that can be read or several kinds of files, or the hub does not have it.
+        DataError: there is no such file, it is empty or unreadable (with file and line), a directory holds no supported
+            files or several kinds, or the hub does not have the dataset.
     """
     import datasets
 
@@ -335,36 +336,35 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
         raise DataError(f"there is no file or directory {path}", fix="check the path")
     try:
         return datasets.load_dataset(path_or_name, split=split)
-    except Exception as error:  # the hub client has many ways to say no
+    except Exception as error:  # the hub client raises many kinds
         raise DataError(
-            f"{path_or_name!r} is no local path, and the hub did not give it: {type(error).__name__}: {error}",
+            f"{path_or_name!r} is not a local path, and the hub failed to load it: {type(error).__name__}: {error}",
             fix="check the name, the split and the network; a local file needs one of the endings "
             + ", ".join(_BUILDERS),
         ) from error
 
 
 def _read_files(files: list[Path], kind: str, split: str, name: str) -> Any:
-    """The rows of files of one kind, as the data set `name`; cells of a csv as the text that stands there."""
+    """Reads files of one kind as the data set `name`; keeps csv cells as text."""
     import datasets
 
     try:
         options: dict[str, Any] = {}
-        if kind == "csv":  # else 007 would be read as 7, and None as nothing
+        if kind == "csv":  # else 007 would be read as 7, and None as null
             features = {name: datasets.Value("string") for name in csv_columns(files)}
             options = {"features": datasets.Features(features), "na_filter": False}
         rows: Any = datasets.load_dataset(kind, data_files={"train": list(map(str, files))}, split=split, **options)
-        rows.info.dataset_name = name  # for pages: else it is that of the builder
+        rows.info.dataset_name = name  # for reports; else it is the builder's name
         return rows
     except DataError:
         raise
-    except Exception as error:  # of the split, the builder, or what reads the file
+    except Exception as error:  # from the split, the builder, or the file reader
         raise unreadable(files, kind, split, error) from error
 
 
 def _tokenize_batch(
     batch: Mapping[str, Any], rows: list[int], tokenizer: Any, skips_empty: bool = False, version: int = _VERSION
 ) -> _Columns:
-    """Tokens of some rows, by columns."""
     format_ = format_of(list(batch))
     records = [
         dict(zip(format_.columns, values, strict=True))
@@ -388,7 +388,7 @@ def _tokens(format_: Format, records: Sequence[Mapping[str, Any]], rows: Sequenc
         texts = list(map(str, readings))
         ids = tokenizer(texts, verbose=False)["input_ids"]
         return {"input_ids": [specials.ended(specials.once(list(i), t), t) for i, t in zip(ids, texts, strict=True)]}
-    if not _has_template(tokenizer):  # a question and its answer stand as strings where no template writes them
+    if not _has_template(tokenizer):  # a question and its answer become plain strings
         readings = [r.plain if isinstance(r, Chat) and r.plain is not None else r for r in readings]
     chats = {at: reading for at, reading in enumerate(readings) if isinstance(reading, Chat)}
     tokens: dict[int, Tokens] = {}
@@ -411,7 +411,7 @@ def _has_template(tokenizer: Any) -> bool:
 
 
 class _Specials:
-    """The special tokens that a tokenizer puts around each text, as ids, in the place of those that a text has already."""
+    """The ids of the special tokens that a tokenizer puts around each text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -421,12 +421,12 @@ class _Specials:
         self.before, self.behind = whole[:begin], whole[begin + len(bare) :] if places else []
 
     def _has_end(self, ids: list[int], text: str) -> bool:
-        """Whether a text has EOS at its end, but for the white space that chat templates write behind it."""
+        """Chat templates may write white space after EOS."""
         eos = self.tokenizer.eos_token
         return eos is not None and text.rstrip().endswith(eos) and self.tokenizer.eos_token_id in ids
 
     def doubled(self, ids: list[int], text: str) -> tuple[int, int]:
-        """How many tokens at the beginning and at the end of a text the tokenizer has added, although they were there."""
+        """Counts the tokens at both ends that the tokenizer added although the text had them."""
         before, eos = len(self.before), self.tokenizer.eos_token_id
         begins = before if ids[:before] == ids[before : 2 * before] == self.before else 0
         ends = self.behind == ids[-1:] == [eos] and self._has_end(ids, text)
@@ -436,8 +436,8 @@ class _Specials:
         begins, ends = self.doubled(ids, text)
         if begins or ends:
             _say(
-                "Texts have special tokens already that the tokenizer adds to each text, as those have that a chat template has "
-                "rendered: they are trained with one BOS and one EOS token."
+                "Texts have special tokens already that the tokenizer adds to each text, as after rendering with a "
+                "chat template: they are trained with one BOS and one EOS token."
             )
         return ids[begins : len(ids) - ends]
 
@@ -447,9 +447,9 @@ class _Specials:
 
 
 def _completion_of_strings(prompt: str, completion: str, specials: _Specials, row: int) -> tuple[list[int], list[bool]]:
-    """Tokens of prompt and completion as one text, and which of them hold part of the completion.
+    """Tokenises prompt and completion as one text, and marks the tokens that hold a part of the completion.
 
-    One text, because a tokenizer may treat the beginning of a text in its own way (a leading space, a BOS token).
+    One text, as a tokenizer may treat the beginning of a text specially (a leading space, a BOS token).
     """
     tokenizer, text = specials.tokenizer, prompt + completion
     if getattr(tokenizer, "is_fast", False):
@@ -474,6 +474,6 @@ def _completion_of_strings(prompt: str, completion: str, specials: _Specials, ro
         counts = [i >= len(begin) for i in range(len(ids))]
     ended = specials.ended(ids, completion)
     counts += [True] * (len(ended) - len(counts))
-    if ended and ended[-1] == tokenizer.eos_token_id:  # also where the tokenizer put it: it belongs to no character
+    if ended and ended[-1] == tokenizer.eos_token_id:  # the tokenizer's EOS belongs to no character
         counts[-1] = True
     return ended, counts

@@ -1,14 +1,14 @@
-"""DataLoader workers that live exactly as long as their rank wants them to.
+"""DataLoader workers whose lifetime their rank controls.
 
-Owns how the worker processes of our loaders are started. Promises, on Linux:
+Owns how the worker processes of our loaders are started. On Linux:
 
-* SIGTERM from anybody but their own rank does not end them, from their first moment on. Launchers and schedulers send it
-  to whole process groups; the rank needs its workers for the mini-batch that it still finishes, and ends them itself.
+* Only their rank's SIGTERM ends them, from their start on. Launchers and schedulers send SIGTERM to whole process
+  groups, and the rank needs its workers to finish the current mini-batch.
 * They end at once when their rank dies, however it dies. A forked worker holds copies of the rank's connections, so
-  peers notice the death only when its workers are gone, too; torch's own watchdog looks every five seconds.
-* Their rank can end them as it ends any (`terminate()`), so nothing waits for them when a process exits.
+  peers notice the death only when the workers are gone, too; torch's watchdog checks every five seconds.
+* Their rank can end them with `terminate()`, so nothing waits for them when a process exits.
 
-Where the system has no `sigwaitinfo` (macOS), workers are torch's own.
+On systems without `sigwaitinfo` (macOS), workers are torch's.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from hf_hotspa.errors import HotspaConfigError
 
 
 @contextlib.contextmanager
-def _sigterm_held() -> Iterator[None]:
-    """SIGTERM waits: for this thread until the end, for a process that is started inside until it says otherwise."""
+def _sigterm_blocked() -> Iterator[None]:
+    """Also in processes started inside, until they unblock it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -36,26 +36,26 @@ def _sigterm_held() -> Iterator[None]:
 
 
 def _end_when_announced(rank: int) -> None:
-    """Takes every SIGTERM in place of the handlers, and obeys the one that the rank sends."""
+    """Receives every SIGTERM in place of the handlers; exits on the rank's."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
-    os._exit(0)  # as torch's workers do: any other code is the failure of a worker
+    os._exit(0)  # as torch's workers: any other code counts as a failed worker
 
 
 def _end_with_rank(rank: Any) -> None:
     try:
         handle = os.pidfd_open(rank.pid)
-    except OSError:  # dead already, or a kernel without; a pipe that other children of the rank may hold open as well
+    except OSError:  # already dead, or no pidfd; the sentinel is a pipe that other children may keep open
         handle = rank.sentinel
     connection.wait([handle])
     os._exit(1)
 
 
 class _Worker:
-    """A process that starts with SIGTERM held, and has two threads that decide when it ends."""
+    """Starts with SIGTERM blocked; two threads decide when it ends."""
 
     def start(self) -> None:
-        with _sigterm_held():
+        with _sigterm_blocked():
             super().start()  # type: ignore[misc]
 
     def run(self) -> None:
@@ -67,7 +67,7 @@ class _Worker:
         super().run()  # type: ignore[misc]
 
 
-# at the top of the module: a spawned process finds its class by name
+# at module level: a spawned process finds its class by name
 class _ForkWorker(_Worker, context.ForkProcess):
     pass
 
@@ -84,11 +84,11 @@ _KINDS = {"fork": _ForkWorker, "spawn": _SpawnWorker, "forkserver": _ForkServerW
 
 
 def worker_context(num_workers: int, chosen: str | BaseContext | None) -> BaseContext | None:
-    """The `multiprocessing_context` of a loader.
+    """Returns the `multiprocessing_context` of a loader.
 
     Args:
-        num_workers: Of the loader; without any, no context is needed.
-        chosen: How workers are started: the name of a start method, a context, or None for the system's choice.
+        num_workers: The loader's workers; with 0 no context is needed.
+        chosen: The name of a start method, a context, or None for the system's default.
 
     Raises:
         HotspaConfigError: there is no such start method.
@@ -96,7 +96,7 @@ def worker_context(num_workers: int, chosen: str | BaseContext | None) -> BaseCo
     if num_workers == 0:
         return None
     if chosen is None:
-        # not get_context(None), after which the script could not choose any more
+        # not get_context(None), which would fix the choice for the script
         chosen = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     if isinstance(chosen, str):
         if chosen not in multiprocessing.get_all_start_methods():

@@ -1,1 +1,1 @@
-"""What a run leaves behind, and how it is shown: the JSONL record, the HTML page, traces, comparisons. No torch."""
+"""The output of a run: the JSONL record, the HTML page, traces, comparisons. No torch."""

@@ -1,4 +1,4 @@
-"""Two runs side by side: how far their losses are apart, and which is faster where. Pure functions of two `RunLog`s."""
+"""Compares the losses and speeds of two runs. Pure functions of two `RunLog`s."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ class StrategyPair:
     """One strategy in both runs.
 
     Args:
-        a: Its totals in run A; None where it did not run.
+        a: Its totals in run A; None if it did not run.
         b: The same for run B.
-        speed_up: Tokens a second of computation, B by A; where a strategy ran in one run only and the other run had a
-            single strategy, that one stands in. None where there is nothing to compare.
+        speed_up: Tokens per second of computation, B over A. For a strategy of one run only, the other run's single
+            strategy is compared, if it has only one. None if nothing can be compared.
     """
 
     strategy: str
@@ -32,20 +32,18 @@ class StrategyPair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Run A and run B.
+    """The comparison of run A and run B.
 
     Args:
         steps: Steps that both trained.
-        loss_differences: B - A, one for each of them.
+        loss_differences: B - A, for each step.
         largest_relative: The largest `|B - A| / |A|`.
-        same_tokens: Whether both trained as many tokens in each of these steps; else losses are of different data.
-        not_alike: What the runs trained is not the same: `model`, `data`, `mini-batches`; their speeds then say nothing.
-        same_rates: Whether their learning rates were the same in each of these steps.
-        settings: What else differs, by name: what A had, what B had.
-        speed_up: Median over these steps of seconds of A by seconds of B: above 1 B is faster. The first step, which
-            warms up, does not count where there are others. None where the runs are not alike.
-        a_seconds: Seconds of A's steps.
-        b_seconds: Seconds of B's steps.
+        same_tokens: Whether both trained equally many tokens in each step; else losses are of different data.
+        not_alike: What differs of `model`, `data`, `mini-batches`; the speeds then cannot be compared.
+        same_rates: Whether the learning rates were equal in each step.
+        settings: Other differences, by name: A's value, B's value.
+        speed_up: Median over steps of A's seconds over B's: above 1 B is faster. Without the first step, which warms
+            up, if there are others. None if `not_alike` is not empty.
         strategies: One for each strategy of either run.
     """
 
@@ -64,7 +62,7 @@ class Comparison:
 
 
 def compare(a: RunLog, b: RunLog) -> Comparison:
-    """Lays two runs side by side, step by step.
+    """Compares two runs step by step.
 
     Raises:
         RunLogError: no step was trained by both.
@@ -151,7 +149,7 @@ def _strategies(a: RunLog, b: RunLog, apart: bool) -> tuple[StrategyPair, ...]:
 
 
 def sentences(comparison: Comparison) -> list[str]:
-    """The comparison in words, the answer first."""
+    """Returns the comparison in words, the answer first."""
     gain = comparison.speed_up
     if gain is None:
         what = " and ".join(comparison.not_alike)
@@ -166,20 +164,20 @@ def sentences(comparison: Comparison) -> list[str]:
         loss = f"All {len(comparison.steps)} losses are equal."
     else:
         loss = f"Losses differ by at most {comparison.largest_relative:.2g} (relative, step {comparison.largest_step})."
-    said = [answer, loss]
+    lines = [answer, loss]
     if not comparison.same_tokens:
-        said.append("The runs trained different tokens in some steps: their losses are of different data.")
+        lines.append("The runs trained different tokens in some steps: their losses are of different data.")
     if not comparison.same_rates:
-        said.append("Their learning rates differ in some steps.")
+        lines.append("Their learning rates differ in some steps.")
     if comparison.settings:
-        said.append(
+        lines.append(
             "Different: " + "; ".join(f"{name} {x} and {y}" for name, (x, y) in comparison.settings.items()) + "."
         )
-    return said
+    return lines
 
 
 def strategy_rows(comparison: Comparison) -> list[list[str]]:
-    """A table of strategies, its heading first."""
+    """Returns a table of strategies, heading first."""
     pairs = comparison.strategies
     columns = {"strategy": [pair.strategy for pair in pairs]}
     cells: dict[str, Callable[[StrategyTotals], str]] = {
@@ -195,7 +193,7 @@ def strategy_rows(comparison: Comparison) -> list[list[str]]:
 
 
 def compare_page(a: RunLog, b: RunLog, comparison: Comparison) -> str:
-    """The page of a comparison."""
+    """Returns the page of a comparison."""
     steps = [float(step) for step in comparison.steps]
     in_a, in_b = ({record.step: record.report.loss for record in run.steps} for run in (a, b))
     losses = [
@@ -205,7 +203,7 @@ def compare_page(a: RunLog, b: RunLog, comparison: Comparison) -> str:
     seconds = [Series("A", "s0", comparison.a_seconds), Series("B", "s4", comparison.b_seconds)]
     count, both = len(steps), (("s0", "A"), ("s4", "B"))
     differences = svg.lines("Loss difference", steps, [Series("B - A", "s2", comparison.loss_differences)])
-    note = "Speed-up: tokens a second of computation, B by A; a single strategy stands in for those that it replaces."
+    note = "Speed-up: tokens per second of computation, B over A; a single strategy is compared with those it replaces."
     panels = [
         Panel("loss", "Loss", count, svg.lines("Loss", steps, losses, from_zero=False), legend=both),
         Panel("difference", "Loss, B - A", count, differences),

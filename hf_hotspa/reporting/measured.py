@@ -1,8 +1,8 @@
-"""Switching against single strategies, measured: seconds of the same mini-batches under both, and what follows from them.
+"""The measured gain of switching over single strategies, on the same mini-batches.
 
-Owns the numbers of `trainer/gain.py` as plain data, their JSON in the record of a run, and all that is said about them: in a
-terminal, in a log and on the page of the run. Promises: one statistic, the mean, so that a ratio is that of the seconds
-beside it; switching paid, or did not, only where the 95% interval of the ratio excludes 1, and else it is not clear.
+Owns the numbers of `trainer/gain.py` as plain data, their JSON in a run's record, and their texts in a terminal, a log
+and the run's page. The only statistic is the mean, so each ratio is the ratio of the seconds beside it. The answer is
+clear only if the 95% interval of the ratio excludes 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from hf_hotspa.strategy import Strategy
 
 _KNOWN_AS = {0: "DDP", 2: "ZeRO-2", 3: "FSDP / ZeRO-3"}
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""What 97.5 % of Student's t distribution lie below, by degrees of freedom from 1 on."""
+"""97.5 % quantiles of Student's t distribution, by degrees of freedom from 1 on."""
 
 
 def known_as(name: str) -> str:
-    """A strategy by the name that people know, where it has one: `FSDP / ZeRO-3 (dp4+z3)`."""
+    """Returns a strategy with its common name, if any: `FSDP / ZeRO-3 (dp4+z3)`."""
     try:
         strategy = Strategy.parse(name)
     except StrategyError:
@@ -36,14 +36,14 @@ def _shown(seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Rival:
-    """A single strategy beside switching, on the same mini-batches.
+    """A single strategy compared with switching, on the same mini-batches.
 
     Args:
-        name: As people know it.
+        name: From `known_as`.
         count: Mini-batches.
-        alone: Its mean seconds, rounded as they are shown.
-        switching: Those of switching.
-        margin: Half of the 95% interval of the ratio; infinite where there is one mini-batch.
+        alone: Its mean seconds, rounded as shown.
+        switching: The mean seconds of switching, rounded as shown.
+        margin: Half of the ratio's 95% interval; infinite for one mini-batch.
     """
 
     name: str
@@ -54,12 +54,12 @@ class Rival:
 
     @property
     def ratio(self) -> float:
-        """How many times as long as switching it took."""
+        """Its seconds over the seconds of switching."""
         return self.alone / self.switching
 
     @property
     def low(self) -> float:
-        """The lower end of the interval, to two decimals, as it is shown."""
+        """The lower end of the interval, to two decimals, as shown."""
         return round(max(self.ratio - self.margin, 0.0), 2)
 
     @property
@@ -68,7 +68,7 @@ class Rival:
 
     @classmethod
     def of(cls, name: str, alone: Sequence[float], switching: Sequence[float]) -> "Rival":
-        """That of the seconds of each mini-batch: a paired comparison, whose interval is that of a ratio of two means."""
+        """Compares seconds in pairs by mini-batch; the interval is for a ratio of two means."""
         count, a, b = len(alone), _shown(fmean(alone)), _shown(fmean(switching))
         margin = float("inf")
         if count > 1:
@@ -81,17 +81,17 @@ class Rival:
 
 @dataclass(frozen=True)
 class MeasuredGain:
-    """Seconds of forward and backward passes with everything that moves, without the update.
+    """Seconds of forward and backward passes with all transfers, without the update.
 
     Args:
-        switching: Of each mini-batch under the strategies of the run.
-        singles: Of the same mini-batches, in the same order, under each single strategy; of the first ones alone for one
-            that was clearly slower than another.
-        loss_difference: The largest relative difference between the losses of the same mini-batch.
-        left_out: Single strategies that people run and that were not measured, and why.
+        switching: Of each mini-batch under the run's strategies.
+        singles: Of the same mini-batches, in the same order, under each single strategy; only of the first ones for a
+            clearly slower strategy.
+        loss_difference: The largest relative difference between losses of a mini-batch.
+        left_out: Common single strategies that were not measured, and why.
 
     Raises:
-        ValueError: the seconds are not of the same mini-batches, or there are none.
+        ValueError: the seconds are missing, or not of the same mini-batches.
     """
 
     switching: tuple[float, ...]
@@ -106,12 +106,12 @@ class MeasuredGain:
 
     @property
     def best(self) -> str:
-        """The single strategy that took least, of those that ran all mini-batches."""
+        """The fastest single strategy that ran all mini-batches."""
         whole = [name for name, seconds in self.singles.items() if len(seconds) == len(self.switching)]
         return min(whole, key=lambda name: sum(self.singles[name]))
 
     def against(self, single: str) -> Rival:
-        """A single strategy beside switching, on the mini-batches that both ran."""
+        """Compares a single strategy with switching, on the mini-batches that both ran."""
         alone = self.singles[single]
         return Rival.of(single, alone, self.switching[: len(alone)])
 
@@ -130,7 +130,7 @@ class MeasuredGain:
 
     @property
     def basis(self) -> str:
-        """What the answer rests on."""
+        """How the answer was measured."""
         return (
             "Measured after training, on the first mini-batches of the run, each under every side in turn: forward, backward "
             "and all that moves, without the update. Seconds and ratios are means; the losses of all sides agree to "
@@ -139,17 +139,17 @@ class MeasuredGain:
 
     @property
     def rivals(self) -> list[Rival]:
-        """Those that were measured, the fastest first."""
+        """The measured single strategies, the fastest first."""
         return sorted(map(self.against, self.singles), key=lambda rival: (-rival.count, rival.ratio))
 
     @property
     def not_measured(self) -> str:
-        """Those that were not, and why; empty where there are none."""
+        """The single strategies that were not measured, and why."""
         return "; ".join(f"{known_as(name)}: {why}" for name, why in self.left_out.items())
 
     @property
     def sentences(self) -> list[str]:
-        """All of it for a page: the answer first."""
+        """The text for a page, the answer first."""
         seconds = "; ".join(
             f"{r.name} {r.alone:#.4g} s and switching {r.switching:#.4g} s a mini-batch, {r.ratio:.2f}x, on {r.count}"
             for r in self.rivals

@@ -1,11 +1,8 @@
-"""One page of HTML for one run: self-contained, light and dark, no network. A pure function of a `RunLog`.
+"""The HTML page of a run: self-contained, light and dark, no network. A pure function of a `RunLog`.
 
-Pictures for notebooks: the page of a run, and a histogram of lengths, as the last value of a cell.
-
-Owns objects that notebooks show as HTML (`_repr_html_`); each is a frame of its own, so that its style sheet and that
-of the notebook leave each other alone. Needs nothing but the package, and no network.
-
-Panels of the page as SVG files, for papers and slides: with title, legend and style of their own, on white.
+Notebooks show the page, and a histogram of lengths, as the last value of a cell (`_repr_html_`), each in a frame, so
+that its style sheet and the notebook's do not interfere. Papers and slides get panels as SVG files, with title, legend
+and style, on white.
 """
 
 import os
@@ -36,12 +33,11 @@ class Panel:
     """One figure.
 
     Args:
-        name: For links and tests, `loss`.
-        points: How many values are shown; 0 for none.
+        name: For links and tests, such as `loss`.
+        points: Number of values shown.
         body: HTML.
-        note: How to read it.
         legend: (colour class, text) pairs.
-        wide: Whether it takes a row of the page for itself.
+        wide: Whether it fills a row of the page.
     """
 
     name: str
@@ -68,7 +64,7 @@ def _empty(name: str, title: str, why: str) -> Panel:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """An HTML table; the first row is the heading, `left` columns are flush left."""
+    """Returns an HTML table; the first row is the heading, `left` columns are flush left."""
 
     def cells(row: Sequence[str], tag: str) -> str:
         opened = [f'<{tag} class="left">' if i < left else f"<{tag}>" for i in range(len(row))]
@@ -81,7 +77,7 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def style_of(strategies: Sequence[str], strategy: str) -> str:
-    """The colour class of a strategy: the same in every panel."""
+    """Returns the colour class of a strategy, the same in every panel."""
     return f"s{strategies.index(strategy) % _COLOURS}"
 
 
@@ -94,7 +90,7 @@ def _legend(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
 
 
 def lengths_panel(run: RunLog) -> Panel:
-    """The histogram of lengths with the edges of buckets."""
+    """The histogram of lengths with the bucket edges."""
     histogram = run.facts.lengths
     if histogram is None or not sum(histogram["sequences"]):
         return _empty("lengths", "Sequence lengths", "The data set was a stream: its lengths were not known before.")
@@ -102,7 +98,7 @@ def lengths_panel(run: RunLog) -> Panel:
 
 
 def lengths_figure(histogram: Mapping[str, Sequence[int]], buckets: Sequence[tuple[str, int]]) -> Panel:
-    """The same for a histogram (`reporting/run_log.py`) and buckets: strategy and longest sequence of each."""
+    """Draws a histogram (`reporting/run_log.py`) and buckets: strategy and longest sequence of each."""
     series = [
         Series(key, style, [n / max(sum(histogram[key]), 1) for n in histogram[key]])
         for key, style in (("sequences", "s0"), ("tokens", "s1"))
@@ -118,7 +114,7 @@ def lengths_figure(histogram: Mapping[str, Sequence[int]], buckets: Sequence[tup
 
 
 def time_panel(run: RunLog) -> Panel:
-    """Seconds of each step: computation by strategy, switches, waiting, the rest."""
+    """Seconds of each step: computation by strategy, switches, the rest."""
     name, title = "time", "Step time by phase"
     if not run.steps:
         return _empty(name, title, "No mini-batch was recorded.")
@@ -145,7 +141,7 @@ def time_panel(run: RunLog) -> Panel:
 
 
 def share_panel(run: RunLog) -> Panel:
-    """How much of each step is switching."""
+    """The share of switching in each step."""
     name, title = "share", "Switching, share of the step"
     if not run.steps:
         return _empty(name, title, "No mini-batch was recorded.")
@@ -206,7 +202,7 @@ def rate_panel(run: RunLog) -> Panel:
 
 
 def padding_panel(run: RunLog) -> Panel:
-    """What padding would have wasted, and what packing leaves."""
+    """The waste of padding, and the unused capacity of packs."""
     name, title = "padding", "Padding, avoided and left"
     if not run.steps:
         return _empty(name, title, "No mini-batch was recorded.")
@@ -214,10 +210,14 @@ def padding_panel(run: RunLog) -> Panel:
     padded = [
         max((p.longest_tokens for p in r.phases), default=0) * sum(p.num_sequences for p in r.phases) for r in reports
     ]
-    held = [sum(p.capacity_tokens for p in r.phases) for r in reports]
+    capacities = [sum(p.capacity_tokens for p in r.phases) for r in reports]
     series = [
         Series("in a padded batch", "s5", [_waste(r.num_tokens, n) for r, n in zip(reports, padded, strict=True)]),
-        Series("unused capacity of packs", "s2", [_waste(r.num_tokens, n) for r, n in zip(reports, held, strict=True)]),
+        Series(
+            "unused capacity of packs",
+            "s2",
+            [_waste(r.num_tokens, n) for r, n in zip(reports, capacities, strict=True)],
+        ),
     ]
     body = svg.lines("Padding share", _steps(run), series, "%", 100.0)
     schedule = run.facts.settings.get("pipeline_schedule", "auto")
@@ -232,7 +232,7 @@ def _waste(tokens: int, slots: int) -> float:
 
 
 def memory_panel(run: RunLog) -> Panel:
-    """Peak memory of each rank, and what it may use."""
+    """Peak memory of each rank, and its limit."""
     name, title = "memory", "Peak memory by rank"
     if not run.memory:
         return _empty(name, title, "Not recorded.")
@@ -245,18 +245,18 @@ def memory_panel(run: RunLog) -> Panel:
         fullest = max(range(len(run.memory)), key=lambda rank: run.memory[rank])
         note = f"Allocated by torch. Rank {fullest} was the fullest: {run.memory[fullest] / limit:.0%} of the limit."
     elif run.facts.machine.get("device", "cpu") == "cpu":
-        note = "Resident in the process, libraries and data loading included; a process has no limit of its own."
+        note = "Resident in the process, libraries and data loading included; there is no limit per process."
     else:
         note = "Allocated by torch."
     return Panel(name, title, len(names), body, note)
 
 
 def devices_panel(run: RunLog) -> Panel:
-    """How long each rank computes, as a multiple of what ranks that are not slow take: a strip for each."""
+    """The relative step time of each rank, as a strip."""
     name, title = "devices", "Relative step time of each device"
     known = [(record.step, record.report) for record in run.steps if record.report.paces is not None]
     if not known:
-        why = "Nobody watched: hotspa_stragglers is off, or there is one process."
+        why = "Not watched: hotspa_stragglers is off, or there is one process."
         return _empty(name, title, why)
     size = max(len(report.paces or ()) for _, report in known)
     rows = [
@@ -265,7 +265,7 @@ def devices_panel(run: RunLog) -> Panel:
     if size > _MOST_STRIPS:
         rows = sorted(rows, key=lambda row: -max(v or 0.0 for v in row.values))[:_MOST_STRIPS]
     body = svg.heat(
-        "Seconds of computation by rank, times those of ranks that are not slow",
+        "Seconds of computation by rank, as a multiple of ranks that are not slow",
         [float(step) for step, _ in known],
         rows,
         3.0,
@@ -303,7 +303,7 @@ def prediction_panel(run: RunLog) -> Panel:
 
 
 def plan_panel(run: RunLog) -> Panel:
-    """The buckets, and what was predicted of them."""
+    """The buckets and their predictions."""
     facts = run.facts
     rows = [["tokens", "strategy", "pack tokens"]]
     predicted = {row.get("strategy"): row for row in (facts.plan or {}).get("rows", ()) if isinstance(row, dict)}
@@ -321,13 +321,13 @@ def plan_panel(run: RunLog) -> Panel:
             f"Predicted for a typical mini-batch: {facts.plan['seconds']:.3f} s; the best single strategy, "
             f"{facts.plan['static']}, {facts.plan['static_s']:.3f} s."
         )
-        if "verdict" in facts.plan and run.gain is None:  # the records of earlier versions have none
+        if "verdict" in facts.plan and run.gain is None:  # records of earlier versions have no verdict
             note += f" {str(facts.plan['verdict']).capitalize()}."
     return Panel("plan", "Buckets", len(facts.buckets), table(rows, 2), note)
 
 
 def race_panel(run: RunLog) -> Panel:
-    """How races of plans have ended."""
+    """The results of races of plans."""
     races = [(record.step, race) for record in run.steps if (race := record.report.race) is not None]
     if not races:
         why = "No plans were raced: strategies were given, one plan is far ahead of the others, or the run is too short for it."
@@ -347,7 +347,7 @@ def _seconds(value: object) -> str:
 
 
 def strategies_panel(run: RunLog) -> Panel:
-    """What each strategy did."""
+    """The totals of each strategy."""
     summary = summarize(run)
     if not summary.strategies:
         return _empty("strategies", "Strategies", "No mini-batch was recorded.")
@@ -384,7 +384,7 @@ def run_panel(run: RunLog) -> Panel:
 
 
 def all_panels(run: RunLog) -> list[Panel]:
-    """Every panel, in the order of the page: what is looked at first, and at the end those that have nothing to show."""
+    """Returns all panels in the order of the page, with empty ones at the end."""
     makers = (
         loss_panel, learning_rate_panel, grad_norm_panel, rate_panel, memory_panel, time_panel, share_panel, lengths_panel,
         padding_panel, devices_panel, prediction_panel, plan_panel, race_panel, strategies_panel, run_panel,
@@ -411,12 +411,12 @@ def document(
     footer: str,
     facts: Mapping[str, str] | None = None,
 ) -> str:
-    """The whole page.
+    """Returns a complete page.
 
     Args:
-        sentences: The answer first, then what it rests on.
-        tiles: (number, what it is) pairs.
-        facts: What stands under the title, by name.
+        sentences: The answer first, then its basis.
+        tiles: (number, description) pairs.
+        facts: The texts under the title, by name.
     """
     tile_html = "".join(f'<div class="tile"><b>{escape(n)}</b><span>{escape(what)}</span></div>' for n, what in tiles)
     return "\n".join(
@@ -439,18 +439,18 @@ def document(
 
 
 def names_of(facts: Mapping[str, str]) -> str:
-    """A list of names and texts."""
+    """Returns a list of names and texts."""
     rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
     return f'<dl class="names">{rows}</dl>' if rows else ""
 
 
 def report_page(run: RunLog, to_be_measured: bool = False) -> str:
-    """The page of a run; see `verdict`."""
+    """Returns the page of a run; see `verdict`."""
     facts = run.facts
     model = str(facts.model.get("name") or facts.model.get("family") or "a model")
     started = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.started))
     restarts = f", started {run.starts} times" if run.starts > 1 else ""
-    state = "" if run.ended else ". The record has no end: the run is going on, or was stopped"
+    state = "" if run.ended else ". The record has no end: the run has not finished, or was stopped"
     return document(
         f"{facts.run.get('name', 'hf_hotspa')}: {model} on {facts.world_size} ranks",
         f"started {started}{restarts}; strategies {', '.join(b['strategy'] for b in facts.buckets)}{state}",
@@ -458,13 +458,13 @@ def report_page(run: RunLog, to_be_measured: bool = False) -> str:
         _tiles(run),
         all_panels(run),
         f"Made by hf_hotspa {facts.versions.get('hf_hotspa', '')} from the run's record; "
-        "hf-hotspa report makes it anew, hf-hotspa compare lays two runs side by side.",
+        "hf-hotspa report makes it again, hf-hotspa compare compares two runs.",
         {name: text for name, text in facts.run.items() if name != "name"},
     )
 
 
 def _tiles(run: RunLog) -> list[tuple[str, str]]:
-    """The numbers at the top: is it fast, does it fit, does it learn, and was every row trained."""
+    """The numbers at the top of the page."""
     summary, limit = summarize(run), run.facts.machine.get("memory_bytes")
     planned = run.facts.settings.get("max_steps", 0)
     of_all = f" of {planned:,}" if planned > 0 else ""
@@ -491,7 +491,7 @@ def _tiles(run: RunLog) -> list[tuple[str, str]]:
 
 
 _CHANGED = {"truncated": "cut", "split": "split", "dropped": "dropped, too long", "empty": "without a token"}
-"""What was done to rows, as people say it."""
+"""Changes of rows, in words."""
 
 
 def _loss(loss: float | None) -> str:
@@ -499,7 +499,7 @@ def _loss(loss: float | None) -> str:
 
 
 class InlinePage:
-    """A page (HTML) in the output of a cell, in a frame `height` pixels high; what is longer scrolls."""
+    """An HTML page in a cell's output, in a scrolling frame `height` pixels high."""
 
     def __init__(self, page: str, height: int) -> None:
         self.page, self.height = page, height
@@ -515,7 +515,7 @@ class InlinePage:
 
 
 def show_report(run: str | os.PathLike[str], height: int = 900) -> InlinePage:
-    """The page of a run.
+    """Returns the page of a run for a notebook.
 
     Args:
         run: An output directory, its `hotspa_report` folder, or the record in it.
@@ -528,11 +528,11 @@ def show_report(run: str | os.PathLike[str], height: int = 900) -> InlinePage:
 
 
 def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460) -> InlinePage:
-    """The histogram of sequence lengths.
+    """Returns the histogram of sequence lengths for a notebook.
 
     Args:
         lengths: In tokens.
-        strategies: As for `hotspa_strategies`; the ends of its buckets are marked.
+        strategies: As for `hotspa_strategies`, to mark bucket ends.
         height: Of the frame, in pixels.
 
     Raises:
@@ -552,18 +552,18 @@ def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460
 SUFFIX = ".svg"
 _MAIN = {"loss": loss_panel, "step_time": time_panel, "switch_share": share_panel, "tokens_per_second": rate_panel}
 _MARGIN, _ROW, _KEY = 12, 16, 14
-"""Pixels: around text, from one row of it to the next, and what a key of the legend takes."""
+"""Pixels: around text, between rows of text, and the width of a legend key."""
 
 
 def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes `loss.svg`, `step_time.svg`, `switch_share.svg` and `tokens_per_second.svg`; none for a run without steps."""
+    """Writes `loss.svg`, `step_time.svg`, `switch_share.svg` and `tokens_per_second.svg`; none without steps."""
     if not run.steps:
         return []
     return [write_whole(Path(folder) / f"{name}{SUFFIX}", picture(panel(run))) for name, panel in _MAIN.items()]
 
 
 def picture(panel: Panel) -> str:
-    """A panel that holds a chart, as the text of an SVG file."""
+    """Returns a panel with a chart as the text of an SVG file."""
     colours = dict(re.findall(r"--(\w+): (#\w+);", asset("page.css").partition("@media")[0]))
     style = re.sub(r"var\(--(\w+)\)", lambda name: colours[name[1]], asset("chart.css"))  # few programs know variables
     x, y, legend = _MARGIN, 2 * _ROW + 4, []

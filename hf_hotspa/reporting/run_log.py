@@ -1,23 +1,23 @@
-"""The record of a run: `hotspa_trace.jsonl`, one JSON object a line, written while the run goes on.
+"""The record of a run: `hotspa_trace.jsonl`, one JSON object a line, written during the run.
 
 Owns the format (version `FORMAT`) and its reader; `callbacks/step_reports.py` writes it. Each line has a `kind`:
 
-* `header`, first: `format`, `time` (unix seconds), and the fields of `RunFacts`. A resumed run adds one more.
-* `step`: `step` (counted from 1), `time`, `wall_s` (seconds since the step began, optimizer included), `lr` (the one
-  that was used; null when not known), `memory` (peak bytes of each rank; only where one of them grew by 1 %), and
-  `report` (the `StepReport`), `before` (in a record that was thinned out, the `Sums` of the steps left out before this one).
+* `header`, first: `format`, `time` (unix seconds), and the fields of `RunFacts`. A resumed run adds another one.
+* `step`: `step` (from 1), `time`, `wall_s` (seconds since the start of the step, optimizer included), `lr` (the
+  learning rate used; null if unknown), `memory` (peak bytes of each rank, if one of them grew by 1 %), `report` (the
+  `StepReport`), and in a thinned record `before` (the `Sums` of the steps left out before this one).
 * `eval`: `step`, `time`, `metrics`. `save`: `step`, `time`.
 * `end`, last: `step`, `time`, `callback_s` (seconds inside callbacks of the main process, by class).
-* `gain`, after it where it was asked for: `time` and the fields of `MeasuredGain`.
+* `gain`, after `end` if asked for: `time` and the fields of `MeasuredGain`.
 
-A record has no more than `MOST_BYTES`: where it would, every second of the older steps is left out, and their sums stand in the
-next one (`thinned`). The first step stays, the last ones, those after which a run may resume, and those that ended a race of plans.
+Beyond `MOST_BYTES`, every second one of the older steps is left out, and its sums are added to the next step
+(`thinned`). Kept are the first step, the last steps, and steps after which a run may resume or that ended a race.
 
-The writer flushes every line, so a killed run loses one line at most; the reader leaves out a torn last line, and of
-steps that were trained twice (after a resume) takes the later ones. Anything else that is wrong is a `RunLogError` that
-names file and line. Numbers that are not finite are written as null: strict JSON has none.
+The writer flushes every line, so a killed run loses at most one. The reader skips a torn last line, and of steps
+trained twice (after a resume) uses the later ones. Other faults raise a `RunLogError` with file and line. Numbers that
+are not finite are written as null, as strict JSON requires.
 
-How long the sequences of a data set are, in bins that double every second one. Plain numbers, no torch.
+Also owns the histogram of sequence lengths, in bins that double every second one. No torch.
 """
 
 import logging
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def bin_edges(longest: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... up to the first edge that is not below `longest`."""
+    """Returns 1, 2, 3, 4, 6, 8, 12, 16, ... up to the first edge that is not below `longest`."""
     edges, power = [1], 2
     while edges[-1] < longest:
         edges += [power, power + power // 2] if power > 1 else [power]
@@ -53,14 +53,14 @@ def bin_edges(longest: int) -> list[int]:
 
 
 def length_histogram(lengths: Any) -> dict[str, list[int]]:
-    """Counts of sequences and tokens by length.
+    """Counts sequences and tokens by length.
 
     Args:
         lengths: [N] integers, tokens of each row; rows without tokens are left out.
 
     Returns:
-        `edges` [B + 1]: bin i holds the lengths in `(edges[i], edges[i + 1]]`, the first begins at 0; `sequences` [B];
-        `tokens` [B]. Empty bins at the short end are left out.
+        `edges` [B + 1]: bin i holds the lengths in `(edges[i], edges[i + 1]]`, without empty bins at the short end;
+        `sequences` [B]; `tokens` [B].
     """
     array = np.asarray(lengths, dtype=np.int64)
     array = array[array > 0]
@@ -79,7 +79,7 @@ def length_histogram(lengths: Any) -> dict[str, list[int]]:
 
 
 def is_histogram(data: Any) -> bool:
-    """Whether plain data has the form that `length_histogram` gives."""
+    """Whether plain data has the format of `length_histogram`."""
     if not isinstance(data, dict):
         return False
     columns: list[Sequence[Any]] = [data.get(name, ()) for name in ("edges", "sequences", "tokens")]
@@ -94,15 +94,15 @@ FORMAT = 1
 FILE_NAME = "hotspa_trace.jsonl"
 FOLDER_NAME = "hotspa_report"
 MOST_BYTES = 32 << 20
-"""Of a record: about 20,000 steps of two phases."""
+"""The largest record: about 20,000 steps of two phases."""
 _LAST = 1000
-"""So many of the last steps, saves and evaluations are all kept."""
+"""How many of the last steps, saves and evaluations are always kept."""
 _REMEDY = "give the folder of a run that was trained with hotspa_report (the default), or its " + FILE_NAME
 
 
 @dataclass(frozen=True)
 class StrategyTotals:
-    """Sums over all phases of one strategy; what follows their number are attributes of `PhaseReport`."""
+    """Sums over all phases of one strategy; the fields after `num_phases` are attributes of `PhaseReport`."""
 
     strategy: str
     num_phases: int
@@ -120,13 +120,13 @@ class StrategyTotals:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens by seconds of computation."""
+        """Tokens per second of computation."""
         return self.num_tokens / self.compute_s if self.compute_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over steps: seconds as those of `Summary`, and `rows` that were not trained as they are, by what was done."""
+    """Sums over steps: seconds as in `Summary`, and changed `rows` by `ROW_CHANGES`."""
 
     num_steps: Count = 0
     seconds: float = 0.0
@@ -137,12 +137,12 @@ class Sums:
 
 
 ROW_CHANGES = ("truncated", "split", "dropped", "empty")
-"""What is done to rows; `num_truncated` and so on in `StepReport`."""
+"""Changes of rows; `num_truncated` and so on in `StepReport`."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A line of the kind `step`, see above; `memory` is empty where no rank's grew, `before` stands for steps left out."""
+    """A line of the kind `step`; `memory` is empty if no rank's grew, `before` sums up steps left out."""
 
     step: Count
     time: float
@@ -154,7 +154,7 @@ class StepRecord:
 
 
 def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
-    """The sums over steps, over those that were left out before them, and `earlier` ones."""
+    """Sums over steps, the steps left out before them, and `earlier` sums."""
     first = earlier or Sums()
     num_steps, seconds, wall_s, switch_s = first.num_steps, first.seconds, first.wall_s, first.switch_s
     rows = dict(first.rows)
@@ -186,10 +186,10 @@ def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
 
 @dataclass
 class RunLog:
-    """A record, read.
+    """A record in memory.
 
     Args:
-        facts: The header; that of the last start, where there are several.
+        facts: The last header.
         started: Unix seconds of the first header.
         steps: By step, each once.
         evaluations: (step, metrics) in order.
@@ -197,8 +197,8 @@ class RunLog:
         memory: Peak bytes of each rank; empty when never recorded.
         starts: How often the run was started.
         callback_s: Seconds inside callbacks by class, of the last start that ended.
-        ended: Whether the last line of the training says that the run ended.
-        gain: What switching gained, where that was measured after training; of the last start.
+        ended: Whether the training's last line has the kind `end`.
+        gain: The measured gain of the last start, if any.
     """
 
     path: str
@@ -214,11 +214,11 @@ class RunLog:
     gain: MeasuredGain | None = None
 
 
-# -- what is written --------------------------------------------------------------------------------------------------
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def plain(value: Any) -> Any:
-    """The value as strict JSON takes it: numbers that are not finite become None, unknown types text."""
+    """Converts a value for strict JSON: numbers that are not finite become None, unknown types text."""
     if value is None or isinstance(value, bool | str | int):
         return value
     if isinstance(value, float):
@@ -231,8 +231,8 @@ def plain(value: Any) -> Any:
 
 
 def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of a record without every second of the older steps, whose sums stand in the next one that is kept, and of the
-    older saves and evaluations; of steps that were trained twice the later ones. Lines are changed in place."""
+    """Leaves out every second one of the older steps, saves and evaluations, and the earlier runs of steps trained
+    twice. Adds the sums of left-out steps to the next step that is kept, in place."""
     places: dict[str, dict[int, int]] = {"step": {}, "save": {}, "eval": {}}
     for place, line in enumerate(lines):
         if line["kind"] in places:
@@ -242,7 +242,7 @@ def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         order = sorted(of_kind)
         kept.update(of_kind[step] for step in (*order[:-_LAST:2], *order[-_LAST:]))
     newest = next((line["step"] for line in reversed(lines) if line["kind"] == "step"), 0)
-    steps = sorted(step for step in places["step"] if step <= newest)  # later ones a resumed run will train again
+    steps = sorted(step for step in places["step"] if step <= newest)  # a resumed run will train later ones again
     resumes = {*sorted(places["save"])[-_LAST:], *steps[:1], *steps[-_LAST:]}
     resumes.update(step for step in steps if lines[places["step"][step]]["report"].get("race"))
     left, odd = list[StepRecord](), False
@@ -266,13 +266,10 @@ def thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def find_run_log(path: str | os.PathLike[str]) -> Path:
-    """The record of a run.
-
-    Args:
-        path: The file, its folder, or the output directory above.
+    """Finds the record in a file, its folder, or the output directory above.
 
     Raises:
-        RunLogError: there is none.
+        RunLogError: there is no record.
     """
     given = Path(path)
     for candidate in (given, given / FILE_NAME, given / FOLDER_NAME / FILE_NAME):
@@ -282,17 +279,14 @@ def find_run_log(path: str | os.PathLike[str]) -> Path:
 
 
 def read_run_log(path: str | os.PathLike[str]) -> RunLog:
-    """Reads a record.
-
-    Args:
-        path: As for `find_run_log`.
+    """Reads the record that `find_run_log` finds.
 
     Raises:
-        RunLogError: there is none, or a line is none; the message names the line.
+        RunLogError: there is no record, or a line is malformed.
     """
     file = find_run_log(path)
     lines = file.read_bytes().split(b"\n")
-    torn = lines.pop()  # a whole file ends with a newline
+    torn = lines.pop()  # a complete file ends with a newline
     run: RunLog | None = None
     steps: dict[int, StepRecord] = {}
     for number, line in enumerate(lines, start=1):
@@ -303,7 +297,7 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
                 case "header":
                     run = _with_header(run, data, str(file))
                 case _ if run is None:
-                    raise ValueError("the first line is no header")
+                    raise ValueError("the first line is not a header")
                 case "step":
                     record = typed(data, StepRecord)
                     steps[record.step] = record
@@ -354,11 +348,11 @@ def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']!r}, and this version reads {FORMAT}")
     facts = typed(data, RunFacts)
-    typed(facts.buckets, list[_Bucket])  # the least that pages ask of them; they keep what else they hold
+    typed(facts.buckets, list[_Bucket])  # checks the fields that pages need; others are kept
     if facts.plan is not None:
         typed(facts.plan, _Plan)
     if facts.lengths is not None and not is_histogram(facts.lengths):
-        raise ValueError("the lengths are no histogram")
+        raise ValueError("the lengths are not a histogram")
     if run is None:
         return RunLog(path, facts, typed(data["time"], float))
     run.facts, run.starts, run.gain = facts, run.starts + 1, None
@@ -366,7 +360,7 @@ def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
 
 
 def _renamed(data: Any) -> Any:
-    """A line with the names of today: the first records say `room_tokens`, and `dp1tp4pp1` for `tp4`."""
+    """Converts a line to the current names: the first records have `room_tokens`, and `dp1tp4pp1` for `tp4`."""
     match data:
         case {"kind": "step", "report": {"phases": [*named]}}:
             pass

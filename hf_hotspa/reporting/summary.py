@@ -1,6 +1,7 @@
-"""What a record says in a few numbers and sentences: totals, rates by strategy, and whether switching paid.
+"""Summarizes a record: totals, rates by strategy, and whether switching paid.
 
-Pure functions of a `RunLog`. Promises: claims say whether they were measured, predicted, or are rates of other lengths.
+Pure functions of a `RunLog`. Claims state whether they are measured, predicted, or estimated from rates of other
+lengths.
 """
 
 from collections.abc import Sequence
@@ -11,15 +12,15 @@ from hf_hotspa.report import PhaseReport
 from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals, sums_of
 
 _CLEAR = 0.03
-"""Differences below this are not called a gain or a loss, in what is predicted."""
+"""Predicted differences below this do not count as a gain or a loss."""
 _MUCH_SWITCHING = 0.25
 _MUCH_WAITING = 0.2
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A run in numbers. Seconds are those of `StepReport.total_s`: forward, backward and switches. `utilization` is MFU with the
-    optimizer's step; None where the devices' speed is not known. `rows` counts those that were cut or left out, by what was done."""
+    """A run in numbers. Seconds are sums of `StepReport.total_s`: forward, backward and switches. `utilization` is MFU
+    with the optimizer's step; None if the devices' speed is unknown. `rows` counts changed rows by `ROW_CHANGES`."""
 
     num_steps: int
     num_tokens: int
@@ -39,29 +40,29 @@ class Summary:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over wall-clock time of steps, optimizer included."""
+        """Per second of wall-clock time of steps, optimizer included."""
         return self.num_tokens / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
     def switch_share(self) -> float:
-        """Exposed seconds of switching by seconds of steps, 0 to 1."""
+        """Exposed switching seconds over the seconds of steps, 0 to 1."""
         return self.switch_s / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def load_return_share(self) -> float:
-        """The same for the load and the return that a single strategy needs, too."""
+        """The same for the load and the return that a single strategy also needs."""
         return self.load_return_s / self.seconds if self.seconds > 0 else 0.0
 
 
 def strategy_order(run: RunLog) -> list[str]:
-    """The strategies of a run, shortest bucket first; those that no bucket names at the end."""
+    """Returns the strategies of a run, shortest bucket first, then those without a bucket."""
     named = [bucket["strategy"] for bucket in run.facts.buckets]
     ran = [totals.strategy for totals in sums_of(run.steps).strategies]
     return list(dict.fromkeys([*named, *ran]))
 
 
 def summarize(run: RunLog) -> Summary:
-    """The numbers of a run; all zero for one without steps."""
+    """Returns the numbers of a run; zeros without steps."""
     reports = [record.report for record in run.steps]
     every = sums_of(run.steps)
     by_name = {totals.strategy: totals for totals in every.strategies}
@@ -89,17 +90,17 @@ def summarize(run: RunLog) -> Summary:
 
 
 def measured_steps(run: RunLog) -> list[StepRecord]:
-    """The steps that timings are taken from: without the first, which warms up, where there are others."""
+    """Returns the steps for timings: without the first, which warms up, if there are others."""
     return run.steps[1:] if len(run.steps) > 2 else run.steps
 
 
 def verdict(run: RunLog, to_be_measured: bool = False) -> list[str]:
-    """Whether switching paid, in sentences; the first is the answer, a heading without a full stop.
+    """Returns sentences on whether switching paid; the first is the answer, a heading without a full stop.
 
-    Switching is compared with the best single strategy that fits, on the rows that were trained.
+    Compares with the best single strategy that fits, on the trained rows.
 
     Args:
-        to_be_measured: Whether a measurement follows: nothing is claimed before.
+        to_be_measured: Whether a measurement follows; then nothing is claimed yet.
     """
     summary = summarize(run)
     if not summary.num_steps:
@@ -124,14 +125,14 @@ def verdict(run: RunLog, to_be_measured: bool = False) -> list[str]:
 
 
 def _against_prediction(run: RunLog) -> list[str] | None:
-    """The answer where a time model has said what the best single strategy would take; None without one."""
+    """The answer from predicted seconds of the best single strategy; None without a time model."""
     known = [(r.report, r.report.single_s, r.report.predicted_s) for r in measured_steps(run)]
     compared = [(report, single, predicted_s) for report, single, predicted_s in known if single and predicted_s]
     if not compared or run.facts.single is None:
         return None
     measured = sum(phase.seconds for report, *_ in compared for phase in report.phases)
     predicted = sum(predicted_s for *_, predicted_s in compared)
-    # how far the model is off in what ran is taken for how far it is off in what did not
+    # the model's error for phases that ran is taken for its error for the single strategy
     own = [p for report, *_ in compared for p in report.phases if p.strategy == run.facts.single and p.predicted_s]
     ratio = measured / predicted
     if own:
@@ -144,11 +145,11 @@ def _against_prediction(run: RunLog) -> list[str] | None:
         f"that fits, would have taken about {alone:.2f} s for the same rows: as predicted, times {ratio:.2f}, measured by "
         f"predicted seconds of {'its own phases' if own else 'what ran'}."
     )
-    return [_answer(gain, error, run.facts.single), basis]
+    return [_heading(gain, error, run.facts.single), basis]
 
 
 def _error(phases: Sequence[PhaseReport], ratio: float) -> float:
-    """How far off predictions are, corrected by a ratio, as a share: the most of the strategies that ran."""
+    """The largest relative error of predictions corrected by a ratio, over the strategies that ran."""
     known = [phase for phase in phases if phase.predicted_s]
     off = []
     for strategy in {phase.strategy for phase in known}:
@@ -157,7 +158,7 @@ def _error(phases: Sequence[PhaseReport], ratio: float) -> float:
     return max((max(each, 1 / each) if each else float("inf") for each in off), default=1.0) - 1
 
 
-def _answer(gain: float, error: float, single: str) -> str:
+def _heading(gain: float, error: float, single: str) -> str:
     apart = max(gain, 1 / gain) - 1
     if error > max(apart, _CLEAR):
         return f"Whether switching paid is not known: predictions are off by {error:.0%}, and the difference to {single} is {apart:.0%}"
@@ -169,7 +170,7 @@ def _answer(gain: float, error: float, single: str) -> str:
 
 
 def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:
-    """What can be said without a time model: of strategies that ran, and whose packs hold every sequence."""
+    """An estimate without a time model, from strategies that ran and whose packs hold every sequence."""
     longest = max(phase.longest_tokens for record in run.steps for phase in record.report.phases)
     holds = {b["strategy"] for b in run.facts.buckets if max(b["pack_tokens"], b["longest"]) >= longest}
     took = sum(s.compute_s + s.moved_s for s in summary.strategies)
@@ -190,7 +191,7 @@ def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:
 
 
 def advice(run: RunLog) -> list[str]:
-    """What to do about what costs most; empty when nothing stands out."""
+    """Returns advice on the largest costs; empty if no cost stands out."""
     summary = summarize(run)
     sentences = []
     if len(summary.strategies) > 1 and summary.switch_share > _MUCH_SWITCHING:

@@ -1,9 +1,9 @@
 """Small charts as inline SVG: histograms, bars, stacked bars and lines, in the colours of the page's style sheet.
 
 Every function returns one well-formed `<svg>` element that scales with its column. Colours are classes (`s0` ... `s5`
-for strategies, `switch`, `load`, `wait`, `other`, `hidden`), so that light and dark are a matter of the style sheet. What can be
-pointed at carries its text in `data-tip`, which the page's script shows. Texts neither overlap nor leave the chart: their
-widths are reckoned from above (`text_width`), as nobody knows the reader's fonts.
+for strategies, `switch`, `load`, `wait`, `other`, `hidden`), so that the style sheet chooses light or dark. The page's
+script shows tips from `data-tip`. Texts neither overlap nor leave the chart: fonts are unknown, and `text_width` is an
+upper bound.
 """
 
 import math
@@ -16,10 +16,10 @@ import numpy as np
 
 WIDTH, HEIGHT = 420, 230
 FONT = {"tick": 11.5, "label": 11.5, "marktext": 10.5}
-"""Pixels, by class of text; as in `chart.css`."""
+"""Font sizes in pixels by class of text; as in `chart.css`."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 14, 34
 _ROW = 13
-"""Pixels from one row of texts of marks to the next."""
+"""Pixels between rows of mark texts."""
 _MOST_POINTS = 160
 
 
@@ -30,7 +30,7 @@ class Series:
     Args:
         name: For the legend and tips.
         style: The CSS class of its colour.
-        values: One for each x; None where there is none.
+        values: One for each x, or None.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A line at a value, with a text."""
+    """A labelled line at a value."""
 
     x: float
     text: str
@@ -48,11 +48,11 @@ class Mark:
 
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _NARROW, _USUAL, _WIDE = 0.64, 0.66, 1.0
-"""Widths of characters in ems: DejaVu Sans has the widest of the common fonts."""
+"""Widths of characters in ems, of DejaVu Sans, the widest of the common fonts."""
 
 
 def short(value: float) -> str:
-    """A number of about three digits: 12.3k, 0.0041."""
+    """Formats a number with about three digits: 12.3k, 0.0041."""
     size = abs(value)
     for limit, unit in _UNITS:
         if size >= limit:
@@ -61,7 +61,7 @@ def short(value: float) -> str:
 
 
 def distinct(values: Sequence[float], unit: str = "") -> list[str]:
-    """Numbers as `short` has them, all with as many more digits as tell them apart."""
+    """Formats numbers like `short`, with as many digits as distinguish them."""
     size = max(map(abs, values), default=0.0)
     scale, letter = next(((n, c) for n, c in _UNITS if size >= n), (1.0, ""))
     texts: list[str] = []
@@ -73,12 +73,12 @@ def distinct(values: Sequence[float], unit: str = "") -> list[str]:
 
 
 def text_width(text: str, style: str = "tick") -> float:
-    """Pixels that a text takes at most, in the fonts that browsers come with."""
+    """Returns an upper bound of a text's width in pixels, in browsers' default fonts."""
     return sum(_NARROW if c in " .,:il1'|" else _WIDE if c in "mwMW%@+" else _USUAL for c in text) * FONT[style]
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """At most `most + 1` round numbers that span `[low, high]`."""
+    """Returns at most `most + 1` round numbers in `[low, high]`."""
     span = high - low
     if not span > 0:
         return [low]
@@ -91,7 +91,7 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def thinned(xs: Sequence[float], series: Sequence[Series]) -> tuple[list[float], list[Series]]:
-    """At most some hundred points: means over neighbours, at the x of the last one."""
+    """Returns at most `_MOST_POINTS` points: means over neighbours, at the x of the last one."""
     size = -(-len(xs) // _MOST_POINTS)
     if size <= 1:
         return list(xs), list(series)
@@ -155,7 +155,7 @@ class _Frame:
         )
 
     def marks(self, marks: Sequence[tuple[float, str]]) -> None:
-        """Vertical lines at pixels of x, their texts in rows above what is drawn later, which therefore gets lower."""
+        """Draws vertical lines at pixels of x, with texts in rows above, which move later elements down."""
         rows: list[list[tuple[float, float]]] = []
         placed = []
         for x, text in sorted(marks):
@@ -185,7 +185,7 @@ class _Frame:
             self.parts.append(f'<line class="grid" x1="{self.left}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
             self.text(self.left - 6, y + 4, text, "end")
         free = WIDTH - 1.0
-        for x, text in sorted(x_ticks, reverse=True):  # the last one is shown in any case
+        for x, text in sorted(x_ticks, reverse=True):  # the last one is always shown
             half = text_width(text) / 2
             middle = min(x, WIDTH - 1 - half)
             if middle + half <= free and middle - half >= 0:
@@ -214,7 +214,7 @@ def lines(
     scale: float = 1.0,
     from_zero: bool = True,
 ) -> str:
-    """Lines over steps. Values are multiplied by `scale` and shown with `unit`; None leaves a gap."""
+    """Draws lines over steps. Values are multiplied by `scale` and shown with `unit`; None leaves a gap."""
     xs, series = thinned(
         xs, [Series(s.name, s.style, [None if v is None else v * scale for v in s.values]) for s in series]
     )
@@ -246,7 +246,7 @@ def lines(
 
 
 def stacked(label: str, xs: Sequence[float], series: Sequence[Series], unit: str = "") -> str:
-    """Stacked bars over steps, the first series at the bottom."""
+    """Draws stacked bars over steps, the first series at the bottom."""
     xs, series = thinned(xs, series)
     totals = [sum(s.values[i] or 0.0 for s in series) for i in range(len(xs))]
     frame = _Frame(label, (xs[0] - 0.5, xs[-1] + 0.5), (0.0, _top(totals)), unit)
@@ -273,7 +273,7 @@ def bars(
     style: str = "s0",
     limit: Mark | None = None,
 ) -> str:
-    """One bar for each name, names thinned out where they do not fit; `limit` is a horizontal line with its text."""
+    """Draws one bar for each name, and the names that fit; `limit` is a labelled horizontal line."""
     frame = _Frame(label, (0, len(names)), (0.0, _top([*values, limit.x * 1.08 if limit is not None else 0.0])), unit)
     slot = frame.width / len(names)
     every = -(-len(names) // 12)
@@ -290,7 +290,7 @@ def bars(
 
 
 def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -> str:
-    """A strip for each row, from the top down, over steps, darker up to the value `high`; None is left empty."""
+    """Draws a strip over steps for each row, top down, darker up to the value `high`; None leaves a gap."""
     xs, rows = thinned(xs, rows)
     names = [(len(rows) - i - 0.5, rows[i].name) for i in range(0, len(rows), -(-len(rows) // 8))]
     frame = _Frame(label, (0, len(xs)), (0.0, float(len(rows))), "", names)
@@ -306,7 +306,7 @@ def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -
 
 
 def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks: Sequence[Mark], x_label: str) -> str:
-    """Shares (0 to 1) by bins with `edges` [B + 1], each series of [B] side by side; marks at values of their axis."""
+    """Draws shares (0 to 1) by bins with `edges` [B + 1], series of [B] side by side; marks are x values."""
     bins = len(edges) - 1
     values = [v or 0.0 for s in series for v in s.values]
     frame = _Frame(label, (0, bins), (0.0, _top([v * 100 for v in values])), "%")

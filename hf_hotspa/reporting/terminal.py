@@ -1,4 +1,4 @@
-"""Tables in a terminal: with rich where somebody looks at one, aligned plain text in a pipe or a file."""
+"""Tables as text: drawn by rich on a terminal, aligned plain text in a pipe or a file."""
 
 import secrets
 import sys
@@ -12,13 +12,13 @@ _shown: set[str] = set()
 
 
 class CleanOutput:
-    """Standard output of a command: nothing that is printed acts on the terminal but the tables of `text_table`."""
+    """Standard output of a command: only tables of `text_table` can print control characters."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.escape = stream, f"<{secrets.token_hex(8)}>"  # which no file can hold
+        self._stream, self.escape = stream, f"<{secrets.token_hex(8)}>"  # no file can contain it
 
     def write(self, text: str) -> int:
-        """Writes text whose control characters become escapes."""
+        """Writes text with control characters escaped."""
         self._stream.write(printable(text).replace(self.escape, "\x1b"))
         return len(text)
 
@@ -27,12 +27,12 @@ class CleanOutput:
 
 
 def is_terminal() -> bool:
-    """Whether somebody looks at standard output."""
+    """Whether standard output is a terminal."""
     return bool(getattr(sys.stdout, "isatty", lambda: False)())
 
 
 def plain_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A title and aligned columns; the first row is the heading, `left` columns are flush left."""
+    """Formats a title and aligned columns; the first row is the heading, `left` columns are flush left."""
     rows = _clean(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [printable(title)] if title else []
@@ -43,7 +43,7 @@ def plain_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str
 
 
 def rich_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """The same, drawn by rich with colours."""
+    """As `plain_table`, drawn by rich with colours."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -68,14 +68,14 @@ def _clean(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def text_table(title: str, rows: Sequence[Sequence[str]], left: int = 1, terminal: bool | None = None) -> str:
-    """The one or the other: for a terminal or not; where None is said, for what standard output is."""
+    """Returns `rich_table` for a terminal, else `plain_table`; None checks standard output."""
     if is_terminal() if terminal is None else terminal:
         return rich_table(title, rows, left)
     return plain_table(title, rows, left)
 
 
 def once(key: str) -> bool:
-    """True the first time in this process, then False: for warnings that are worth saying once."""
+    """True the first time in this process, then False: for warnings that should come once."""
     if key in _shown:
         return False
     _shown.add(key)

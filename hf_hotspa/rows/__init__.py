@@ -1,1 +1,1 @@
-"""Rows of data sets as people have them, read into token ids, labels and lengths."""
+"""Reads rows of users' data sets into token ids, labels and lengths."""

@@ -1,17 +1,18 @@
-"""A conversation as text, through a tokenizer's chat template, and which characters of it are learned.
+"""Renders a conversation with a tokenizer's chat template, and finds the characters that are learned.
 
-Owns how a template that was written for inference is trained. Three ways, in this order:
+Owns how a template that was written for inference is trained, by the first of these methods that applies:
 
-* it has `{% generation %}` markers: they say what is learned;
-* else each answer begins where the template's generation prompt ends, and ends with its end-of-turn token, which is learned,
-  too (the line break that many templates write after it is not, as it is never generated);
-* where the template rewrites an answer once others follow it (Qwen3 and others take its thinking out), a row is laid out turn
-  by turn: *every answer is written as the template writes it when it is the last*, and stays so in the turns after it. So one
-  text trains all answers, each after the very prompt that the template makes, but for what it would take out of history.
+* the template has `{% generation %}` markers: they mark what is learned;
+* otherwise each answer begins where the template's generation prompt ends, and ends with its end-of-turn token, which
+  is learned, too (the line break after it, in many templates, is never generated and not learned);
+* if the template rewrites an answer once other messages follow (Qwen3 and others remove its thinking), a row is laid
+  out turn by turn: *every answer is written as the template writes it when it is the last*, and stays so in later
+  turns. One text trains all answers, each after the template's exact prompt, except for what it would remove from the
+  history.
 
-What a template drops without a word (thinking, tools, roles that it does not know) is refused by name: a label that is not
-there is not noticed in training. `ChatTemplate` makes the text into tokens: one at the border of an answer that also holds a part
-of what stands before it is learned. Imports no torch.
+Content that a template drops silently (thinking, tools, unknown roles) is an error, as missing labels go unnoticed in
+training. `ChatTemplate` converts the text to tokens; a token at the border of an answer that also holds a part of the
+preceding text is learned. No torch.
 """
 
 import json
@@ -24,7 +25,7 @@ from hf_hotspa.errors import DataError, HotspaError
 from hf_hotspa.rows.formats import Chat, Messages
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
-_OPENED = re.compile(r"<(\w+)>\n\Z")  # a generation prompt that opens the thinking
+_OPENED = re.compile(r"<(\w+)>\n\Z")  # the end of a generation prompt that opens the thinking
 _ARGUMENTS_ARE_JSON = re.compile(r"arguments\s*\|\s*tojson")
 
 Tokens = tuple[list[int], list[bool]]  # ids, and whether each is learned
@@ -39,7 +40,7 @@ class Template:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        # A template may be one text or a table of them; asking for the one in use also covers tokenizers without any.
+        # A template may be a text or a table of texts; this call also covers tokenizers without a template.
         self.source = self.source_for(None)
         added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         self.added = {token for token in added | set(tokenizer.all_special_tokens) if token.strip()}
@@ -47,7 +48,7 @@ class Template:
         self._firsts = {token[0] for token in self.added}
 
     def source_for(self, tools: Any) -> str:
-        """The template that is used with these tools."""
+        """Returns the template for these tools."""
         try:
             return str(self.tokenizer.get_chat_template(tools=tools))
         except Exception as error:
@@ -57,7 +58,7 @@ class Template:
             ) from error
 
     def pieces_of(self, text: str) -> list[str]:
-        """A text cut into its added tokens and what stands between them."""
+        """Splits a text into added tokens and the text between them."""
         pieces, start, at = [], 0, 0
         while at < len(text):
             size = 0
@@ -70,7 +71,7 @@ class Template:
         return [piece for piece in [*pieces, text[start:]] if piece]
 
     def is_ended(self, text: str) -> bool:
-        """Whether a text ends with an added token, but for blanks and line breaks."""
+        """Whether a text ends with an added token, apart from white space."""
         text = text.rstrip()
         return any(text[-size:] in self.added for size in self._sizes)
 
@@ -79,7 +80,7 @@ class Layout:
     """One conversation as text.
 
     Raises:
-        DataError: the template has no place for its tools.
+        DataError: the row has tools, and the template does not write them.
     """
 
     def __init__(self, template: Template, chat: Chat, row: int) -> None:
@@ -103,16 +104,16 @@ class Layout:
             )
         except HotspaError:
             raise
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates may raise any exception
             raise DataError(
                 f"the chat template failed on {len(messages)} messages: {type(error).__name__}: {error}",
                 where=f"dataset row {self._row}",
-                fix="check the roles and their order (some templates know no system message, or ask for user and "
-                "assistant in turn)",
+                fix="check the roles and their order (some templates have no system message, or require user and "
+                "assistant messages in turn)",
             ) from error
 
     def render(self, stop: int, prompt: bool = False) -> str:
-        """What the template writes for the messages before `stop`; with `prompt`, and for asking for an answer."""
+        """Returns the template's text of the messages before `stop`, with `prompt` also its generation prompt."""
         key = (stop, prompt)
         if key not in self._rendered:
             messages = self._chat.messages[:stop]
@@ -120,19 +121,19 @@ class Layout:
         return self._rendered[key]
 
     def by_markers(self) -> Tokens | None:
-        """Ids and what is learned, as the template's markers say; None where they do not say which answer is which."""
+        """Returns ids and learned flags by the template's markers; None if these do not match the answers."""
         options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         out = self._apply(self._chat.messages, tokenizer_kwargs={"verbose": False}, **options)
         learned = [bool(counts) for counts in out["assistant_masks"]]
-        said = [i for i in self._chat.trained if self._chat.messages[i]["content"].strip()]
-        if said and not any(learned):
+        with_text = [i for i in self._chat.trained if self._chat.messages[i]["content"].strip()]
+        if with_text and not any(learned):
             raise DataError(
-                f"the {{% generation %}} markers of the chat template mark nothing of turn {said[0]}",
+                f"the {{% generation %}} markers of the chat template mark nothing of turn {with_text[0]}",
                 where=f"dataset row {self._row}",
-                fix="put them around what the assistant says, the end-of-turn token included",
+                fix="put them around the assistant's answer, the end-of-turn token included",
             )
         turns = [i for i, message in enumerate(self._chat.messages) if message["role"] == "assistant"]
-        if self._chat.trained != tuple(turns):  # markers mark every answer; some are not learned
+        if self._chat.trained != tuple(turns):  # markers also mark answers that are not learned
             starts = [i for i, counts in enumerate(learned) if counts and not (i and learned[i - 1])]
             if len(starts) != len(turns):
                 return None
@@ -143,25 +144,25 @@ class Layout:
         return list(out["input_ids"]), learned
 
     def turn_by_turn(self) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the conversation, and the characters of it that are learned."""
+        """Returns the text of the conversation, and the spans of learned characters."""
         number, trained = len(self._chat.messages), self._chat.trained
         text, spans, answers = self._prompt(trained[0]) if trained else self.render(number), [], {}
         for turn, stop in zip(trained, [*trained[1:], number][: len(trained)], strict=True):
-            begin, said, rest = len(text), self._said(turn), ""
+            begin, answer, rest = len(text), self._last_answer(turn), ""
             if turn + 1 < number:
-                said, rest = self._followed(turn, stop, said)
-            text += said
-            stopper = "" if self._template.is_ended(said) else self._stopper(turn, rest)
-            end = begin + len(said.rstrip() if self._template.is_ended(said) else said + stopper)
+                answer, rest = self._followed(turn, stop, answer)
+            text += answer
+            stopper = "" if self._template.is_ended(answer) else self._stopper(turn, rest)
+            end = begin + len(answer.rstrip() if self._template.is_ended(answer) else answer + stopper)
             spans.append((begin, end))
             text += rest or stopper
-            answers[turn] = said
+            answers[turn] = answer
         self._nothing_left_out(text, answers)
         return text, spans
 
     def _stopper(self, turn: int, rest: str) -> str:
-        """What ends an answer of templates that write no end of a turn: the special token that the next turn begins with."""
-        if not rest:  # the last message: as if a user asked again
+        """For templates without an end-of-turn token: the special token that begins the next turn."""
+        if not rest:  # the last message: render another user turn
             marker = self._marker()
             history = [*self._chat.messages[:turn], said_by("assistant", marker), said_by("user", "Hello")]
             try:
@@ -172,7 +173,6 @@ class Layout:
         return token if token in self._template.added else ""
 
     def _prompt(self, turn: int) -> str:
-        """What stands before an answer."""
         if turn:
             return self.render(turn, prompt=True)
         marker = self._marker()
@@ -185,15 +185,15 @@ class Layout:
         at = before.rfind(opening) if opening else -1
         return before[: at + len(opening)] if at >= 0 else before
 
-    def _said(self, turn: int) -> str:
-        """What stands behind the prompt when the answer is the last."""
+    def _last_answer(self, turn: int) -> str:
+        """The text after the prompt when the answer is the last message."""
         prompt, whole = self._prompt(turn), self.render(turn + 1)
         if whole.startswith(prompt):
             return whole[len(prompt) :]
         opened = _OPENED.search(prompt)
         if opened is None or not whole.startswith(prompt[: opened.start()]):
             raise self._unclear(turn)
-        # The prompt opens the thinking and the template takes it out of every answer: it is put back as it was generated.
+        # The prompt opens the thinking and the template removes it from every answer: restore it as it was generated.
         thought, _ = _thinking(self._chat.messages[turn])
         tag = opened.group(1)
         answer = re.sub(rf"\A\s*<{tag}>\s*</{tag}>", "", whole[opened.start() :]).lstrip("\n")
@@ -201,27 +201,27 @@ class Layout:
             raise self._unclear(turn)
         return f"{thought}\n</{tag}>\n\n{answer}"
 
-    def _followed(self, turn: int, stop: int, said: str) -> tuple[str, str]:
-        """An answer that is not the last, and what stands between it and the next one."""
+    def _followed(self, turn: int, stop: int, answer: str) -> tuple[str, str]:
+        """An answer that is not the last, and the text between it and the next answer."""
         messages = self._chat.messages
         is_turn = stop < len(messages)
         after, whole = self.render(stop, prompt=is_turn), self.render(turn + 1)
         if whole.startswith(self._prompt(turn)) and after.startswith(whole):
-            return said, after[len(whole) :]
-        # The template rewrites the answer once others follow. A placeholder shows what it writes behind an answer, as the
-        # last (`end`) and followed by these messages (`rest`), whatever it does to the answer itself.
+            return answer, after[len(whole) :]
+        # The template rewrites the answer once others follow. A placeholder shows what it writes after an answer that
+        # is the last (`end`) or is followed by these messages (`rest`), however it rewrites the answer.
         marker = self._marker()
         kept = {"tool_calls": messages[turn]["tool_calls"]} if "tool_calls" in messages[turn] else {}
         history = [*messages[:turn], said_by("assistant", marker) | kept]
         end = self._behind(marker, self._apply(history, tokenize=False), turn)
         others = self._apply([*history, *messages[turn + 1 : stop]], tokenize=False, add_generation_prompt=is_turn)
         rest = self._behind(marker, others, turn)
-        if not said.endswith(end):
+        if not answer.endswith(end):
             raise self._unclear(turn)
         if rest.startswith(end):
-            return said, rest[len(end) :]
+            return answer, rest[len(end) :]
         body, ends, follows = (
-            said[: len(said) - len(end)],
+            answer[: len(answer) - len(end)],
             self._template.pieces_of(end),
             self._template.pieces_of(rest),
         )
@@ -229,8 +229,8 @@ class Layout:
         if any(piece in self._template.added for piece in follows[:same]):  # the template also ends the whole text
             common = "".join(follows[:same])
             return body + common, rest[len(common) :]
-        if len(ends) == 1 and {ends[0], follows[0]} <= self._template.added:  # the last answer has an end of its own
-            return said, "".join(follows[1:])
+        if len(ends) == 1 and {ends[0], follows[0]} <= self._template.added:  # only the last answer has this end
+            return answer, "".join(follows[1:])
         raise self._unclear(turn)
 
     def _behind(self, marker: str, text: str, turn: int) -> str:
@@ -245,7 +245,7 @@ class Layout:
         return marker
 
     def _nothing_left_out(self, text: str, answers: dict[int, str]) -> None:
-        """Refuses a conversation of which the template leaves something out."""
+        """Raises if the template left out a part of the conversation."""
         for turn, message in enumerate(self._chat.messages):
             role, content = message["role"], message["content"]
             if turn not in answers:
@@ -266,7 +266,7 @@ class Layout:
         return DataError(
             f"the chat template leaves out {what}",
             where=f"dataset row {self._row}",
-            why="it would be missing in training without a word",
+            why="it would silently be missing in training",
             fix="set a chat template that writes it (tokenizer.chat_template), or remove it from the row",
         )
 
@@ -274,15 +274,16 @@ class Layout:
         thought, _ = _thinking(self._chat.messages[turn])
         if turn and thought and self.render(turn, prompt=True).rstrip().endswith("</think>"):
             return DataError(
-                f"turn {turn} of the conversation has thinking, and the chat template asks for an answer without",
+                f"turn {turn} of the conversation has thinking, and the chat template asks for none",
                 where=f"dataset row {self._row}",
-                fix="remove the thinking, or say in a column 'chat_template_kwargs' that it is wanted: {'enable_thinking': True}",
+                fix="remove the thinking, or enable it in a column 'chat_template_kwargs': {'enable_thinking': True}",
             )
         return DataError(
             f"the chat template does not show which tokens turn {turn} of the conversation consists of",
             where=f"dataset row {self._row}",
-            why="what it writes for the answer is not what follows its prompt, or it rewrites it in an unknown way once others follow",
-            fix="use a chat template with {% generation %} ... {% endgeneration %} around what the assistant says, "
+            why="its text of the answer does not follow its prompt, or it rewrites the answer in an unknown way once "
+            "other messages follow",
+            fix="use a chat template with {% generation %} ... {% endgeneration %} around the assistant's answer, "
             "or give 'prompt' and 'completion', or 'input_ids' and 'labels'",
         )
 
@@ -292,23 +293,22 @@ def said_by(role: str, content: str) -> dict[str, Any]:
 
 
 def _thinking(message: dict[str, Any]) -> tuple[str, str]:
-    """The thinking and the answer of a message of the assistant, whether in one text or in two fields."""
     content = message["content"]
     if thought := message.get("reasoning_content"):
         return str(thought).strip(), content.strip()
     if content.count("</think>") != 1:
         return "", content.strip()
-    thought, answer = content.split("</think>")  # as the templates do: what was generated need not begin with <think>
+    thought, answer = content.split("</think>")  # as templates do: generated text need not begin with <think>
     return thought.split("<think>")[-1].strip(), answer.strip()
 
 
 def num_same(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many elements two sequences have in common at the beginning."""
+    """Returns the length of the common prefix of two sequences."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """With arguments of tool calls as mappings, where a template turns them into JSON itself."""
+    """Parses the arguments of tool calls, for templates that convert them to JSON themselves."""
 
     def parsed(call: dict[str, Any]) -> dict[str, Any]:
         inner = call.get("function", call)
@@ -326,20 +326,17 @@ def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class ChatTemplate(Template):
-    """The chat template of a tokenizer, with which conversations become tokens.
+    """The chat template of a tokenizer; converts conversations to tokens.
 
     Raises:
         DataError: it has none.
     """
 
     def tokens(self, chats: Sequence[Chat], rows: Sequence[int]) -> list[Tokens]:
-        """The tokens of conversations.
-
-        Args:
-            rows: Their numbers, for messages.
+        """Returns the tokens of conversations; `rows` are their numbers, for messages.
 
         Raises:
-            DataError: the template fails on one, leaves something out, or does not show what the assistant says.
+            DataError: the template fails on a conversation, leaves something out, or does not show the answers.
         """
         tokens: list[Tokens] = []
         texts: dict[int, tuple[str, list[tuple[int, int]]]] = {}
@@ -356,7 +353,7 @@ class ChatTemplate(Template):
         return tokens
 
     def encode(self, texts: list[str]) -> list[tuple[list[int], list[int] | None]]:
-        """Ids of each text, and where in it each token ends; None for a tokenizer that cannot say."""
+        """Returns the ids of each text and the end of each token in it; None as ends for a slow tokenizer."""
         fast = bool(getattr(self.tokenizer, "is_fast", False))
         options = {"return_offsets_mapping": True} if fast else {}
         out = self.tokenizer(texts, add_special_tokens=False, verbose=False, **options)
@@ -366,7 +363,7 @@ class ChatTemplate(Template):
     def _learned(
         self, text: str, spans: list[tuple[int, int]], ids: list[int], ends: list[int] | None, row: int
     ) -> list[bool]:
-        """Whether each token holds a part of one of the spans."""
+        """Whether each token overlaps with one of the spans."""
         if ends is not None:
             learned, begins = [False] * len(ids), [0, *ends]
             for start, stop in spans:
@@ -379,15 +376,15 @@ class ChatTemplate(Template):
             (before, _), (after, _) = self.encode([text[:start], text[:stop]])
             if ids[: len(after)] != after or after[: len(before)] != before:
                 raise DataError(
-                    "a token at the border of an answer also belongs to what stands beside it",
+                    "a token at the border of an answer also belongs to the text beside it",
                     where=f"dataset row {row}",
-                    fix="use a fast tokenizer, which says where tokens begin and end",
+                    fix="use a fast tokenizer, which knows where tokens begin and end",
                 )
             learned[len(before) : len(after)] = [True] * (len(after) - len(before))
         return learned
 
     def statement(self) -> str | None:
-        """What a user should know of how this template is trained; None where it is as it would be expected."""
+        """Returns what a user should know of how this template is trained, if anything."""
         talk = [
             said_by("user", "Hello"),
             said_by("assistant", "Good morning"),
@@ -403,12 +400,12 @@ class ChatTemplate(Template):
                     return self._on_markers(layout)
                 text, spans = layout.turn_by_turn()
                 own = layout.render(len(messages))
-            except HotspaError:  # it may well not take such conversations; what rows hold is checked row by row
+            except HotspaError:  # such conversations may be unsupported; rows are checked one by one
                 continue
             if not sentences and not self.is_ended(text[: spans[-1][1]]):
                 sentences.append(
                     "The chat template ends an answer with no special token, so that the model does not learn to stop: put "
-                    "eos_token behind what the assistant says."
+                    "eos_token after the assistant's answer."
                 )
             if not text.startswith(own):
                 differ = num_same(text, own)
@@ -429,6 +426,6 @@ class ChatTemplate(Template):
         if tail in self.added or not follows or follows[0] not in self.added:
             return None
         return (
-            f"The {{% generation %}} markers of the chat template leave the token {follows[0]!r} behind an answer out, so that "
-            "the model does not learn to stop: put {% endgeneration %} behind it."
+            f"The {{% generation %}} markers of the chat template leave the token {follows[0]!r} after an answer out, "
+            "so that the model does not learn to stop: put {% endgeneration %} after it."
         )

@@ -1,16 +1,16 @@
-"""One row of a data set as tokens: what its columns say, and what a data collator of the user's would make of it.
+"""Reads one row of a data set as tokens, as a user's data collator would.
 
-Owns `read_row`, the only reader of rows, and `RowRules`, what it reads them by. A row has `input_ids` and may have
+Owns `read_row`, the only reader of rows, and its `RowRules`. A row has `input_ids` and may have
 
-* ``labels`` (or ``label_ids``) of the same length, not yet shifted, -100 where a token does not count. Without them every
-  token but the first counts;
-* ``attention_mask``: 1 for tokens, 0 for padding at the beginning or the end, which is cut off. Padding is never trained, and no
-  token is trained from it;
-* ``position_ids`` that begin again at 0, ``seq_lengths`` (``seq_lens``), ``cu_seqlens`` (``cu_seq_lens``, ``cu_seq_lens_q``)
-  or ``seq_idx``, where the row is packed already: each of its documents is then a sequence of its own.
+* ``labels`` (or ``label_ids``) of the same length, not yet shifted, -100 where a token does not count. Without labels
+  every token except the first counts;
+* ``attention_mask``: 1 for tokens, 0 for padding at the beginning or the end, which is cut off. Padding is never
+  trained, nor is any token trained from it;
+* ``position_ids`` that restart at 0, ``seq_lengths`` (``seq_lens``), ``cu_seqlens`` (``cu_seq_lens``,
+  ``cu_seq_lens_q``) or ``seq_idx``, if the row is already packed: each document is then a separate sequence.
 
-What the stock Trainer would train in another way is refused by name, and so are columns that contradict each other. Values are not
-checked against a vocabulary here. Imports no torch.
+Columns that the stock Trainer would train differently, or that contradict each other, are errors. Values are not
+checked against a vocabulary here. No torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +25,10 @@ from hf_hotspa.rows.formats import SKIPPED
 
 
 def number_columns(example: Any, row: int, names: Sequence[str], length: int) -> dict[str, NDArray[Any]]:
-    """Other columns of a row, as int64 or float64: [length] with a number for each token, or one number, [].
+    """Returns other columns of a row as int64 or float64: [length], a number for each token, or [], one number.
 
     Raises:
-        DataError: a column is missing, holds no numbers, or not as many as the row has tokens.
+        DataError: a column is missing, is not numeric, or does not have one number for each token.
     """
     columns = {}
     for name in names:
@@ -38,7 +38,7 @@ def number_columns(example: Any, row: int, names: Sequence[str], length: int) ->
             raise DataError(
                 f"the row has no {name!r}, only {sorted(map(str, example))}",
                 where=where,
-                why="a loss of your own reads it (loss_columns)",
+                why="a custom loss reads it (loss_columns)",
                 fix="give every row of every data set a number, or a number for each token",
             )
         if hasattr(value, "detach"):
@@ -71,25 +71,25 @@ BOUNDARY_COLUMNS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
 CUT_COLUMNS = ("position_ids", *LENGTH_COLUMNS, *BOUNDARY_COLUMNS, "seq_idx")
 _CUTS = frozenset(CUT_COLUMNS)
 TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "attention_mask", *CUT_COLUMNS)
-"""Every column that is read."""
+"""All columns that are read."""
 
 _NO_CUTS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class RowRules:
-    """What a user's data collator, and the model, make of rows; the default is that of none.
+    """How a user's data collator and the model treat rows; by default as without a collator.
 
     Args:
-        labels_are_ids: Labels are the input ids, whatever the columns say (`DataCollatorForLanguageModeling`).
-        unlabelled_id: The id that is never a label then: the tokenizer's padding.
-        reads_mask: False where the collator leaves `attention_mask` out (`DataCollatorWithFlattening`).
-        pads_left: The collator would pad rows on the left.
-        absolute_positions: The model knows where a row begins, so padding on the left would shift it.
-        skips_empty: A row whose `input_ids` are missing (None) has no tokens, which is no error.
-        borders: Lengths up to which rows have other rotary tables than longer ones (`parallel.rope`).
-        refused: Columns that the model would be given, and that packing cannot honour.
-        columns: Other columns that a loss of the user's own reads.
+        labels_are_ids: Labels are the input ids, whatever the columns hold (`DataCollatorForLanguageModeling`).
+        unlabelled_id: The id that is then never a label: the tokenizer's padding.
+        reads_mask: False if the collator leaves `attention_mask` out (`DataCollatorWithFlattening`).
+        pads_left: The collator would pad on the left.
+        absolute_positions: Padding on the left would shift the model's positions.
+        skips_empty: A row without `input_ids` (None) has no tokens, instead of being an error.
+        borders: Lengths above which the model uses other rotary tables (`parallel.rope`).
+        unsupported: Columns that the model would receive, and that packing cannot honour.
+        columns: Other columns that a custom loss reads.
     """
 
     labels_are_ids: bool = False
@@ -99,12 +99,12 @@ class RowRules:
     absolute_positions: bool = False
     skips_empty: bool = False
     borders: tuple[int, ...] = ()
-    refused: frozenset[str] = frozenset()
+    unsupported: frozenset[str] = frozenset()
     columns: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """Equal for rules that give equal tokens, in every process."""
-        return repr((*(getattr(self, name) for name in _PLAIN), sorted(self.refused)))
+        """Returns a text that is equal, in every process, for rules that give equal tokens."""
+        return repr((*(getattr(self, name) for name in _PLAIN), sorted(self.unsupported)))
 
 
 _PLAIN = (
@@ -119,12 +119,12 @@ class Row:
 
     Args:
         ids: [length] int64.
-        labels: [length] int64, not shifted; None where every token counts.
-        cuts: Where documents after the first one begin; each is a sequence of its own.
-        first: Padding that was cut off before.
-        width: Tokens and padding of the row as the data set has it.
-        columns: What `RowRules.columns` name: int64 or float64, [length] with a number for each token, or [] with one.
-        targets: [length] int64, in place of `labels` shifted already: what each token is to predict; -100: uncounted.
+        labels: [length] int64, not shifted; None if every token counts.
+        cuts: Where documents after the first one begin; each is a separate sequence.
+        first: Padding before the first token.
+        width: Tokens and padding of the row in the data set.
+        columns: Columns of `RowRules.columns`: int64 or float64, [length] or, with one number, [].
+        targets: [length] int64, in place of `labels`: already shifted, the target of each token; -100: uncounted.
     """
 
     ids: NDArray[np.int64]
@@ -137,13 +137,13 @@ class Row:
 
 
 def integer_array(value: Any, key: str, row: int, num_tokens: int | None = None) -> NDArray[np.int64]:
-    """One column of one row, a list, array or tensor of integers, as [length] int64.
+    """Converts a column of a row, a list, array or tensor of integers, to [length] int64.
 
     Args:
-        num_tokens: How long it has to be: one value for each token of the row; None for any length.
+        num_tokens: The required length; None for any.
 
     Raises:
-        DataError: not a flat sequence of integers, or of another length; names key and row.
+        DataError: it is not a flat sequence of integers, or its length differs; names key and row.
     """
     where = f"dataset row {row}, column {key!r}"
     fix = f"{key} must be a flat list, array or tensor of integers"
@@ -153,11 +153,11 @@ def integer_array(value: Any, key: str, row: int, num_tokens: int | None = None)
         value = value.detach().cpu().numpy()
     try:
         array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError) as error:  # ragged nested lists, among others
-        raise DataError(f"{key} is no array of integers: {error}", where=where, fix=fix) from None
+    except (ValueError, TypeError, OverflowError) as error:  # such as ragged lists
+        raise DataError(f"{key} is not an array of integers: {error}", where=where, fix=fix) from None
     if array.ndim != 1:
         raise DataError(f"{key} has {array.ndim} dimensions instead of 1", where=where, fix=fix)
-    if array.size == 0:  # an empty list has no dtype of its own
+    if array.size == 0:  # numpy gives an empty list a float dtype
         array = np.zeros(0, np.int64)
     if array.dtype.kind not in ("iub" if key == "attention_mask" else "iu"):
         raise DataError(f"{key} has elements of type {array.dtype} instead of integers", where=where, fix=fix)
@@ -167,14 +167,14 @@ def integer_array(value: Any, key: str, row: int, num_tokens: int | None = None)
 
 
 def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
-    """The tokens of a row.
+    """Reads the tokens of a row.
 
     Args:
-        example: A mapping with the columns described above; others are not looked at.
+        example: A mapping with the columns described above; others are ignored.
 
     Raises:
-        DataError: the row is no mapping, has no `input_ids`, or columns that are wrong or contradict each other.
-        UnsupportedError: the stock Trainer would train it in a way that packing cannot express.
+        DataError: the row is not a mapping, has no `input_ids`, or its columns are wrong or contradict each other.
+        UnsupportedError: the stock Trainer would train it in a way that packing cannot reproduce.
     """
     if not isinstance(example, Mapping):
         raise DataError(
@@ -190,7 +190,7 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
         )
     if rules.skips_empty and example["input_ids"] is None:
         return Row(_NO_CUTS, None, _NO_CUTS, 0, 0)
-    if not rules.refused.isdisjoint(example):
+    if not rules.unsupported.isdisjoint(example):
         refuse_columns((name for name in example if example[name] is not None), rules)
     ids = integer_array(example["input_ids"], "input_ids", row)
     labels: NDArray[np.int64] | None = None
@@ -222,25 +222,25 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
 
 
 def _check_borders(num_tokens: int, width: int, borders: tuple[int, ...], row: int) -> None:
-    """Refuses padding in the data set that takes a row over a length where the model changes its rotary tables."""
+    """Raises if padding takes a row over a length where the model changes its rotary tables."""
     border = next((border for border in borders if 0 < num_tokens <= border < width), None)
     if border is not None:
         raise UnsupportedError(
             f"a row of {num_tokens} tokens is padded to {width}, and rows of more than {border} "
             "(original_max_position_embeddings of rope_type longrope, max_position_embeddings of dynamic) have other factors",
             where=f"dataset row {row}",
-            why="the stock Trainer would take those of the padding, and here rows are trained without it",
+            why="the stock Trainer would use the factors of the padded length, and here rows are not padded",
             fix="do not pad the rows of the data set",
         )
 
 
 def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:
-    """Refuses columns that the model would be given and that would go unread.
+    """Checks that no column that the model would receive is left unread.
 
     Raises:
-        UnsupportedError: naming them.
+        UnsupportedError: naming the columns.
     """
-    present = sorted(rules.refused.intersection(names))
+    present = sorted(rules.unsupported.intersection(names))
     if present:
         raise UnsupportedError(
             f"the dataset has the columns {present}, which the forward of the model takes",
@@ -250,11 +250,11 @@ def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:
 
 
 def check_left_padding(rules: RowRules, lengths: NDArray[np.int64]) -> None:
-    """Refuses a collator that pads on the left where that would shift positions.
+    """Checks that a collator's padding on the left does not shift positions.
 
     Args:
-        rules: The rules; without `pads_left` nothing is refused.
-        lengths: Tokens of the rows. Rows of one length are not padded at all.
+        rules: The rules; without `pads_left` everything passes.
+        lengths: Tokens of the rows. Rows of equal length are not padded.
 
     Raises:
         UnsupportedError: the model has absolute positions.
@@ -264,12 +264,12 @@ def check_left_padding(rules: RowRules, lengths: NDArray[np.int64]) -> None:
         raise UnsupportedError(
             "the data collator pads on the left",
             why="the positions of a row would begin after its padding, which depends on the other rows of its batch",
-            fix="set tokenizer.padding_side = 'right'; here rows are packed and none is padded",
+            fix="set tokenizer.padding_side = 'right'; here rows are packed, not padded",
         )
 
 
 def unequal(row: int, num_ids: int, num_found: int, key: str = "labels") -> DataError:
-    """The error of a column that has not one value for each token."""
+    """Returns the error of a column without one value for each token."""
     if key in LABEL_COLUMNS:
         why = f"{key}[i] says whether input_ids[i] counts in the loss, so there must be as many"
         fix = (
@@ -285,14 +285,14 @@ def unequal(row: int, num_ids: int, num_found: int, key: str = "labels") -> Data
 def _unpadded(
     mask: NDArray[np.int64], labels: NDArray[np.int64] | None, row: int, rules: RowRules, positions: bool
 ) -> tuple[int, int]:
-    """The first token that is no padding, and one past the last one."""
+    """The range of tokens between the padding on both sides."""
     where = f"dataset row {row}, column 'attention_mask'"
     if mask.min() < 0 or mask.max() > 1:
         raise UnsupportedError(
             f"attention_mask holds {int(mask.max() if mask.max() > 1 else mask.min())}",
             where=where,
             why="only 0 (padding) and 1 (a token) are read",
-            fix="say where the documents of a packed row begin with position_ids that begin again at 0, or seq_lengths",
+            fix="mark the documents of a packed row with position_ids that restart at 0, or with seq_lengths",
         )
     if not rules.reads_mask:
         raise UnsupportedError(
@@ -308,12 +308,12 @@ def _unpadded(
         raise UnsupportedError(
             f"attention_mask is 0 at position {hole}, between tokens",
             where=where,
-            why="a token that is trained and that no other sees cannot be packed",
+            why="a trained token that no other token sees cannot be packed",
             fix="mask padding at the beginning and the end only; to leave a token out of the loss set its label to -100",
         )
     if labels is not None:
         counted = (labels != IGNORED_LABEL) & (mask == 0)
-        counted[:1] = False  # nothing comes before it
+        counted[:1] = False  # it has no context
         if counted.any():
             raise UnsupportedError(
                 f"position {int(np.argmax(counted))} is padding (attention_mask is 0) and has a label",
@@ -325,14 +325,14 @@ def _unpadded(
         raise UnsupportedError(
             f"the row begins with {begin} tokens of padding, and the model has absolute positions",
             where=f"dataset row {row}",
-            why="the stock Trainer would count positions from the padding on",
+            why="the stock Trainer would count positions from the padding",
             fix="pad on the right, do not pad, or give position_ids that begin at 0 with the first token",
         )
     return begin, stop
 
 
 def _cuts(example: Mapping[str, Any], num_tokens: int, begin: int, stop: int, row: int) -> NDArray[np.int64]:
-    """Where the documents of a packed row begin, counted from its first token, the first document left out."""
+    """The starts of a packed row's documents after the first one, counted from its first token."""
     by_key: dict[str, NDArray[np.int64]] = {}
     for key in CUT_COLUMNS:
         if example.get(key) is None:
@@ -350,7 +350,7 @@ def _cuts(example: Mapping[str, Any], num_tokens: int, begin: int, stop: int, ro
             raise DataError(
                 f"{first} and {key} cut the row in different places",
                 where=f"dataset row {row}",
-                why="each document of a packed row is trained as a sequence of its own",
+                why="each document of a packed row is trained as a separate sequence",
                 fix="make them agree, or remove one of the columns",
             )
     return cuts
@@ -365,7 +365,7 @@ def _restarts(positions: NDArray[np.int64], row: int) -> NDArray[np.int64]:
             f"position_ids holds {int(positions[at])} at token {at}"
             + (f", after {int(positions[at - 1])}" if at else ""),
             where=f"dataset row {row}, column 'position_ids'",
-            why="positions must count up from 0, and begin again at 0 where another document begins",
+            why="positions must count up from 0, and restart at 0 where another document begins",
             fix="remove the column, or let each document count from 0",
         )
     return np.flatnonzero(is_first[1:]) + 1

@@ -1,7 +1,7 @@
-"""What the columns of a data set mean: raw rows in, conversations, prompts with completions, or texts out.
+"""Converts the columns of raw rows to conversations, prompts with completions, or texts.
 
-Owns the table of `docs/data.md`: which columns are understood, in which order they are looked for, the names that roles
-have in them, and how the fields of a message are made uniform. Knows no tokenizer. Imports no torch.
+Owns the table of `docs/data.md`: the supported columns, their precedence, the names of roles, and how message fields
+are made uniform. No tokenizer, no torch.
 """
 
 import json
@@ -20,7 +20,7 @@ _CHATS = ("messages", "conversations", "conversation")
 _ANSWERS = {"instruction": ("output", "response"), "question": ("answer", "response"), "query": ("response",)}
 _CONTEXTS = ("input", "context")
 _SYSTEMS = ("system", "system_prompt")
-# Columns that may stand beside a bare question and its answer; of any other one could not say whether the answer needs it.
+# Columns allowed beside a bare question and its answer; an answer might need any other column.
 _BESIDE_A_QUESTION = {
     *("id", "idx", "index", "uuid", "row_id", "question_id", "prompt_id", "conversation_id", "__index_level_0__"),
     *("source", "dataset", "split", "subset", "category", "topic", "subject", "difficulty", "level", "tags", "type"),
@@ -36,14 +36,14 @@ _ROLES = {
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 SKIPPED = "remove the row, or have rows that are empty skipped and counted: hotspa_empty_rows=skip"
-"""What to do about a row that is empty."""
+"""The fix for an empty row."""
 
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Strings:
-    """A prompt and what is learned after it, as they stand: no chat template."""
+    """A prompt and the completion that is learned, without a chat template."""
 
     prompt: str
     completion: str
@@ -54,11 +54,10 @@ class Chat:
     """A conversation.
 
     Args:
-        messages: With `role` and `content`, perhaps `tool_calls`, `reasoning_content` and the like; no value is None.
-        trained: The turns of the assistant that are learned, as indices into `messages`.
-        tools: What the chat template is given as `tools`.
+        messages: With `role` and `content`, optionally `tool_calls`, `reasoning_content` and others; no value is None.
+        trained: The assistant's turns that are learned, as indices into `messages`.
         options: Further variables of the chat template, such as `enable_thinking`.
-        plain: What stands for it where a tokenizer has no chat template; None where there must be one.
+        plain: Replaces the conversation if a tokenizer has no chat template; None if a template is required.
     """
 
     messages: Messages
@@ -73,14 +72,14 @@ Reading = str | Strings | Chat
 
 @dataclass(frozen=True)
 class Format:
-    """How rows of certain columns are read.
+    """How rows with certain columns are read.
 
     Args:
-        columns: The columns that are read, where a row has them.
+        columns: The columns that are read, if a row has them.
         kind: `chat`, `completion` (after a prompt), `answer` (to a question; strings), or `text`.
-        read: A row and its number -> what it says. Raises `DataError`.
-        required: The columns without which a row says nothing; the last one holds what is learned.
-        unused: Other columns that this module would understand, and that are not looked at.
+        read: A row and its number -> its contents. Raises `DataError`.
+        required: The columns that every row needs; the last one holds what is learned.
+        unused: Other supported columns, which are ignored.
     """
 
     columns: tuple[str, ...]
@@ -91,11 +90,11 @@ class Format:
 
     @property
     def masked(self) -> bool:
-        """Whether part of a row may carry no label."""
+        """Whether a part of a row may be unlabelled."""
         return self.kind != "text"
 
     def is_empty(self, row: Mapping[str, Any]) -> bool:
-        """Whether something that is required is null, or what is to be learned is an empty text or conversation."""
+        """Whether a required column is null, or the learned text or conversation is empty."""
         learned = row[self.required[-1]]
         if self.kind == "chat" and isinstance(learned, str) and learned.strip() in ("", "[]", "null"):
             return True
@@ -103,10 +102,10 @@ class Format:
 
 
 def format_of(names: Sequence[str]) -> Format:
-    """How rows with these columns are read; with several formats at once, the one that says most about the roles.
+    """Returns how rows with these columns are read; of several formats, the one with the most information on roles.
 
     Raises:
-        DataError: none of the formats, or one that leaves open what is asked and what is answered.
+        DataError: no format matches, or the question and the answer are ambiguous.
     """
     chat = _one_of(_CHATS, names)
     extras = tuple(name for name in (*_SYSTEMS, "tools", "chat_template_kwargs") if name in names)
@@ -129,7 +128,6 @@ def format_of(names: Sequence[str]) -> Format:
 
 
 def _pair(question: str, names: Sequence[str], extras: tuple[str, ...]) -> Format:
-    """A question and its answer in two columns."""
     answer, context = str(_one_of(_ANSWERS[question], names)), None
     columns = [question]
     if question == "instruction":
@@ -142,7 +140,7 @@ def _pair(question: str, names: Sequence[str], extras: tuple[str, ...]) -> Forma
             raise DataError(
                 f"the dataset has the columns {list(names)}; {question!r} and {answer!r} are a question and its answer, and "
                 f"nothing says whether the answer needs {others}",
-                fix=f"remove those columns, or make one column of what is asked; understood are: {UNDERSTOOD}",
+                fix=f"remove those columns, or merge what is asked into one column; supported are: {UNDERSTOOD}",
             )
 
     def read(row: Mapping[str, Any], number: int) -> Chat:
@@ -156,7 +154,7 @@ def _one_of(candidates: Sequence[str], names: Sequence[str]) -> str | None:
     if len(there) > 1:
         raise DataError(
             f"the dataset has the columns {list(names)}, and {there} could each be meant",
-            fix=f"remove all of {there} but one",
+            fix=f"keep one of {there} and remove the others",
         )
     return there[0] if there else None
 
@@ -188,7 +186,7 @@ def _read_completion(row: Mapping[str, Any], number: int) -> Strings | Chat:
 
 
 def _read_pair(row: Mapping[str, Any], number: int, question: str, answer: str, context: str | None) -> Chat:
-    ask, said = text_of(row[question], question, number), text_of(row[answer], answer, number)
+    ask, answer_text = text_of(row[question], question, number), text_of(row[answer], answer, number)
     given = row[context] if context is not None else None
     if given is not None:
         given = text_of(given, str(context), number)
@@ -197,14 +195,14 @@ def _read_pair(row: Mapping[str, Any], number: int, question: str, answer: str, 
     for pair in row.get("history") or ():
         if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
             raise DataError(
-                "'history' holds something else than pairs of a question and its answer", where=f"dataset row {number}"
+                "'history' holds something other than pairs of a question and its answer", where=f"dataset row {number}"
             )
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer_text}]
     plain = None
     if len(messages) == 2:
         parts = [_system(row) or "", f"### Instruction:\n{ask}", f"### Input:\n{given}" if given else ""]
-        plain = Strings("\n\n".join([*filter(None, parts), "### Response:\n"]), said)
+        plain = Strings("\n\n".join([*filter(None, parts), "### Response:\n"]), answer_text)
     messages = _with_system(messages, row, number)
     return Chat(messages, _turns(messages, [True] * len(messages), 0), plain=plain, **_rendering(row, number))
 
@@ -246,13 +244,13 @@ def _rendering(row: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def read_messages(value: Any, key: str, number: int) -> Messages:
-    """The messages of a conversation, with `role` and `content`.
+    """Returns the messages of a conversation, with `role` and `content`.
 
     Args:
-        value: A list of mappings with `role` (or `author.role`) and `content`, or `from` and `value`; or JSON text of it.
+        value: A list of mappings with `role` (or `author.role`) and `content`, or `from` and `value`; or its JSON text.
 
     Raises:
-        DataError: it is none.
+        DataError: it is not a conversation.
     """
     where = f"dataset row {number}, column {key!r}"
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -260,7 +258,7 @@ def read_messages(value: Any, key: str, number: int) -> Messages:
     messages = [_message(message, where) for message in value] if isinstance(value, list) else []
     if not messages or None in messages:
         raise DataError(
-            f"{key} is no conversation",
+            f"{key} is not a conversation",
             where=where,
             fix=f"give {key} as a list of messages such as {{'role': 'user', 'content': 'Hello'}} or "
             "{'from': 'human', 'value': 'Hello'}" + ("" if value else f"; or {SKIPPED}"),
@@ -292,14 +290,13 @@ def _message(message: Any, where: str) -> dict[str, Any] | None:
         if not fields["tool_calls"]:
             del fields["tool_calls"]
     reasoning = next((fields[name] for name in _REASONING if fields.get(name)), None)
-    if reasoning is not None:  # families read it under different names
+    if reasoning is not None:  # model families use different names
         fields |= dict.fromkeys(_REASONING, reasoning)
     return fields
 
 
 def _content(content: Any, where: str) -> str:
-    """The text of a message."""
-    if content is None:  # as beside tool calls
+    if content is None:  # as with tool calls
         return ""
     if isinstance(content, Mapping) and isinstance(content.get("parts"), list):
         content = content["parts"]
@@ -321,11 +318,10 @@ def _text_of_part(part: Any) -> str | None:
 
 
 def _calls(content: str, where: str) -> list[dict[str, Any]]:
-    """The tool calls of a message from `function_call`: JSON of one call or of several."""
     try:
         calls = json.loads(content)
     except ValueError as error:
-        raise DataError(f"a message from 'function_call' is no JSON: {error}", where=where) from None
+        raise DataError(f"a message from 'function_call' is not JSON: {error}", where=where) from None
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
         raise DataError("a message from 'function_call' has no 'name' and 'arguments'", where=where)
@@ -333,7 +329,7 @@ def _calls(content: str, where: str) -> list[dict[str, Any]]:
 
 
 def _weight(message: dict[str, Any], key: str, number: int) -> bool:
-    """Whether a message counts, by the `weight` that OpenAI's format gives to some."""
+    """Whether a message is learned, by the optional `weight` of OpenAI's format."""
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
         raise DataError(
@@ -345,7 +341,7 @@ def _weight(message: dict[str, Any], key: str, number: int) -> bool:
 
 
 def _parsed(value: Any, key: str, number: int) -> Any:
-    """JSON where a column holds it as text, as `datasets` does where schemas differ from row to row."""
+    """Parses JSON text, in which `datasets` stores values whose schemas differ between rows."""
     if not isinstance(value, str):
         return value
     if not value.strip():
@@ -353,21 +349,21 @@ def _parsed(value: Any, key: str, number: int) -> Any:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise DataError(f"{key!r} is no JSON: {error}", where=f"dataset row {number}") from None
+        raise DataError(f"{key!r} is not JSON: {error}", where=f"dataset row {number}") from None
 
 
 def _without_none(value: Any) -> Any:
-    """Without the keys that Arrow adds to mappings because those of other rows have them."""
+    """Removes the keys that Arrow adds to a mapping because other rows' mappings have them."""
     if isinstance(value, Mapping):
         return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def text_of(value: Any, key: str, number: int) -> str:
-    """The text of a column; of an integer the digits, which say all of it.
+    """Returns the text of a column; for an integer its digits, which are exact.
 
     Raises:
-        DataError: it holds something else: what stood for a decimal number, a boolean or nothing cannot be told.
+        DataError: it holds another type: the original text of a decimal number, a boolean or a null is unknown.
     """
     if isinstance(value, str):
         return value
@@ -379,5 +375,5 @@ def text_of(value: Any, key: str, number: int) -> str:
         f"{key} is a {type(value).__name__} instead of a string",
         where=f"dataset row {number}",
         fix=f"give {key} as a string, prompt and completion both as strings or both as lists of messages; load_source reads "
-        "the cells of a csv file as the texts that they are",
+        "the cells of a csv file as text",
     )

@@ -1,8 +1,9 @@
-"""A tokenizer without transformers: what the light installation counts tokens with.
+"""A tokenizer without transformers, with which the light installation counts tokens.
 
-Owns `LightTokenizer`, which reads `tokenizer.json`, `tokenizer_config.json` and the chat template that transformers saves beside
-them, and answers as a fast tokenizer of transformers does, for what `data/prepare.py` and `chat_text.py` ask. Where transformers is
-installed its own class is used instead, as in training. Imports `tokenizers` and `jinja2` only inside functions, and no torch.
+Owns `LightTokenizer`, which reads `tokenizer.json`, `tokenizer_config.json` and the chat template that transformers
+saves beside them, and has the methods of a fast tokenizer that `data/prepare.py` and `chat_text.py` use. If
+transformers is installed, its class is used instead, as in training. Imports `tokenizers` and `jinja2` only inside
+functions; no torch.
 """
 
 import json
@@ -14,22 +15,20 @@ from pathlib import Path
 from typing import Any
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_BEGIN, _END = "\ue0f0", "\ue0f1"  # private characters, around what a template marks as generated
+_BEGIN, _END = "\ue0f0", "\ue0f1"  # private characters around text that a template marks as generated
 _NAMED = re.compile(r"(bos|eos|unk|sep|pad|cls|mask)_token")
 
 
 class LightTokenizer:
-    """The tokenizer of a folder.
-
-    What a text begins and ends with is what `tokenizer.json` says, as in transformers.
+    """The tokenizer of a folder. As in transformers, `tokenizer.json` decides on special tokens at both ends of a text.
 
     Args:
-        folder: Holds `tokenizer.json`; of `tokenizer_config.json`, `chat_template.jinja` and `additional_chat_templates/*.jinja`
-            what is there.
+        folder: Holds `tokenizer.json`; `tokenizer_config.json`, `chat_template.jinja` and
+            `additional_chat_templates/*.jinja` are optional.
 
     Raises:
         OSError: there is no `tokenizer.json`.
-        Exception: of `tokenizers`, where the file is damaged.
+        Exception: from `tokenizers`, if the file is damaged.
     """
 
     is_fast = True
@@ -63,7 +62,7 @@ class LightTokenizer:
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Number -> token, of those beside the vocabulary of the model; `str` of a token is its text."""
+        """Number -> token, for tokens added to the model's vocabulary; `str` of a token is its text."""
         return {number: token.content for number, token in self.backend.get_added_tokens_decoder().items()}
 
     @property
@@ -78,7 +77,7 @@ class LightTokenizer:
         return_offsets_mapping: bool = False,
         verbose: bool = True,
     ) -> dict[str, Any]:
-        """Tokens of one text or of several: `input_ids`, and `offset_mapping` where it is asked for."""
+        """Returns the `input_ids` of one text or of several, and `offset_mapping` if asked for."""
         texts = [text] if isinstance(text, str) else list(text)
         codes = self.backend.encode_batch(texts, add_special_tokens=add_special_tokens)
         columns: dict[str, list[Any]] = {"input_ids": [code.ids for code in codes]}
@@ -87,11 +86,11 @@ class LightTokenizer:
         return {name: values[0] for name, values in columns.items()} if isinstance(text, str) else columns
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some tokens, special ones with it."""
+        """Returns the text of tokens, special tokens included."""
         return str(self.backend.decode(list(ids), skip_special_tokens=False))
 
     def get_chat_template(self, tools: Any = None) -> str:
-        """The source of the template that is used with these tools.
+        """Returns the source of the template for these tools.
 
         Raises:
             ValueError: there is none.
@@ -115,7 +114,7 @@ class LightTokenizer:
         tokenizer_kwargs: Any = None,
         **options: Any,
     ) -> Any:
-        """A conversation as text, or as `input_ids` and, of what the template marks as generated, `assistant_masks`."""
+        """Renders a conversation as text, or as `input_ids` and `assistant_masks` of the text marked as generated."""
         template = self._environment.from_string(self.get_chat_template(tools))
         context = {"tools": tools, "documents": None, **self.special_tokens_map, **options}
         marked = template.render(
@@ -130,13 +129,13 @@ class LightTokenizer:
 
     @cached_property
     def _environment(self) -> Any:
-        """Where templates of the hub, which anybody may have written, run: a sandbox without access to Python."""
+        """A sandbox without access to Python, as templates from the hub are not trusted."""
         from jinja2 import TemplateError, nodes
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(Extension):
-            """`{% generation %}` puts marks around what it holds."""
+            """`{% generation %}` puts marks around its content."""
 
             tags = {"generation"}
 
@@ -148,19 +147,19 @@ class LightTokenizer:
             def marked(self, caller: Any) -> str:
                 return f"{_BEGIN}{caller()}{_END}"
 
-        def refuse(message: str) -> None:
+        def raise_exception(message: str) -> None:
             raise TemplateError(message)
 
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
         )
         environment.filters["tojson"] = _json
-        environment.globals["raise_exception"] = refuse
+        environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
         return environment
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the environment: it cannot be copied, and is made again. `datasets` keeps results by this state."""
+        """Leaves out the environment, which cannot be copied. `datasets` caches results by this state."""
         return {name: value for name, value in vars(self).items() if name != "_environment"}
 
 
@@ -169,14 +168,13 @@ def _json(value: Any, ensure_ascii: bool = False, **layout: Any) -> str:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: nothing that is None, and the thinking under the names in use."""
+    """Removes None, and gives the thinking all names that templates use."""
     own = {key: value for key, value in message.items() if value is not None}
     thought = next((own[key] for key in _REASONING if key in own), None)
     return own if thought is None else {"thinking": thought, **own, "reasoning_content": thought}
 
 
 def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text, and which characters of it stood between marks."""
     text, spans, start = "", list[tuple[int, int]](), 0
     for piece in re.split(f"([{_BEGIN}{_END}])", marked):
         if piece == _BEGIN:
@@ -189,7 +187,7 @@ def _without_marks(marked: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> Any:
-    """The template, or a table of them by name; None where there is none."""
+    """The template, or a table of templates by name, if any."""
     known = config.get("chat_template")
     if isinstance(known, list):
         known = {entry["name"]: entry["template"] for entry in known}

@@ -1,9 +1,9 @@
-"""One scan over a dataset: how long each row is, and which of its tokens are labels.
+"""Scans a dataset for the length of each row and for the tokens that are labels.
 
-Owns `scan_dataset`, which makes the `SequenceTable` of a map-style dataset and keeps it on disk for a `datasets.Dataset` (keyed by
-its fingerprint and by the rules that rows are read by, written atomically, rebuilt when it cannot be read). Such a one is read by
-columns: where rows have neither padding nor documents, no row is ever made, and without labels lengths only are read. What a row
-may look like is said in `features.py`. Imports `datasets` and `pyarrow` only inside functions, and no torch.
+Owns `scan_dataset`, which makes the `SequenceTable` of a map-style dataset. For a `datasets.Dataset` it reads columns:
+without padding and documents no rows are built, and without labels only lengths are read. It caches the table on disk,
+keyed by fingerprint and row rules, written atomically, rebuilt when unreadable. `features.py` defines the format of a
+row. Imports `datasets` and `pyarrow` only inside functions; no torch.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ _ROWS_PER_READ = 1000
 
 
 def is_plain_arrow(dataset: Any) -> bool:
-    """Whether this is a `datasets.Dataset` whose rows are what its table holds (no transform on reading)."""
-    if "datasets" not in sys.modules:  # then nobody can have made one
+    """Whether this is a `datasets.Dataset` without a transform on reading."""
+    if "datasets" not in sys.modules:  # then no such object can exist
         return False
     from datasets import Dataset
 
@@ -49,11 +49,11 @@ def is_plain_arrow(dataset: Any) -> bool:
 
 
 def scan_arrow(dataset: Any, rules: RowRules, disable_progress: bool) -> SequenceTable:
-    """The table of a `datasets.Dataset`: by columns, a thousand rows at a time.
+    """Makes the table of a `datasets.Dataset` by columns, a thousand rows at a time.
 
     Raises:
         DataError: there is no column `input_ids`, or a row is not as `features.py` describes.
-        UnsupportedError: the stock Trainer would train a row in a way that packing cannot express.
+        UnsupportedError: the stock Trainer would train a row in a way that packing cannot reproduce.
     """
     names = dataset.format["columns"]
     if "input_ids" not in names:
@@ -80,7 +80,7 @@ def scan_arrow(dataset: Any, rules: RowRules, disable_progress: bool) -> Sequenc
 
 
 def _one_document_a_row(columns: Mapping[str, Any], lengths: NDArray[np.int64]) -> bool:
-    """Whether `input_ids` and `labels` say all: nothing is padded, no row holds several documents."""
+    """Whether `input_ids` and `labels` are enough: no row is padded or holds several documents."""
     total = int(lengths.sum())
     expected = {
         "attention_mask": lambda: np.ones(total, np.int64),
@@ -114,19 +114,18 @@ def _labels_of_columns(
     if len(differ):
         at = int(differ[0])
         raise unequal(first + at, int(lengths[at]), int(label_lengths[at]))
-    # Rows without labels (null) train on every token; flatten() leaves them out.
+    # Rows without labels (null) train on every token; `flatten` skips them.
     is_label = np.ones(int(lengths.sum()), np.bool_)
     is_label[np.repeat(~missing, lengths)] = np.asarray(labels.flatten()) != IGNORED_LABEL
     return is_label
 
 
 def token_columns(dataset: Any) -> list[str]:
-    """Which of the columns that are read the rows of a `datasets.Dataset` show (`set_format` can hide columns)."""
+    """Returns the visible token columns of a `datasets.Dataset` (`set_format` can hide columns)."""
     return [name for name in TOKEN_COLUMNS if name in dataset.format["columns"]]
 
 
 def _rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
-    """Rows of arrow columns: lists as arrays, or numbers; None for null."""
     values = dict[str, list[Any]]()
     for name, column in columns.items():
         if not _is_list(column.type) or column.null_count == len(column):
@@ -139,7 +138,7 @@ def _rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str
 
 
 def _list_lengths(array: Any, key: str, first: int, nulls_allowed: bool = False) -> NDArray[np.int64]:
-    """Lengths of the lists of an arrow column (0 for null), after a look at its type and for missing values."""
+    """Checks an arrow column's type and missing values; returns its list lengths (0 for null)."""
     if array.null_count and not nulls_allowed:
         row = first + int(np.flatnonzero(np.asarray(array.is_null()))[0])
         raise DataError(f"{key} is missing (None)", where=f"dataset row {row}", fix=SKIPPED)
@@ -186,28 +185,29 @@ def scan_dataset(
     cache_dir: str | os.PathLike[str] | None = None,
     disable_progress: bool = False,
 ) -> SequenceTable:
-    """Lengths and labels of a map-style dataset, from the cache where there is one.
+    """Returns lengths and labels of a map-style dataset, from the cache if possible.
 
     Args:
         dataset: A `datasets.Dataset`, a list of dictionaries, or any dataset with `__len__` and `__getitem__`.
-        cache_dir: Where tables are kept; the folder of the `datasets` cache when None. Only a `datasets.Dataset` is
-            cached: nothing else has a fingerprint.
+        cache_dir: By default the folder of the `datasets` cache. Only a `datasets.Dataset` is cached: others have no
+            fingerprint.
 
     Raises:
-        UnsupportedError: the dataset is a stream (iterable, no length), or the stock Trainer would train a row in a way
-            that packing cannot express.
+        UnsupportedError: the dataset is a stream, or the stock Trainer would train a row in a way that packing cannot
+            reproduce.
         DataError: it is empty, or a row is not as `features.py` describes.
     """
     rules = replace(rules, columns=())
     if isinstance(dataset, Mapping):
         raise DataError(
-            f"a dictionary of splits is no dataset; it holds {sorted(map(str, dataset))}", fix="pass one of the splits"
+            f"a dictionary of splits is not a dataset; it holds {sorted(map(str, dataset))}",
+            fix="pass one of the splits",
         )
     if _is_stream(dataset):
         raise UnsupportedError(
             f"a stream cannot be scanned: {type(dataset).__name__} has no length or no random access",
-            why="the lengths of all rows are needed, as hotspa_strategies=auto does, and a stream shows them one by one",
-            fix="give the strategies (hotspa_strategies), which trains streams, or load the dataset without streaming",
+            why="the lengths of all rows are needed, as by hotspa_strategies=auto, and a stream gives them one by one",
+            fix="give strategies (hotspa_strategies), which works for streams, or load the dataset without streaming",
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty", fix="check the split and the filters that were applied to it")
@@ -227,7 +227,7 @@ def scan_dataset(
 def _is_stream(dataset: Any) -> bool:
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         return True
-    # torch's IterableDataset inherits a __getitem__ that only raises, and may well have a length.
+    # torch's IterableDataset inherits a __getitem__ that only raises, and may have a length.
     torch_data = sys.modules.get("torch.utils.data")
     return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
 
@@ -237,14 +237,14 @@ def cache_path(dataset: Any, cache_dir: str | os.PathLike[str] | None = None, ru
         import datasets
 
         cache_dir = Path(datasets.config.HF_DATASETS_CACHE) / "hf_hotspa"
-    # Columns that are hidden (`set_format`) leave the fingerprint as it is.
+    # Hiding columns (`set_format`) does not change the fingerprint.
     text = repr((str(dataset._fingerprint), token_columns(dataset), rules.key()))
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     return Path(cache_dir) / f"lengths-{_FORMAT}-{key}.npz"
 
 
 def _load(path: Path, num_rows: int) -> SequenceTable | None:
-    """The cached table, or None when there is none that can be used."""
+    """The cached table, or None if it is missing or unusable."""
     if not path.exists():
         return None
     try:
@@ -256,13 +256,13 @@ def _load(path: Path, num_rows: int) -> SequenceTable | None:
         if dtypes != ["<i8", "<i8", "<i8", "|u1", "<i8", "<i8"] or sizes != {num_rows}:
             raise ValueError(f"unexpected contents: {dtypes}, {sorted(sizes)} rows instead of {num_rows}")
         return table
-    except Exception as error:  # a torn or foreign file, in whatever way it is broken, costs one scan and no more
+    except Exception as error:  # a broken or foreign file costs only a new scan
         logger.warning("The cached scan %s cannot be used (%s); scanning again.", path, error)
         return None
 
 
 def _save(path: Path, table: SequenceTable) -> None:
-    """Written beside its place and renamed, so that no reader ever sees half a file; ranks may do it at once."""
+    """Writes atomically, so that no reader sees half a file; ranks may do so at the same time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.stem, suffix=".tmp", delete=False) as file:
@@ -273,5 +273,5 @@ def _save(path: Path, table: SequenceTable) -> None:
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except OSError as error:  # a read-only or full cache costs time, not the training
+    except OSError as error:  # a read-only or full cache costs only time
         logger.warning("The scanned lengths could not be kept in %s (%s).", path, error)

@@ -1,6 +1,6 @@
-"""The plain numbers that all planning works on: how long each row of a data set is, and which of its tokens are labels.
+"""The lengths and labels of a data set's rows: the input of all planning.
 
-Owns `SequenceTable` and the builder that makes one from rows or from whole columns. Imports no torch.
+Owns `SequenceTable`, and `TableBuilder`, which makes one from rows or columns. No torch.
 """
 
 from collections.abc import Iterable
@@ -21,16 +21,16 @@ _none: Any = partial(np.zeros, 0, np.int64)
 class SequenceTable:
     """Lengths and label counts of all rows of a dataset (N rows).
 
-    A row is one sequence, or, where rows were packed before, several documents, each a sequence of its own.
+    A row is one sequence, or, if already packed, several documents, each a separate sequence.
 
     Args:
-        lengths: [N] int64, tokens of each row, padding left out.
+        lengths: [N] int64, tokens of each row without padding.
         label_counts: [N] int64, label tokens of each whole row (the first token of a document never counts).
-        mask_offsets: [N] int64, the bit where a row's label mask begins in `mask_bits`; -1 where all tokens are labels.
-        mask_bits: [B] uint8, one bit for each token of the rows that mask some (`np.packbits` order), 1 = label. Rows
-            that mask nothing take no bit, so plain text costs nothing and a billion masked tokens cost 125 MB.
+        mask_offsets: [N] int64, the bit where a row's label mask begins in `mask_bits`; -1 if all tokens are labels.
+        mask_bits: [B] uint8, one bit for each token of rows with masked tokens (`np.packbits` order), 1 = label. Other
+            rows have no bits, so plain text costs nothing and a billion masked tokens cost 125 MB.
         cuts: [C] int64, where documents after the first begin in their row, row after row.
-        cut_ends: [N] int64, how many entries of `cuts` belong to the rows up to this one; empty where C is 0.
+        cut_ends: [N] int64, how many entries of `cuts` belong to the rows up to this one; empty if C is 0.
     """
 
     lengths: NDArray[np.int64]
@@ -50,7 +50,7 @@ class SequenceTable:
 
     @property
     def sequence_lengths(self) -> NDArray[np.int64]:
-        """[S] int64, tokens of every sequence, row after row; `lengths` where no row is packed."""
+        """[S] int64, tokens of every sequence, row after row; `lengths` if no row is packed."""
         if not len(self.cuts):
             return self.lengths
         counts = np.diff(self.cut_ends, prepend=0)
@@ -69,7 +69,7 @@ class SequenceTable:
         return longest
 
     def documents(self, row: int) -> list[tuple[int, int]]:
-        """Where the sequences of a row that has tokens begin and end."""
+        """Returns the start and end of each sequence of a row that has tokens."""
         length = int(self.lengths[row])
         if not len(self.cuts):
             return [(0, length)]
@@ -78,7 +78,7 @@ class SequenceTable:
         return list(pairwise(edges))
 
     def num_labels(self, row: int, start: int, stop: int) -> int:
-        """Label tokens of the slice ``[start, stop)`` of one document, trained on its own: ``labels[start + 1:stop] != -100``."""
+        """Counts the labels of a separately trained slice of a document: ``labels[start + 1:stop] != -100``."""
         first = start + 1
         if stop <= first:
             return 0
@@ -91,13 +91,13 @@ class SequenceTable:
 
     @classmethod
     def from_lengths(cls, lengths: Any) -> "SequenceTable":
-        """The table of rows that train on every token but the first."""
+        """Returns the table of rows that train on every token except the first."""
         array = np.asarray(lengths, dtype=np.int64)
         return cls(array, np.maximum(array - 1, 0), np.full(len(array), -1, np.int64), np.zeros(0, np.uint8))
 
     @classmethod
     def of_rows(cls, rows: Iterable[Row], rules: RowRules = DEFAULT_RULES) -> "SequenceTable":
-        """The table of rows that have been read.
+        """Returns the table of rows that were read.
 
         Raises:
             UnsupportedError: see `check_left_padding`.
@@ -108,10 +108,10 @@ class SequenceTable:
 
 
 class TableBuilder:
-    """Collects rows chunk by chunk. A chunk's masks begin on a byte of their own, so that chunks simply concatenate."""
+    """Collects rows chunk by chunk. A chunk's masks begin on a new byte, so that chunks can be concatenated."""
 
     def __init__(self) -> None:
-        self._chunks = [(_none(),) * 5]  # lengths, label counts, mask offsets, cuts, and how many cuts a row has
+        self._chunks = [(_none(),) * 5]  # lengths, label counts, mask offsets, cuts, cuts of each row
         self._bits: list[NDArray[np.uint8]] = [np.zeros(0, np.uint8)]
         self._num_bits = 0
 
@@ -128,7 +128,7 @@ class TableBuilder:
         self._add(lengths, is_label, np.concatenate([row.cuts for row in rows]), num_cuts)
 
     def add(self, lengths: NDArray[np.int64], is_label: NDArray[np.bool_] | None) -> None:
-        """Adds rows of one document each; `is_label` has one entry for each of their tokens, None when all count."""
+        """Adds rows of one document each; `is_label` has one entry for each token, None if all count."""
         self._add(lengths, is_label, _none(), np.zeros(len(lengths), np.int64))
 
     def _add(
@@ -145,14 +145,14 @@ class TableBuilder:
             ends = np.cumsum(lengths)
             starts = ends - lengths
             is_label = is_label.copy()
-            # The first token of a document counts for nothing, so it should not make a row a masked one.
+            # The first token of a document never counts, so it must not make its row a masked one.
             is_label[starts[lengths > 0]] = True
             is_label[np.repeat(starts, num_cuts) + cuts] = True
             sums = np.concatenate([[0], np.cumsum(is_label)])
             counts = sums[ends] - sums[starts] - num_firsts
             masked = counts < lengths - num_firsts
-            held = np.where(masked, lengths, 0)
-            offsets = np.where(masked, self._num_bits + np.cumsum(held) - held, -1)
+            mask_sizes = np.where(masked, lengths, 0)
+            offsets = np.where(masked, self._num_bits + np.cumsum(mask_sizes) - mask_sizes, -1)
             bits = np.packbits(is_label[np.repeat(masked, lengths)])
             self._bits.append(bits)
             self._num_bits += 8 * len(bits)

@@ -137,7 +137,7 @@ def test_columns_of_a_token_loss():
 )
 def test_what_cannot_be_read_is_named(rows, error, message):
     with pytest.raises(error, match=message):
-        RowCollator(refused=frozenset(["inputs_embeds"]))(rows)
+        RowCollator(unsupported=frozenset(["inputs_embeds"]))(rows)
 
 
 # -- masks in other columns --------------------------------------------------------------------------------------------

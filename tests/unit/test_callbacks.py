@@ -571,7 +571,7 @@ def test_ctrl_c_leaves_a_page_and_a_record_without_an_end(tmp_path):
     run_callback(callback, tmp_path, 3, end=False)
     callback.on_train_interrupted(None, None, None)
     assert callback.page == tmp_path / "hotspa_report" / "report.html"
-    assert "the run is going on, or was stopped" in callback.page.read_text()
+    assert "the run has not finished, or was stopped" in callback.page.read_text()
     callback.page.unlink()
     callback.on_train_interrupted(None, None, None)  # the record is closed
     assert not callback.page.exists()

@@ -128,13 +128,13 @@ def test_earlier_turns_of_an_instruction():
         ({"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}, r"kinds \['image'\]"),
         ({"messages": [{"role": "user", "content": 3}]}, "is a int instead of a text"),
         ({"messages": [{**TALK[1], "weight": 0.5}]}, "weight 0.5.*row 7"),
-        ({"messages": [{"text": "a"}]}, "messages is no conversation.*row 7.*'from': 'human'"),
-        ({"messages": TALK, "tools": "clock"}, "'tools' is no JSON.*row 7"),
+        ({"messages": [{"text": "a"}]}, "messages is not a conversation.*row 7.*'from': 'human'"),
+        ({"messages": TALK, "tools": "clock"}, "'tools' is not JSON.*row 7"),
         ({"messages": TALK, "tools": {"name": "clock"}}, "'tools' is a dict instead of a list"),
         ({"messages": TALK, "chat_template_kwargs": [1]}, "'chat_template_kwargs' is a list"),
-        ({"conversations": [{"from": "function_call", "value": "clock"}]}, "'function_call' is no JSON"),
+        ({"conversations": [{"from": "function_call", "value": "clock"}]}, "'function_call' is not JSON"),
         ({"conversations": [{"from": "function_call", "value": "{}"}]}, "no 'name' and 'arguments'"),
-        ({"instruction": "a", "output": "b", "history": ["c"]}, "'history' holds something else"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "'history' holds something other"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_named(row, message):

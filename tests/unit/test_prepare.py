@@ -81,7 +81,7 @@ class SlowCharacters(PreTrainedTokenizer):
 @pytest.fixture(autouse=True)
 def _quiet(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(module, "_said", set())
+    monkeypatch.setattr(module, "_shown", set())
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
@@ -266,9 +266,9 @@ def test_prompt_and_completion_messages():
         ({"text": None}, "text is a NoneType.*row 0"),
         ({"prompt": "a", "completion": None}, "completion is a NoneType.*row 0"),
         ({"prompt": "a", "completion": TALK}, "completion is a list.*row 0"),
-        ({"prompt": TALK, "completion": "a"}, "completion is no conversation.*row 0"),
-        ({"messages": []}, "messages is no conversation.*row 0"),
-        ({"messages": [{"content": "a"}]}, "messages is no conversation.*row 0"),
+        ({"prompt": TALK, "completion": "a"}, "completion is not a conversation.*row 0"),
+        ({"messages": []}, "messages is not a conversation.*row 0"),
+        ({"messages": [{"content": "a"}]}, "messages is not a conversation.*row 0"),
         ({"messages": TALK}, "no chat template"),
     ],
 )
@@ -338,7 +338,7 @@ def test_sources_that_are_not_there(tmp_path, monkeypatch):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(DataError, match="'someone/corpus' is no local path.*ConnectionError: offline"):
+    with pytest.raises(DataError, match="'someone/corpus' is not a local path.*ConnectionError: offline"):
         load_source("someone/corpus")
 
 
@@ -394,12 +394,12 @@ GOOD = '{"text": "a"}\n'
 @pytest.mark.parametrize(
     ("name", "contents", "message"),
     [
-        ("a.jsonl", GOOD + '{"text": "b\n' + GOOD, r"a\.jsonl, line 2, is no JSON: Unterminated string"),
-        ("a.jsonl", GOOD + "\n" + '{"text": "b"', r"a\.jsonl, line 3, is no JSON: Expecting"),
-        ("a.jsonl", GOOD + "[1]\n", r"a\.jsonl, line 2, is no JSON object: \[1\]"),
-        ("a.jsonl", "[1]\n[2]\n", r"a\.jsonl, line 1, is no JSON object"),
-        ("a.json", '[{"text": "a"},\n{"text": "b"\n]', r"a\.json, line 3, is no JSON"),
-        ("a.json", '[{"text": "a"}, 3]', r"a\.json: element 1 of the list is no JSON object"),
+        ("a.jsonl", GOOD + '{"text": "b\n' + GOOD, r"a\.jsonl, line 2, is not JSON: Unterminated string"),
+        ("a.jsonl", GOOD + "\n" + '{"text": "b"', r"a\.jsonl, line 3, is not JSON: Expecting"),
+        ("a.jsonl", GOOD + "[1]\n", r"a\.jsonl, line 2, is not a JSON object: \[1\]"),
+        ("a.jsonl", "[1]\n[2]\n", r"a\.jsonl, line 1, is not a JSON object"),
+        ("a.json", '[{"text": "a"},\n{"text": "b"\n]', r"a\.json, line 3, is not JSON"),
+        ("a.json", '[{"text": "a"}, 3]', r"a\.json: element 1 of the list is not a JSON object"),
         ("a.json", "[]", r"a\.json: the file is empty"),
         ("a.jsonl", "", r"a\.jsonl: the file is empty"),
         ("a.jsonl", "\n \n", r"a\.jsonl: the file is empty"),
@@ -407,7 +407,7 @@ GOOD = '{"text": "a"}\n'
         ("a.csv", "text,id\n", r"a\.csv: the file is empty"),
         ("a.txt", "", r"a\.txt: the file is empty"),
         ("a.parquet", "", r"a\.parquet: the file is empty"),
-        ("a.csv", "text,id\na,1\nb,c,2\n", r"a\.csv is no csv file:.*in line 3, saw 3.*double quotes"),
+        ("a.csv", "text,id\na,1\nb,c,2\n", r"a\.csv is not a csv file:.*in line 3, saw 3.*double quotes"),
         ("a.csv", "text,id\na,b,1\nb,c,2\n", r"a\.csv: a row has more cells than the header has names, \['text', 'id'\]"),
     ],
 )  # fmt: skip

@@ -150,7 +150,7 @@ def test_a_run_that_knows_little(tmp_path):
     assert set(page.points) == PANELS
     assert {name for name, points in page.points.items() if not points} == CHARTS | {"race", "strategies"}
     assert text.count('class="empty"') == len(CHARTS) + 2
-    assert "the run is going on, or was stopped" in text
+    assert "the run has not finished, or was stopped" in text
 
 
 @pytest.mark.parametrize("steps", [1, 2, 1000])

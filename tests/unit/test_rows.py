@@ -94,7 +94,7 @@ def test_labels_of_a_language_modeling_collator():
         ({}, {"attention_mask": [0, 0, 1], "labels": [-100, 2, 3]}, UnsupportedError, "position 1 is padding.*row 4"),
         ({"reads_mask": False}, {"attention_mask": [1, 1, 0]}, UnsupportedError, "leaves their attention_mask out"),
         ({"absolute_positions": True}, {"attention_mask": [0, 1, 1]}, UnsupportedError, "has absolute positions"),
-        ({"refused": frozenset(["inputs_embeds"])}, {"inputs_embeds": [1]}, UnsupportedError, "'inputs_embeds'"),
+        ({"unsupported": frozenset(["inputs_embeds"])}, {"inputs_embeds": [1]}, UnsupportedError, "'inputs_embeds'"),
         ({}, {"labels": [1, 2, 3], "label_ids": [1, 2, 4]}, DataError, r"\['labels', 'label_ids'\] differ"),
         ({}, {"position_ids": [1, 2, 3]}, DataError, "position_ids holds 1 at token 0.*row 4"),
         ({}, {"position_ids": [0, 1, 3]}, DataError, "position_ids holds 3 at token 2, after 1"),

@@ -250,9 +250,9 @@ def test_a_failed_start_ends_with_what_the_first_process_said(tmp_path, monkeypa
 
 
 def test_a_process_that_could_say_nothing(tmp_path):
-    assert own_launcher.told(_failed(tmp_path, (-9, None, 0))).startswith("process 0 was ended by SIGKILL: often")
-    assert own_launcher.told(_failed(tmp_path, (-11, None, 0))) == "process 0 was ended by SIGSEGV"
-    assert "process 0 ended with exit code 3" in own_launcher.told(_failed(tmp_path, (3, None, 0)))
+    assert own_launcher.message_of(_failed(tmp_path, (-9, None, 0))).startswith("process 0 was ended by SIGKILL: often")
+    assert own_launcher.message_of(_failed(tmp_path, (-11, None, 0))) == "process 0 was ended by SIGSEGV"
+    assert "process 0 ended with exit code 3" in own_launcher.message_of(_failed(tmp_path, (3, None, 0)))
 
 
 def test_a_signal_ends_the_launcher_without_a_traceback(monkeypatch, capsys):

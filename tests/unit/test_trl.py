@@ -134,7 +134,7 @@ def test_a_subclass_of_trl(tmp_path: Any) -> None:
     assert losses[1] == pytest.approx(2 * losses[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", hf_hotspa.trl.REFUSED)
+@pytest.mark.parametrize("kind", hf_hotspa.trl.UNSUPPORTED)
 def test_other_trainers_are_refused_by_name(kind: str) -> None:
     for cls in (getattr(hf_hotspa.trl, f"{kind}Trainer"), switched(getattr(trl, f"{kind}Trainer"))):
         with pytest.raises(UnsupportedError, match=f"TRL's {kind}Trainer"):
