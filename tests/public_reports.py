@@ -637,7 +637,7 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 26969", Move('`gradient_checkpointing_kwargs={"use_reentrant": ...}`', use_reentrant)),
     ("transformers 25841", Move(
         "an adapter by `model.add_adapter`, without `get_peft_model`", add_adapter,
-        left=True, refused="is an adapter inside a", instead="`peft.get_peft_model(model, config)`")),
+        left=True, error="is an adapter inside a", instead="`peft.get_peft_model(model, config)`")),
     ("transformers 33336", Move("a finished run resumed with more epochs, after its rate had come to 0", more_epochs)),
     ("transformers 24248", Move(
         "`auto_find_batch_size` with `eval_steps`, `save_steps` and `logging_steps` as parts of a run",
@@ -651,11 +651,11 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 19957", Move("`metric_for_best_model` that no evaluation gives: an error that lists those there are", unknown_metric)),
     ("transformers 24252", Move(
         "LoRA with `modules_to_save`, resumed from a checkpoint", modules_to_save_resumed,
-        left=True, refused="modules_to_save", instead=_LEAVE_OUT)),
+        left=True, error="modules_to_save", instead=_LEAVE_OUT)),
     ("peft 2864", Move(
         "new tokens trained by `trainable_token_indices`, with tied embeddings",
         lambda kit: run(kit, given={"model": tiny_lora("qwen3_qk_norm_tied", target_modules=["q_proj"], trainable_token_indices=[5, 6])}),
-        left=True, refused="trainable_token_indices", instead=_LEAVE_OUT)),
+        left=True, error="trainable_token_indices", instead=_LEAVE_OUT)),
     ("transformers 43598", Move(
         "a column that the model does not take, kept by `_set_signature_columns_if_needed` for a `compute_loss`", columns_kept)),
     ("transformers 7823", Move("rows of text, which the collator tokenizes, with `remove_unused_columns=False`", collator_tokenizes)),
@@ -711,14 +711,14 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
         ours="by `trainer.engine.full_gradients()`; `p.grad` is an error that says so")),
     ("transformers 29972", Move(
         "a `compute_loss` that adds a term of the hidden states and logs both terms with `self.log`",
-        lambda kit: with_loss(kit, hidden_term), refused="output_hidden_states", instead="a term of the logits")),
+        lambda kit: with_loss(kit, hidden_term), error="output_hidden_states", instead="a term of the logits")),
     ("transformers 12379", Move("a loss of two terms, whose sums an override of `log` adds to what is logged", terms_logged)),
     ("transformers 30104", Move(
         "`output_hidden_states=True` in the config: predictions are a tuple", hidden_states_predicted,
-        left=True, refused="output_hidden_states=True", instead="set `model.config.output_hidden_states = False`")),
+        left=True, error="output_hidden_states=True", instead="set `model.config.output_hidden_states = False`")),
     ("transformers 17729", Move(
         '`debug="underflow_overflow"`', lambda kit: run(kit, debug="underflow_overflow"),
-        left=True, refused="debug", instead="leave it out")),
+        left=True, error="debug", instead="leave it out")),
     ("transformers 27181", Move("`skip_memory_metrics=False`: memory in what `train` returns", memory_metrics)),
     ("transformers 30943", Move(
         "`dataloader_persistent_workers` with `compute_metrics` over two data sets",
@@ -729,10 +729,10 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 9359", Move('`control.should_log = True` in `on_epoch_end`, with `logging_strategy="no"`', logged_by_epochs)),
     ("transformers 33130", Move(
         "the L1 norm of the model's weights as a second term, in `compute_loss`", lambda kit: with_loss(kit, norm_of_weights),
-        refused="the loss is a function of the weight", instead="leave it out; `weight_decay` stands for an L2 norm")),
+        error="the loss is a function of the weight", instead="leave it out; `weight_decay` stands for an L2 norm")),
     ("transformers 33130", Move(
         "the same in a `compute_loss_func` that knows the model", norm_in_a_function,
-        refused="the weights in trainer.model are not those", instead="as above")),
+        error="the weights in trainer.model are not those", instead="as above")),
     ("transformers 11710", Move("`train()` a second time, as in a notebook", trained_twice)),
     ("transformers 21494", Move("`state.epoch` and `state.global_step` as each event of a callback sees them", epochs_of_events)),
     ("transformers 37110", Move(
@@ -779,7 +779,7 @@ _HEADING, _NEXT = "## Public bug reports tried\n", "\n## "
 def section() -> str:
     """The part of the page that lists them."""
     numbers, left = len({report for report, _ in _REPORTS}), sum(move.left for _, move in _REPORTS)
-    refused = sum(bool(move.refused) and not move.left for _, move in _REPORTS)
+    refused = sum(bool(move.error) and not move.left for _, move in _REPORTS)
     rows = []
     for report, move in _REPORTS:
         repository, number = report.split()

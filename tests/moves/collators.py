@@ -179,7 +179,7 @@ MOVES: tuple[Move, ...] = (
     Move(
         "`DataCollatorForLanguageModeling(mlm=False)` whose padding is the EOS token; evaluation during training",
         with_evaluation,
-        ours="the EOS token is no label, as there",
+        ours="the EOS token is not a label, as in the stock `Trainer`",
     ),
     Move(
         "`DataCollatorForLanguageModeling(mlm=False)`, rows that the tokenizer padded to a fixed length",
@@ -193,7 +193,7 @@ MOVES: tuple[Move, ...] = (
     Move(
         "`DataCollatorForLanguageModeling(mlm=False)` padding on the left, rows of unequal lengths",
         padding_left,
-        ours="the first token behind padding is left out of the loss and its mean, and a line says so; compared with the stock "
+        ours="the first token after the padding is left out of the loss and its mean, and a log line reports it; compared with the stock "
         "`Trainer` on labels without it, as it would train that token from padding",
     ),
     Move("the same with a stream, and label smoothing", padding_left_stream, ours="as above"),
@@ -212,7 +212,7 @@ MOVES: tuple[Move, ...] = (
     Move(
         "`DataCollatorForSeq2Seq(label_pad_token_id=0)`",
         train(Kit.rows, lambda: DataCollatorForSeq2Seq(tokenizer(), label_pad_token_id=0)),
-        refused="is padding .* and has a label",
+        error="is padding .* and has a label",
         instead="padding would be trained; leave it at -100",
     ),
     Move("`DataCollatorWithPadding`", train(blocks, lambda: DataCollatorWithPadding(tokenizer()))),
@@ -228,7 +228,7 @@ MOVES: tuple[Move, ...] = (
         train(unlabelled, lambda: Completions(tokenizer(), mlm=False)),
     ),
     Move(
-        "a collator of one's own, which pads, and reads a column of its own",
+        "a custom collator, which pads, and reads an extra column",
         of_own,
     ),
     Move("the same with a stream", of_own_stream),
@@ -243,12 +243,12 @@ MOVES: tuple[Move, ...] = (
     Move(
         "a collator that gives the model more than tokens",
         train(Kit.rows, lambda: with_embeddings),
-        refused=r"called with \['inputs_embeds'\]",
+        error=r"called with \['inputs_embeds'\]",
         instead="only tokens, labels, padding and positions are read",
     ),
     Move(
         "`PackedBucketCollator`",
         packed_bucket("dp1:60@60"),
-        ours="a line says that the trainer packs rows itself, by the strategies of the arguments",
+        ours="a log line reports that the trainer packs rows itself, by the strategies of the arguments",
     ),
 )
