@@ -1,6 +1,6 @@
-"""What users of transformers, PEFT, TRL and accelerate did in public reports of bugs, with the stock Trainer and with ours.
+"""The scripts of public bug reports of transformers, PEFT, TRL and accelerate, with the stock Trainer and with ours.
 
-Each must be equal, or refused by name before the first step; what a report complains about is transformers' own matter.
+The results must be equal, or an error must name the cause before the first step. The reported bug itself is transformers' matter.
 `tests/gloo/test_public_reports.py` runs them; `python -m tests.public_reports` writes their table in docs/exactness.md.
 """
 
@@ -47,7 +47,7 @@ def stream(rows: list[dict[str, Any]]) -> IterableDataset:
 
 
 def evaluated(trainer: Any) -> list[dict[str, float]]:
-    """What evaluations have logged, without times."""
+    """The logs of the evaluations, without times."""
 
     def counts(name: str) -> bool:
         return name.startswith("eval_") and not name.endswith(("runtime", "per_second"))
@@ -609,16 +609,16 @@ def of_one_length(kit: Kit) -> Any:
     return stream([{"input_ids": row, "labels": row} for row in rows])
 
 
-_LEAVE_OUT = "leave it out, or train the whole model"
+_LEAVE_OUT = "leave it out, or train the full model"
 _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 27161", Move(
         "label smoothing with a LoRA adapter: labels are shifted",
         lambda kit: run(kit, given={"model": LORA()}, label_smoothing_factor=0.1))),
     ("transformers 26413", Move(
         "a stream of fewer rows than `max_steps` needs, resumed in its second pass", short_stream_resumed,
-        ours="as the run that was not interrupted; the stock `Trainer` begins another pass")),
+        ours="like the uninterrupted run; the stock `Trainer` begins another pass")),
     ("transformers 10909", Move(
-        "sampling by length with lengths in a column of their own",
+        "sampling by length with lengths in a separate column",
         lambda kit: run(
             kit, rows=with_lengths(kit), per_device_train_batch_size=20, train_sampling_strategy="group_by_length",
             length_column_name="tokens"))),
@@ -647,8 +647,8 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
         lambda kit: run(
             kit, others=named_data_sets(kit), load_best_model_at_end=True, metric_for_best_model="eval_others_loss",
             save_total_limit=1, **EACH))),
-    ("transformers 24832", Move("`trainer.evaluate` of a dictionary, with a prefix of one's own", evaluate_a_dictionary)),
-    ("transformers 19957", Move("`metric_for_best_model` that no evaluation gives: an error that lists those there are", unknown_metric)),
+    ("transformers 24832", Move("`trainer.evaluate` of a dictionary, with a custom prefix", evaluate_a_dictionary)),
+    ("transformers 19957", Move("`metric_for_best_model` that no evaluation reports: an error that lists the available ones", unknown_metric)),
     ("transformers 24252", Move(
         "LoRA with `modules_to_save`, resumed from a checkpoint", modules_to_save_resumed,
         left=True, error="modules_to_save", instead=_LEAVE_OUT)),
@@ -663,7 +663,7 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 20029", Move(
         "layers that are trained from the second epoch on: a callback sets `base_lrs` of the schedule", layers_trained_later)),
     ("transformers 28544", Move(
-        "early stopping whose patience goes on after a resume (`restore_callback_states_from_checkpoint`)",
+        "early stopping whose patience continues after a resume (`restore_callback_states_from_checkpoint`)",
         patience(4, 7, "checkpoint-3", restore_callback_states_from_checkpoint=True))),
     ("transformers 10290", Move("resuming a run that early stopping had ended", patience(2, 2, True))),
     ("transformers 23934", Move(
@@ -708,7 +708,7 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 31391", Move("`gradient_checkpointing_enable()` and `use_cache = False` by the script", checkpointing_by_the_script)),
     ("transformers 31033", Move(
         "norms of each parameter's gradient, read in `on_pre_optimizer_step`", gradients_read,
-        ours="by `trainer.engine.full_gradients()`; `p.grad` is an error that says so")),
+        ours="by `trainer.engine.full_gradients()`; `p.grad` raises an error that names it")),
     ("transformers 29972", Move(
         "a `compute_loss` that adds a term of the hidden states and logs both terms with `self.log`",
         lambda kit: with_loss(kit, hidden_term), error="output_hidden_states", instead="a term of the logits")),
@@ -763,23 +763,23 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
         "GRPO with `eval_on_start=True`",
         of_trl("GRPO", "prompts", dict, **trl_runs.RL, eval_on_start=True, eval_strategy="steps", eval_steps=3, max_steps=2), tolerance=1e-4)),
 )  # fmt: skip
-"""Repository and number, what is done there, and what comes of it here."""
+"""Repository and number, and the move."""
 
 REPORTS = {f"{report}: {move.name}": move for report, move in _REPORTS}
 """By name, in the order of the page."""
 
 QUICK = ("961", "26413", "39842", "24832", "43595", "7823", "20029", "27962", "35651", "9359", "21494", "11710", "31923", "25841",
          "31033", "29972", "30104", "33130", "10140", "2864", "3728", "3927")  # fmt: skip
-"""What runs with the fast tests: what was mended, and what is furthest from the moves of tests/moves."""
+"""Run with the fast tests: the bugs that were fixed, and the reports that differ most from tests/moves."""
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "exactness.md"
 _HEADING, _NEXT = "## Public bug reports tried\n", "\n## "
 
 
 def section() -> str:
-    """The part of the page that lists them."""
+    """The section of the page that lists them."""
     numbers, left = len({report for report, _ in _REPORTS}), sum(move.left for _, move in _REPORTS)
-    refused = sum(bool(move.error) and not move.left for _, move in _REPORTS)
+    unsupported = sum(bool(move.error) and not move.left for _, move in _REPORTS)
     rows = []
     for report, move in _REPORTS:
         repository, number = report.split()
@@ -788,12 +788,12 @@ def section() -> str:
         )
     lines = [
         _HEADING,
-        f"What the scripts of {numbers} reports of bugs in transformers, PEFT, TRL and accelerate do, with the stock trainer and with ours, on one",
-        f"process and on two: {len(rows) - left - refused} give the same logs, weights and files, {left} are left to `Trainer`, {refused} are refused before the first",
-        "step ([what that means](moves.md)). Three were wrong here without a word: the gradient of a term of the weights in a loss was lost",
-        "(33130), and hidden states that a config asks for were missing in predictions (30104); both are named now. The last batch of a stream",
-        "had more rows than with `dispatch_batches` on several processes, and counted as a whole one in an evaluation, on one process, too (961);",
-        "both are as in the stock trainer now.",
+        f"The scripts of {numbers} bug reports of transformers, PEFT, TRL and accelerate, run with the stock trainer and with ours, on one process",
+        f"and on two: {len(rows) - left - unsupported} give the same logs, weights and files, {left} are left to `Trainer`, {unsupported} are not supported",
+        "([what that means](moves.md)). Three were silently wrong here before: the gradient of a term of the weights in a loss was lost",
+        "(33130), and hidden states that a config asks for were missing in predictions (30104); both raise an error now. The last batch of a stream",
+        "had more rows than with `dispatch_batches` on several processes, and counted as a complete one in an evaluation, also on one process (961);",
+        "both now match the stock trainer.",
         "`tests/gloo/test_public_reports.py` runs them.",
         "",
         '<details markdown="1">',
@@ -810,7 +810,7 @@ def section() -> str:
 
 
 def page() -> str:
-    """The whole page, with the list of now."""
+    """The page with the current list."""
     before, _, rest = PAGE.read_text().partition(_HEADING)
     _, found, after = rest.partition(_NEXT)
     return before + section() + found + after
