@@ -86,7 +86,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def ratio_text(slow: float | None, fast: float | None) -> str:
-    """How many times as long one side takes as another."""
+    """The ratio of the seconds of two sides."""
     return "-" if slow is None or fast is None else f"{slow / fast:.2f}x"
 
 
