@@ -52,10 +52,9 @@ def here(move: Move) -> str:
 
 def _counts(moves: Sequence[Move]) -> str:
     left = sum(move.left for move in moves)
-    unsupported = sum(bool(move.error) and not move.left for move in moves)
-    same = f"{len(moves) - left - unsupported} the same"
-    errors = [f"{unsupported} not supported"] if unsupported else []
-    return ", ".join([same, *([f"{left} left"] if left else []), *errors])
+    others = sum(bool(move.error) and not move.left for move in moves)
+    same = f"{len(moves) - left - others} the same"
+    return ", ".join([same, *([f"{left} left"] if left else []), *([f"{others} not supported"] if others else [])])
 
 
 def page() -> str:
@@ -68,8 +67,7 @@ def page() -> str:
         "# What carries over from `Trainer`",
         "",
         f"{len(every)} things that users do with the stock `Trainer`. Tests try each of them with both trainers, on one process and on",
-        f"two: {len(every) - left - unsupported} give the same losses, rates and weights, {left} are left to `Trainer`, {unsupported} are not supported.",
-        "In short:",
+        f"two: {len(every) - left - unsupported} give the same losses, rates and weights, {left} are left to `Trainer`, {unsupported} are not supported. In short:",
         "",
         *(f"* **{title}**: {text} ({_counts(moves[group])})." for group, (title, text) in _TITLES.items()),
         "",
