@@ -33,7 +33,7 @@ BY_STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 EACH: dict[str, Any] = {**SAVES, "eval_strategy": "steps", "eval_steps": 1}
 OWN_READING: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
-"""Each process reads the stream, so that batches of unequal rows need not be sent."""
+"""Each process reads the stream, so batches of unequal rows need not be sent."""
 LORA = partial(tiny_lora, "llama_gqa_bias")
 
 
@@ -83,7 +83,7 @@ def run(
 
 
 def with_loss(kit: Kit, term: Callable[..., Any], **options: Any) -> Seen:
-    """Trains with a `compute_loss` that gives what `term(trainer, model, inputs, num_items_in_batch)` returns: loss and outputs."""
+    """Trains with a `compute_loss` that returns `term(trainer, model, inputs, num_items_in_batch)`: loss and outputs."""
     base: Any = kit.trainer_class
 
     class Own(base):
@@ -97,7 +97,7 @@ def with_loss(kit: Kit, term: Callable[..., Any], **options: Any) -> Seen:
 
 
 def on(**events: Callable[..., Any]) -> TrainerCallback:
-    """A callback of these events."""
+    """A callback with these events."""
 
     def method(event: Callable[..., Any]) -> Any:
         return lambda self, args, state, control, **kwargs: (
@@ -108,7 +108,7 @@ def on(**events: Callable[..., Any]) -> TrainerCallback:
 
 
 def accuracy(predicted: Any) -> dict[str, float]:
-    """Of arg-maxima, shifted as in the report."""
+    """Accuracy of arg-maxima, shifted as in the report."""
     ids, labels = predicted.predictions[:, :-1], predicted.label_ids[:, 1:]
     real = labels != -100
     return {"hits": float(((ids == labels) & real).sum() / real.sum())}
@@ -272,7 +272,7 @@ def layers_trained_later(kit: Kit) -> Seen:
 
 
 def patience(first: int, then: int, resume: Any, **options: Any) -> Callable[[Kit], Seen]:
-    """Ended early, and resumed with another patience."""
+    """Ends early, and resumes with another patience."""
 
     def resumed(kit: Kit) -> Seen:
         for count, place in ((first, None), (then, resume)):
@@ -294,7 +294,7 @@ def patience(first: int, then: int, resume: Any, **options: Any) -> Callable[[Ki
 
 
 class Shuffled(torch.utils.data.IterableDataset):
-    """A stream that is in another order in each epoch."""
+    """A stream with a different order in each epoch."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.epoch = rows, 0
@@ -548,7 +548,7 @@ class Trial:
 
 
 class Study:
-    """What transformers asks of optuna's."""
+    """The optuna API that transformers uses."""
 
     def optimize(self, objective: Any, n_trials: int, **options: Any) -> None:
         self.trials: Any = [Trial({}, number) for number in range(n_trials)]
@@ -565,7 +565,7 @@ class Study:
 
 @contextmanager
 def optuna() -> Iterator[None]:
-    """As if it were installed."""
+    """Pretends that it is installed."""
     module: Any = ModuleType("optuna")
     module.__spec__, module.Trial, module.create_study = ModuleSpec("optuna", None), Trial, lambda **options: Study()
     module.trial = SimpleNamespace(FixedTrial=Trial, BaseTrial=Trial)

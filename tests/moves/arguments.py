@@ -11,7 +11,7 @@ from tests.moves import COMMON, MINI_BATCH, STRATEGIES, Kit, Move, Seen, with_ar
 
 
 def _accumulation(kit: Kit) -> Seen:
-    # 18 rows: where the last micro-batch of an epoch is short, the stock Trainer's epochs count micro-batches
+    # 18 rows: if the last micro-batch of an epoch is short, the stock Trainer's epochs count micro-batches
     args = kit.arguments(per_device_train_batch_size=3, gradient_accumulation_steps=2)
     return kit.train(kit.trainer(args=args, train_dataset=kit.rows(18)))
 
@@ -73,7 +73,7 @@ def _plain(kit: Kit) -> Seen:
 
 
 def _by_length(kit: Kit) -> Seen:
-    # one mini-batch of all rows: their order is this trainer's own
+    # one mini-batch of all rows: their order is specific to this trainer
     changes = {"per_device_train_batch_size": 20, "train_sampling_strategy": "group_by_length"}
     return kit.train(kit.trainer(args=kit.arguments(**changes)))
 

@@ -22,23 +22,23 @@ def folders(kit: Kit, name: str = "out") -> list[str]:
 
 
 def flat(model: Any) -> Tensor:
-    """Its weights, end to end."""
+    """Its weights, concatenated."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def loaded(path: Path) -> Tensor:
-    """What `from_pretrained` finds in a folder."""
+    """The weights that `from_pretrained` reads from a folder."""
     return flat(AutoModelForCausalLM.from_pretrained(path))
 
 
 def everyone(kit: Kit) -> None:
-    """Waits for all ranks: a user's script looks at files after its own barrier."""
+    """Waits for all ranks: a user's script reads files after its own barrier."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
 
 
 def saved(**changes: Any) -> Any:
-    """The move of training with saves, and loading what was saved as a model."""
+    """The move of training with saves, and loading the saved model."""
 
     def run(kit: Kit) -> Seen:
         rows = kit.rows()
@@ -58,7 +58,7 @@ def best(**changes: Any) -> Any:
     def run(kit: Kit) -> Seen:
         rows = kit.rows()
         options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, **changes}
-        # a rate that makes the last steps worse than the one before
+        # a rate that makes the last steps worse than the previous one
         args = kit.arguments(load_best_model_at_end=True, learning_rate=0.2, **options)
         trainer = kit.trainer(args=args, train_dataset=rows, eval_dataset=rows)
         seen = kit.train(trainer)
@@ -94,7 +94,7 @@ def odd_generation_config(kit: Kit) -> Seen:
 
 
 class StopAt(TrainerCallback):
-    """Ends a run early, as a job that is cut short."""
+    """Ends a run early, like an interrupted job."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -141,7 +141,7 @@ def from_stock(step: int, resume: Any = None, damage: Any = None, model: Any = N
 
 @cache
 def _stock_resumes_on_cpu() -> None:
-    """The stock Trainer asks for the device `cpu:0`, which an older torch does not know where it reads files."""
+    """The stock Trainer asks for the device `cpu:0`, which an older torch does not accept when it reads files."""
     torch.serialization.register_package(
         30, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
     )
@@ -167,7 +167,7 @@ def to_stock(step: int, model: Any = None, **changes: Any) -> Any:
 
 
 class Opens(TrainerCallback):
-    """Opens the folder in `on_save`, as a script that pushes or evaluates it does."""
+    """Opens the folder in `on_save`, like a script that pushes or evaluates it."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -274,7 +274,7 @@ MOVES: tuple[Move, ...] = (
         '`save_strategy="best"`',
         saved(save_strategy="best", eval_strategy="steps", eval_steps=1, metric_for_best_model="loss"),
     ),
-    # a rate of 0.2 makes much of rounding
+    # a rate of 0.2 amplifies rounding
     Move("`load_best_model_at_end`, then `evaluate` and `save_model`", best(), tolerance=1e-4),
     Move("`load_best_model_at_end` with `save_only_model`", best(save_only_model=True, save_total_limit=2), tolerance=1e-4),
     Move("an `on_save` that opens the folder", opened_in_on_save),

@@ -44,7 +44,7 @@ def blocks(kit: Kit, labels: bool = True) -> list[dict[str, Any]]:
 
 
 def fixed_length(kit: Kit) -> list[dict[str, Any]]:
-    """As `tokenizer(..., padding="max_length", max_length=64)` gives them."""
+    """Rows as from `tokenizer(..., padding="max_length", max_length=64)`."""
     rows = unlabelled(kit)
     for row in rows:
         pad = 64 - len(row["input_ids"])
@@ -65,7 +65,7 @@ def of_language_modeling(**changes: Any) -> Any:
 
 
 class LeftWithoutFirst(DataCollatorForLanguageModeling):
-    """What ours makes of a batch that is padded on the left, for the stock Trainer."""
+    """Masks the label on the first token after padding on the left, as ours does, for the stock Trainer."""
 
     def torch_call(self, examples: Any) -> Any:
         batch = super().torch_call(examples)
@@ -110,7 +110,7 @@ class Completions(DataCollatorForLanguageModeling):
 
 
 def own_function(examples: Any) -> Any:
-    """Pads, without an `attention_mask`, and trains what comes after `prompt_length`."""
+    """Pads, without an `attention_mask`, and trains the tokens after `prompt_length`."""
     longest = max(len(example["input_ids"]) for example in examples)
     ids = torch.full((len(examples), longest), PAD)
     labels = torch.full_like(ids, -100)
@@ -135,7 +135,7 @@ def of_own_stream(kit: Kit) -> Seen:
     from datasets import Dataset
 
     stream = Dataset.from_list(own_rows(kit)).to_iterable_dataset()
-    # accelerate's own way with streams needs batches of one width
+    # accelerate's handling of streams needs batches of equal width
     args = kit.arguments(remove_unused_columns=False, accelerator_config={"dispatch_batches": False})
     return kit.train(kit.trainer(args=args, train_dataset=stream, data_collator=own_function))
 

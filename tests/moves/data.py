@@ -103,7 +103,7 @@ def documents_by_mask(row: dict[str, Any]) -> None:
 
 
 def packed(*names: str) -> Any:
-    """Trains packed rows one at a time, as `position_ids` say; ours by the columns given."""
+    """Trains packed rows one at a time, by `position_ids`; ours by the given columns."""
 
     def run(kit: Kit) -> Seen:
         rows = columns(packed_rows(kit), "input_ids", "labels", *(("position_ids",) if kit.stock else names))
@@ -155,7 +155,7 @@ def label_ids(kit: Kit) -> Seen:
 
 
 def empty_rows(kit: Kit, stream: bool = False) -> Seen:
-    """The stock Trainer has a collator that leaves out what is empty."""
+    """The stock Trainer has a collator that leaves out empty rows."""
     from datasets import Dataset
 
     rows: Any = kit.rows()

@@ -11,7 +11,7 @@ from tests.moves import Kit, Move, Seen, padded
 
 
 def _log_probs(logits: Any, labels: Any) -> tuple[Any, Any]:
-    """[labels that count] each: their log-probabilities and where they are; shifted, as a user writes it."""
+    """Log-probabilities of the counted labels, [labels that count], and the mask of their positions; shifted, as a user writes it."""
     log_p = functional.log_softmax(logits[:, :-1].float(), -1)
     targets = labels[:, 1:]
     counts = targets != -100

@@ -46,7 +46,7 @@ _INSTEAD = "pass a causal language model"
 
 
 class _Toy(nn.Module):
-    """What many start with."""
+    """A module of the kind that many users start with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Toy(nn.Module):
 
 
 def _of(make: Any, rows: Any = None, cls: Any = None) -> Any:
-    """Trains what `make` returns, on the rows of the kit, or on those that `rows` makes of them."""
+    """Trains what `make` returns, on the rows of the kit, or on the result of `rows`."""
 
     def run(kit: Kit) -> Seen:
         torch.manual_seed(0)
@@ -98,7 +98,7 @@ _WHOLE = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 def _gpt2_data_parallel(kit: Kit) -> Seen:
     strategies = {"hotspa_strategies": f"dp{kit.world_size}:64@64"}  # GPT-2 has no tensor-parallel plan
-    # the stock Trainer divides by the labels of the first tokens, too, where a class is not called ...ForCausalLM
+    # the stock Trainer divides by the labels of the first tokens, too, if the class is not called ...ForCausalLM
     rows = [{**row, "labels": [-100, *row["labels"][1:]]} for row in kit.rows()]
     return kit.train(kit.trainer(model=_gpt2(**_WHOLE), args=kit.arguments(**strategies), train_dataset=rows))
 
@@ -158,7 +158,7 @@ class _Spare(LlamaForCausalLM):
 
 
 def _never_reached(kit: Kit) -> Seen:
-    """A run with a resumption, under each of some mixes: the resumed one has no state of these weights."""
+    """A run and its resumption, under several mixes: the resumed run has no optimizer state for these weights."""
     mixes = [None] if kit.world_size == 1 else [None, "pp2:16@32,dp2+z3:64@64"]
     seen: dict[str, Any] = {}
     for number, mix in enumerate(mixes):

@@ -128,7 +128,7 @@ class _Thaw(TrainerCallback):
 
 
 class _AsTheyAre(LRScheduler):
-    """Rates as the groups have them; torch's own schedulers do not take groups that come later."""
+    """Keeps the groups' rates; torch's own schedulers do not accept groups that are added later."""
 
     def get_lr(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -181,7 +181,7 @@ def _whole_matrices(kit: Kit) -> Seen:
 
 
 class _ClipsItself(torch.optim.SGD):
-    """Scales by the norm over all of its parameters, of which each rank sees its own shares only."""
+    """Scales by the norm over all of its parameters; each rank sees only its own shares."""
 
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]

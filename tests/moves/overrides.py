@@ -11,7 +11,7 @@ from tests.moves import Kit, Move, Seen, padded
 
 
 class _Backwards(Sampler[int]):
-    """From the last row to the first, every other epoch the other way round."""
+    """From the last row to the first; reversed in every other epoch."""
 
     def __init__(self, rows: Any) -> None:
         self.rows, self.epoch = rows, 0
