@@ -4,23 +4,23 @@
 
 * `table3`: the static strategy and C1, C2, C3 on both corpora, in totals and in ratios, beside the published ones.
 * `fig7`: three models, 8 to 32 GPUs, 4K to 32K tokens, both corpora.
-* `fig8`: seconds of the 20 switches of five strategies, with what makes them fast switched off, one thing after the other.
+* `fig8`: seconds of the 20 switches of five strategies; the optimizations of switches are turned off one after the other.
 * `sweeps`: longer sequences, larger mini-batches, more GPUs.
-* `order`: what a switch sends in every order of phases.
+* `order`: the bytes that a switch sends in every order of phases.
 * `by-hand`: the strategies that the paper's scripts name, beside the planner's.
-* `memory`: our memory model beside torch's own tracker, and beside what autograd keeps (`witnesses.py`).
+* `memory`: our memory model beside torch's own tracker, and beside the tensors that autograd keeps (`witnesses.py`).
 * `links`: our links beside torch's model of NCCL (`witnesses.py`).
-* `traces`: our schedule of pipelines beside traces of real jobs (`straggler_trace.py`).
-* `predictions`: rows that the pages publish, beside what the models say without them.
+* `traces`: our pipeline schedule beside traces of real jobs (`straggler_trace.py`).
+* `predictions`: rows that the pages publish, beside the predictions of the models without them.
 
-Prints Markdown tables. `--quick` makes a few of their lines, which tests compare with the page; `--write` writes the tables of the page.
-No GPU, no network, no clock: seconds are those of the time model for A800 (80 GB), eight a node, from data sheets, and, where it
-says so, those of published coefficients. What a side is:
+Prints Markdown tables. `--quick` computes a few of their lines, which tests compare with the page; `--write` writes the tables of the page.
+No GPU, no network, no clock: seconds are from the time model for A800 (80 GB), eight per node, from data sheets or, where noted,
+from published coefficients. The sides:
 
-* un-packed: each sequence is a micro-batch, the longest first to the replica that is done first;
-* packed: sequences share micro-batches and stay isolated; of what length is with the side;
-* a static strategy with one replica updates where it computes, so its seconds have no switch; one with replicas gathers its weights and
-  scatters its gradients as ours do, and all others have the seconds of all their switches.
+* un-packed: each sequence is a micro-batch, the longest first, to the replica that finishes first;
+* packed: sequences share micro-batches and stay isolated; the side gives the pack length;
+* a static strategy with one replica updates where it computes, so its seconds have no switch; one with several replicas gathers its
+  weights and scatters its gradients as ours do; all others include the seconds of all their switches.
 """
 
 import argparse
@@ -69,7 +69,7 @@ HARDWARE = "a800-80g"
 CORPORA = {"commoncrawl": "CommonCrawl", "github": "GitHub"}
 STATIC = Strategy(1, 16, 2)
 SEEDS = 4
-"""Mini-batches of 512 lengths that Table 3 is the mean of."""
+"""Table 3 is the mean over this many mini-batches of 512 lengths."""
 
 Lines = list[str]
 
@@ -81,12 +81,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Lines:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Seconds, or that it does not fit."""
+    """Seconds, or "does not fit"."""
     return "does not fit" if seconds is None else f"{seconds:.1f}"
 
 
 def ratio_text(slow: float | None, fast: float | None) -> str:
-    """How many times as long one side takes as another."""
+    """The ratio of the seconds of two sides."""
     return "-" if slow is None or fast is None else f"{slow / fast:.2f}x"
 
 
@@ -95,7 +95,7 @@ def ratio_text(slow: float | None, fast: float | None) -> str:
 
 @dataclass(frozen=True)
 class OfStages(TimeModel):
-    """Published seconds of whole stages by (tp, pp), each stage alike."""
+    """Published seconds of complete stages by (tp, pp); all stages are equal."""
 
     stages: Mapping[tuple[int, int], Cost] = field(default_factory=dict)
 
@@ -104,7 +104,7 @@ class OfStages(TimeModel):
 
 
 def published_coefficients() -> TimeModel:
-    """Micro-batch coefficients that the authors' group published for a 32B model (PKU-DAIR/Hetu); that of (16, 2) is half of (16, 1)."""
+    """Micro-batch coefficients that the authors' group published for a 32B model (PKU-DAIR/Hetu); (16, 2) is half of (16, 1)."""
     data = json.loads((DATA / "hetu_32b_coefficients.json").read_text())
     rows = [*data["coefficients"], *data["derived"]]
     stages = {(r["tp"], r["pp"]): Cost(r["a"], r["b"], r["c"]) * 1e-3 for r in rows}
@@ -112,7 +112,7 @@ def published_coefficients() -> TimeModel:
 
 
 def one_sequence_each(model: TimeModel, strategy: Strategy, lengths: Iterable[int]) -> float:
-    """Seconds with one sequence a micro-batch, the longest first to the least loaded replica."""
+    """Seconds with one sequence per micro-batch, the longest first to the least loaded replica."""
     cost = model.stage_costs(strategy)[0]
     replicas: list[tuple[float, int, list[tuple[int, ...]]]] = [(0.0, r, []) for r in range(strategy.dp)]
     for length in sorted(lengths, reverse=True):
@@ -125,7 +125,7 @@ def one_sequence_each(model: TimeModel, strategy: Strategy, lengths: Iterable[in
 def packed_seconds(
     model: TimeModel, strategy: Strategy, lengths: Iterable[int], tokens: int, quadratic: float
 ) -> float:
-    """Seconds with packs of so many tokens."""
+    """Seconds with packs of `tokens` tokens."""
     return model.phase_seconds(strategy, packed(sorted(lengths), strategy, tokens, quadratic, tokens))
 
 
@@ -160,8 +160,8 @@ def group_seconds(corpus: str, strategy: Strategy, low: int, high: int, *, pack:
     """Mean seconds of the lengths in `(low, high]`, without a switch.
 
     Args:
-        pack: Packs of `high` tokens, in the place of one sequence a micro-batch.
-        fitted: By the published coefficients, in the place of the data sheet.
+        pack: Packs of `high` tokens instead of one sequence per micro-batch.
+        fitted: From the published coefficients instead of the data sheet.
     """
     cost = setup("llama2-32b", "4x8").cost
     model = published_coefficients() if fitted else cost.time
@@ -178,7 +178,7 @@ def group_seconds(corpus: str, strategy: Strategy, low: int, high: int, *, pack:
 
 
 def switches(strategies: Iterable[Strategy]) -> float:
-    """Seconds of loading each of them, and of returning its gradients: ours."""
+    """Seconds to load each strategy and to return its gradients, with our switches."""
     return sum(setup("llama2-32b", "4x8").cost.switch_seconds(strategies).values())
 
 
@@ -189,7 +189,7 @@ SIDES = {
     "un-packed, published coefficients": ((False, False), True),
     "packed, published coefficients": ((True, True), True),
 }
-"""Whether the static strategy and the others are packed, and whether by published coefficients."""
+"""Whether the static strategy and the others are packed, and whether seconds are from published coefficients."""
 
 
 def totals(corpus: str, side: str) -> dict[str, float]:
@@ -266,7 +266,7 @@ SIDES7 = (
 
 @cache
 def priced(cell: Cell) -> dict[str, float | None]:
-    """Seconds of every side of a case; None where the longest sequence does not fit."""
+    """Seconds of every side of a case; None if the longest sequence does not fit."""
     of = setup(cell.model, cell.nodes)
     drawn, top = read_lengths(cell.corpus, cell.batch, cell.longest, None)
     pricing = Pricing(of.cost, Capacities(of.cost.memory, of.limit_bytes), drawn, cell.batch, top)
@@ -286,7 +286,7 @@ def priced(cell: Cell) -> dict[str, float | None]:
 
 
 def planned(of: Setup, pricing: Pricing) -> float | None:
-    """Seconds of the plan, which has every strategy to choose from."""
+    """Seconds of the plan, which may use every strategy."""
     try:
         choice = choose(
             pricing.lengths, of.strategies(), of.cost, pricing.capacities, mini_batch_size=pricing.mini_batch_size,
@@ -298,7 +298,7 @@ def planned(of: Setup, pricing: Pricing) -> float | None:
 
 
 def static_switch(cost: CostModel, strategy: Strategy) -> float:
-    """What a static strategy gathers and scatters once a step: nothing where each rank updates the only copy of what it holds."""
+    """Seconds in which a static strategy gathers and scatters once per step; 0 if each rank updates the only copy of its shard."""
     return 0.0 if strategy.dp * strategy.cp == 1 else cost.switch_seconds([strategy])[strategy]
 
 
@@ -315,7 +315,7 @@ def static_seconds(pricing: Pricing, strategies: Sequence[Strategy]) -> float | 
 
 
 def unpacked(pricing: Pricing, strategies: Iterable[Strategy]) -> float | None:
-    """Seconds of the fastest strategy with one sequence a micro-batch."""
+    """Seconds of the fastest strategy with one sequence per micro-batch."""
     batches, shares = mini_batches(pricing.lengths, pricing.mini_batch_size, max(pricing.lengths))
     found = []
     for strategy in strategies:
@@ -344,7 +344,7 @@ COLUMNS = [*(f"{side}, s" for side in SIDES7), "un-packed / hot", "packed / hot"
 
 
 def fig7(quick: bool) -> Lines:
-    """All cases; those of the smallest one when quick."""
+    """All cases; only the smallest when quick."""
     rows = []
     for model in ("7b", "13b", "32b"):
         for nodes in ("1x8", "2x8", "4x8"):
@@ -379,7 +379,7 @@ def sweeps(quick: bool) -> Lines:
 # -- Fig. 8 -----------------------------------------------------------------------------------------------------------
 
 OPERATION_S = 25e-6
-"""Seconds of a message beside its bytes: what the data sheet has for a collective inside a node."""
+"""Seconds of a message beside its bytes: the data sheet's value for a collective inside a node."""
 FIVE = CHAINS["C3"]
 FORMS = {
     "relayed, nested shards": ("relay", True, "fused"),
@@ -388,11 +388,11 @@ FORMS = {
     "Algorithm 1, plain shards, a message a slice": ("algorithm1", False, "slices"),
     "Algorithm 1, plain shards, a message a stretch of the model's own storage": ("algorithm1", False, "stretches"),
 }
-"""Planner, whether shards are in nested order, and what is a message."""
+"""Planner, whether shards are in nested order, and the unit of a message."""
 
 
 def _messages(plan: SwitchPlan, fusing: str) -> int:
-    """Messages that the busiest rank sends and takes."""
+    """Messages that the busiest rank sends and receives."""
     vector = llama_vector("32B")
     specs = sorted(vector.specs, key=lambda spec: spec.offset)
     counts, peers = np.zeros(plan.world_size, np.int64), set[tuple[int, int, int]]()
@@ -436,7 +436,7 @@ def switch_of(a: Strategy, b: Strategy, form: str) -> tuple[float, int]:
 
 
 def fig8(quick: bool) -> Lines:
-    """A matrix for each form; the first row of each when quick."""
+    """A matrix for each form; only the first row of each when quick."""
     lines: Lines = []
     for form in FORMS:
         rows = []
@@ -548,7 +548,7 @@ def memory(quick: bool) -> Lines:
 
 
 def predictions(quick: bool) -> Lines:
-    """Rows that these pages publish, beside what the models say from data sheets alone; and the file of predictions."""
+    """Rows that these pages publish, beside predictions from data sheets only; and the file of predictions."""
     rows: list[list[object]] = []
     published = published_table3()["results"]
     for corpus, title in CORPORA.items():
@@ -621,7 +621,7 @@ COMMANDS: dict[str, Callable[[bool], Lines]] = {
 
 
 def section(page: str, name: str) -> tuple[str, str, str]:
-    """What stands before the tables of a command in a page, those tables, and what stands behind."""
+    """The text before the tables of a command in a page, the tables, and the text after them."""
     before, begin, rest = page.partition(f"<!-- begin: python benchmarks/paper.py {name} -->\n")
     inside, end, after = rest.partition("<!-- end -->\n")
     if not end:

@@ -1,4 +1,4 @@
-"""Writes the table of docs/long-sequences.md: `python docs/long_sequences_table.py`. By the memory model alone: no GPU, no torch."""
+"""Writes the table of docs/long-sequences.md: `python docs/long_sequences_table.py`. From the memory model only: no GPU, no torch."""
 
 import json
 import tempfile
@@ -53,7 +53,7 @@ MOST, STEP, HOST_BYTES = 1 << 26, 1024, 512 << 30
 
 
 def longest(config: dict[str, object], gib: int, lora: str | None) -> list[int]:
-    """Tokens that fit by column."""
+    """The longest sequence of each column, in tokens."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
@@ -64,7 +64,7 @@ def longest(config: dict[str, object], gib: int, lora: str | None) -> list[int]:
     limit = PLANNED_SHARE * gib * 2**30
 
     def stock(tokens: int) -> float:
-        """Weights and optimizer on the device, as the stock Trainer has them, and the logits of all tokens in fp32, twice."""
+        """Bytes as with the stock Trainer: weights and optimizer on the device, and the logits of all tokens in fp32, twice."""
         found = MemoryModel(sizes, 1).breakdown(Strategy(rc=1), tokens)
         return found.total - found.logits + tokens * model.shape.vocab_size * 4 * 2
 
@@ -82,7 +82,7 @@ def longest(config: dict[str, object], gib: int, lora: str | None) -> list[int]:
 
 
 def table() -> str:
-    """All lines."""
+    """Returns the table."""
     lines = []
     for name, config in MODELS.items():
         for gib in (24, 80):
@@ -95,7 +95,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Puts the table in its place."""
+    """Writes the table into the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2])
 

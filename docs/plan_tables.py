@@ -1,7 +1,7 @@
 """Writes the tables of docs/predicted.md: `python docs/plan_tables.py`. Each line is one answer of `hf-hotspa plan`.
 
-`python docs/plan_tables.py gains [MINUTES]` plans the cells of the table of gains that docs/gains.json has not, for so long, and writes
-that table. It takes some minutes for each size of cluster, so no test makes it anew.
+`python docs/plan_tables.py gains [MINUTES]` plans the cells of the table of gains that docs/gains.json lacks, for at most MINUTES, and
+writes that table. It takes some minutes per cluster size, so no test recomputes it.
 """
 
 import json
@@ -53,7 +53,7 @@ SHARDED_HEADER = (
 
 
 def sharded_row(model: str, lora: str | None, hardware: str, lengths: str, longest: int) -> str:
-    """The line of a model under a limit that makes fully sharded strategies worth it, or not."""
+    """The line of a model under a limit at which fully sharded strategies may pay off."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps({**_QWEN3, **CONFIGS[model]}))
@@ -93,7 +93,7 @@ ROWS = [
     *((row, (model, cluster)) for model in MODELS for cluster in CLUSTERS),
     *((sharded_row, case) for case in SHARDED_CASES),
 ]  # fmt: skip
-"""What writes each line of the tables, and of what."""
+"""The function and the arguments of each line of the tables."""
 
 
 GAINS_BEGIN, GAINS = "<!-- begin: python docs/plan_tables.py gains -->\n", PAGE.parent / "gains.json"
@@ -124,7 +124,7 @@ GAIN_CELLS = [
 
 
 def gain_cell(model: str, cluster: str, lora: str | None, lengths: str) -> dict[str, object]:
-    """What a plan gains over what people run, on H100 (80 GB), longest sequence 32768."""
+    """The gain of a plan over common setups, on H100 (80 GB), longest sequence 32768."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(GAIN_MODELS[model]))
@@ -140,7 +140,7 @@ def gain_cell(model: str, cluster: str, lora: str | None, lengths: str) -> dict[
 
 
 def gains_table(known: dict[str, dict[str, object]]) -> str:
-    """The table of the cells that are known."""
+    """The table of the known cells."""
     lines = [GAINS_HEADER]
     for cell in GAIN_CELLS:
         model, cluster, lora, lengths = cell
@@ -158,7 +158,7 @@ def gains_table(known: dict[str, dict[str, object]]) -> str:
 
 
 def write_gains(minutes: float) -> None:
-    """Plans what is not known yet, for so long, and writes the table."""
+    """Plans the missing cells, for at most `minutes`, and writes the table."""
     known, end = json.loads(GAINS.read_text()) if GAINS.exists() else {}, time.monotonic() + 60 * minutes
     for cell in GAIN_CELLS:
         key = " ".join(map(str, cell))
@@ -169,14 +169,14 @@ def write_gains(minutes: float) -> None:
 
 
 def rewritten_tables(lines: Sequence[str]) -> str:
-    """The page with these lines, one for each of `ROWS`."""
+    """The page with these lines, one for each entry of `ROWS`."""
     of_first = len(MODELS) * len(CLUSTERS)
     page = _rewritten(PAGE.read_text(), BEGIN, HEADER + "".join(lines[:of_first]))
     return _rewritten(page, SHARDED_BEGIN, SHARDED_HEADER + "".join(lines[of_first:]))
 
 
 def lines_of(page: str) -> list[str]:
-    """The lines of the tables that a page has."""
+    """The table lines of a page."""
     tables = [page.partition(begin)[2].partition(END)[0] for begin in (BEGIN, SHARDED_BEGIN)]
     return [line for table in tables for line in table.splitlines(keepends=True)[2:]]
 

@@ -1,4 +1,4 @@
-"""Writes the table of QLoRA of docs/lora.md: `python docs/qlora_table.py`. By data sheets and the memory model alone."""
+"""Writes the table of QLoRA of docs/lora.md: `python docs/qlora_table.py`. From data sheets and the memory model only."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ CARDS = {"24 GB (RTX 4090)": "4090", "48 GB (L40S)": "l40s", "80 GB (H100)": "h1
 DEVICES = (1, 2, 4, 8)
 ROWS = [(model, devices) for model in MODELS for devices in DEVICES]
 TOKENS, SEQUENCES = 4096, 64
-"""Of a sequence, and sequences of a step, in which seconds are predicted."""
+"""Tokens per sequence and sequences per step of the predicted seconds."""
 HEADER = f"| model | cards | {' | '.join(CARDS)} |\n|---|---|---|---|---|\n"
 
 
@@ -54,7 +54,7 @@ def _written(longest: int, seconds: float | None) -> str:
 
 
 def row(model: str, devices: int) -> str:
-    """The line of a model on so many cards of a node."""
+    """The line of a model on some cards of a node."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(MODELS[model]))
@@ -66,12 +66,12 @@ def row(model: str, devices: int) -> str:
 
 
 def lines_of(page: str) -> list[str]:
-    """The lines that a page has."""
+    """The table lines of a page."""
     return page.partition(BEGIN)[2].partition(END)[0].splitlines(keepends=True)[2:]
 
 
 def main() -> None:
-    """Puts the table in its place."""
+    """Writes the table into the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     table = HEADER + "".join(row(*case) for case in ROWS)
     PAGE.write_text(before + BEGIN + table + END + rest.partition(END)[2])

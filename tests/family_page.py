@@ -1,4 +1,4 @@
-"""The page of families, made from the results of the sweep: `docs/families.md`."""
+"""Renders the page of families, `docs/families.md`, from the results of the sweep."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,22 +17,22 @@ GROUPS = {
     "ep": ("dp4ep4",),
     "switched": ("mix",),
 }
-"""The columns of the table, and the strategies of the sweep behind each."""
+"""The columns of the table, and the strategies of the sweep for each."""
 
 _HEAD = """# Families
 
-Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, and the dense ones without (BERT and its kin as
-decoders), as the family sweep found it: a tiny model of each, on four processes, in fp64, in packs of several sequences, compared with the plain model run on one sequence at a time. *exact* means
-that the loss agrees to 1e-12 and every gradient to 1e-11 (one that vanishes, to 1e-11 of a millionth of all of them), under each strategy
+Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, and the dense ones without a plan (BERT and its kin as
+decoders). The family sweep tests a tiny model of each, on four processes, in fp64, in packs of several sequences, against the plain model run on one sequence at a time. *exact* means
+that the loss agrees to 1e-12 and every gradient to 1e-11 (a vanishing gradient, to 1e-11 of a millionth of all of them), under each strategy
 of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; dp4+z3 and dp4+rc+z3; chunks of 5 tokens on one process; dp4ep4 of
-mixtures of experts; the plain ones without cp switched inside one mini-batch). What is not exact is refused, with an error that says why. Weights are random, and settings are such that mistakes show: biases, short windows, soft caps, multipliers.
+mixtures of experts; the plain strategies without cp, switched inside one mini-batch). *unsupported* means an error that gives the reason. Weights are random, and the settings expose mistakes: biases, short windows, soft caps, multipliers.
 
-Where tp holds a block whole, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving
+If tp holds a complete block, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving
 memory. Layers that run one sequence of a pack at a time gain less from packing.
 
 {counts}
 
-The page is generated: `python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and writes it anew;
+The page is generated: `python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and rewrites it;
 `python -m tests.family_sweep qwen3` runs one family.
 
 | family | | dp | tp | pp | tp and pp | cp | +z3 | ck | ep | switched | notes |
@@ -41,38 +41,38 @@ The page is generated: `python -m tests.family_sweep` runs the sweep (about {min
 
 
 def outcome(result: Mapping[str, Any]) -> str:
-    """`exact`, `refused`, or `wrong` for anything else."""
+    """`exact`, `unsupported`, or `wrong` for anything else."""
     if "refused" in result:
-        return "refused"
+        return "unsupported"
     exact = result.get("loss", 1.0) <= LOSS_TOLERANCE and result.get("gradient", 1.0) <= GRADIENT_TOLERANCE
     return "exact" if exact else "wrong"
 
 
 def cell(row: Mapping[str, Any], group: str) -> str:
-    """What a column says of a family: the worst of its strategies."""
+    """The cell of a family in a column: the worst outcome of its strategies."""
     if "refused" in row:
-        return "refused"
-    found = {outcome(row["strategies"][s]) for s in GROUPS[group] if s in row["strategies"]}
+        return "unsupported"
+    outcomes = {outcome(row["strategies"][s]) for s in GROUPS[group] if s in row["strategies"]}
     if "failed" in row or not row["strategies"]:
         return "wrong"
-    if not found:  # a mix needs two strategies that run, of dp, tp and pp; others have not been run
+    if not outcomes:  # a mix needs two strategies that run, of dp, tp and pp; others have not been run
         planned = row.get("tp_plan", True) or row.get("pp_plan", True)
-        return "refused" if group == "switched" and planned else "-"
-    return next(name for name in ("wrong", "refused", "exact") if name in found)
+        return "unsupported" if group == "switched" and planned else "-"
+    return next(name for name in ("wrong", "unsupported", "exact") if name in outcomes)
 
 
 def reasons(row: Mapping[str, Any]) -> list[str]:
-    """Why something of a family is refused, each reason once, and what tp holds whole."""
+    """Why a family is unsupported, each reason once, and which blocks tp does not shard."""
     texts: list[str] = []
     for result in (row, *row["strategies"].values()):
         if "refused" in result:
             texts.append(str(result["refused"]).partition(" | Fix:")[0])
-    found = list(dict.fromkeys(texts))
+    notes = list(dict.fromkeys(texts))
     for name, why in row.get("whole", {}).items():
-        found.append(f"tp holds `{name.partition('layers.*.')[2] or name}` whole: {why}")
+        notes.append(f"tp does not shard `{name.partition('layers.*.')[2] or name}`: {why}")
     if row.get("alone"):
-        found.append(f"{row['alone']} of {row['layers']} layers run one sequence of a pack at a time")
-    return found
+        notes.append(f"{row['alone']} of {row['layers']} layers run one sequence of a pack at a time")
+    return notes
 
 
 def _has(row: Mapping[str, Any], plan: str) -> bool:
@@ -107,7 +107,7 @@ def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def render_page(results: Mapping[str, Any], minutes: int = 20) -> str:
-    """The text of the page."""
+    """Returns the text of the page."""
     families = results["families"]
     lines = []
     for name, row in families.items():

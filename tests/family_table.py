@@ -1,11 +1,10 @@
 """The generated table of model families, for code that must not import transformers.
 
-`python -m tests.family_table` writes `hf_hotspa/costs/families.json` from the installed transformers: which causal language
-models have a tensor-parallel and a pipeline plan, and how their configs name things, from the config classes; and what
-the engine makes of a model of each planned family's default config, built without weights: why it is refused, or
-cannot run `+sp`, `+ck` or pp, and which shares of its layers tp does not divide. Of the other families of the sweep, the
-reasons only, from a model as the sweep has it (a decoder, where its default is an encoder). Some minutes; with names of families,
-those only.
+`python -m tests.family_table` writes `hf_hotspa/costs/families.json` from the installed transformers. From the config classes:
+which causal language models have a tensor-parallel and a pipeline plan, and the names of their settings. From a model of each
+planned family's default config, built without weights: why the engine does not support it, or `+sp`, `+ck` or pp with it, and
+which shares of its layers tp does not divide. For the other families of the sweep only the reasons, from the model of the
+sweep (a decoder, if the default is an encoder). Takes some minutes; with names of families as arguments only these are updated.
 """
 
 import json
@@ -38,7 +37,7 @@ FIELDS = (
     "max_position_embeddings",
     "num_experts",
 )
-"""What `costs.model_config` reads of a config, in the names that most families use."""
+"""The settings that `costs.model_config` reads from a config, by the names that most families use."""
 
 FACTS = (
     "unsupported",
@@ -53,11 +52,11 @@ FACTS = (
     "layer_factor",
     "head_norms",
 )
-"""What is read off a model."""
+"""The facts read from a model."""
 _SMALLEST = 5e-4
 """Shares below this (a router beside its experts) are left out."""
 _NEAR = 5e-3
-"""Counts of a layer's parameters that are nearer than this (biases, extra norms) are taken as they are."""
+"""Relative differences of a layer's parameter counts below this (biases, extra norms) are ignored."""
 
 
 ONLY_TINY = (
@@ -69,28 +68,28 @@ ONLY_TINY = (
     "nemotron",
     "qwen4_exp_text",
 )
-"""Families whose default config describes no model. Of a tiny one, biases and routers are too large a part to be counted."""
+"""Families whose default config describes no model. In their tiny models, biases and routers are too large to be counted."""
 
 
 def _family(config: Any) -> dict[str, object]:
     plan = config.base_model_tp_plan or {}
-    found: dict[str, object] = {"tp": has_tensor_plan(config), "pp": bool(config.base_model_pp_plan)}
+    entry: dict[str, object] = {"tp": has_tensor_plan(config), "pp": bool(config.base_model_pp_plan)}
     if leaves := {name.rpartition(".")[2] for name in plan if ".mlp" in name}:
-        found["gated"] = bool(leaves & {"gate_proj", "gate_up_proj"})
+        entry["gated"] = bool(leaves & {"gate_proj", "gate_up_proj"})
     names = dict(config.attribute_map)
     if aliases := {name: names[name] for name in FIELDS if name in names}:
-        found["aliases"] = aliases
+        entry["aliases"] = aliases
     defaults = {name: getattr(config, name, None) for name in _DEFAULTS}
     if given := {name: value for name, value in defaults.items() if type(value) in (int, bool) and value}:
-        found["defaults"] = given
-    return found
+        entry["defaults"] = given
+    return entry
 
 
 def described(config: PreTrainedConfig) -> ModelDescription:
-    """What the engine makes of a model without weights.
+    """The engine's description of a model without weights.
 
     Raises:
-        HotspaError: it refuses the model.
+        HotspaError: it does not support the model.
     """
     config._experts_implementation = "eager"
     with torch.device("meta"):
@@ -100,12 +99,12 @@ def described(config: PreTrainedConfig) -> ModelDescription:
 
 
 def default_config(family: str) -> PreTrainedConfig:
-    """The config that transformers gives a family without being asked; that of the sweep where no model can be built of it."""
+    """transformers' default config of a family; the sweep's config if no model can be built from the default."""
     return tiny_config_of(family) if family in ONLY_TINY else without_dropout(CONFIG_MAPPING[family]())
 
 
 def counted_shape(config: PreTrainedConfig) -> ModelShape | None:
-    """What the arithmetic of `hf-hotspa plan` makes of a config without this table; None where it cannot count."""
+    """The shape that `hf-hotspa plan` computes from a config without this table; None if it cannot."""
     data = json.loads(config.to_json_string(use_diff=False))
     try:
         return model_from(data, "default", "the default config", facts={}).shape
@@ -114,8 +113,8 @@ def counted_shape(config: PreTrainedConfig) -> ModelShape | None:
 
 
 def whole_shares(exact: ModelDescription, counted: ModelShape) -> dict[str, float]:
-    """The shares that tp does not divide, of attention and MLP as the arithmetic counts them (what stands in the place of
-    attention may be larger): together they are what a rank holds whole."""
+    """The shares that tp does not divide, of attention and MLP as `hf-hotspa plan` counts them (a replacement of attention
+    may be larger). Together they are the undivided parameters of a rank."""
     specs = [s for s in exact.vector.specs if s.unit >= 0 and s.shard_dim is None and len(s.shape) > 1]
     whole = sum(spec.numel for spec in specs) / exact.shape.num_layers
     attention = min(counted.attention_parameters, counted.layer_parameters)
@@ -152,11 +151,7 @@ def family_facts(family: str) -> dict[str, object]:
 
 
 def family_table(facts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """The contents of the file.
-
-    Args:
-        facts: Those of each planned family.
-    """
+    """Returns the contents of the file, given the facts of each planned family."""
     names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return {
         "kind": FAMILIES_KIND,
@@ -167,13 +162,13 @@ def family_table(facts: Mapping[str, Mapping[str, object]]) -> dict[str, object]
 
 
 def facts_of(table: Mapping[str, Any]) -> dict[str, dict[str, object]]:
-    """The facts in a table."""
+    """Returns the facts of each family in a table."""
     families = table["families"].items()
     return {name: {key: family[key] for key in FACTS if key in family} for name, family in families}
 
 
 def render(table: Mapping[str, Any]) -> str:
-    """The text of the file: a line for each family."""
+    """Returns the text of the file: one line per family."""
     head = ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in table.items() if key != "families")
     rows = ",\n".join(f'"{name}": {json.dumps(family)}' for name, family in table["families"].items())
     return f'{{\n{head},\n"families": {{\n{rows}\n}}\n}}\n'

@@ -1,6 +1,6 @@
-"""What users of transformers, PEFT, TRL and accelerate did in public reports of bugs, with the stock Trainer and with ours.
+"""The scripts of public bug reports of transformers, PEFT, TRL and accelerate, with the stock Trainer and with ours.
 
-Each must be equal, or refused by name before the first step; what a report complains about is transformers' own matter.
+The results must be equal, or an error must name the cause before the first step. The reported bug itself is transformers' matter.
 `tests/gloo/test_public_reports.py` runs them; `python -m tests.public_reports` writes their table in docs/exactness.md.
 """
 
@@ -33,7 +33,7 @@ BY_STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
 EACH: dict[str, Any] = {**SAVES, "eval_strategy": "steps", "eval_steps": 1}
 OWN_READING: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
-"""Each process reads the stream, so that batches of unequal rows need not be sent."""
+"""Each process reads the stream, so batches of unequal rows need not be sent."""
 LORA = partial(tiny_lora, "llama_gqa_bias")
 
 
@@ -47,7 +47,7 @@ def stream(rows: list[dict[str, Any]]) -> IterableDataset:
 
 
 def evaluated(trainer: Any) -> list[dict[str, float]]:
-    """What evaluations have logged, without times."""
+    """The logs of the evaluations, without times."""
 
     def counts(name: str) -> bool:
         return name.startswith("eval_") and not name.endswith(("runtime", "per_second"))
@@ -83,7 +83,7 @@ def run(
 
 
 def with_loss(kit: Kit, term: Callable[..., Any], **options: Any) -> Seen:
-    """Trains with a `compute_loss` that gives what `term(trainer, model, inputs, num_items_in_batch)` returns: loss and outputs."""
+    """Trains with a `compute_loss` that returns `term(trainer, model, inputs, num_items_in_batch)`: loss and outputs."""
     base: Any = kit.trainer_class
 
     class Own(base):
@@ -97,7 +97,7 @@ def with_loss(kit: Kit, term: Callable[..., Any], **options: Any) -> Seen:
 
 
 def on(**events: Callable[..., Any]) -> TrainerCallback:
-    """A callback of these events."""
+    """A callback with these events."""
 
     def method(event: Callable[..., Any]) -> Any:
         return lambda self, args, state, control, **kwargs: (
@@ -108,7 +108,7 @@ def on(**events: Callable[..., Any]) -> TrainerCallback:
 
 
 def accuracy(predicted: Any) -> dict[str, float]:
-    """Of arg-maxima, shifted as in the report."""
+    """Accuracy of arg-maxima, shifted as in the report."""
     ids, labels = predicted.predictions[:, :-1], predicted.label_ids[:, 1:]
     real = labels != -100
     return {"hits": float(((ids == labels) & real).sum() / real.sum())}
@@ -272,7 +272,7 @@ def layers_trained_later(kit: Kit) -> Seen:
 
 
 def patience(first: int, then: int, resume: Any, **options: Any) -> Callable[[Kit], Seen]:
-    """Ended early, and resumed with another patience."""
+    """Ends early, and resumes with another patience."""
 
     def resumed(kit: Kit) -> Seen:
         for count, place in ((first, None), (then, resume)):
@@ -294,7 +294,7 @@ def patience(first: int, then: int, resume: Any, **options: Any) -> Callable[[Ki
 
 
 class Shuffled(torch.utils.data.IterableDataset):
-    """A stream that is in another order in each epoch."""
+    """A stream with a different order in each epoch."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows, self.epoch = rows, 0
@@ -548,7 +548,7 @@ class Trial:
 
 
 class Study:
-    """What transformers asks of optuna's."""
+    """The optuna API that transformers uses."""
 
     def optimize(self, objective: Any, n_trials: int, **options: Any) -> None:
         self.trials: Any = [Trial({}, number) for number in range(n_trials)]
@@ -565,7 +565,7 @@ class Study:
 
 @contextmanager
 def optuna() -> Iterator[None]:
-    """As if it were installed."""
+    """Pretends that it is installed."""
     module: Any = ModuleType("optuna")
     module.__spec__, module.Trial, module.create_study = ModuleSpec("optuna", None), Trial, lambda **options: Study()
     module.trial = SimpleNamespace(FixedTrial=Trial, BaseTrial=Trial)
@@ -609,16 +609,16 @@ def of_one_length(kit: Kit) -> Any:
     return stream([{"input_ids": row, "labels": row} for row in rows])
 
 
-_LEAVE_OUT = "leave it out, or train the whole model"
+_LEAVE_OUT = "leave it out, or train the full model"
 _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 27161", Move(
         "label smoothing with a LoRA adapter: labels are shifted",
         lambda kit: run(kit, given={"model": LORA()}, label_smoothing_factor=0.1))),
     ("transformers 26413", Move(
         "a stream of fewer rows than `max_steps` needs, resumed in its second pass", short_stream_resumed,
-        ours="as the run that was not interrupted; the stock `Trainer` begins another pass")),
+        ours="like the uninterrupted run; the stock `Trainer` begins another pass")),
     ("transformers 10909", Move(
-        "sampling by length with lengths in a column of their own",
+        "sampling by length with lengths in a separate column",
         lambda kit: run(
             kit, rows=with_lengths(kit), per_device_train_batch_size=20, train_sampling_strategy="group_by_length",
             length_column_name="tokens"))),
@@ -637,7 +637,7 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 26969", Move('`gradient_checkpointing_kwargs={"use_reentrant": ...}`', use_reentrant)),
     ("transformers 25841", Move(
         "an adapter by `model.add_adapter`, without `get_peft_model`", add_adapter,
-        left=True, refused="is an adapter inside a", instead="`peft.get_peft_model(model, config)`")),
+        left=True, error="is an adapter inside a", instead="`peft.get_peft_model(model, config)`")),
     ("transformers 33336", Move("a finished run resumed with more epochs, after its rate had come to 0", more_epochs)),
     ("transformers 24248", Move(
         "`auto_find_batch_size` with `eval_steps`, `save_steps` and `logging_steps` as parts of a run",
@@ -647,15 +647,15 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
         lambda kit: run(
             kit, others=named_data_sets(kit), load_best_model_at_end=True, metric_for_best_model="eval_others_loss",
             save_total_limit=1, **EACH))),
-    ("transformers 24832", Move("`trainer.evaluate` of a dictionary, with a prefix of one's own", evaluate_a_dictionary)),
-    ("transformers 19957", Move("`metric_for_best_model` that no evaluation gives: an error that lists those there are", unknown_metric)),
+    ("transformers 24832", Move("`trainer.evaluate` of a dictionary, with a custom prefix", evaluate_a_dictionary)),
+    ("transformers 19957", Move("`metric_for_best_model` that no evaluation reports: an error that lists the available ones", unknown_metric)),
     ("transformers 24252", Move(
         "LoRA with `modules_to_save`, resumed from a checkpoint", modules_to_save_resumed,
-        left=True, refused="modules_to_save", instead=_LEAVE_OUT)),
+        left=True, error="modules_to_save", instead=_LEAVE_OUT)),
     ("peft 2864", Move(
         "new tokens trained by `trainable_token_indices`, with tied embeddings",
         lambda kit: run(kit, given={"model": tiny_lora("qwen3_qk_norm_tied", target_modules=["q_proj"], trainable_token_indices=[5, 6])}),
-        left=True, refused="trainable_token_indices", instead=_LEAVE_OUT)),
+        left=True, error="trainable_token_indices", instead=_LEAVE_OUT)),
     ("transformers 43598", Move(
         "a column that the model does not take, kept by `_set_signature_columns_if_needed` for a `compute_loss`", columns_kept)),
     ("transformers 7823", Move("rows of text, which the collator tokenizes, with `remove_unused_columns=False`", collator_tokenizes)),
@@ -663,7 +663,7 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 20029", Move(
         "layers that are trained from the second epoch on: a callback sets `base_lrs` of the schedule", layers_trained_later)),
     ("transformers 28544", Move(
-        "early stopping whose patience goes on after a resume (`restore_callback_states_from_checkpoint`)",
+        "early stopping whose patience continues after a resume (`restore_callback_states_from_checkpoint`)",
         patience(4, 7, "checkpoint-3", restore_callback_states_from_checkpoint=True))),
     ("transformers 10290", Move("resuming a run that early stopping had ended", patience(2, 2, True))),
     ("transformers 23934", Move(
@@ -708,17 +708,17 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 31391", Move("`gradient_checkpointing_enable()` and `use_cache = False` by the script", checkpointing_by_the_script)),
     ("transformers 31033", Move(
         "norms of each parameter's gradient, read in `on_pre_optimizer_step`", gradients_read,
-        ours="by `trainer.engine.full_gradients()`; `p.grad` is an error that says so")),
+        ours="by `trainer.engine.full_gradients()`; `p.grad` raises an error that names it")),
     ("transformers 29972", Move(
         "a `compute_loss` that adds a term of the hidden states and logs both terms with `self.log`",
-        lambda kit: with_loss(kit, hidden_term), refused="output_hidden_states", instead="a term of the logits")),
+        lambda kit: with_loss(kit, hidden_term), error="output_hidden_states", instead="a term of the logits")),
     ("transformers 12379", Move("a loss of two terms, whose sums an override of `log` adds to what is logged", terms_logged)),
     ("transformers 30104", Move(
         "`output_hidden_states=True` in the config: predictions are a tuple", hidden_states_predicted,
-        left=True, refused="output_hidden_states=True", instead="set `model.config.output_hidden_states = False`")),
+        left=True, error="output_hidden_states=True", instead="set `model.config.output_hidden_states = False`")),
     ("transformers 17729", Move(
         '`debug="underflow_overflow"`', lambda kit: run(kit, debug="underflow_overflow"),
-        left=True, refused="debug", instead="leave it out")),
+        left=True, error="debug", instead="leave it out")),
     ("transformers 27181", Move("`skip_memory_metrics=False`: memory in what `train` returns", memory_metrics)),
     ("transformers 30943", Move(
         "`dataloader_persistent_workers` with `compute_metrics` over two data sets",
@@ -729,10 +729,10 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 9359", Move('`control.should_log = True` in `on_epoch_end`, with `logging_strategy="no"`', logged_by_epochs)),
     ("transformers 33130", Move(
         "the L1 norm of the model's weights as a second term, in `compute_loss`", lambda kit: with_loss(kit, norm_of_weights),
-        refused="the loss is a function of the weight", instead="leave it out; `weight_decay` stands for an L2 norm")),
+        error="the loss is a function of the weight", instead="leave it out; `weight_decay` stands for an L2 norm")),
     ("transformers 33130", Move(
         "the same in a `compute_loss_func` that knows the model", norm_in_a_function,
-        refused="the weights in trainer.model are not those", instead="as above")),
+        error="the weights in trainer.model are not those", instead="as above")),
     ("transformers 11710", Move("`train()` a second time, as in a notebook", trained_twice)),
     ("transformers 21494", Move("`state.epoch` and `state.global_step` as each event of a callback sees them", epochs_of_events)),
     ("transformers 37110", Move(
@@ -763,23 +763,23 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
         "GRPO with `eval_on_start=True`",
         of_trl("GRPO", "prompts", dict, **trl_runs.RL, eval_on_start=True, eval_strategy="steps", eval_steps=3, max_steps=2), tolerance=1e-4)),
 )  # fmt: skip
-"""Repository and number, what is done there, and what comes of it here."""
+"""Repository and number, and the move."""
 
 REPORTS = {f"{report}: {move.name}": move for report, move in _REPORTS}
 """By name, in the order of the page."""
 
 QUICK = ("961", "26413", "39842", "24832", "43595", "7823", "20029", "27962", "35651", "9359", "21494", "11710", "31923", "25841",
          "31033", "29972", "30104", "33130", "10140", "2864", "3728", "3927")  # fmt: skip
-"""What runs with the fast tests: what was mended, and what is furthest from the moves of tests/moves."""
+"""Run with the fast tests: the bugs that were fixed, and the reports that differ most from tests/moves."""
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "exactness.md"
 _HEADING, _NEXT = "## Public bug reports tried\n", "\n## "
 
 
 def section() -> str:
-    """The part of the page that lists them."""
+    """The section of the page that lists them."""
     numbers, left = len({report for report, _ in _REPORTS}), sum(move.left for _, move in _REPORTS)
-    refused = sum(bool(move.refused) and not move.left for _, move in _REPORTS)
+    unsupported = sum(bool(move.error) and not move.left for _, move in _REPORTS)
     rows = []
     for report, move in _REPORTS:
         repository, number = report.split()
@@ -788,12 +788,12 @@ def section() -> str:
         )
     lines = [
         _HEADING,
-        f"What the scripts of {numbers} reports of bugs in transformers, PEFT, TRL and accelerate do, with the stock trainer and with ours, on one",
-        f"process and on two: {len(rows) - left - refused} give the same logs, weights and files, {left} are left to `Trainer`, {refused} are refused before the first",
-        "step ([what that means](moves.md)). Three were wrong here without a word: the gradient of a term of the weights in a loss was lost",
-        "(33130), and hidden states that a config asks for were missing in predictions (30104); both are named now. The last batch of a stream",
-        "had more rows than with `dispatch_batches` on several processes, and counted as a whole one in an evaluation, on one process, too (961);",
-        "both are as in the stock trainer now.",
+        f"The scripts of {numbers} bug reports of transformers, PEFT, TRL and accelerate, run with the stock trainer and with ours, on one process",
+        f"and on two: {len(rows) - left - unsupported} give the same logs, weights and files, {left} are left to `Trainer`, {unsupported} are not supported",
+        "([what that means](moves.md)). Three were silently wrong here before: the gradient of a term of the weights in a loss was lost",
+        "(33130), and hidden states that a config asks for were missing in predictions (30104); both raise an error now. The last batch of a stream",
+        "had more rows than with `dispatch_batches` on several processes, and counted as a complete one in an evaluation, also on one process (961);",
+        "both now match the stock trainer.",
         "`tests/gloo/test_public_reports.py` runs them.",
         "",
         '<details markdown="1">',
@@ -810,7 +810,7 @@ def section() -> str:
 
 
 def page() -> str:
-    """The whole page, with the list of now."""
+    """The page with the current list."""
     before, _, rest = PAGE.read_text().partition(_HEADING)
     _, found, after = rest.partition(_NEXT)
     return before + section() + found + after

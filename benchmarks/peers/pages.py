@@ -1,6 +1,6 @@
-"""What `side_by_side.py` writes into docs/measured.md (families of sides, relative to `auto`) and docs/side-by-side.md (every side).
+"""The blocks that `side_by_side.py` writes: docs/measured.md (families of sides, relative to `auto`), docs/side-by-side.md (every side).
 
-Both are blocks between two marks, made of the JSON file alone: no number is typed by hand. The file itself is put beside them.
+Both are between two marks and made from the JSON file alone: no number is typed by hand. The file itself lies beside them.
 """
 
 import statistics
@@ -37,23 +37,23 @@ FAMILIES = (
     ("ours, the paper's way: fixed buckets", ("ours, the paper's way",)),
     ("**ours, `auto`**", (AUTO,)),
 )
-"""Rows of tables and how the names of their sides begin. A row shows the fastest of its sides for each length file."""
+"""Rows of tables and the prefixes of their sides' names. A row shows the fastest of its sides for each length file."""
 CLOSE = 1.02
 """A side within 2 % of the fastest counts as fastest."""
 
 _LEGEND = (
-    "How many times as long as `auto` the fastest side of a family takes for the same mini-batches: the geometric mean over "
-    "the length files, and the least and the most. A limit of memory is what the longest sequence needs under model "
+    "Time of the fastest side of a family, relative to `auto`, for the same mini-batches: the geometric mean over "
+    "the length files, and the minimum and maximum. The memory limit is what the longest sequence needs under model "
     "parallelism, and a tenth more; the same rule for all. All sides in seconds, and where their time goes: "
     "[side by side](side-by-side.md)."
 )
 _FAMILY_LEGEND = (
-    "A number of tokens: the longest sequence that a side can hold under the limit. Bold: the fastest, and what is within "
+    "A number of tokens: the longest sequence that a side can hold under the limit. Bold: the fastest, and all within "
     "2 % of it."
 )
 
 Cell = tuple[float, str]
-"""Seconds of a mini-batch (infinite without) and what is shown."""
+"""Seconds of a mini-batch (infinite without) and the text that is shown."""
 Kind = dict[str, dict[str, Any]]
 """The cells of a model and dtype, by length file."""
 
@@ -62,14 +62,14 @@ def families_block(data: dict[str, Any], names: Sequence[str]) -> str:
     """One table: families of sides against models and dtypes, without and under a limit of memory, relative to `auto`.
 
     Args:
-        data: What was found.
-        names: Model and dtype of the cells that are shown, `0.9M fp32`.
+        data: The results.
+        names: Model and dtype of the cells to show, such as `0.9M fp32`.
     """
     kinds = {name: kind for name, kind in kinds_of(data).items() if name in names}
     text = [f"Measured on {_facts([cell for kind in kinds.values() for cell in kind.values()])}:", ""]
     text += _relative_table(kinds)
     notes: list[str] = [_LEGEND]
-    reasons: dict[tuple[str, str], list[str]] = {}  # of each the kinds that it holds for
+    reasons: dict[tuple[str, str], list[str]] = {}  # values: the kinds to which the reason applies
     for name, kind in kinds.items():
         lines = {lengths: lines_of(cell) for lengths, cell in kind.items()}
         spread = max(loss_spread(of_cell)[0] for of_cell in lines.values())
@@ -103,7 +103,7 @@ def update_block(path: Path, block: str) -> None:
     """Writes a block between the two marks of a file.
 
     Raises:
-        ValueError: the file does not have both marks.
+        ValueError: a mark is missing in the file.
     """
     text = path.read_text()
     if BEGIN not in text or END not in text:
@@ -113,7 +113,7 @@ def update_block(path: Path, block: str) -> None:
 
 
 def _facts(cells: Sequence[dict[str, Any]]) -> str:
-    """Machine and versions; cells may come from several machines."""
+    """Machines and versions; cells may come from several machines."""
     machines = [cell["machine"] for cell in cells]
     names = ("torch", "transformers", "accelerate", "trl", "deepspeed")
     versions = ", ".join(f"{name} {_each(machines, name)}" for name in names if any(name in each for each in machines))
@@ -139,7 +139,7 @@ def _relative_table(kinds: dict[str, Kind]) -> list[str]:
         shown = []
         for free, limited in columns:
             without = _relative(free, starts, "-")
-            # what did not run at all is not too large
+            # a side that did not run at all is not too large
             shown += [without, _relative(limited, starts, "-" if without == "-" else "does not fit")]
         if set(shown[::2]) != {"-"}:  # it was asked for
             text.append(f"| {title} | " + " | ".join(shown) + " |")
@@ -147,7 +147,7 @@ def _relative_table(kinds: dict[str, Kind]) -> list[str]:
 
 
 def _relative(of_files: Sequence[dict[str, float]], starts: tuple[str, ...], without: str) -> str:
-    """How many times as long as auto a family takes in the cells of a kind; of auto the seconds; `without` numbers that."""
+    """The time of a family relative to auto in the cells of a kind; for auto its seconds; without numbers `without`."""
     mine = [
         (min(seconds), of_file[AUTO])
         for of_file in of_files
@@ -180,7 +180,7 @@ def _family_rows(lines: dict[str, dict[str, Line]], limited: bool) -> list[str]:
 
 
 def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cell:
-    """The fastest of a family in one cell; under a limit of those that fit, or the longest sequence that one holds."""
+    """The fastest of a family in one cell; under a limit the fastest that fits, or the longest sequence that one holds."""
     mine = {name: seconds for name, seconds in column(lines, limited).items() if name.startswith(starts)}
     if mine:
         seconds = mine[fastest(mine)]
@@ -190,12 +190,12 @@ def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cel
     family = [line.found for name, line in lines.items() if name.startswith(starts)]
     if single := [found["single_peak_bytes"] for found in family if "single_peak_bytes" in found]:
         return float("inf"), f"takes {min(single) / MIB:.0f} MiB"
-    held = [found["longest_held"] for found in family if "longest_held" in found]
-    return float("inf"), (f"{max(held)} tokens" if max(held) else "nothing") if held else "-"
+    longest = [found["longest_held"] for found in family if "longest_held" in found]
+    return float("inf"), (f"{max(longest)} tokens" if max(longest) else "nothing") if longest else "-"
 
 
 def _where_we_lose(kind: str, lines: dict[str, dict[str, Line]]) -> list[str]:
-    """The columns in which another side is faster than `auto` by more than 2 %, and the limits that it is above."""
+    """The columns in which another side is faster than `auto` by more than 2 %, and the limits that `auto` exceeds."""
     lost = []
     for limited, title in ((False, ""), (True, " under the limit")):
         for lengths, of_cell in lines.items():
@@ -210,7 +210,7 @@ def _where_we_lose(kind: str, lines: dict[str, dict[str, Line]]) -> list[str]:
 
 
 def _cannot_run(lines: dict[str, dict[str, Line]]) -> dict[str, str]:
-    """Sides that have a reason instead of a number, not for want of memory."""
+    """Sides that have a reason instead of a number, and the reason is not memory."""
     return {
         line.name: line.reason
         for of_cell in lines.values()
@@ -220,7 +220,7 @@ def _cannot_run(lines: dict[str, dict[str, Line]]) -> dict[str, str]:
 
 
 def _short(reason: str, most: int = 150) -> str:
-    """The reason without its exception's name, and not much of it: the JSON has it all."""
+    """The start of the reason, without its exception's name; the JSON has the full text."""
     kind, _, rest = reason.partition(": ")
     text = (rest if rest and kind.replace(".", "").isalnum() else reason).rstrip(".")
     return text if len(text) <= most else text[: most - 3] + "..."

@@ -32,7 +32,7 @@ def run_moves(rank: int, world_size: int, group: str, stock: bool, folder: str, 
     results: dict[str, tuple[str, Any, int]] = {}
     seen: Any
     for number, move in enumerate(chosen(group, quick)):
-        if stock and move.refused and not move.left:
+        if stock and move.error and not move.left:
             continue
         for default in (True, False) if move.left and not stock else (False,):
             path = Path(folder) / f"{'stock' if stock else 'hot'}-{world_size}-{number}-{default}"
@@ -50,11 +50,11 @@ def run_moves(rank: int, world_size: int, group: str, stock: bool, folder: str, 
 def complaint(move: Move, stock, ours, default: bool = False) -> str:
     """What is wrong with the outcome of a move on one rank; empty where nothing is."""
     kind, value, made = ours
-    if move.refused and not default:
+    if move.error and not default:
         if kind != "refused":
             return "it is not refused"
-        if not re.search(move.refused, value):
-            return f"the refusal does not say {move.refused!r}: {value}"
+        if not re.search(move.error, value):
+            return f"the refusal does not say {move.error!r}: {value}"
         return f"it is refused after {made} steps" if made else ""
     if kind != "seen":
         return f"it is refused: {value}"

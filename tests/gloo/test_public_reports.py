@@ -43,9 +43,9 @@ def run_reports(
 
 def complaint(move: Move, stock: Any, ours: Any, made: int, default: bool) -> str:
     """What is wrong with a report's outcome on one rank; empty where nothing is."""
-    if move.refused and not default:
-        if not isinstance(ours, str) or not re.search(move.refused, ours):
-            return f"it is not refused with {move.refused!r}: {ours if isinstance(ours, str) else 'it ran'}"
+    if move.error and not default:
+        if not isinstance(ours, str) or not re.search(move.error, ours):
+            return f"it is not refused with {move.error!r}: {ours if isinstance(ours, str) else 'it ran'}"
         return f"it is refused after {made} steps" if made else ""
     if isinstance(stock, str) or isinstance(ours, str):
         texts = (value if isinstance(value, str) else "ran" for value in (stock, ours))

@@ -1,9 +1,9 @@
-"""What users do to a `Trainer`, one move at a time: each must be equal to the stock Trainer, or refused by name before
-the first step. Never a third thing.
+"""User actions on a `Trainer`, one move each: the result must equal the stock Trainer's, or an error must name the cause
+before the first step. There is no third outcome.
 
-A `Move` builds a trainer from a `Kit`, which holds either the stock classes or ours, and returns what can be seen of its
-run. `tests/gloo/test_moves.py` runs every move with both and compares; `python -m tests.moves` writes the table of
-docs/moves.md. A new feature, argument or hook gets a move in the file of its group.
+A `Move` builds a trainer from a `Kit`, which holds either the stock classes or ours, and returns the observable results
+of its run. `tests/gloo/test_moves.py` runs every move with both and compares; `python -m tests.moves` writes the table of
+docs/moves.md. Add a move to the file of its group for each new feature, argument or hook.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,14 +20,14 @@ from tests.oracle import random_rows
 
 ROWS, MINI_BATCH, LONGEST = 20, 6, 60
 STRATEGIES = {1: "dp1:64@128", 2: "dp2:16@32,tp2:64@64"}
-"""What ours trains under, by number of processes."""
+"""The strategies of ours, by number of processes."""
 
 COMMON: dict[str, Any] = {
     "max_steps": 4, "learning_rate": 5e-3, "seed": 7, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True,
     "report_to": "none", "save_strategy": "no", "per_device_train_batch_size": MINI_BATCH,
     "per_device_eval_batch_size": ROWS,
 }  # fmt: skip
-"""The arguments of every move; those of the move come on top."""
+"""The arguments of every move; the move's own arguments override them."""
 
 GROUPS = (
     "arguments", "data", "collators", "losses", "optimizers", "overrides", "callbacks", "checkpoints", "models",
@@ -35,11 +35,11 @@ GROUPS = (
 """The files of moves, in the order of the page; each has a tuple `MOVES`."""
 
 Seen = dict[str, Any]
-"""What can be seen of a run, by name: numbers, texts, tensors, or lists and mappings of them."""
+"""The observable results of a run, by name: numbers, texts, tensors, or lists and mappings of them."""
 
 
 class StepCounter(TrainerCallback):
-    """Counts the steps that were made: what is refused must be refused before the first one has changed a weight."""
+    """Counts optimizer steps: an expected error must be raised before the first step has changed a weight."""
 
     made = 0
 
@@ -49,11 +49,10 @@ class StepCounter(TrainerCallback):
 
 @dataclass
 class Kit:
-    """What a move builds its trainer from.
+    """The parts from which a move builds its trainer.
 
     Args:
-        stock: Whether the classes are those of transformers.
-        world_size: Processes.
+        stock: Whether the classes are transformers' own.
         folder: A directory of this move, the same on all ranks.
         default: Whether every `hotspa_*` flag stays at its default.
     """
@@ -69,7 +68,7 @@ class Kit:
 
     @property
     def trainer_class(self) -> Any:
-        """`Trainer` or `HotSPaTrainer`: also what a user's subclass derives from."""
+        """`Trainer` or `HotSPaTrainer`: also the base of a user's subclass."""
         if self.stock:
             return Trainer
         from hf_hotspa.trainer.trainer import HotSPaTrainer
@@ -78,7 +77,7 @@ class Kit:
 
     def arguments(self, **changes: Any) -> Any:
         """Training arguments: `COMMON` and the changes. `output_dir` is the folder of the move. The rows of a mini-batch are
-        dealt out to the processes."""
+        divided among the processes."""
         given = {**COMMON, "output_dir": str(self.folder / "out"), **changes}
         given["per_device_train_batch_size"] = max(1, given["per_device_train_batch_size"] // self.world_size)
         if self.stock:
@@ -98,8 +97,8 @@ class Kit:
         return random_rows(count, 163, longest=LONGEST, seed=seed)
 
     def trainer(self, cls: Any = None, **kwargs: Any) -> Any:
-        """A trainer of the kit: model, arguments and rows are filled in where a move gives none, and so is, where the stock
-        class trains, a collator that pads. `cls` is a subclass of `trainer_class`, or a factory."""
+        """A trainer of the kit. Model, arguments and rows have defaults; if the stock class trains, so has the collator,
+        which pads. `cls` is a subclass of `trainer_class`, or a factory."""
         given = {"model": None, "args": None, "train_dataset": None, **kwargs}
         if given["model"] is None and "model_init" not in given:
             given["model"] = self.model()
@@ -113,7 +112,7 @@ class Kit:
         return self.trainers[-1]
 
     def train(self, trainer: Any, **kwargs: Any) -> Seen:
-        """Trains, and returns what every run shows: losses, rates, norms, step and epoch of each log, and the weights."""
+        """Trains, and returns losses, rates, norms, step and epoch of each log, and the weights."""
         result = trainer.train(**kwargs)
         keys = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "step")
         logs = [{key: log[key] for key in keys if key in log} for log in trainer.state.log_history]
@@ -121,7 +120,7 @@ class Kit:
         return {"logs": logs, "weights": weights, "training loss": result.training_loss}
 
     def close(self) -> None:
-        """Lets go of what the trainers hold. Collective."""
+        """Releases the resources of the trainers. Collective."""
         for trainer in self.trainers:
             if hasattr(trainer, "close_engine"):
                 trainer.close_engine()
@@ -130,33 +129,33 @@ class Kit:
 
 @dataclass(frozen=True)
 class Move:
-    """Something that users do.
+    """A user action.
 
     Args:
-        name: What they do, as the page says it: short, plain, in the words of the field.
-        run: Does it with a kit, and returns what is seen of it.
-        refused: A regular expression that the message of the refusal must match; empty where ours must be equal. A
-            refusal is a `HotspaError` on every rank, before the first step.
-        instead: For the page, where it is refused: what to do instead.
-        left: It is refused only where a `hotspa_*` flag is set: without one the stock Trainer trains it, so ours is equal.
+        name: The action, as on the page: short, plain, in the terms of the field.
+        run: Performs it with a kit, and returns the observable results.
+        error: A regular expression that the error message must match; empty if ours must be equal. The error is a
+            `HotspaError` on every rank, before the first step.
+        instead: For the page, if it is not supported: the alternative.
+        left: The error is raised only if a `hotspa_*` flag is set: without one the stock Trainer trains, so ours is equal.
         tolerance: The largest relative difference of numbers and tensors.
-        ours: For the page, where it is equal but something is to be said.
+        ours: A remark for the page, if it is equal.
     """
 
     name: str
     run: Callable[[Kit], Seen]
-    refused: str = ""
+    error: str = ""
     instead: str = ""
     left: bool = False
     tolerance: float = 2e-5
     ours: str = ""
 
     def __post_init__(self) -> None:
-        assert not self.refused or self.instead, f"{self.name}: a refusal says what to do instead"
+        assert not self.error or self.instead, f"{self.name}: an unsupported move names the alternative"
 
 
 def with_arguments(**changes: Any) -> Callable[[Kit], Seen]:
-    """The move of training with other arguments, on rows that are also evaluated."""
+    """The move of training with changed arguments, on rows that are also evaluated."""
 
     def run(kit: Kit) -> Seen:
         rows = kit.rows()
@@ -166,7 +165,7 @@ def with_arguments(**changes: Any) -> Callable[[Kit], Seen]:
 
 
 def padded(examples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """What a user's stock collator makes of rows with `input_ids` and `labels`: padded on the right, pads masked."""
+    """A user's stock collator for rows with `input_ids` and `labels`: pads on the right, masks pads."""
     longest = max(len(e["input_ids"]) for e in examples)
 
     def column(key: str, value: int) -> Tensor:
@@ -184,7 +183,7 @@ def all_moves() -> dict[str, tuple[Move, ...]]:
 
 
 def differences(found: Any, expected: Any, tolerance: float, place: str = "") -> list[str]:
-    """Where what was seen of two runs differs, as texts; empty where they are equal."""
+    """The differences between the results of two runs, as texts; empty if they are equal."""
     if isinstance(expected, Mapping):
         if not isinstance(found, Mapping) or found.keys() != expected.keys():
             return [f"{place}: {sorted(found) if isinstance(found, Mapping) else found}, not {sorted(expected)}"]

@@ -1,4 +1,4 @@
-"""Writes docs/moves.md: what becomes of everything that users do to a Trainer. `python -m tests.moves`."""
+"""Writes docs/moves.md: the result of every user action on a Trainer. `python -m tests.moves`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,17 +17,17 @@ _TITLES = {
     ),
     "collators": (
         "Data collators",
-        "those of transformers and your own, if they give tokens, labels and positions only",
+        "transformers' and custom ones, if they return tokens, labels and positions only",
     ),
     "losses": (
         "Losses",
-        "`compute_loss_func`, a `compute_loss` override, label smoothing, weights of tokens, distillation. A loss that "
+        "`compute_loss_func`, a `compute_loss` override, label smoothing, token weights, distillation. A loss that "
         "changes inside the `forward` of the model is left to `Trainer`",
     ),
     "optimizers": (
         "Optimizers and schedulers",
-        "every elementwise optimizer, also in 8 and 4 bits, and schedulers of your own. Adafactor and others that look "
-        "at a whole matrix are left to `Trainer`",
+        "every elementwise optimizer, also in 8 and 4 bits, and custom schedulers. Adafactor and others that need "
+        "a complete matrix are left to `Trainer`",
     ),
     "overrides": (
         "Methods of a subclass",
@@ -47,34 +47,33 @@ def here(move: Move) -> str:
     """The second column."""
     if move.left:
         return f"the same, left to `Trainer`; to switch: {move.instead}"
-    return f"refused: {move.instead}" if move.refused else f"the same{'; ' + move.ours if move.ours else ''}"
+    return f"not supported: {move.instead}" if move.error else f"the same{'; ' + move.ours if move.ours else ''}"
 
 
 def _counts(moves: Sequence[Move]) -> str:
-    """How many of them are what."""
     left = sum(move.left for move in moves)
-    refused = sum(bool(move.refused) and not move.left for move in moves)
-    same = f"{len(moves) - left - refused} the same"
-    return ", ".join([same, *([f"{left} left"] if left else []), *([f"{refused} refused"] if refused else [])])
+    others = sum(bool(move.error) and not move.left for move in moves)
+    same = f"{len(moves) - left - others} the same"
+    return ", ".join([same, *([f"{left} left"] if left else []), *([f"{others} not supported"] if others else [])])
 
 
 def page() -> str:
     """The text of the page: a line for each group, then the tables, folded."""
     moves = all_moves()
     every = [move for group in GROUPS for move in moves[group]]
-    refused = sum(bool(move.refused) and not move.left for move in every)
+    unsupported = sum(bool(move.error) and not move.left for move in every)
     left = sum(move.left for move in every)
     lines = [
         "# What carries over from `Trainer`",
         "",
         f"{len(every)} things that users do with the stock `Trainer`. Tests try each of them with both trainers, on one process and on",
-        f"two: {len(every) - left - refused} give the same losses, rates and weights, {left} are left to `Trainer`, {refused} are refused. In short:",
+        f"two: {len(every) - left - unsupported} give the same losses, rates and weights, {left} are left to `Trainer`, {unsupported} are not supported. In short:",
         "",
         *(f"* **{title}**: {text} ({_counts(moves[group])})." for group, (title, text) in _TITLES.items()),
         "",
-        "*Left to `Trainer`* means: nothing is switched, a warning says why, and the run is that of the stock `Trainer` (with",
-        "several processes: `DistributedDataParallel`). If you set a `hotspa_*` flag, these are refused, too. *Refused* means: an",
-        "error before the first step, which names the cause and what to do.",
+        "*Left to `Trainer`* means: nothing is switched, a warning gives the reason, and the stock `Trainer` runs (with several",
+        "processes: `DistributedDataParallel`). If you set a `hotspa_*` flag, these are not supported, either. *Not supported*",
+        "means: an error before the first step, which names the cause and the alternative.",
         "",
         "## Every one of them",
         "",

@@ -11,7 +11,7 @@ from tests.moves import COMMON, MINI_BATCH, STRATEGIES, Kit, Move, Seen, with_ar
 
 
 def _accumulation(kit: Kit) -> Seen:
-    # 18 rows: where the last micro-batch of an epoch is short, the stock Trainer's epochs count micro-batches
+    # 18 rows: if the last micro-batch of an epoch is short, the stock Trainer's epochs count micro-batches
     args = kit.arguments(per_device_train_batch_size=3, gradient_accumulation_steps=2)
     return kit.train(kit.trainer(args=args, train_dataset=kit.rows(18)))
 
@@ -73,7 +73,7 @@ def _plain(kit: Kit) -> Seen:
 
 
 def _by_length(kit: Kit) -> Seen:
-    # one mini-batch of all rows: their order is this trainer's own
+    # one mini-batch of all rows: their order is specific to this trainer
     changes = {"per_device_train_batch_size": 20, "train_sampling_strategy": "group_by_length"}
     return kit.train(kit.trainer(args=kit.arguments(**changes)))
 
@@ -139,11 +139,11 @@ def _arguments_of_a_library(kit: Kit) -> Seen:
 
 
 MOVES: tuple[Move, ...] = (
-    Move("a subclass of `TrainingArguments` of one's own, whose fields a callback reads", _own_arguments_read),
+    Move("a custom subclass of `TrainingArguments`, whose fields a callback reads", _own_arguments_read),
     Move(
-        "the arguments of another library's trainer (TRL's `SFTConfig`), with a field that asks for something", _arguments_of_a_library,
-        refused="TunedConfig has loss_type='dft'",
-        instead="what stands in its place is in the message and in the [table of TRL's fields](migration.md#from-trls-sfttrainer)",
+        "the arguments of another library's trainer (TRL's `SFTConfig`), with a field that cannot be honoured", _arguments_of_a_library,
+        error="TunedConfig has loss_type='dft'",
+        instead="the alternative is in the message and in the [table of TRL's fields](migration.md#from-trls-sfttrainer)",
     ),
     Move("`Trainer(model, args, collator, rows)`: arguments by their place", _by_place),
     Move("`len` and `total_batch_size` of the data loaders", _loaders),
@@ -157,7 +157,7 @@ MOVES: tuple[Move, ...] = (
     Move('`include_num_input_tokens_seen="non_padding"`', lambda kit: _tokens(kit, "non_padding")),
     Move(
         '`include_num_input_tokens_seen="all"`, and `total_flos`', lambda kit: _tokens(kit, "all", _of_one_length(kit)),
-        ours="pads are not there to be counted",
+        ours="there are no pads to count",
     ),
     Move("`dataloader_drop_last` in evaluation and prediction", _last_dropped),
     Move("plain `TrainingArguments`, changed afterwards", _plain, ours="every `hotspa_*` flag at its default"),
@@ -170,9 +170,9 @@ MOVES: tuple[Move, ...] = (
     Move("`label_smoothing_factor`", with_arguments(label_smoothing_factor=0.1)),
     Move("evaluation by steps", with_arguments(eval_strategy="steps", eval_steps=2)),
     Move(
-        "`fp16=True`", with_arguments(fp16=True), left=True, refused="fp16=True cannot be honoured", instead="use `bf16` or fp32",
+        "`fp16=True`", with_arguments(fp16=True), left=True, error="fp16=True cannot be honoured", instead="use `bf16` or fp32",
     ),
     Move(
-        "`torch_compile=True`", with_arguments(torch_compile=True, torch_compile_backend="eager", max_steps=1), left=True, refused="torch_compile=True", instead="leave it off",
+        "`torch_compile=True`", with_arguments(torch_compile=True, torch_compile_backend="eager", max_steps=1), left=True, error="torch_compile=True", instead="leave it off",
     ),
 )  # fmt: skip

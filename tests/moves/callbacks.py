@@ -10,19 +10,19 @@ from tests.moves import ROWS, Kit, Move, Seen
 
 
 def _norms(model: Any) -> list[float]:
-    """What tells whether weights are those of the moment."""
+    """Norms of the parameters: they show whether the weights are current."""
     return [float(p.detach().double().norm()) for p in model.parameters()]
 
 
-def _looking(kit: Kit, event: str, look: Any = _norms, **changes: Any) -> Seen:
-    """Trains with a callback that looks at the model at an event."""
+def _looking(kit: Kit, event: str, read_model: Any = _norms, **changes: Any) -> Seen:
+    """Trains with a callback that reads the model at an event."""
     looks: list[Any] = []
 
     class Looks(TrainerCallback):
         pass
 
     def on_event(self: Any, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        looks.append([state.global_step, look(model)])
+        looks.append([state.global_step, read_model(model)])
 
     setattr(Looks, event, on_event)
     rows = kit.rows()
@@ -101,7 +101,7 @@ def _resumed(kit: Kit) -> Seen:
 
 
 class _SetsEpsilon(TrainerCallback):
-    """Changes a number that a forward reads, on the object."""
+    """Changes a number on the object that the forward pass reads."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         model.model.norm.variance_epsilon = 0.5
@@ -112,7 +112,7 @@ def _epsilon_changed(kit: Kit) -> Seen:
 
 
 class _Pruned(Exception):
-    """What a callback raises to end a run."""
+    """Raised by a callback to end a run."""
 
 
 class _Prunes(TrainerCallback):
@@ -147,7 +147,7 @@ MOVES: tuple[Move, ...] = (
     Move(
         "shapes, dtypes and numbers of parameters looked at in `on_step_end`",
         lambda kit: _looking(kit, "on_step_end", _facts),
-        ours="values there are an error that says where to look",
+        ours="reading values there raises an error that names the right event",
     ),
     Move("`compute_metrics` looks at `trainer.model`", _metrics),
     Move("`evaluate` overridden, which looks at `self.model`", _evaluate_overridden),
@@ -155,16 +155,16 @@ MOVES: tuple[Move, ...] = (
     Move(
         "a number in a module (`variance_epsilon`, `scaling`, ...) changed in `on_train_begin`, or later",
         _epsilon_changed,
-        refused=r"'model.norm' has variance_epsilon=0.5, and 1e-0\d when the training had started",
+        error=r"'model.norm' has variance_epsilon=0.5, and 1e-0\d when the training had started",
         instead="set it in the config before training",
     ),
     Move(
-        "a callback raises an exception of its own, which the script catches",
+        "a callback raises a custom exception, which the script catches",
         _pruned,
         ours="on several processes it is the cause of the `CallbackError` that all raise",
     ),
     Move(
-        "`KeyboardInterrupt`, then a look at the model",
+        "`KeyboardInterrupt`, then reading the model",
         _interrupted,
         ours="on several processes after `trainer.materialize()`",
     ),

@@ -17,28 +17,28 @@ from tests.moves import MINI_BATCH, Kit, Move, Seen
 
 
 def folders(kit: Kit, name: str = "out") -> list[str]:
-    """The checkpoints that are left."""
+    """The remaining checkpoints."""
     return sorted(path.name for path in (kit.folder / name).glob("checkpoint-*"))
 
 
 def flat(model: Any) -> Tensor:
-    """Its weights, end to end."""
+    """Its weights, concatenated."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def loaded(path: Path) -> Tensor:
-    """What `from_pretrained` finds in a folder."""
+    """The weights that `from_pretrained` reads from a folder."""
     return flat(AutoModelForCausalLM.from_pretrained(path))
 
 
 def everyone(kit: Kit) -> None:
-    """Waits for all ranks: a user's script looks at files after its own barrier."""
+    """Waits for all ranks: a user's script reads files after its own barrier."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
 
 
 def saved(**changes: Any) -> Any:
-    """The move of training with saves, and loading what was saved as a model."""
+    """The move of training with saves, and loading the saved model."""
 
     def run(kit: Kit) -> Seen:
         rows = kit.rows()
@@ -58,7 +58,7 @@ def best(**changes: Any) -> Any:
     def run(kit: Kit) -> Seen:
         rows = kit.rows()
         options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, **changes}
-        # a rate that makes the last steps worse than the one before
+        # a rate that makes the last steps worse than the previous one
         args = kit.arguments(load_best_model_at_end=True, learning_rate=0.2, **options)
         trainer = kit.trainer(args=args, train_dataset=rows, eval_dataset=rows)
         seen = kit.train(trainer)
@@ -73,7 +73,7 @@ def best(**changes: Any) -> Any:
 
 
 def reused(kit: Kit) -> Seen:
-    """A new run in the folder of an earlier one, whose checkpoints have higher steps; then it goes on."""
+    """A new run in the folder of an earlier one, whose checkpoints have higher steps; then it resumes."""
     options = {"save_strategy": "steps", "save_total_limit": 2}
     for last in (4, 2):
         for name in folders(kit):  # written long ago
@@ -87,14 +87,14 @@ def reused(kit: Kit) -> Seen:
 
 
 def odd_generation_config(kit: Kit) -> Seen:
-    """A model whose generation config transformers loads and does not write: the stock Trainer raises at its first save."""
+    """A model whose generation config transformers loads but cannot write: the stock Trainer raises at its first save."""
     model = kit.model()
     model.generation_config.do_sample, model.generation_config.temperature = False, 0.6
     return kit.train(kit.trainer(model=model, args=kit.arguments(save_strategy="steps", save_steps=2)))
 
 
 class StopAt(TrainerCallback):
-    """Ends a run early, as a job that is cut short."""
+    """Ends a run early, like an interrupted job."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -104,7 +104,7 @@ class StopAt(TrainerCallback):
 
 
 def resumed(resume: Any, **changes: Any) -> Any:
-    """The move of going on with a run that ended early; `resume` is True, or the name of a checkpoint."""
+    """The move of resuming a run that ended early; `resume` is True, or the name of a checkpoint."""
 
     def run(kit: Kit) -> Seen:
         args = kit.arguments(save_strategy="steps", save_steps=1, **changes)
@@ -118,7 +118,7 @@ def resumed(resume: Any, **changes: Any) -> Any:
 
 
 def from_stock(step: int, resume: Any = None, damage: Any = None, model: Any = None, **changes: Any) -> Any:
-    """The move of going on, with either Trainer, with a run of the stock one (on several processes with DDP)."""
+    """The move of resuming, with either Trainer, a run of the stock one (on several processes with DDP)."""
 
     def run(kit: Kit) -> Seen:
         options = {"save_strategy": "steps", "save_steps": step, **changes}
@@ -141,14 +141,14 @@ def from_stock(step: int, resume: Any = None, damage: Any = None, model: Any = N
 
 @cache
 def _stock_resumes_on_cpu() -> None:
-    """The stock Trainer asks for the device `cpu:0`, which an older torch does not know where it reads files."""
+    """The stock Trainer asks for the device `cpu:0`, which an older torch does not accept when it reads files."""
     torch.serialization.register_package(
         30, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
     )
 
 
 def to_stock(step: int, model: Any = None, **changes: Any) -> Any:
-    """The move of going back: the stock Trainer goes on with a run of either (on several processes with DDP)."""
+    """The move of going back: the stock Trainer resumes a run of either (on several processes with DDP)."""
 
     def run(kit: Kit) -> Seen:
         make, rows = model or kit.model, kit.rows(18)
@@ -167,7 +167,7 @@ def to_stock(step: int, model: Any = None, **changes: Any) -> Any:
 
 
 class Opens(TrainerCallback):
-    """Opens the folder in `on_save`, as a script that pushes or evaluates it does."""
+    """Opens the folder in `on_save`, like a script that pushes or evaluates it."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -264,9 +264,9 @@ MOVES: tuple[Move, ...] = (
     Move("`save_total_limit=1`", saved(save_total_limit=1)),
     Move("`save_total_limit=2` in the folder of an earlier run with higher steps", reused),
     Move(
-        "saving a generation config that transformers refuses to write",
+        "saving a generation config that transformers cannot write",
         odd_generation_config,
-        refused=r"generation_config.json cannot be written",
+        error=r"generation_config.json cannot be written",
         instead="repair it (here `do_sample=True`): the stock `Trainer` raises at its first save",
     ),
     Move('`save_strategy="epoch"`', saved(save_strategy="epoch", max_steps=-1, num_train_epochs=1)),
@@ -274,7 +274,7 @@ MOVES: tuple[Move, ...] = (
         '`save_strategy="best"`',
         saved(save_strategy="best", eval_strategy="steps", eval_steps=1, metric_for_best_model="loss"),
     ),
-    # a rate of 0.2 makes much of rounding
+    # a rate of 0.2 amplifies rounding
     Move("`load_best_model_at_end`, then `evaluate` and `save_model`", best(), tolerance=1e-4),
     Move("`load_best_model_at_end` with `save_only_model`", best(save_only_model=True, save_total_limit=2), tolerance=1e-4),
     Move("an `on_save` that opens the folder", opened_in_on_save),
@@ -284,22 +284,22 @@ MOVES: tuple[Move, ...] = (
     Move("a tokenizer that only the collator has, in checkpoints and in `save_model`", tokenizer_of_the_collator),
     Move("`resume_from_checkpoint=True`", resumed(True)),
     Move("`resume_from_checkpoint` with a path", resumed("checkpoint-1")),
-    Move("the same where there is no such folder: a `ValueError`", not_found("nowhere", "Can't find a valid checkpoint at")),
-    Move("`resume_from_checkpoint=True` where there is none: a `ValueError`",
+    Move("the same without such a folder: a `ValueError`", not_found("nowhere", "Can't find a valid checkpoint at")),
+    Move("`resume_from_checkpoint=True` without a checkpoint: a `ValueError`",
          not_found(True, "No valid checkpoint found in output directory")),
-    Move("going on from a checkpoint of the stock `Trainer`", from_stock(2)),
+    Move("resuming from a checkpoint of the stock `Trainer`", from_stock(2)),
     Move("the same with `True`, in the second epoch, with accumulation",
          from_stock(4, resume=True, max_steps=6, gradient_accumulation_steps=3, warmup_steps=3)),
     Move("the same with SGD and momentum",
          from_stock(2, optim="sgd", optim_args="momentum=0.9", lr_scheduler_type="cosine")),
     Move("the same with a LoRA adapter", from_stock(2, model=lora_model)),
-    Move("the other way: the stock `Trainer` goes on from a checkpoint written with `hotspa_stock_checkpoints=True`",
+    Move("the other way: the stock `Trainer` resumes from a checkpoint written with `hotspa_stock_checkpoints=True`",
          to_stock(2, warmup_steps=3)),
     Move("the same with SGD and momentum, and parameter groups without weight decay",
          to_stock(2, optim="sgd", optim_args="momentum=0.9", weight_decay=0.1, lr_scheduler_type="cosine")),
     Move("the same with the checkpoint of a LoRA adapter", to_stock(2, model=lora_model)),
-    Move("going on from one of the stock `Trainer` after `save_only_model`, or without its optimizer", from_stock(2, save_only_model=True),
+    Move("resuming from a checkpoint of the stock `Trainer` after `save_only_model`, or without its optimizer", from_stock(2, save_only_model=True),
          ours="a warning says that optimizer and scheduler start anew"),
     Move("the same, written under DeepSpeed", from_stock(2, damage=lambda path: (path / "latest").write_text("x")),
-         refused="DeepSpeed", instead="start a new run with the weights that DeepSpeed's tools convert"),
+         error="DeepSpeed", instead="start a new run with the weights that DeepSpeed's tools convert"),
 )  # fmt: skip

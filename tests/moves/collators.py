@@ -44,7 +44,7 @@ def blocks(kit: Kit, labels: bool = True) -> list[dict[str, Any]]:
 
 
 def fixed_length(kit: Kit) -> list[dict[str, Any]]:
-    """As `tokenizer(..., padding="max_length", max_length=64)` gives them."""
+    """Rows as from `tokenizer(..., padding="max_length", max_length=64)`."""
     rows = unlabelled(kit)
     for row in rows:
         pad = 64 - len(row["input_ids"])
@@ -65,7 +65,7 @@ def of_language_modeling(**changes: Any) -> Any:
 
 
 class LeftWithoutFirst(DataCollatorForLanguageModeling):
-    """What ours makes of a batch that is padded on the left, for the stock Trainer."""
+    """Masks the label on the first token after padding on the left, as ours does, for the stock Trainer."""
 
     def torch_call(self, examples: Any) -> Any:
         batch = super().torch_call(examples)
@@ -110,7 +110,7 @@ class Completions(DataCollatorForLanguageModeling):
 
 
 def own_function(examples: Any) -> Any:
-    """Pads, without an `attention_mask`, and trains what comes after `prompt_length`."""
+    """Pads, without an `attention_mask`, and trains the tokens after `prompt_length`."""
     longest = max(len(example["input_ids"]) for example in examples)
     ids = torch.full((len(examples), longest), PAD)
     labels = torch.full_like(ids, -100)
@@ -135,7 +135,7 @@ def of_own_stream(kit: Kit) -> Seen:
     from datasets import Dataset
 
     stream = Dataset.from_list(own_rows(kit)).to_iterable_dataset()
-    # accelerate's own way with streams needs batches of one width
+    # accelerate's handling of streams needs batches of equal width
     args = kit.arguments(remove_unused_columns=False, accelerator_config={"dispatch_batches": False})
     return kit.train(kit.trainer(args=args, train_dataset=stream, data_collator=own_function))
 
@@ -179,7 +179,7 @@ MOVES: tuple[Move, ...] = (
     Move(
         "`DataCollatorForLanguageModeling(mlm=False)` whose padding is the EOS token; evaluation during training",
         with_evaluation,
-        ours="the EOS token is no label, as there",
+        ours="the EOS token is not a label, as in the stock `Trainer`",
     ),
     Move(
         "`DataCollatorForLanguageModeling(mlm=False)`, rows that the tokenizer padded to a fixed length",
@@ -193,7 +193,7 @@ MOVES: tuple[Move, ...] = (
     Move(
         "`DataCollatorForLanguageModeling(mlm=False)` padding on the left, rows of unequal lengths",
         padding_left,
-        ours="the first token behind padding is left out of the loss and its mean, and a line says so; compared with the stock "
+        ours="the first token after the padding is left out of the loss and its mean, and a log line reports it; compared with the stock "
         "`Trainer` on labels without it, as it would train that token from padding",
     ),
     Move("the same with a stream, and label smoothing", padding_left_stream, ours="as above"),
@@ -212,7 +212,7 @@ MOVES: tuple[Move, ...] = (
     Move(
         "`DataCollatorForSeq2Seq(label_pad_token_id=0)`",
         train(Kit.rows, lambda: DataCollatorForSeq2Seq(tokenizer(), label_pad_token_id=0)),
-        refused="is padding .* and has a label",
+        error="is padding .* and has a label",
         instead="padding would be trained; leave it at -100",
     ),
     Move("`DataCollatorWithPadding`", train(blocks, lambda: DataCollatorWithPadding(tokenizer()))),
@@ -228,7 +228,7 @@ MOVES: tuple[Move, ...] = (
         train(unlabelled, lambda: Completions(tokenizer(), mlm=False)),
     ),
     Move(
-        "a collator of one's own, which pads, and reads a column of its own",
+        "a custom collator, which pads, and reads an extra column",
         of_own,
     ),
     Move("the same with a stream", of_own_stream),
@@ -243,12 +243,12 @@ MOVES: tuple[Move, ...] = (
     Move(
         "a collator that gives the model more than tokens",
         train(Kit.rows, lambda: with_embeddings),
-        refused=r"called with \['inputs_embeds'\]",
+        error=r"called with \['inputs_embeds'\]",
         instead="only tokens, labels, padding and positions are read",
     ),
     Move(
         "`PackedBucketCollator`",
         packed_bucket("dp1:60@60"),
-        ours="a line says that the trainer packs rows itself, by the strategies of the arguments",
+        ours="a log line reports that the trainer packs rows itself, by the strategies of the arguments",
     ),
 )

@@ -103,7 +103,7 @@ def documents_by_mask(row: dict[str, Any]) -> None:
 
 
 def packed(*names: str) -> Any:
-    """Trains packed rows one at a time, as `position_ids` say; ours by the columns given."""
+    """Trains packed rows one at a time, by `position_ids`; ours by the given columns."""
 
     def run(kit: Kit) -> Seen:
         rows = columns(packed_rows(kit), "input_ids", "labels", *(("position_ids",) if kit.stock else names))
@@ -155,7 +155,7 @@ def label_ids(kit: Kit) -> Seen:
 
 
 def empty_rows(kit: Kit, stream: bool = False) -> Seen:
-    """The stock Trainer has a collator that leaves out what is empty."""
+    """The stock Trainer has a collator that leaves out empty rows."""
     from datasets import Dataset
 
     rows: Any = kit.rows()
@@ -191,11 +191,11 @@ MOVES: tuple[Move, ...] = (
         empty_rows,
         ours="the log counts them (`hotspa/empty`)",
     ),
-    Move("the same in a stream, with a collator of one's own", lambda kit: empty_rows(kit, stream=True)),
+    Move("the same in a stream, with a custom collator", lambda kit: empty_rows(kit, stream=True)),
     Move(
         "a row that is null",
         null_row,
-        refused="input_ids is missing .*row 5.*hotspa_empty_rows=skip",
+        error="input_ids is missing .*row 5.*hotspa_empty_rows=skip",
         instead='remove it, or set `hotspa_empty_rows="skip"`',
     ),
     Move("rows padded on the right, with `attention_mask`", lambda kit: train(kit, padded_rows(kit))),
@@ -206,41 +206,41 @@ MOVES: tuple[Move, ...] = (
     Move(
         "rows padded on the left whose first token has a label",
         lambda kit: train(kit, padded_rows(kit, "left", prompt=kit.stock)),
-        ours="that label is left out of the loss and its mean, and a line says so; compared with the stock `Trainer` without it, as "
+        ours="that label is left out of the loss and its mean, and a log line reports it; compared with the stock `Trainer` without it, as "
         "it would train that token from padding",
     ),
     Move("GPT-2, rows padded on the left, with `position_ids` from 0", absolute("position_ids")),
     Move(
         "GPT-2, rows padded on the left, without `position_ids`",
         absolute(),
-        refused="begins with .* tokens of padding, and the model has absolute positions",
-        instead="the stock `Trainer` counts positions from the padding on; pad on the right, or give `position_ids`",
+        error="begins with .* tokens of padding, and the model has absolute positions",
+        instead="the stock `Trainer` counts positions from the padding; pad on the right, or give `position_ids`",
     ),
     Move(
         "a column that the forward of the model takes (`token_type_ids`, GPT-2)",
         absolute("position_ids", "token_type_ids"),
-        refused=r"has the columns \['token_type_ids'\]",
+        error=r"has the columns \['token_type_ids'\]",
         instead="remove the column",
     ),
     Move(
         "labels on padding",
         refused_rows(labels_on_padding),
         left=True,
-        refused="is padding .* and has a label.*row 5",
+        error="is padding .* and has a label.*row 5",
         instead="set labels to -100 wherever `attention_mask` is 0",
     ),
     Move(
         "an `attention_mask` with 0 between tokens",
         refused_rows(hole),
         left=True,
-        refused="attention_mask is 0 at position 1, between tokens.*row 5",
+        error="attention_mask is 0 at position 1, between tokens.*row 5",
         instead="set the label to -100 to leave a token out of the loss",
     ),
     Move(
         "an `attention_mask` that numbers documents",
         refused_rows(documents_by_mask),
         left=True,
-        refused="attention_mask holds 2.*row 5",
+        error="attention_mask holds 2.*row 5",
         instead="give `position_ids` that begin again at 0, or `seq_lengths`",
     ),
     Move("a padded `datasets.Dataset` with columns that the model does not take", of_dataset),
@@ -258,13 +258,13 @@ MOVES: tuple[Move, ...] = (
     Move(
         "`seq_lengths` that are not as long as the row",
         wrong_lengths,
-        refused="documents of a packed row have .* tokens by seq_lengths.*row 4",
+        error="documents of a packed row have .* tokens by seq_lengths.*row 4",
         instead="make them cover all of `input_ids`",
     ),
     Move(
         "`position_ids` that neither count from 0 nor begin again there",
         wrong_positions,
-        refused="position_ids holds 2 at token 0.*row 4",
+        error="position_ids holds 2 at token 0.*row 4",
         instead="leave the column out, or count each document from 0",
     ),
 )

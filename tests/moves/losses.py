@@ -11,7 +11,7 @@ from tests.moves import Kit, Move, Seen, padded
 
 
 def _log_probs(logits: Any, labels: Any) -> tuple[Any, Any]:
-    """[labels that count] each: their log-probabilities and where they are; shifted, as a user writes it."""
+    """Log-probabilities of the counted labels, [labels that count], and the mask of their positions; shifted, as a user writes it."""
     log_p = functional.log_softmax(logits[:, :-1].float(), -1)
     targets = labels[:, 1:]
     counts = targets != -100
@@ -37,7 +37,7 @@ def _dft_of_tokens(tokens: Any) -> Any:
 
 
 def _evaluated(kit: Kit, cls: Any = None, args: dict[str, Any] | None = None, **kwargs: Any) -> Seen:
-    """Trained with evaluations on one batch, so that its mean is that of the whole set in both."""
+    """Trains with evaluations on one batch, so that in both its mean is the mean of the complete set."""
     rows = kwargs.pop("train_dataset", None) or kit.rows()
     changes = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": len(rows), **(args or {})}
     trainer = kit.trainer(cls, args=kit.arguments(**changes), train_dataset=rows, eval_dataset=rows, **kwargs)
@@ -251,11 +251,11 @@ MOVES: tuple[Move, ...] = (
     Move("focal loss as `compute_loss_func`", _function(_focal)),
     Move("focal loss, token by token", _by_token(_focal, _focal_of_tokens), ours="`token_loss=f`, on any slice of a pack"),
     Move('TRL\'s `loss_type="dft"`', _by_token(_dft, _dft_of_tokens), ours="three lines as a `token_loss`"),
-    Move("weights of tokens in a column", _weights_of_tokens, ours="`token_loss` with `loss_columns=[\"weights\"]`"),
+    Move("token weights in a column", _weights_of_tokens, ours="`token_loss` with `loss_columns=[\"weights\"]`"),
     Move("`compute_loss_func` beside `label_smoothing_factor`, which it replaces", _function(_focal, label_smoothing_factor=0.1)),
     Move("a `compute_loss` override", _override),
     Move("a `compute_loss` override that scales `super().compute_loss`", _scaled_super),
-    Move("a `compute_loss` override that reads a column", _column_of_an_override, ours="without a collator of one's own it is named in `loss_columns`"),
+    Move("a `compute_loss` override that reads a column", _column_of_an_override, ours="without a custom collator it is named in `loss_columns`"),
     Move("a `compute_loss` override that distils another model", _distilled),
     Move("`model.loss_function = f`", _function_of_the_model),
     Move("a `forward` that changes the logits", _scaled_logits),
@@ -264,7 +264,7 @@ MOVES: tuple[Move, ...] = (
     ),
     Move(
         "a loss of logits at padding", lambda kit: _other_tokens(kit, masks=False),
-        refused="gradients by logits at padding", instead="leave out the places where `attention_mask` is 0",
+        error="gradients by logits at padding", instead="leave out the positions where `attention_mask` is 0",
     ),
     Move(
         "a `compute_loss_func` without `num_items_in_batch`", _function(_mean),
@@ -274,21 +274,21 @@ MOVES: tuple[Move, ...] = (
     ),
     Move(
         "a loss scaled in the model's `forward`", _in_forward(lambda out: 0.5 * out.loss),
-        left=True, refused="the loss that Changed returns", instead="give it as `token_loss` or `compute_loss_func`",
+        left=True, error="the loss that Changed returns", instead="pass it as `token_loss` or `compute_loss_func`",
     ),
     Move(
         "a z-loss in the model's `forward`", _in_forward(lambda out: out.loss + 1e-4 * out.logits.logsumexp(-1).square().mean()),
-        left=True, refused="the loss that Changed returns", instead="give the whole loss as `compute_loss_func`",
+        left=True, error="the loss that Changed returns", instead="pass the complete loss as `compute_loss_func`",
     ),
     Move(
         "a `token_loss` that looks at neighbouring tokens", _neighbours,
-        refused="not the sum of its values on slices", instead="`compute_loss_func` gets the whole batch",
+        error="not the sum of its values on slices", instead="`compute_loss_func` gets the complete batch",
     ),
     Move(
         "`compute_loss_func` where long rows would be split", _split,
     ),
     Move(
-        "`token_loss` beside `label_smoothing_factor`", _smoothed_hook, refused="label_smoothing_factor is 0.1",
+        "`token_loss` beside `label_smoothing_factor`", _smoothed_hook, error="label_smoothing_factor is 0.1",
         instead="leave it at 0",
     ),
 )  # fmt: skip

@@ -46,7 +46,7 @@ _INSTEAD = "pass a causal language model"
 
 
 class _Toy(nn.Module):
-    """What many start with."""
+    """A module of the kind that many users start with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Toy(nn.Module):
 
 
 def _of(make: Any, rows: Any = None, cls: Any = None) -> Any:
-    """Trains what `make` returns, on the rows of the kit, or on those that `rows` makes of them."""
+    """Trains what `make` returns, on the rows of the kit, or on the result of `rows`."""
 
     def run(kit: Kit) -> Seen:
         torch.manual_seed(0)
@@ -98,13 +98,13 @@ _WHOLE = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 def _gpt2_data_parallel(kit: Kit) -> Seen:
     strategies = {"hotspa_strategies": f"dp{kit.world_size}:64@64"}  # GPT-2 has no tensor-parallel plan
-    # the stock Trainer divides by the labels of the first tokens, too, where a class is not called ...ForCausalLM
+    # the stock Trainer divides by the labels of the first tokens, too, if the class is not called ...ForCausalLM
     rows = [{**row, "labels": [-100, *row["labels"][1:]]} for row in kit.rows()]
     return kit.train(kit.trainer(model=_gpt2(**_WHOLE), args=kit.arguments(**strategies), train_dataset=rows))
 
 
 def _gpt2_with_its_config(kit: Kit) -> Seen:
-    """Masks are others than those of the stock Trainer: what must agree is that it trains, on the same rows."""
+    """The masks differ from the stock Trainer's, so only plausible losses on the same rows are compared."""
     args = kit.arguments(hotspa_strategies=f"dp{kit.world_size}:64@64")
     seen = kit.train(kit.trainer(model=_gpt2(), args=args))
     below = all(4.5 < log["loss"] < 5.7 for log in seen["logs"] if "loss" in log)
@@ -117,7 +117,7 @@ def _attention_dropout_off(kit: Kit) -> Seen:
 
 
 def _longrope(kit: Kit) -> Seen:
-    """All rows are beyond the border: then a padded batch of the stock Trainer has their factors, too."""
+    """All rows are beyond the border, so a padded batch of the stock Trainer has their factors, too."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 5, "factor": 4.0}
     model = kit.model(rope_parameters={**rope, "short_factor": [1.0, 1.4], "long_factor": [2.0, 5.0]})
     rows = [row for row in kit.rows(3 * ROWS) if len(row["input_ids"]) > 5]
@@ -158,7 +158,7 @@ class _Spare(LlamaForCausalLM):
 
 
 def _never_reached(kit: Kit) -> Seen:
-    """A run with a resumption, under each of some mixes: the resumed one has no state of these weights."""
+    """A run and its resumption, under several mixes: the resumed run has no optimizer state for these weights."""
     mixes = [None] if kit.world_size == 1 else [None, "pp2:16@32,dp2+z3:64@64"]
     seen: dict[str, Any] = {}
     for number, mix in enumerate(mixes):
@@ -201,65 +201,65 @@ def _another_epsilon(kit: Kit) -> Seen:
 MOVES: tuple[Move, ...] = (
     Move(
         "GPT-2 without dropout, the first label of a row masked", _gpt2_data_parallel,
-        ours="where it is not, the stock loss is a little smaller: `Trainer` divides by these labels, too, which predict nothing",
+        ours="if it is not masked, the stock loss is slightly smaller: `Trainer` divides by these labels, too, which predict nothing",
     ),
     Move(
-        "GPT-2 with the dropout of its own config", _gpt2_with_its_config,
-        ours="masks are [others](exactness.md#dropout), the same under every strategy",
+        "GPT-2 with the dropout of its config", _gpt2_with_its_config,
+        ours="the masks [differ](exactness.md#dropout), and are the same under every strategy",
     ),
     Move("attention dropout turned off for a run (`hotspa_attention_dropout=0`)", _attention_dropout_off),
     Move(
-        "LongRoPE (Phi-3.5, Phi-4-mini), rows of one side of `original_max_position_embeddings`", _longrope,
-        ours="each row has the factors of its own length; a padded batch of the stock Trainer has those of its longest row",
+        "LongRoPE (Phi-3.5, Phi-4-mini), rows on one side of `original_max_position_embeddings`", _longrope,
+        ours="each row has the factors for its length; a padded batch of the stock Trainer has the factors of its longest row",
     ),
-    Move("a `model_init`", _model_init, ours="what it draws does not change the order of the rows"),
+    Move("a `model_init`", _model_init, ours="its random numbers do not change the order of the rows"),
     Move("layers frozen with `requires_grad_(False)`", _frozen_layer),
     Move("a subclass of a causal language model", _subclass),
     Move("trained weights that no loss reaches", _never_reached, ours="no decay, no momentum, no state in checkpoints, as with torch"),
     Move("`model.config.pad_token_id` set after the model was made", _padding_named_later),
     Move(
         "another activation in a layer of the object", _another_activation,
-        left=True, refused=r"layers.0.mlp.act_fn' is a ReLU, and a SiLU", instead="set `hidden_act` in the config, or subclass the model",
+        left=True, error=r"layers.0.mlp.act_fn' is a ReLU, and a SiLU", instead="set `hidden_act` in the config, or subclass the model",
     ),
     Move(
         "another number in a module of the object (`variance_epsilon`, `scaling`, `top_k`, ...)", _another_epsilon,
-        left=True, refused=r"'model.norm' has variance_epsilon=0.5, and 1e-0", instead="set it in the config, or subclass the model",
+        left=True, error=r"'model.norm' has variance_epsilon=0.5, and 1e-0", instead="set it in the config, or subclass the model",
     ),
-    Move("an `nn.Module` of your own", _of(_Toy), left=True, refused="is a _Toy, not a transformers", instead=_INSTEAD),
+    Move("a custom `nn.Module`", _of(_Toy), left=True, error="is a _Toy, not a transformers", instead=_INSTEAD),
     Move(
-        "a `model_init` that gives such a module", _model_init_of_another_kind,
-        left=True, refused="is a _Toy, not a transformers", instead=_INSTEAD,
+        "a `model_init` that returns such a module", _model_init_of_another_kind,
+        left=True, error="is a _Toy, not a transformers", instead=_INSTEAD,
     ),
     Move(
         "`LlamaForSequenceClassification`", _of(lambda: LlamaForSequenceClassification(tiny_config("llama_gqa_bias", pad_token_id=0)), _classes),
-        left=True, refused="LlamaForSequenceClassification is not a causal language model", instead=_INSTEAD,
+        left=True, error="LlamaForSequenceClassification is not a causal language model", instead=_INSTEAD,
     ),
     Move(
         "a base model without a head (`LlamaModel`)", _of(lambda: LlamaModel(tiny_config("llama_gqa_bias")), _classes, _mean_square),
-        left=True, refused="LlamaModel is not a causal language model", instead=_INSTEAD,
+        left=True, error="LlamaModel is not a causal language model", instead=_INSTEAD,
     ),
     Move(
         "`BertForSequenceClassification`", _of(lambda: BertForSequenceClassification(BertConfig(**_BERT)), _classes),
-        left=True, refused="BertForSequenceClassification is not a causal", instead=_INSTEAD,
+        left=True, error="BertForSequenceClassification is not a causal", instead=_INSTEAD,
     ),
     Move(
         "a masked language model", _of(lambda: BertForMaskedLM(BertConfig(**_BERT))),
-        left=True, refused="BertForMaskedLM is not a causal", instead=_INSTEAD,
+        left=True, error="BertForMaskedLM is not a causal", instead=_INSTEAD,
     ),
     Move(
         "`BertLMHeadModel` that sees both ways", _of(lambda: BertLMHeadModel(BertConfig(**_BERT))),
-        left=True, refused="BertSelfAttention of BertLMHeadModel is attention that is not causal", instead=_INSTEAD,
+        left=True, error="BertSelfAttention of BertLMHeadModel is attention that is not causal", instead=_INSTEAD,
     ),
     Move(
         "T5: an encoder and a decoder",
-        _of(lambda: T5ForConditionalGeneration(T5Config(**_T5))), left=True, refused="has an encoder and a decoder", instead=_INSTEAD,
+        _of(lambda: T5ForConditionalGeneration(T5Config(**_T5))), left=True, error="has an encoder and a decoder", instead=_INSTEAD,
     ),
     Move(
         "a model of images",
-        _of(lambda: ViTForImageClassification(ViTConfig(**_VIT)), _images), left=True, refused="ViTForImageClassification is not a causal", instead=_INSTEAD,
+        _of(lambda: ViTForImageClassification(ViTConfig(**_VIT)), _images), left=True, error="ViTForImageClassification is not a causal", instead=_INSTEAD,
     ),
     Move(
         "a model loaded in float16", _of(lambda: _gpt2(**_WHOLE).half()),
-        refused="loaded in float16", instead="load it in fp32, or in bf16 with `bf16=True`",
+        error="loaded in float16", instead="load it in fp32, or in bf16 with `bf16=True`",
     ),
 )  # fmt: skip

@@ -128,7 +128,7 @@ class _Thaw(TrainerCallback):
 
 
 class _AsTheyAre(LRScheduler):
-    """Rates as the groups have them; torch's own schedulers do not take groups that come later."""
+    """Keeps the groups' rates; torch's own schedulers do not accept groups that are added later."""
 
     def get_lr(self) -> list[Any]:
         return [group["lr"] for group in self.optimizer.param_groups]
@@ -181,7 +181,7 @@ def _whole_matrices(kit: Kit) -> Seen:
 
 
 class _ClipsItself(torch.optim.SGD):
-    """Scales by the norm over all of its parameters, of which each rank sees its own shares only."""
+    """Scales by the norm over all of its parameters; each rank sees only its own shares."""
 
     def step(self, closure: Any = None) -> Any:
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -247,12 +247,12 @@ MOVES: tuple[Move, ...] = (
     Move('`optim="adamw_torch_4bit"` (torchao)', _in_4_bits, tolerance=1e-3, ours=_TRANSPOSED),
     Move("`optimizers=(bnb.optim.AdamW8bit(model.parameters()), None)`", _in_8_bits, tolerance=1e-3, ours=_TRANSPOSED),
     Move(
-        "a class of one's own that derives from an 8-bit optimizer", _derived_8_bits, left=True, refused="OwnAdamW",
+        "a custom class that derives from an 8-bit optimizer", _derived_8_bits, left=True, error="OwnAdamW",
         instead="the library's class as it is",
         tolerance=1e-3,  # bitsandbytes keeps, by number, what earlier runs of a process told it of a parameter
     ),
     Move("`optimizer_cls_and_kwargs`", _class_and_options),
-    Move("`create_optimizer` overridden: parameter groups of one's own", _own_groups),
+    Move("`create_optimizer` overridden: custom parameter groups", _own_groups),
     Move("`create_optimizer` overridden: calls `super()` and regroups", _super_and_groups),
     Move("`optimizers=(AdamW(model.parameters()), None)`", _object),
     Move("`optimizers=(optimizer, scheduler)`", _object_and_scheduler),
@@ -265,28 +265,28 @@ MOVES: tuple[Move, ...] = (
     Move("`create_optimizer_and_scheduler()` before `train()`", _both_created_before),
     Move("`create_scheduler` overridden", _own_scheduler),
     Move("a callback adds a parameter group", _group_added_later),
-    Move("`train()` twice with one's own optimizer, and other weights", _twice),
-    Move("resuming with one's own optimizer", _resumed),
-    Move("an optimizer on another model's parameters", _foreign, left=True, refused="are not the model's", instead=_OWN),
+    Move("`train()` twice with a custom optimizer, and other weights", _twice),
+    Move("resuming with a custom optimizer", _resumed),
+    Move("an optimizer on another model's parameters", _foreign, left=True, error="are not the model's", instead=_OWN),
     Move(
-        "transformers' `Adafactor` with `warmup_init`", _warms_up_itself, refused="Adafactor is not elementwise",
+        "transformers' `Adafactor` with `warmup_init`", _warms_up_itself, error="Adafactor is not elementwise",
         instead=_ELEMENTWISE,
     ),
-    Move("an optimizer of whole matrices (`Adafactor`)", _whole_matrices, left=True, refused="Adafactor", instead=_ELEMENTWISE),
+    Move("an optimizer of complete matrices (`Adafactor`)", _whole_matrices, left=True, error="Adafactor", instead=_ELEMENTWISE),
     Move(
-        "an optimizer that looks at all gradients at once", _clips_itself, left=True, refused="_ClipsItself is not elementwise",
+        "an optimizer that looks at all gradients at once", _clips_itself, left=True, error="_ClipsItself is not elementwise",
         instead="`max_grad_norm` clips; " + _ELEMENTWISE,
     ),
     Move(
-        "an optimizer with references of its own to parameters", _keeps_parameters, left=True, refused="outside of its parameter groups",
+        "an optimizer that keeps extra references to parameters", _keeps_parameters, left=True, error="outside of its parameter groups",
         instead="keep them in `param_groups`",
     ),
     Move(
-        "`create_optimizer` that returns an optimizer and does not set it", _returned_only, refused="sets no optimizer",
+        "`create_optimizer` that returns an optimizer and does not set it", _returned_only, error="sets no optimizer",
         instead="set `self.optimizer`, which the stock Trainer needs, too",
     ),
     Move(
-        '`optim="adafactor"`', with_arguments(optim="adafactor"), left=True, refused="'adafactor' cannot be honoured",
+        '`optim="adafactor"`', with_arguments(optim="adafactor"), left=True, error="'adafactor' cannot be honoured",
         instead=_ELEMENTWISE,
     ),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from tests.moves import Kit, Move, Seen, padded
 
 
 class _Backwards(Sampler[int]):
-    """From the last row to the first, every other epoch the other way round."""
+    """From the last row to the first; reversed in every other epoch."""
 
     def __init__(self, rows: Any) -> None:
         self.rows, self.epoch = rows, 0
@@ -142,7 +142,7 @@ class _Watches(TrainerCallback):
 
 MOVES: tuple[Move, ...] = (
     Move(
-        "`_get_train_sampler` overridden: an order of one's own, by epoch",
+        "`_get_train_sampler` overridden: a custom order, by epoch",
         lambda kit: _sampler(kit, _Backwards, max_steps=8),
     ),
     Move("`_get_train_sampler` overridden: `RandomSampler`", lambda kit: _sampler(kit, RandomSampler)),
@@ -160,13 +160,13 @@ MOVES: tuple[Move, ...] = (
     Move("`log` overridden", _logs),
     Move("`get_decay_parameter_names` overridden", _no_decay),
     Move(
-        "`get_train_dataloader` overridden: a `DataLoader` of one's own", _own_train_loader,
+        "`get_train_dataloader` overridden: a custom `DataLoader`", _own_train_loader,
     ),
     Move(
-        "`get_eval_dataloader` overridden: a `DataLoader` of one's own", _own_eval_loader,
+        "`get_eval_dataloader` overridden: a custom `DataLoader`", _own_eval_loader,
     ),
     Move(
-        "`training_step` overridden with a forward pass of one's own", _own_step,
+        "`training_step` overridden with a custom forward pass", _own_step,
     ),
     Move(
         "`_get_eval_sampler` overridden", _overridden("_get_eval_sampler"),
@@ -178,11 +178,11 @@ MOVES: tuple[Move, ...] = (
         "`compute_loss_context_manager` overridden", _overridden("compute_loss_context_manager"),
     ),
     Move(
-        "a gradient hook on a parameter", _gradient_hook, left=True, refused="gradient hook",
-        instead="`trainer.engine.full_gradients()`; a loss of one's own",
+        "a gradient hook on a parameter", _gradient_hook, left=True, error="gradient hook",
+        instead="`trainer.engine.full_gradients()`; a custom loss",
     ),
     Move(
         "a callback hangs a forward hook on the model in `on_train_begin`", lambda kit: kit.train(kit.trainer(callbacks=[_Watches()])),
-        refused="has forward hooks", instead="the model that is hooked does not run",
+        error="has forward hooks", instead="the hooked model object does not run",
     ),
 )  # fmt: skip

@@ -21,7 +21,7 @@ ASKED = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\
 CHAT = ASKED.format("hi") + "[yes<|im_end|>]\n"
 # For each line of the table rows, and the text that is trained with brackets around what is learned.
 CASES = {
-    "`input_ids`, perhaps `labels`": [
+    "`input_ids`, optional `labels`": [
         ({"input_ids": [64, 65, 66], "text": "no"}, "[abc]"),
         ({"input_ids": [64, 65, 66], "labels": [-100, 65, 66], "messages": TALK}, "a[bc]"),
     ],
@@ -32,7 +32,7 @@ CASES = {
     ],
     "`prompt` and `completion`, texts": [({"prompt": "1+1=", "completion": "2", "text": "no"}, "1+1=[2<eos>]")],
     "`prompt` and `completion`, lists of messages": [({"prompt": TALK[:1], "completion": TALK[1:], "text": "no"}, CHAT)],
-    "`instruction`, perhaps `input` or `context`, and `output` or `response`": [
+    "`instruction`, optional `input` or `context`, and `output` or `response`": [
         ({"instruction": "hi", "output": "yes", "text": "no"}, CHAT),
         ({"instruction": "Add", "input": "1 2", "output": "3"}, ASKED.format("Add\n\n1 2") + "[3<|im_end|>]\n"),
         ({"instruction": "Add", "context": "1 2", "response": "3"}, ASKED.format("Add\n\n1 2") + "[3<|im_end|>]\n"),

@@ -53,8 +53,8 @@ def test_a_crash_a_hang_and_a_large_error_count_as_wrong() -> None:
     assert outcome({"loss": 0.0, "gradient": 1e-10}) == outcome({"loss": float("nan"), "gradient": 0.0}) == "wrong"
     good, bad = {"loss": 0.0, "gradient": 0.0}, {"failed": "x"}
     assert cell({"strategies": {"tp4": good, "dp2tp2": bad}}, "tp") == "wrong"
-    assert cell({"strategies": {"tp4": good, "dp2tp2": {"refused": "why"}}}, "tp") == "refused"
-    assert cell({"strategies": {}, "refused": "why"}, "dp") == "refused"
+    assert cell({"strategies": {"tp4": good, "dp2tp2": {"refused": "why"}}}, "tp") == "unsupported"
+    assert cell({"strategies": {}, "refused": "why"}, "dp") == "unsupported"
 
 
 # ----------------------------------------------------------------------------------------------------- what is refused
