@@ -161,7 +161,7 @@ _MAILBOX_KEY = "hotspa_first_error"
 _MAX_LISTED, _MAX_RANKS, _MAX_SHOWN = 5, 8, 120
 _HALF, _FLAGS = 1 << 63, 48
 _LOST = re.compile(
-    "[Cc]onnection (closed|reset|refus[e]d)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
+    "[Cc]onnection (closed|reset|refused)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
 )
 """What gloo and NCCL report when a peer is gone or silent."""
 

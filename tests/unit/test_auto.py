@@ -95,7 +95,7 @@ def test_rivals_are_the_best_single_strategy_and_what_people_run() -> None:
 
     free = singles(None)
     assert len(free.fitting) == len(STRATEGIES)
-    assert not free.refused
+    assert not free.rejected
     rivals, left_out = free.rivals(4)
     assert rivals[0] == free.fitting[0]
     assert {str(bucket.strategy) for bucket in rivals} == {str(rivals[0].strategy), "dp4", "tp4", "pp4"}
