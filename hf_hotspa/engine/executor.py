@@ -64,7 +64,8 @@ class BoundRound:
 
     Args:
         buffers: Detached from autograd.
-        send_staging, receive_staging: uint8, for messages that are packed, or do not land in place.
+        send_staging: uint8, for messages that are packed.
+        receive_staging: uint8, for messages that do not land in place.
         accumulate: Whether received data is added, as in a gradient return.
 
     Attributes:

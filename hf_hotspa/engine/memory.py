@@ -19,7 +19,8 @@ class MemoryForecast:
     """Bytes on one rank.
 
     Args:
-        master_weights, master_gradients: The rank's share of the master store.
+        master_weights: The rank's share of the master store.
+        master_gradients: Of the same share.
         weights: In the largest strategy of the pool; of two strategies with a second source. Includes all versions if
             stages update by themselves.
         gradients: In the largest strategy.

@@ -186,7 +186,8 @@ class PhaseRunner:
             phase: What this rank runs.
             plan: What all ranks run.
             scale: 1 / (label tokens of the mini-batch).
-            previous, following: Neighbouring phases in the mini-batch.
+            previous: The phase before in the mini-batch.
+            following: The phase after.
             training: Whether the model is in training mode.
             step: Number of earlier mini-batches.
             since: Moment from which the phase's start is counted.

@@ -47,7 +47,8 @@ class PlanPool:
 
     Args:
         strategies: The pool; the order of their shards is chosen here.
-        weight_sizes, gradient_sizes: Bytes per element of each segment on the wire.
+        weight_sizes: Bytes per element of each segment on the wire.
+        gradient_sizes: The same for gradients.
         planner: One of `planner.PLANNERS`.
         second_source: Whether a load may also draw on the previous strategy's weights.
         by_stage: Whether each stage's part of the master store lies on its ranks; for a single strategy. Then no

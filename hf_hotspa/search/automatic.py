@@ -59,13 +59,10 @@ def make_auto_plan(
 
     Args:
         limit_bytes: Memory of a device for this program; None for no limit. `limit_source` names its origin.
-        longest: The longest sequence that must fit, in tokens. None: the data's, or with a policy what model and memory
-            allow.
+        longest: Tokens that must fit. None: of the longest row, or with a policy what model and memory allow.
         policy: One of `OVERLONG_POLICIES`.
-        most_tokens: See `Capacities.most`.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
         sampled: Whether longer rows than the scanned ones may come: all that model and memory allow must fit.
-        may_chunk: As for `offers.choose`, like `has_host_memory` and `may_go_round`.
         near: Up to how much slower other plans are raced, as a share (`Plan.raced`); none if 0.
         beside: Strategies that share the arena.
 

@@ -216,11 +216,9 @@ def search(
         margin: How much better than the best single strategy a pool must be, as a share.
         pack_margin: How much slower a bucket may be with smaller packs, which use less memory and are nearer to what
             was measured.
-        plain_margin: How much better a single strategy must be than one with fewer ranks to a replica: ranks that wait
-            for one another are harder to predict.
+        plain_margin: How much better a single strategy must be than one with fewer ranks to a replica.
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
-        near: Up to how much slower other plans are reported, as a share; `MOST_SINGLES` with one strategy, and
-            `MOST_POOLS` with several.
+        near: Up to how much slower other plans are reported: `MOST_SINGLES` with one strategy, `MOST_POOLS` with more.
         families: Strategies of one layout each that are also searched separately: see `offers.sharing_layouts`.
         alone: Strategies that are never in pools.
         evaluator: For the same lengths, mini-batches and models; knows what others have simulated.

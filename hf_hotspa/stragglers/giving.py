@@ -51,7 +51,8 @@ class PhaseWork:
         seconds: Per rank, without waiting.
         costs: Predicted cost of what each rank ran, in any unit; 0 for nothing.
         peers: A number per rank; ranks with the same number did comparable work.
-        least, most: Bounds of the costs, relative to ranks with another number; `costs` when empty.
+        least: Lower bounds of the costs, relative to ranks with another number; `costs` when empty.
+        most: Upper bounds.
     """
 
     strategy: str
@@ -256,7 +257,8 @@ def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers:
     times the seconds at 1.75 times, and later ones reduce it. Here the resulting seconds are computed instead.
 
     Args:
-        seconds, product_s: Per task, in all and in matrix products, as if nothing were given.
+        seconds: Per task, as if nothing were given.
+        product_s: The part in matrix products.
         givers: The slow tasks; the others divide the given work evenly.
     """
     gammas = [0.0] * len(seconds)
@@ -404,7 +406,8 @@ def settled_semi(
     lead to.
 
     Args:
-        seconds, product_s: T and M of each task, as if nothing were given.
+        seconds: T of each task, as if nothing were given.
+        product_s: M of each.
         workloads: L of each, in columns of all its layers.
     """
     first = divide_semi(seconds, product_s, workloads, curves)

@@ -99,7 +99,7 @@ def test_the_way_that_moves_least_runs_and_others_can_be_forced() -> None:
         assert choose_way(Strategy(cp=4), LLAMA_8B, way) == way
     with pytest.raises(StrategyError, match="32 attention heads of a rank are not a multiple of cp3.*allgather"):
         choose_way(Strategy(cp=3), LLAMA_8B, ULYSSES)
-    with pytest.raises(HotspaConfigError, match="way of context parallelism is 'swarm'.*ulysses"):
+    with pytest.raises(HotspaConfigError, match="cp method is 'swarm'.*ulysses"):
         EngineOptions(context_parallel="swarm")
     assert set(WAYS) == {AUTO, ULYSSES, GATHER, RING}
 

@@ -109,7 +109,7 @@ def test_tables_that_nobody_sees_are_refused():
     base = nn.ModuleDict({"layers": nn.ModuleList([inside])})
     with pytest.raises(UnsupportedError, match="longrope.*inside of the layers"):
         refuse_hidden_rope(config, base, ["layers."])
-    with pytest.raises(UnsupportedError, match="no module of the model says"):
+    with pytest.raises(UnsupportedError, match="no module of the model declares"):
         refuse_hidden_rope(config, nn.Module(), ["layers."])
     refuse_hidden_rope(config, nn.ModuleDict({"rope": outside, "layers": nn.ModuleList()}), ["layers."])
     refuse_hidden_rope(LlamaConfig(), base, ["layers."])
