@@ -732,7 +732,7 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
         error="the loss is a function of the weight", instead="leave it out; `weight_decay` stands for an L2 norm")),
     ("transformers 33130", Move(
         "the same in a `compute_loss_func` that knows the model", norm_in_a_function,
-        error="the weights in trainer.model are not those", instead="as above")),
+        error="the weights in trainer.model are not the weights of this training step", instead="as above")),
     ("transformers 11710", Move("`train()` a second time, as in a notebook", trained_twice)),
     ("transformers 21494", Move("`state.epoch` and `state.global_step` as each event of a callback sees them", epochs_of_events)),
     ("transformers 37110", Move(

@@ -183,7 +183,7 @@ def test_layer_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert min(map(min, found["stages"])) > 0
     slowest = [max(stages) for stages in found["stages"]]
     assert found["ours / best"] == slowest[found["ours"] - 1] / min(slowest)
-    assert "slowest stage of our cut" in capsys.readouterr().out
+    assert "slowest stage of our partition" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -55,7 +55,7 @@ def watched_run(rank, world_size, folder, mode):
             dist.all_gather = gather
     logged = [log["hotspa/slow_devices"] for log in trainer.state.log_history if "hotspa/slow_devices" in log]
     trainer.close_engine()
-    return [(r.slow, r.step_times, r.own_s, r.loss) for r in keeper.found], logged, collectives
+    return [(r.slow, r.paces, r.own_s, r.loss) for r in keeper.found], logged, collectives
 
 
 def test_watch_finds_onset_and_recovery_and_makes_no_collective(tmp_path):
