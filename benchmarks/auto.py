@@ -1,7 +1,8 @@
-"""Whether `auto` is as fast as the best static strategy, after its race: `python benchmarks/auto.py --seed 7`.
+r"""Whether `auto` is as fast as the best static strategy, after its race: `python benchmarks/auto.py --seed 7`.
 
-    python benchmarks/auto.py --seed 7 --cells 4x-0 --minutes 90     # some cells, by a part of their names; resumes where it ended
+    python benchmarks/auto.py --seed 7 --cells 4x-0 --minutes 90     # some cells, by expressions for their names; resumes where it ended
     python benchmarks/auto.py --seed 7 --table                        # what is known so far
+    python benchmarks/auto.py --published --cells '2x-7M-fp32-\w+$'  # models and length files of side_by_side.py instead
 
 Cells are model shapes x length distributions, both drawn from the seed, x with and without a limit of memory x 2 and 4 ranks. In
 each the Trainer runs under `auto` until the race of its plans is over, as the first mini-batches of a run of `--steps`. Then `auto`
@@ -17,15 +18,18 @@ import argparse
 import json
 import math
 import os
+import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from contest import make_rows
+from contest import make_model, make_rows
+from peers.work import LENGTHS, draw, rows_of_mini_batch
 from result_file import write_json
 from worlds import WorldError, run_world
 
@@ -68,8 +72,25 @@ def distribution(seed: int, number: int, count: int, longest: int) -> list[int]:
     return [int(length) for length in np.clip(lengths, 16, longest)]
 
 
+def cells(options: argparse.Namespace) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """The name of each cell, its ranks, and what it trains."""
+    drawn: list[tuple[str, dict[str, Any]]] = [
+        (f"{number}-{lengths}", {"shape": shape, "distribution": lengths})
+        for number, shape in enumerate(shapes(options.seed))
+        for lengths in range(6)
+    ]
+    if options.published:
+        drawn = [
+            (f"{model}-{dtype}-{name.replace(' ', '_')}", {"model": model, "dtype": dtype, "lengths": name})
+            for model, dtype, name in product(("0.9M", "7M"), ("fp32", "bf16"), LENGTHS)
+        ]
+    for ranks, (name, cell), limited in product((2, 4), drawn, (False, True)):
+        yield f"{ranks}x-{name}" + ("-limit" if limited else ""), ranks, {**cell, "limited": limited}
+
+
 def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse.Namespace, folder: str) -> Any:
     """One cell, on each rank."""
+    import bf16_products
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
@@ -79,10 +100,16 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
 
     os.environ["HF_HOTSPA_CACHE"] = folder
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**cell["shape"]))
-    lengths = distribution(options.seed, cell["distribution"], 4096, options.longest)
-    size = max(1, round(options.tokens / float(np.mean(lengths)) / world_size)) * world_size
-    rows = make_rows(lengths[: max(40 * size, 1024)], cell["shape"]["vocab_size"], options.seed)
+    if options.published:
+        if cell["dtype"] == "bf16":
+            bf16_products.install()
+        model, lengths = make_model(cell["model"]), draw(cell["lengths"], 4096, options.longest, seed=1)
+        size = rows_of_mini_batch(cell["lengths"], options.longest, options.tokens, world_size)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**cell["shape"]))
+        lengths = distribution(options.seed, cell["distribution"], 4096, options.longest)
+        size = max(1, round(options.tokens / float(np.mean(lengths)) / world_size)) * world_size
+    rows = make_rows(lengths[: max(40 * size, 1024)], model.config.vocab_size, options.seed)
 
     class UntilRaced(TrainerCallback):
         """Notes seconds, and ends the training when plans are no longer tried."""
@@ -104,6 +131,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
         return HotSPaTrainingArguments(
             output_dir=folder, max_steps=options.steps, hotspa_mini_batch_size=size, hotspa_memory_limit_mb=limit, use_cpu=True,
             save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True, hotspa_report=False, hotspa_staging_mb=4,
+            bf16=cell.get("dtype") == "bf16",
         )  # fmt: skip
 
     raced_runs, observe = list[Any](), Race.observe
@@ -117,7 +145,7 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
     limit = least_limit(model, arguments(None), rows, options.longest) if cell["limited"] else None
     trainer = HotSPaTrainer(model=model, args=arguments(limit), train_dataset=rows, callbacks=[noted])
     trainer.train()
-    found = compare(trainer, options.repeats, os.cpu_count() or 1)
+    found = compare(trainer, options.repeats, os.cpu_count() or 1, options.published)
     trainer.close_engine()
     auto = trainer._hotspa_watchers.plan
     raced = [" + ".join(str(bucket.strategy) for bucket in pool) for pool in (auto.plan.pool, *auto.plan.raced)]
@@ -129,31 +157,48 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
 
 def least_limit(model: Any, args: Any, rows: Any, longest: int) -> int:
     """A limit, in MiB, that makes strategies which hold the longest sequence rare. Collective."""
+    import torch
+
     from hf_hotspa.calibrate.calibration import calibrate
     from hf_hotspa.model.specs import describe_model
     from hf_hotspa.strategy import legal_strategies
     from hf_hotspa.trainer.run_plan import START_S, cost_model
 
-    description = describe_model(model, None)
+    dtype = torch.bfloat16 if args.bf16 else None
+    description = describe_model(model, dtype)
     plain = legal_strategies(args.world_size, description.shape)
-    calibration = calibrate(model.config, strategies=plain, longest=longest, seconds=START_S)
+    calibration = calibrate(model.config, strategies=plain, compute_dtype=dtype, longest=longest, seconds=START_S)
     memory = cost_model(calibration, description, args).memory
     return math.ceil(_LIMIT * min(memory.breakdown(s, longest, num_packs=1).total for s in plain) / 2**20)
 
 
-def compare(trainer: Any, repeats: int, cores: int) -> dict[str, Any]:
-    """Seconds of each side, by mini-batch: `auto`, static strategies, and the computation alone. Collective."""
+def is_plain(strategy: Any) -> bool:
+    """Whether a strategy is dp x tp x pp, perhaps with `+sp` and `+rc`."""
+    return bool(strategy.cp == strategy.ep == strategy.v == 1 and not strategy.z and not strategy.ck)
+
+
+def compare(trainer: Any, repeats: int, cores: int, also_plain: bool) -> dict[str, Any]:
+    """Seconds of each side, by mini-batch: `auto`, static strategies, and the computation alone. Collective.
+
+    Args:
+        also_plain: Whether the fastest plain strategy of each degrees runs beside the fastest one.
+    """
     from hf_hotspa.strategy import Strategy
     from hf_hotspa.switched.model_object import as_built
     from hf_hotspa.trainer import gain
 
     world_size = trainer.args.world_size
     hot = gain._switching(trainer)
-    kinds: dict[Any, Any] = {}
+    kinds, plain = dict[Any, Any](), dict[Any, Any]()
     for bucket in gain._singles(trainer, hot).fitting:  # the fastest as predicted first
         s = bucket.strategy
         kinds.setdefault((s.dp, s.cp, s.tp, s.pp), bucket)
-    sides = [hot, *(gain.Side(str(bucket.strategy), (bucket,)) for bucket in kinds.values())]
+        if also_plain and is_plain(s):
+            plain.setdefault((s.dp, s.tp, s.pp), bucket)
+    sides = [
+        hot,
+        *(gain.Side(str(bucket.strategy), (bucket,)) for bucket in dict.fromkeys([*kinds.values(), *plain.values()])),
+    ]
     alone, longest = Strategy(world_size), max(bucket.longest for bucket in hot.buckets)
     packs = kinds[world_size, 1, 1, 1].pack_tokens if (world_size, 1, 1, 1) in kinds else longest
     known = [*sides, gain.Side("alone", (replace(hot.buckets[-1], strategy=alone, low=0),))]
@@ -169,6 +214,7 @@ def compare(trainer: Any, repeats: int, cores: int) -> dict[str, Any]:
     return {
         "single": [str(s) for s in chosen],
         "seconds": {n: each for n, each in seconds.items() if len(each) == repeats},
+        "behind": {n: each for n, each in seconds.items() if 0 < len(each) < repeats},
     }
 
 
@@ -203,6 +249,7 @@ def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int,
 def verdict(cell: dict[str, Any]) -> dict[str, Any]:
     """What follows from the seconds of a cell."""
     from hf_hotspa.search.race import _middle
+    from hf_hotspa.strategy import Strategy
 
     seconds = dict(cell["seconds"])
     hot, alone = np.array(seconds.pop("switching")), np.array(seconds.pop("computation alone"))
@@ -211,22 +258,32 @@ def verdict(cell: dict[str, Any]) -> dict[str, Any]:
     best = min(seconds, key=lambda name: float(np.median(seconds[name])))
     middle, low, high = (math.exp(value) for value in _middle(np.log(hot / np.array(seconds[best])).tolist()))
     fits = middle <= MOST or low <= 1.0
-    return {"best": best, "ratio": middle, "low": low, "high": high, "alone": float(np.median(alone / hot)), "ok": fits}
+    known = {**cell["seconds"], **cell.get("behind", {})}.items()
+    plain = [
+        float(np.median(np.array(each) / hot[: len(each)]))
+        for name, each in known
+        if name not in ("switching", "computation alone") and is_plain(Strategy.parse(name))
+    ]
+    return {"best": best, "ratio": middle, "low": low, "high": high, "alone": float(np.median(alone / hot)), "ok": fits,
+            "plain": min(plain, default=None)}  # fmt: skip
 
 
 def table(results: dict[str, Any], steps: int) -> str:
     """All cells, and how many hold."""
     lines = [
-        "| cell | kept of how many plans | best static | auto by best static | interval | race, % of the run | alone by auto | |"
+        "| cell | kept of how many plans | best static | auto by best static | interval | race, % of the run | alone by auto | best plain static by auto | |"
     ]
-    lines.append("|---|---|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|---|---|")
     verdicts = {name: verdict(cell) for name, cell in sorted(results.items()) if "seconds" in cell}
     for name, v in verdicts.items():
         cell = results[name]
+        plain = "-" if v["plain"] is None else f"{v['plain']:.2f}"
         interval, cost = f"{v['low']:.2f} to {v['high']:.2f}", f"{100 * cell['cost'] / steps:.2f}"
-        numbers = f"{v['ratio']:.3f} | {interval} | {cost} | {v['alone']:.2f} | {'ok' if v['ok'] else 'BEHIND'}"
+        numbers = (
+            f"{v['ratio']:.3f} | {interval} | {cost} | {v['alone']:.2f} | {plain} | {'ok' if v['ok'] else 'BEHIND'}"
+        )
         lines.append(f"| {name} | {cell['kept']} of {len(cell['plans'])} | {v['best']} | {numbers} |")
-    lines += [f"| {name} | {cell['error']} |||||||" for name, cell in sorted(results.items()) if "error" in cell]
+    lines += [f"| {name} | {cell['error']} ||||||||" for name, cell in sorted(results.items()) if "error" in cell]
     ok, ratios = sum(v["ok"] for v in verdicts.values()), [v["ratio"] for v in verdicts.values()]
     if ratios:
         mean = math.exp(float(np.mean(np.log(ratios))))
@@ -237,11 +294,15 @@ def table(results: dict[str, Any], steps: int) -> str:
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Runs cells that have not run yet, and prints all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--published", action="store_true", help="models and length files of side_by_side.py, no seed")
     parser.add_argument(
-        "--cells", nargs="+", default=[""], help="those with one of these in their names (RANKSx-SHAPE-LENGTHS[-limit])"
+        "--cells",
+        nargs="+",
+        default=[""],
+        help="expressions, one of which their names must hold (RANKSx-SHAPE-LENGTHS[-limit], RANKSx-MODEL-DTYPE-LENGTHS[-limit])",
     )
-    parser.add_argument("--tokens", type=int, default=12000, help="of a mini-batch, about")
+    parser.add_argument("--tokens", type=int, help="of a mini-batch, about; 12,000, or 3,072 with --published")
     parser.add_argument("--longest", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=200, help="of the run whose first mini-batches are raced")
     parser.add_argument("--repeats", type=int, default=8, help="mini-batches that are compared")
@@ -249,23 +310,22 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, help="out/auto-SEED.json where not given")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args(arguments)
-    path = options.json or Path("out") / f"auto-{options.seed}.json"
+    if (options.seed is None) != options.published:
+        parser.error("give --seed or --published")
+    options.tokens = options.tokens or (3072 if options.published else 12000)
+    path = options.json or Path("out") / f"auto-{'published' if options.published else options.seed}.json"
+    options.seed = options.seed or 0
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     end = time.monotonic() + 60 * options.minutes
-    for ranks in (2, 4) if not options.table else ():
-        for number, shape in enumerate(shapes(options.seed)):
-            for lengths in range(6):
-                for limited in (False, True):
-                    name = f"{ranks}x-{number}-{lengths}" + ("-limit" if limited else "")
-                    if name in results or not any(part in name for part in options.cells) or time.monotonic() > end:
-                        continue
-                    cell = {"shape": shape, "distribution": lengths, "limited": limited}
-                    with tempfile.TemporaryDirectory() as folder:
-                        try:
-                            results[name] = run_world(ranks, run_cell, cell, options, folder)
-                        except WorldError as error:
-                            results[name] = {"error": str(error).strip().splitlines()[-1]}
-                    write_json(path, results)
+    for name, ranks, cell in cells(options) if not options.table else ():
+        if name in results or not any(re.search(part, name) for part in options.cells) or time.monotonic() > end:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                results[name] = run_world(ranks, run_cell, cell, options, folder)
+            except WorldError as error:
+                results[name] = {"error": str(error).strip().splitlines()[-1]}
+        write_json(path, results)
     print(table(results, options.steps))
     return results
 
