@@ -309,7 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--minutes", type=float, default=90, help="after which no cell begins")
     parser.add_argument("--json", type=Path, help="out/auto-SEED.json where not given")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--quick", action="store_true", help="small mini-batches, a short run: does it run at all?")
     options = parser.parse_args(arguments)
+    if options.quick:
+        options.tokens, options.longest, options.steps, options.repeats = 512, 256, 60, 2
     if (options.seed is None) != options.published:
         parser.error("give --seed or --published")
     options.tokens = options.tokens or (3072 if options.published else 12000)

@@ -291,6 +291,20 @@ def test_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_auto_after_its_race(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = run_quick("auto", tmp_path / "auto.json", "--published", "--cells", r"2x-0.9M-fp32-chat")
+    text = capsys.readouterr().out
+    assert list(cells) == ["2x-0.9M-fp32-chat", "2x-0.9M-fp32-chat-limit"]
+    for name, cell in cells.items():
+        assert {"switching", "computation alone"} < cell["seconds"].keys()
+        assert all(len(seconds) == 2 for seconds in cell["seconds"].values())
+        assert cell["kept"] in cell["plans"]
+        assert f"| {name} | {cell['kept']} of {len(cell['plans'])} |" in text
+    assert cells["2x-0.9M-fp32-chat"]["limit_mb"] is None
+    assert cells["2x-0.9M-fp32-chat-limit"]["limit_mb"] > 0
+
+
+@pytest.mark.slow
 def test_auto_over_distributions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["all equal", "commoncrawl"]
     found = run_quick("step", tmp_path / "auto.json", "--distributions", *names)
