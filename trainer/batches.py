@@ -100,12 +100,14 @@ class StreamParts:
     as in the stock Trainer, where each rank begins its next pass alone. A rank with a longer part continues at its
     place in the next pass.
 
+    Attributes:
+        apart: Whether ranks read by themselves; otherwise they read the loader's batches.
     """
 
     def __init__(self, loader: Any, args: Any) -> None:
         dataset = getattr(loader, "dataset", None)
         reads_alike = isinstance(loader, DataLoaderDispatcher) or isinstance(dataset, DispatchedShard)
-        self._world_size, self._apart = args.world_size, args.world_size > 1 and is_stream(dataset) and not reads_alike
+        self._world_size, self.apart = args.world_size, args.world_size > 1 and is_stream(dataset) and not reads_alike
         self._loader, self._rank, self._pass, self._epoch, self._read = loader, args.process_index, 0, 0, 0
         self._own: Iterator[Any] | None = None
         self._continues = self._is_over = False
@@ -114,7 +116,7 @@ class StreamParts:
     def resume(self, places: Sequence[Sequence[int]], skips: bool) -> None:
         """Resumes if as many ranks have written the checkpoint: behind each rank's last batch, or at the start of its
         pass unless `skips`."""
-        if self._apart and len(places) == self._world_size:
+        if self.apart and len(places) == self._world_size:
             self._pass, read = places[self._rank]
             self._read = read * skips
             if places[self._rank] != places[0]:  # else the loop has skipped the same number of batches
@@ -128,15 +130,12 @@ class StreamParts:
         self._epoch, self._continues, self._is_over = epoch, False, False
 
     def read(self, iterator: Iterator[Any], number: int, agreement: Agreement) -> list[Any]:
-        """The next batches of this rank: as many as the main process has, none if its pass has ended. Collective if
-        ranks read by themselves.
+        """The next batches of this rank: as many as the main process has, none if its pass has ended. Collective.
 
         Args:
             iterator: Over the loader, in this pass of the run.
             number: Batches per step.
         """
-        if not self._apart:
-            return list(islice(iterator, number))
         own, batches, failure = iterator if self._own is None else self._own, list[Any](), None
         try:
             if self._own is None and self._pass != self._epoch:
@@ -180,7 +179,7 @@ class StreamParts:
 
     def gather(self, agreement: Agreement, ends: bool) -> None:
         """Stores the places of all ranks, whose pass `ends` here, for `state`. Collective."""
-        if self._apart:
+        if self.apart:
             place = [self._pass + 1.0, 0.0] if ends else [float(self._pass), float(self._read)]
             self._places = [[int(number) for number in of_rank] for of_rank in agreement.gather(place).tolist()]
 

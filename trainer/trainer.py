@@ -526,7 +526,12 @@ class SwitchedMixin(_Base):
         switched, batches, handler = self.switched, list[Any](), self.callback_handler
         engine, error = switched.engine, handler.error
         try:
-            batches = self._hotspa_rows.parts.read(epoch_iterator, num_batches, engine.agreement)
+            parts = self._hotspa_rows.parts
+            batches = (
+                parts.read(epoch_iterator, num_batches, engine.agreement)
+                if parts.apart
+                else list(islice(epoch_iterator, num_batches))
+            )
         except Exception as failure:  # of a data set, or a collator
             error = error or unreadable(failure, self.args.process_index)
             release_others(handler.train_dataloader)

@@ -290,6 +290,11 @@ def test_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "over all: tau" in capsys.readouterr().out
 
 
+def test_a_steady_step_enters_few_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["functions_a_step"])
+    assert importlib.import_module("functions_a_step").main() == 0, capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_auto_after_its_race(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cells = run_quick("auto", tmp_path / "auto.json", "--published", "--cells", r"2x-0.9M-fp32-chat")
