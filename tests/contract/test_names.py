@@ -23,7 +23,7 @@ WORDS = (
     r"ways? of cp",  # cp method
     r"cuts? of (the )?stages",  # stage partition
     r"(sit|sits|sat|sitting) out",  # skips
-    r"(?<!\|)refus(e[sd]?|als?|ing)",  # rejects, unsupported; after `|` it is gloo's "connection refused"
+    r"(?<!\|)refus(e[sd]?|(al)s?|ing)",  # rejects, unsupported; after `|` it is gloo's "connection refused"
 )
 _BETWEEN = r"""(?:\s|#|>|"|\bf")+"""
 """Words of one sentence may stand on two lines of a comment, of a quotation, or of a text in several parts."""
