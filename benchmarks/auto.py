@@ -164,9 +164,9 @@ def least_limit(model: Any, args: Any, rows: Any, longest: int) -> int:
     from hf_hotspa.strategy import legal_strategies
     from hf_hotspa.trainer.run_plan import START_S, cost_model
 
-    dtype = torch.bfloat16 if args.bf16 else None
-    description = describe_model(model, dtype)
+    description = describe_model(model, torch.bfloat16 if args.bf16 else None)
     plain = legal_strategies(args.world_size, description.shape)
+    dtype = description.compute_dtype
     calibration = calibrate(model.config, strategies=plain, compute_dtype=dtype, longest=longest, seconds=START_S)
     memory = cost_model(calibration, description, args).memory
     return math.ceil(_LIMIT * min(memory.breakdown(s, longest, num_packs=1).total for s in plain) / 2**20)
