@@ -142,7 +142,10 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
 
     Race.observe = observed  # type: ignore[method-assign]
     noted, begin = UntilRaced(), time.perf_counter()
-    limit = least_limit(model, arguments(None), rows, options.longest) if cell["limited"] else None
+    limit, beyond_dp = None, 0.0
+    if cell["limited"]:
+        limit, held_by_dp = least_limit(model, arguments(None), options.longest)
+        beyond_dp = sum(length for length in lengths if length > held_by_dp) / sum(lengths)
     trainer = HotSPaTrainer(model=model, args=arguments(limit), train_dataset=rows, callbacks=[noted])
     trainer.train()
     found = compare(trainer, options.repeats, os.cpu_count() or 1, options.published)
@@ -151,17 +154,18 @@ def run_cell(rank: int, world_size: int, cell: dict[str, Any], options: argparse
     raced = [" + ".join(str(bucket.strategy) for bucket in pool) for pool in (auto.plan.pool, *auto.plan.raced)]
     kept = raced[auto._race.plan]
     cost = getattr(noted, "cost", 0.0)
-    return {"limit_mb": limit, "rows": size, "plans": raced, "kept": kept, "race": noted.race_line, "cost": cost,
+    return {"limit_mb": limit, "beyond_dp": beyond_dp, "rows": size, "plans": raced, "kept": kept, "race": noted.race_line, "cost": cost,
             "first_step_s": noted.first, "runs": raced_runs, **found}  # fmt: skip
 
 
-def least_limit(model: Any, args: Any, rows: Any, longest: int) -> int:
-    """A limit, in MiB, that makes strategies which hold the longest sequence rare. Collective."""
+def least_limit(model: Any, args: Any, longest: int) -> tuple[int, int]:
+    """A limit, in MiB, that makes strategies which hold the longest sequence rare, and the tokens of the longest
+    sequence that data parallelism holds within it. Collective."""
     import torch
 
     from hf_hotspa.calibrate.calibration import calibrate
     from hf_hotspa.model.specs import describe_model
-    from hf_hotspa.strategy import legal_strategies
+    from hf_hotspa.strategy import Strategy, legal_strategies
     from hf_hotspa.trainer.run_plan import START_S, cost_model
 
     description = describe_model(model, torch.bfloat16 if args.bf16 else None)
@@ -169,7 +173,8 @@ def least_limit(model: Any, args: Any, rows: Any, longest: int) -> int:
     dtype = description.compute_dtype
     calibration = calibrate(model.config, strategies=plain, compute_dtype=dtype, longest=longest, seconds=START_S)
     memory = cost_model(calibration, description, args).memory
-    return math.ceil(_LIMIT * min(memory.breakdown(s, longest, num_packs=1).total for s in plain) / 2**20)
+    limit = math.ceil(_LIMIT * min(memory.breakdown(s, longest, num_packs=1).total for s in plain) / 2**20)
+    return limit, memory.largest_pack(Strategy(args.world_size), limit * 2**20, longest=None)
 
 
 def is_plain(strategy: Any) -> bool:
@@ -271,23 +276,31 @@ def verdict(cell: dict[str, Any]) -> dict[str, Any]:
 def table(results: dict[str, Any], steps: int) -> str:
     """All cells, and how many hold."""
     lines = [
-        "| cell | kept of how many plans | best static | auto by best static | interval | race, % of the run | alone by auto | best plain static by auto | |"
+        "| cell | kept of how many plans | best static | auto by best static | interval | race, % of the run | alone by auto | best plain static by auto | tokens dp does not hold, % | |"
     ]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    lines.append("|---|---|---|---|---|---|---|---|---|---|")
     verdicts = {name: verdict(cell) for name, cell in sorted(results.items()) if "seconds" in cell}
     for name, v in verdicts.items():
         cell = results[name]
         plain = "-" if v["plain"] is None else f"{v['plain']:.2f}"
-        interval, cost = f"{v['low']:.2f} to {v['high']:.2f}", f"{100 * cell['cost'] / steps:.2f}"
-        numbers = (
-            f"{v['ratio']:.3f} | {interval} | {cost} | {v['alone']:.2f} | {plain} | {'ok' if v['ok'] else 'BEHIND'}"
-        )
-        lines.append(f"| {name} | {cell['kept']} of {len(cell['plans'])} | {v['best']} | {numbers} |")
-    lines += [f"| {name} | {cell['error']} ||||||||" for name, cell in sorted(results.items()) if "error" in cell]
+        numbers = [
+            f"{v['ratio']:.3f}", f"{v['low']:.2f} to {v['high']:.2f}", f"{100 * cell['cost'] / steps:.2f}",
+            f"{v['alone']:.2f}", plain, f"{100 * cell.get('beyond_dp', 0.0):.0f}", "ok" if v["ok"] else "BEHIND",
+        ]  # fmt: skip
+        lines.append(f"| {name} | {cell['kept']} of {len(cell['plans'])} | {v['best']} | {' | '.join(numbers)} |")
+    lines += [f"| {name} | {cell['error']} |||||||||" for name, cell in sorted(results.items()) if "error" in cell]
     ok, ratios = sum(v["ok"] for v in verdicts.values()), [v["ratio"] for v in verdicts.values()]
     if ratios:
         mean = math.exp(float(np.mean(np.log(ratios))))
         lines.append(f"\n{ok} of {len(verdicts)} cells hold; geometric mean of auto by best static {mean:.3f}")
+    mixed = [
+        v["plain"] for name, v in verdicts.items() if v["plain"] and 0.2 <= results[name].get("beyond_dp", 0.0) <= 0.8
+    ]
+    if mixed:
+        mean, sequences = math.exp(float(np.mean(np.log(mixed)))), "sequences that dp does not hold"
+        lines.append(
+            f"{len(mixed)} cells have 20 to 80 % of their tokens in {sequences}: best plain static by auto {mean:.3f}"
+        )
     return "\n".join(lines)
 
 
