@@ -7,7 +7,7 @@ the machine does to all plans. The noise may have any distribution: a plan leave
 rounds (`_CLEARLY`), and two plans are reported with the median of all pairwise means of the differences and its
 interval (Wilcoxon's signed ranks).
 
-The regret is bounded. A race costs, in mini-batches, the time that other plans took beyond the leader's; before each
+The regret is bounded. A race costs the time that other plans took beyond the leader's, in mean mini-batches; before each
 trial its expected cost must fit into the rest of `SHARE` of the run's mini-batches, less `_RESERVE` of it for a
 misjudged last trial. So all races of a run cost at most that share, plus what the last trial exceeds the reserve by.
 
@@ -183,8 +183,9 @@ class Race:
         leader = self._leader()
         level = self._score(leader, self._weights()) - self._weights()[leader]
         level -= 0.0 if self._of_rounds(leader) else math.log(1 + _COLD)
-        own = [r for r in self._runs if r.plan != leader]
-        return sum(r.seconds / (r.predicted[leader] * math.exp(level)) - 1 for r in own)
+        under_leader = [r.predicted[leader] * math.exp(level) for r in self._runs]
+        extra = sum(r.seconds - own for r, own in zip(self._runs, under_leader, strict=True) if r.plan != leader)
+        return extra / mean(under_leader)
 
     def _is_worth(self, plan: int) -> bool:
         """Whether to try a plan: its expected cost is within the budget, and its first run was not far behind."""

@@ -78,6 +78,17 @@ def test_plans_far_behind_are_tried_once_and_cost_no_more_than_was_allowed():
     assert cost <= SHARE * STEPS + 3.0 * 1.3 - 1
 
 
+def test_cost_is_counted_in_time_not_by_mini_batch():
+    race = Race(["a", "b"], STEPS)
+    sizes, report = {0: 1.9, 1: 0.1}, None  # b is tried on mini-batches that are short
+    while report is None:
+        plan, size = race.plan, sizes[race.plan]
+        report = race.observe(size + 0.1 * plan, [size, size], True)  # and takes twice as long, a tenth of a mean one
+    tried = report.mini_batches - report.mini_batches // 2
+    assert report.kept == "a"
+    assert report.cost == pytest.approx(0.1 * tried, rel=0.1)
+
+
 def test_equal_plans_end_the_race_early_and_none_is_raced_in_a_short_run():
     same = Machine([1.0, 1.0], [1.0, 1.0], noise=0.001, spikes=0.0)
     said = held(same)[2]
