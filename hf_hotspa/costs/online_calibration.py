@@ -5,6 +5,9 @@ on a small copy of the model; measurements of the run are better evidence. Nothi
 the last `WINDOW` mini-batches is at most `LIMIT`. Above it, all factors are refitted: to the median ratio of each
 strategy that ran often enough, and to the median of all ratios for the others (slow machines slow down all strategies).
 
+A strategy that only rare sequences need does not move that median. If its error was above `LIMIT` in each of its last
+`APART` phases, in the same direction, and the other phases are predicted well, its own factor is refitted.
+
 Deterministic in the sequence of observations: ranks with the same (gathered) numbers compute the same factors, and a
 run resumed from `state_dict` behaves as if it had not stopped.
 """
@@ -24,6 +27,8 @@ LIMIT = 0.25
 """The tolerated relative error."""
 WINDOW = 6
 """Mini-batches that are needed for a refit, and over which medians are taken."""
+APART = 3
+"""Phases of a strategy that show that it alone is mispredicted."""
 _SEEN = 2
 """How often a strategy must run inside the window for its own factor."""
 _STEP = 4.0
@@ -91,15 +96,19 @@ class ScaledTime(TimeModel):
 
 @dataclass(frozen=True)
 class Refit:
-    """A correction, for the log: the error that caused it (relative to measured seconds), and the new factors."""
+    """A correction, for the log: the error that caused it (relative to measured seconds), the new factors, and what was
+    mispredicted: a strategy, or None for mini-batches."""
 
     error: float
     factors: Factors
+    apart: Strategy | None = None
 
     def __str__(self) -> str:
         changed = ", ".join(f"{name} {c:.2f} / {s:.2f}" for name, (c, s) in self.factors.to_dict().items())
+        what = "" if self.apart is None else f" of {self.apart}"
+        over = f"{WINDOW} mini-batches" if self.apart is None else f"its last {APART} phases"
         return (
-            f"predicted seconds were off by {self.error:.0%} (median of {WINDOW} mini-batches): the time model is refitted, "
+            f"predicted seconds{what} were off by {self.error:.0%} (median of {over}): the time model is refitted, "
             f"factors on the calibrated computation / switch: {changed}"
         )
 
@@ -115,6 +124,7 @@ class OnlineCalibration:
         self.factors = Factors()
         self._strategies = tuple(sorted(strategies))
         self._window: list[list[_Pair]] = []
+        self._last: dict[Strategy, list[_Pair]] = {}
 
     def observe(self, predicted: Sequence[PhaseSeconds], measured: Sequence[PhaseSeconds]) -> Refit | None:
         """Adds the phases of one mini-batch, and refits the factors if the error is too large.
@@ -126,16 +136,30 @@ class OnlineCalibration:
         Returns:
             The correction, already applied to `factors`; None if none was needed.
         """
-        self._window = [*self._window, list(zip(predicted, measured, strict=True))][-WINDOW:]
-        if len(self._window) < WINDOW or (error := median(map(self._error, self._window))) <= LIMIT:
-            return None
-        pairs = [pair for mini_batch in self._window for pair in mini_batch]
-        compute = [(p.strategy, m.compute_s / p.compute_s) for p, m in pairs if p.compute_s > 0]
-        switch = [(p.strategy, m.switch_s / p.switch_s) for p, m in pairs if p.switch_s > 0]
-        before = self.factors
-        self.factors = Factors(self._medians(compute, before.compute), self._medians(switch, before.switch))
-        self._window = []
-        return Refit(error, self.factors)
+        pairs = list(zip(predicted, measured, strict=True))
+        self._window = [*self._window, pairs][-WINDOW:]
+        for phase, seconds in pairs:
+            self._last[phase.strategy] = [*self._last.get(phase.strategy, []), (phase, seconds)][-APART:]
+        if len(self._window) == WINDOW and (error := median(map(self._error, self._window))) > LIMIT:
+            pairs = [pair for mini_batch in self._window for pair in mini_batch]
+            self.factors = self._refitted(pairs, self._strategies)
+            self._window, self._last = [], {}
+            return Refit(error, self.factors)
+        for strategy in [phase.strategy for phase in predicted]:
+            if (error := self._error_apart(strategy)) > LIMIT:
+                self.factors = self._refitted(self._last.pop(strategy), [strategy])
+                return Refit(error, self.factors, strategy)
+        return None
+
+    def _error_apart(self, strategy: Strategy) -> float:
+        """The median error of a strategy's last phases; 0 if one of them, or the others, do not show that it is wrong."""
+        own = self._last.get(strategy, [])
+        others = [pair for other, pairs in self._last.items() if other != strategy for pair in pairs]
+        errors = [self._error([pair]) for pair in own]
+        slower = {measured.seconds > self.factors.apply(predicted).seconds for predicted, measured in own}
+        if len(own) < APART or len(others) < APART or len(slower) > 1 or min(errors) <= LIMIT:
+            return 0.0
+        return median(errors) if median(self._error([pair]) for pair in others) <= LIMIT else 0.0
 
     def _error(self, pairs: Sequence[_Pair]) -> float:
         """Relative error of a mini-batch; errors of phases do not cancel."""
@@ -146,26 +170,24 @@ class OnlineCalibration:
             total += measured.seconds
         return off / total if total else 0.0
 
-    def _medians(
-        self, ratios: Sequence[tuple[Strategy, float]], before: Mapping[Strategy, float]
-    ) -> dict[Strategy, float]:
-        if not ratios:
-            return dict(before)
-        common = median(ratio for _, ratio in ratios)
-        factors = {}
-        for strategy in self._strategies:
-            own = [ratio for ran, ratio in ratios if ran == strategy]
-            old = before.get(strategy, 1.0)
-            factors[strategy] = min(max(median(own) if len(own) >= _SEEN else common, old / _STEP), old * _STEP)
-        return factors
+    def _refitted(self, pairs: Sequence[_Pair], strategies: Iterable[Strategy]) -> Factors:
+        """The factors after a refit of some strategies."""
+        before = self.factors
+        compute = [(p.strategy, m.compute_s / p.compute_s) for p, m in pairs if p.compute_s > 0]
+        switch = [(p.strategy, m.switch_s / p.switch_s) for p, m in pairs if p.switch_s > 0]
+        names = tuple(strategies)
+        return Factors(_medians(compute, before.compute, names), _medians(switch, before.switch, names))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON-ready state; a phase is a strategy and (predicted, measured) computation and switch seconds."""
-        window = [
-            [[str(p.strategy), *map(float, (p.compute_s, m.compute_s, p.switch_s, m.switch_s))] for p, m in pairs]
-            for pairs in self._window
-        ]
-        return {"factors": self.factors.to_dict(), "window": window}
+
+        def rows(pairs: Sequence[_Pair]) -> list[list[Any]]:
+            return [
+                [str(p.strategy), *map(float, (p.compute_s, m.compute_s, p.switch_s, m.switch_s))] for p, m in pairs
+            ]
+
+        last = {str(strategy): rows(pairs) for strategy, pairs in sorted(self._last.items())}
+        return {"factors": self.factors.to_dict(), "window": list(map(rows, self._window)), "last": last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state.
@@ -176,7 +198,24 @@ class OnlineCalibration:
         with reading_state("the time model's correction", "the correction starts anew"):
             factors = Factors.from_dict(state["factors"])
             window = [[_pair(*row) for row in rows] for rows in state["window"]]
-        self.factors, self._window = factors, window
+            known = state.get("last", {})  # earlier checkpoints have none
+            last = {Strategy.parse(name): [_pair(*row) for row in rows] for name, rows in known.items()}
+        self.factors, self._window, self._last = factors, window, last
+
+
+def _medians(
+    ratios: Sequence[tuple[Strategy, float]], before: Mapping[Strategy, float], strategies: Sequence[Strategy]
+) -> dict[Strategy, float]:
+    """Factors changed by the median change of a strategy if it ran often enough, and else of all."""
+    changes = [(strategy, ratio / before.get(strategy, 1.0)) for strategy, ratio in ratios]
+    if not changes:
+        return dict(before)
+    common, factors = median(change for _, change in changes), dict(before)
+    for strategy in strategies:
+        own = [change for ran, change in changes if ran == strategy]
+        change = median(own) if len(own) >= _SEEN else common
+        factors[strategy] = before.get(strategy, 1.0) * min(max(change, 1 / _STEP), _STEP)
+    return factors
 
 
 def _pair(name: str, *numbers: float) -> _Pair:

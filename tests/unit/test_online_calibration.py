@@ -68,6 +68,28 @@ def test_one_hiccup_changes_nothing_and_errors_do_not_cancel() -> None:
     assert observe(cancelling, WINDOW, (DP, 1.6, 1.0), (TP, 0.4, 1.0))  # the sum is right
 
 
+def test_a_strategy_of_rare_sequences_is_corrected_alone() -> None:
+    online = OnlineCalibration([DP, TP, PP])
+    refits = [observe(online, 1, (DP, 1.1, 1.0), *[(TP, 1.6, 1.0)] * (number % 5 == 0)) for number in range(30)]
+    [(refit,)] = filter(None, refits)
+    assert refits.index([refit]) == 10  # the third phase of tp; most mini-batches have none
+    assert refit.factors.to_dict() == {"tp4": [pytest.approx(1.6), 1.0]}
+    assert str(refit).startswith("predicted seconds of tp4 were off by ")
+    slower, *_ = observe(online, WINDOW, (DP, 2.0, 2.0))  # now everything takes twice as long
+    common = slower.factors.compute[DP]
+    assert common > 1.5
+    assert slower.factors.compute == {DP: common, TP: pytest.approx(1.6 * common), PP: common}
+
+
+@pytest.mark.parametrize("ratios", [(1.6, 1.6, 1.1), (1.6, 0.5, 1.6), (1.6, 1.6)])
+def test_a_strategy_is_corrected_alone_only_if_it_is_wrong_each_time(ratios) -> None:
+    online = OnlineCalibration([DP, TP])
+    for ratio in ratios:
+        assert not observe(online, 1, (DP, 1.0, 1.0), (TP, ratio, 1.0))
+        assert not observe(online, 4, (DP, 1.0, 1.0))
+    assert online.factors == Factors()
+
+
 def test_a_refit_is_bounded() -> None:
     online = OnlineCalibration([DP])
     [first] = observe(online, WINDOW, (DP, 1000.0, 1.0))
