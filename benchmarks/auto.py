@@ -182,6 +182,13 @@ def is_plain(strategy: Any) -> bool:
     return bool(strategy.cp == strategy.ep == strategy.v == 1 and not strategy.z and not strategy.ck)
 
 
+def is_static_plain(side: str) -> bool:
+    """Whether a side of a cell is one such strategy."""
+    from hf_hotspa.strategy import Strategy
+
+    return side not in ("switching", "computation alone") and is_plain(Strategy.parse(side))
+
+
 def compare(trainer: Any, repeats: int, cores: int, also_plain: bool) -> dict[str, Any]:
     """Seconds of each side, by mini-batch: `auto`, static strategies, and the computation alone. Collective.
 
@@ -254,7 +261,6 @@ def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int,
 def verdict(cell: dict[str, Any]) -> dict[str, Any]:
     """What follows from the seconds of a cell."""
     from hf_hotspa.search.race import _middle
-    from hf_hotspa.strategy import Strategy
 
     seconds = dict(cell["seconds"])
     hot, alone = np.array(seconds.pop("switching")), np.array(seconds.pop("computation alone"))
@@ -263,14 +269,12 @@ def verdict(cell: dict[str, Any]) -> dict[str, Any]:
     best = min(seconds, key=lambda name: float(np.median(seconds[name])))
     middle, low, high = (math.exp(value) for value in _middle(np.log(hot / np.array(seconds[best])).tolist()))
     fits = middle <= MOST or low <= 1.0
-    known = {**cell["seconds"], **cell.get("behind", {})}.items()
-    plain = [
-        float(np.median(np.array(each) / hot[: len(each)]))
-        for name, each in known
-        if name not in ("switching", "computation alone") and is_plain(Strategy.parse(name))
-    ]
+    compared, left_early = (
+        [float(np.median(np.array(each) / hot[: len(each)])) for name, each in sides.items() if is_static_plain(name)]
+        for sides in (cell["seconds"], cell.get("behind", {}))
+    )
     return {"best": best, "ratio": middle, "low": low, "high": high, "alone": float(np.median(alone / hot)), "ok": fits,
-            "plain": min(plain, default=None)}  # fmt: skip
+            "plain": min(compared or left_early, default=None)}  # fmt: skip
 
 
 def table(results: dict[str, Any], steps: int) -> str:
