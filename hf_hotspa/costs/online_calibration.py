@@ -3,7 +3,7 @@
 Maintains factors for the seconds of each strategy, separately for computation and switches. A calibration takes seconds
 on a small copy of the model; measurements of the run are better evidence. Nothing changes while the median error over
 the last `WINDOW` mini-batches is at most `LIMIT`. Above it, all factors are refitted: to the median ratio of each
-strategy that ran often enough, and to the median of all ratios for the others (slow machines slow down all strategies).
+strategy that ran often enough, and by the median change of all for the others (slow machines slow down all strategies).
 
 A strategy that only rare sequences need does not move that median. If its error was above `LIMIT` in each of its last
 `APART` phases, in the same direction, and the other phases are predicted well, its own factor is refitted.
@@ -15,6 +15,7 @@ run resumed from `state_dict` behaves as if it had not stopped.
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from statistics import median
 from typing import Any
 
@@ -136,28 +137,30 @@ class OnlineCalibration:
         Returns:
             The correction, already applied to `factors`; None if none was needed.
         """
-        pairs = list(zip(predicted, measured, strict=True))
-        self._window = [*self._window, pairs][-WINDOW:]
-        for phase, seconds in pairs:
-            self._last[phase.strategy] = [*self._last.get(phase.strategy, []), (phase, seconds)][-APART:]
+        mini_batch = list(zip(predicted, measured, strict=True))
+        self._window = [*self._window, mini_batch][-WINDOW:]
+        for pair in mini_batch:
+            strategy = pair[0].strategy
+            self._last[strategy] = [*self._last.get(strategy, []), pair][-APART:]
         if len(self._window) == WINDOW and (error := median(map(self._error, self._window))) > LIMIT:
-            pairs = [pair for mini_batch in self._window for pair in mini_batch]
-            self.factors = self._refitted(pairs, self._strategies)
+            self.factors = self._refitted(chain.from_iterable(self._window), self._strategies)
             self._window, self._last = [], {}
             return Refit(error, self.factors)
-        for strategy in [phase.strategy for phase in predicted]:
-            if (error := self._error_apart(strategy)) > LIMIT:
-                self.factors = self._refitted(self._last.pop(strategy), [strategy])
-                return Refit(error, self.factors, strategy)
+        for phase in predicted:
+            if (error := self._error_apart(phase.strategy)) > LIMIT:
+                self.factors = self._refitted(self._last.pop(phase.strategy), (phase.strategy,))
+                return Refit(error, self.factors, phase.strategy)
         return None
 
     def _error_apart(self, strategy: Strategy) -> float:
         """The median error of a strategy's last phases; 0 if one of them, or the others, do not show that it is wrong."""
-        own = self._last.get(strategy, [])
+        own = self._last[strategy]
         others = [pair for other, pairs in self._last.items() if other != strategy for pair in pairs]
+        if len(own) < APART or len(others) < APART:
+            return 0.0
         errors = [self._error([pair]) for pair in own]
         slower = {measured.seconds > self.factors.apply(predicted).seconds for predicted, measured in own}
-        if len(own) < APART or len(others) < APART or len(slower) > 1 or min(errors) <= LIMIT:
+        if len(slower) > 1 or min(errors) <= LIMIT:
             return 0.0
         return median(errors) if median(self._error([pair]) for pair in others) <= LIMIT else 0.0
 
@@ -170,13 +173,12 @@ class OnlineCalibration:
             total += measured.seconds
         return off / total if total else 0.0
 
-    def _refitted(self, pairs: Sequence[_Pair], strategies: Iterable[Strategy]) -> Factors:
+    def _refitted(self, phases: Iterable[_Pair], strategies: Sequence[Strategy]) -> Factors:
         """The factors after a refit of some strategies."""
-        before = self.factors
+        before, pairs = self.factors, list(phases)
         compute = [(p.strategy, m.compute_s / p.compute_s) for p, m in pairs if p.compute_s > 0]
         switch = [(p.strategy, m.switch_s / p.switch_s) for p, m in pairs if p.switch_s > 0]
-        names = tuple(strategies)
-        return Factors(_medians(compute, before.compute, names), _medians(switch, before.switch, names))
+        return Factors(_medians(compute, before.compute, strategies), _medians(switch, before.switch, strategies))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns JSON-ready state; a phase is a strategy and (predicted, measured) computation and switch seconds."""
