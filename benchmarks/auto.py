@@ -11,7 +11,8 @@ mini-batches in turn, forward and backward; sides far behind are left out after 
 to the best static strategy over mini-batches, with the interval of `search/race.py`: at most 1.02, or the interval reaches 1.
 
 Computation alone: the packs of data parallelism on one process a core at a time, no communication, no optimizer. With more
-ranks than cores ranks take turns. Results are kept by cell in `out/auto-SEED.json`.
+ranks than cores ranks take turns. Balanced computation: the same seconds of all ranks, shared equally by the cores; so much a
+plan could take at best. Results are kept by cell in `out/auto-SEED.json`.
 """
 
 import argparse
@@ -36,6 +37,8 @@ from worlds import WorldError, run_world
 
 MOST = 1.02
 """`auto` over the best static strategy."""
+ALONE = ("computation alone", "balanced computation")
+"""Sides that do nothing but compute the packs of data parallelism: until the last rank is done, and with equal work for all cores."""
 _LIMIT = 1.15
 """A limit of memory, over the least that a static strategy of plain degrees needs for the longest sequence."""
 
@@ -187,7 +190,7 @@ def is_static_plain(side: str) -> bool:
     """Whether a side of a cell is one such strategy."""
     from hf_hotspa.strategy import Strategy
 
-    return side not in ("switching", "computation alone") and is_plain(Strategy.parse(side))
+    return side not in ("switching", *ALONE) and is_plain(Strategy.parse(side))
 
 
 def compare(trainer: Any, repeats: int, cores: int, also_plain: bool) -> dict[str, Any]:
@@ -221,7 +224,7 @@ def compare(trainer: Any, repeats: int, cores: int, also_plain: bool) -> dict[st
     batches = gain._first_mini_batches(trainer, engine, hot, repeats)
     seconds, _ = gain._take_turns(engine, sides, batches, repeats, trainer)
     of_dp = gain.Side("alone", (replace(known[-1].buckets[0], longest=longest, pack_tokens=max(packs, longest)),))
-    seconds["computation alone"] = computed_alone(engine, of_dp, batches, repeats, cores)
+    seconds |= zip(ALONE, computed_alone(engine, of_dp, batches, repeats, cores), strict=True)
     engine.close()
     chosen = {bucket.strategy for bucket in hot.buckets} if len(hot.buckets) == 1 else set()
     return {
@@ -231,8 +234,9 @@ def compare(trainer: Any, repeats: int, cores: int, also_plain: bool) -> dict[st
     }
 
 
-def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int, cores: int) -> list[float]:
-    """Seconds of the packs of data parallelism, a process on each core at a time. Collective."""
+def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int, cores: int) -> list[list[float]]:
+    """Seconds of the packs of data parallelism, a process on each core at a time: as they end, and if all cores had
+    an equal share of the work. Collective."""
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.switched.passes import Exchange
 
@@ -241,22 +245,25 @@ def computed_alone(engine: Any, side: Any, batches: Sequence[Any], repeats: int,
         engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost
     )
     exchange, runner = Exchange(engine.agreement, engine.world_size), engine.phases[bucket.strategy]
-    seconds = []
+    ended, balanced = list[float](), list[float]()
     for number in range(-1, repeats):
         documents = batches[max(number, 0) % len(batches)]
         _, mini_batch = documents.plan(range(len(documents)), side.buckets, None, collator, exchange)
         (phase,) = mini_batch.phases
         runner.load()
-        took = 0.0
+        took = np.zeros(2)
         for first in range(0, engine.world_size, cores):
             engine.agreement.barrier()
             begin = time.perf_counter()
             if first <= engine.rank < first + cores:
                 runner.compute(phase.micro_batches, 1.0)
-            took += float(engine.agreement.gather([time.perf_counter() - begin]).max())
+            of_ranks = engine.agreement.gather([time.perf_counter() - begin])
+            took += of_ranks.max(), of_ranks.sum() / cores
         runner.return_gradients()
-        seconds += [took] if number >= 0 else []
-    return seconds
+        if number >= 0:
+            ended.append(float(took[0]))
+            balanced.append(float(took[1]))
+    return [ended, balanced]
 
 
 def verdict(cell: dict[str, Any]) -> dict[str, Any]:
@@ -264,7 +271,7 @@ def verdict(cell: dict[str, Any]) -> dict[str, Any]:
     from hf_hotspa.search.race import _middle
 
     seconds = dict(cell["seconds"])
-    hot, alone = np.array(seconds.pop("switching")), np.array(seconds.pop("computation alone"))
+    hot, alone, balanced = (np.array(seconds.pop(name)) for name in ("switching", *ALONE))
     own = [name for name in seconds if name in cell["single"]]  # what auto runs is this one: no side to compare with
     seconds = {name: each for name, each in seconds.items() if name not in own} or seconds
     best = min(seconds, key=lambda name: float(np.median(seconds[name])))
@@ -275,7 +282,7 @@ def verdict(cell: dict[str, Any]) -> dict[str, Any]:
         for sides in (cell["seconds"], cell.get("behind", {}))
     )
     return {"best": best, "ratio": middle, "low": low, "high": high, "alone": float(np.median(alone / hot)), "ok": fits,
-            "plain": min(compared or left_early, default=None)}  # fmt: skip
+            "plain": min(compared or left_early, default=None), "balanced": float(np.median(balanced / hot))}  # fmt: skip
 
 
 def table(results: dict[str, Any], steps: int) -> str:
@@ -298,13 +305,12 @@ def table(results: dict[str, Any], steps: int) -> str:
     if ratios:
         mean = geometric_mean(ratios)
         lines.append(f"\n{ok} of {len(verdicts)} cells hold; geometric mean of auto by best static {mean:.3f}")
-    mixed = [
-        v["plain"] for name, v in verdicts.items() if v["plain"] and 0.2 <= results[name].get("beyond_dp", 0.0) <= 0.8
-    ]
+    mixed = [v for name, v in verdicts.items() if v["plain"] and 0.2 <= results[name].get("beyond_dp", 0.0) <= 0.8]
     if mixed:
         lines.append(
             f"{len(mixed)} cells have 20 to 80 % of their tokens in sequences that dp does not hold: "
-            f"best plain static by auto {geometric_mean(mixed):.3f}"
+            f"best plain static by auto {geometric_mean(v['plain'] for v in mixed):.3f}, "
+            f"by balanced computation {geometric_mean(v['plain'] / v['balanced'] for v in mixed):.3f}"
         )
     return "\n".join(lines)
 

@@ -301,7 +301,7 @@ def test_auto_after_its_race(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     text = capsys.readouterr().out
     assert list(cells) == ["2x-0.9M-fp32-chat", "2x-0.9M-fp32-chat-limit"]
     for name, cell in cells.items():
-        assert {"switching", "computation alone"} < cell["seconds"].keys()
+        assert {"switching", "computation alone", "balanced computation"} < cell["seconds"].keys()
         assert all(len(seconds) == 2 for seconds in cell["seconds"].values())
         assert cell["kept"] in cell["plans"]
         assert f"| {name} | {cell['kept']} of {len(cell['plans'])} |" in text

@@ -16,7 +16,7 @@ def test_cells_follow_from_the_seed_alone() -> None:
 
 
 def cell(hot, others, single=()):
-    alone = {"computation alone": [0.5] * len(hot)}
+    alone = {"computation alone": [0.5] * len(hot), "balanced computation": [0.4] * len(hot)}
     return {
         "single": list(single),
         "cost": 1.0,
@@ -35,6 +35,10 @@ def test_a_cell_holds_where_auto_is_as_fast_as_the_best_or_the_interval_reaches_
     assert benchmark.verdict(cell([1.1, 0.95, 1.2, 0.9, 1.3, 0.99], {"dp2": even}))["ok"]
     # what auto runs is one of the sides: the others count
     assert benchmark.verdict(cell(even, {"dp2": [0.8] * 6, "tp2": [1.5] * 6}, ["dp2"]))["best"] == "tp2"
+    mixed = cell(even, {"dp2": even, "tp2": [2.0] * 6}) | {"beyond_dp": 0.5}
+    assert "best plain static by auto 1.000, by balanced computation 2.500" in benchmark.table(
+        {"2x-0-0-limit": mixed}, 200
+    )
     text = benchmark.table({"2x-0-0": cell(even, {"dp2": even}), "2x-0-1": {"error": "it failed"}}, 200)
     assert "1 of 1 cells hold" in text
     assert "it failed" in text
