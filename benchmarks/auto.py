@@ -273,9 +273,13 @@ def verdict(cell: dict[str, Any]) -> dict[str, Any]:
     seconds = dict(cell["seconds"])
     hot, alone, balanced = (np.array(seconds.pop(name)) for name in ("switching", *ALONE))
     own = [name for name in seconds if name in cell["single"]]  # what auto runs is this one: no side to compare with
-    seconds = {name: each for name, each in seconds.items() if name not in own} or seconds
+    others = {name: each for name, each in seconds.items() if name not in own}
+    # all others far behind: compared on the mini-batches that they ran
+    others = others or {name: each for name, each in cell.get("behind", {}).items() if name not in own}
+    seconds = others or seconds
     best = min(seconds, key=lambda name: float(np.median(seconds[name])))
-    middle, low, high = (math.exp(value) for value in _middle(np.log(hot / np.array(seconds[best])).tolist()))
+    rival = np.array(seconds[best])
+    middle, low, high = (math.exp(value) for value in _middle(np.log(hot[: len(rival)] / rival).tolist()))
     fits = middle <= MOST or low <= 1.0
     compared, left_early = (
         [float(np.median(np.array(each) / hot[: len(each)])) for name, each in sides.items() if is_static_plain(name)]

@@ -148,6 +148,11 @@ class Strategy:
         return self.cp * self.tp * self.pp
 
     @property
+    def ranks_of_a_layer(self) -> int:
+        """Ranks that exchange data inside a layer; all that have a part of it, if `+z3` moves its weights."""
+        return self.stage_size if self.z == 3 else max(self.cp * self.tp, self.ep)
+
+    @property
     def stage_size(self) -> int:
         """Ranks of a stage, over all replicas."""
         return self.dp * self.cp * self.tp

@@ -328,7 +328,7 @@ class AutoStrategies(RunPlan):
             chooser.load_state_dict(old.state_dict())
             chooser.restart()
         if self._race is None:
-            self._race = Race(self._names, num_steps)
+            self._race = Race(self._names, num_steps, self.plan.trial_order if len(self._pools) > 1 else ())
         else:
             self._race.continue_run(num_steps)
 
@@ -408,7 +408,7 @@ class AutoStrategies(RunPlan):
             logger.warning("step %d: lengths have moved, and the plan stays: %s", step + 1, error)
             return
         pools = (plan.pool,) if self._args.full_determinism else (plan.pool, *plan.raced)
-        self._take(pools, "lengths have moved")
+        self._take(pools, "lengths have moved", plan.trial_order if len(pools) > 1 else ())
         for chooser in self._choosers:
             chooser.num_trained = step + 1
         if self._args.process_index == 0:
@@ -416,13 +416,13 @@ class AutoStrategies(RunPlan):
                 f"step {step + 1}: lengths have moved ({distance:.0%} of the tokens); planned again: {plan.choice}"
             )
 
-    def _take(self, pools: tuple[tuple[Bucket, ...], ...], why: str) -> None:
+    def _take(self, pools: tuple[tuple[Bucket, ...], ...], why: str, order: Sequence[int] = ()) -> None:
         assert self._race is not None
         before, self._pools = self._choosers, pools
         self._choosers = [self._chooser(pool) for pool in pools]
         for chooser in self._choosers:
             chooser.continue_from(before)
-        self._race = self._race.of_others(self._names, why)
+        self._race = self._race.of_others(self._names, why, order)
 
     def summary(self) -> dict[str, Any] | None:
         return self.plan.summary() if self.predicts else None

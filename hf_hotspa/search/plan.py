@@ -16,6 +16,8 @@ from hf_hotspa.strategy import Bucket, Strategy
 _GIB, _MIB = 1 << 30, 1 << 20
 _SAME = 0.02
 """Seconds that differ by less, as a share, count as equal."""
+_NEAREST = 0.08
+"""Plans that are slower than the fastest by less, as a share, are not distinguished by a time model."""
 _COLUMNS = ["up to", "strategy", "pack", "rows", "packs", "compute s", "switch s"]
 _LINKS = ["seconds of switches", "links in nodes", "links between nodes"]
 _LINK_KEYS = ("switch_seconds_in_nodes", "switch_seconds_between_nodes")
@@ -123,6 +125,23 @@ class Plan:
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets of all pools: what an engine has to hold."""
         return all_buckets([self.pool, *self.raced, *self.ready])
+
+    @property
+    def trial_order(self) -> list[int]:
+        """The order in which a race tries the pool (0) and the raced ones (1, 2, ...). Of plans that the time model
+        does not distinguish, those whose layers need the fewest ranks together come first: their seconds are predicted
+        best, and so they cost least if they are wrong. The others follow, the fastest as predicted first."""
+        known = {frozenset(b.strategy for b in near.buckets): near.seconds for near in self.choice.near}
+        seconds = [self.choice.seconds, *(known[frozenset(b.strategy for b in pool)] for pool in self.raced)]
+        most = min(seconds) * (1 + _NEAREST)
+
+        def key(index: int) -> tuple[bool, int, float]:
+            pool = (self.pool, *self.raced)[index]
+            near = seconds[index] <= most
+            together = max(b.strategy.ranks_of_a_layer for b in pool) if near else 0
+            return not near, together, seconds[index]
+
+        return sorted(range(len(seconds)), key=key)
 
     @property
     def longest(self) -> int:

@@ -7,9 +7,11 @@ the machine does to all plans. The noise may have any distribution: a plan leave
 rounds (`_CLEARLY`), and two plans are reported with the median of all pairwise means of the differences and its
 interval (Wilcoxon's signed ranks).
 
-The regret is bounded. A race costs the time that other plans took beyond the leader's, in mean mini-batches; before each
-trial its expected cost must fit into the rest of `SHARE` of the run's mini-batches, less `_RESERVE` of it for a
-misjudged last trial. So all races of a run cost at most that share, plus what the last trial exceeds the reserve by.
+The regret is bounded. A race costs the time that other plans took beyond the leader's, in mean mini-batches; what the
+leader would have taken follows from its runs in the same round and in those next to it, because a machine that was slow
+then was slow for all. Before each trial its expected cost must fit into the rest of `SHARE` of the run's mini-batches,
+less `_RESERVE` of it for misjudged trials. So all races of a run cost at most that share, plus what misjudged trials
+exceed the reserve by.
 
 Afterwards the winner runs. A drift opens the race again: its ratio of measured to predicted seconds has moved, or the
 lengths have, so that another plan would be faster by the race's measurements.
@@ -29,8 +31,8 @@ from hf_hotspa.typed import reading_state
 
 SHARE = 0.01
 """What all races of a run may cost, as a share of its mini-batches."""
-_RESERVE = 0.15
-"""The share of that budget kept back, because a trial can take longer than expected."""
+_RESERVE = 0.3
+"""The share of that budget kept back, because trials can take longer than expected."""
 _CLEARLY = (math.inf, 0.12, 0.06, 0.03, 0.0)
 """By how much, as a logarithm, a plan must have been slower in each of 1, 2, ... rounds to leave; the last value holds
 for more rounds. One round decides nothing: another process may have used the machine. With noise of 10 % a plan as fast
@@ -40,8 +42,9 @@ _SAME = 0.02
 _ENOUGH, _MOST_ROUNDS = 3, 8
 _COLD = 0.25
 """Expected extra time of the first mini-batch of a strategy, as a share of one: memory and kernels."""
-_FAR = math.log(1.6)
-"""How far behind, as a logarithm, the first run of a plan decides alone."""
+_FAR = math.log(1.2)
+"""How far behind, as a logarithm, the first run of a plan decides alone. A second run of such a plan costs more than a
+run of one that is near, and seldom changes the result."""
 _WATCHED, _REST = 8, 32
 """Mini-batches that show a drift, and that must have passed since the last race."""
 _MOVED, _BETTER = math.log(1.25), math.log(1.05)
@@ -63,41 +66,48 @@ class Race:
     """Decides which plan runs next.
 
     Args:
-        names: The plans, the nearest as predicted first.
+        names: The plans; a run too short for a race uses the first one.
         num_steps: Mini-batches of the run.
+        order: In which they are tried; as named if not given. If the budget does not suffice, the last ones are not.
 
     Attributes:
         plan: The index of the next mini-batch's plan.
         wants: Whether `observe` needs the predictions of all plans for the next mini-batch, not only of its plan.
     """
 
-    def __init__(self, names: Sequence[str], num_steps: int) -> None:
+    def __init__(self, names: Sequence[str], num_steps: int, order: Sequence[int] = ()) -> None:
         self.names, self._budget = tuple(names), SHARE * num_steps
+        self._order = list(order or range(len(names)))
         self._spent, self._why, self._number, self._kept = 0.0, "", 0, 0
         self._levels: dict[int, float] = {}
         self._open()
-        if len(names) < 2 or self._budget < _COLD:  # a short run cannot afford a race
+        if len(names) < 2 or self._left < _COLD:  # a short run cannot afford a race
             self._queue.clear()
 
     def _open(self) -> None:
-        self._live = list(range(len(self.names)))
+        self._live = list(self._order)
         self._queue: list[int] = list(self._live)
         self._round = 0
         self._runs: list[_Run] = []
         self._recent: list[tuple[float, tuple[float, ...]]] = []
         self._since = 0
 
-    def of_others(self, names: Sequence[str], why: str) -> "Race":
+    def of_others(self, names: Sequence[str], why: str, order: Sequence[int] = ()) -> "Race":
         """Returns a race of other plans in the same run, with the remaining budget."""
-        race = Race(names, 0)
+        race = Race(names, 0, order)
         race._budget, race._spent = self._budget, self._spent
-        if len(names) > 1 and self._budget - self._spent >= _COLD:
+        if len(names) > 1 and self._left >= _COLD:
             race._again(why)
         return race
 
     def continue_run(self, num_steps: int) -> None:
         """Extends the budget: the same plans train again, for so many mini-batches."""
         self._budget += SHARE * num_steps
+
+    @property
+    def _left(self) -> float:
+        """What a race that begins now may cost, in mean mini-batches."""
+        return (1 - _RESERVE) * self._budget - self._spent
 
     @property
     def is_on(self) -> bool:
@@ -181,9 +191,15 @@ class Race:
 
     def _cost(self) -> float:
         leader = self._leader()
+        known = self._of_rounds(leader)
         level = self._score(leader, self._weights()) - self._weights()[leader]
-        level -= 0.0 if self._of_rounds(leader) else math.log(1 + _COLD)
-        under_leader = [r.predicted[leader] * math.exp(level) for r in self._runs]
+        level -= 0.0 if known else math.log(1 + _COLD)
+
+        def then(run: _Run) -> float:
+            near = [ratio for number, ratio in known.items() if abs(number - run.round) <= 1]
+            return median(near) if near else level
+
+        under_leader = [run.predicted[leader] * math.exp(then(run)) for run in self._runs]
         extra = sum(r.seconds - own for r, own in zip(self._runs, under_leader, strict=True) if r.plan != leader)
         return extra / mean(under_leader)
 
@@ -192,13 +208,16 @@ class Race:
         leader, weights = self._leader(), self._weights()
         if plan == leader:
             return True
-        behind = self._score(plan, weights) - self._score(leader, weights)
-        if behind > _FAR and not self._of_rounds(plan) and self._cold(plan):
+        behind, cold_runs = self._score(plan, weights) - self._score(leader, weights), self._cold(plan)
+        warm_runs = self._of_rounds(plan)
+        if behind > _FAR and not warm_runs and cold_runs:
             return False
+        if len(warm_runs) == 1 and cold_runs:  # if it took longer than the cold run, something disturbed it
+            behind += min(0.0, min(cold_runs) - max(warm_runs.values()))
         slower = math.exp(behind) - 1
         cold = 0.0 if any(run.plan == plan for run in self._runs) else _COLD
         expected = max(0.0, self._cost()) + max(0.0, slower) + cold
-        return self._spent + expected <= (1 - _RESERVE) * self._budget
+        return expected <= self._left
 
     def _end_round(self) -> None:
         """Removes plans that are clearly slower; begins another round if anything is left to find out."""
@@ -246,7 +265,7 @@ class Race:
             return
         self._recent = [*self._recent, (math.log(seconds / own), tuple(every))][-_WATCHED * _WATCHED :]
         last = [ratio for ratio, _ in self._recent[-_WATCHED:]]
-        if self._since < _REST or len(last) < _WATCHED or self._budget - self._spent < _COLD:
+        if self._since < _REST or len(last) < _WATCHED or self._left < _COLD:
             return
         moved = median(last) - self._levels[self._kept]
         if abs(moved) > _MOVED:
@@ -271,6 +290,7 @@ class Race:
     def state_dict(self) -> dict[str, Any]:
         return {
             "names": list(self.names),
+            "order": list(self._order),
             "budget": self._budget,
             "spent": self._spent,
             "why": self._why,
@@ -301,10 +321,12 @@ class Race:
             recent = [(float(ratio), tuple(map(float, each))) for ratio, each in state["recent"]]
             numbers = [int(state[name]) for name in ("kept", "round", "since")]
             live, queue = [int(plan) for plan in state["live"]], [int(plan) for plan in state["queue"]]
+            order = [int(plan) for plan in state.get("order", range(len(self.names)))]  # not in earlier states
             budget, spent, why = float(state["budget"]), float(state["spent"]), str(state["why"])
-            for plan in (numbers[0], *live, *queue, *levels, *(run.plan for run in runs)):
+            for plan in (numbers[0], *live, *queue, *order, *levels, *(run.plan for run in runs)):
                 self.names[plan]
-        self._runs, self._levels, self._recent, self._live, self._queue = runs, levels, recent, live, queue
+        self._runs, self._levels, self._recent = runs, levels, recent
+        self._live, self._queue, self._order = live, queue, order
         (self._kept, self._round, self._since), self._budget, self._spent, self._why = numbers, budget, spent, why
         return True
 

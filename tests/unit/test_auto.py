@@ -362,3 +362,20 @@ def test_a_plan_that_fills_the_memory_makes_room_for_the_weights_of_one_that_is_
     assert fitting_beside([full], [other], capacities, smaller.pack_tokens / most + 0.001) == ([full], [])
     longest = (replace(full[0], longest=most),)
     assert fitting_beside([longest], [other], capacities, 0.75) == ([longest], [])
+
+
+def test_of_plans_that_are_predicted_nearly_equal_a_race_tries_those_first_whose_layers_need_the_fewest_ranks() -> None:
+    raced = plan(near=5.0)
+    seconds = {frozenset(b.strategy for b in near.buckets): near.seconds for near in raced.choice.near}
+    pools = (raced.pool, *raced.raced)
+    seconds[frozenset(b.strategy for b in raced.pool)] = raced.choice.seconds
+    order = raced.trial_order
+    assert sorted(order) == list(range(len(pools)))
+    times = [seconds[frozenset(b.strategy for b in pools[index])] for index in order]
+    near = [index for index, s in zip(order, times, strict=True) if s <= 1.08 * min(times)]
+    assert order[: len(near)] == near
+    ranks = [max(b.strategy.ranks_of_a_layer for b in pools[index]) for index in near]
+    assert ranks == sorted(ranks)
+    assert times[len(near) :] == sorted(times[len(near) :])
+    names = ("dp8", "dp8+z3", "dp2tp4", "cp2pp4", "dp8ep4", "pp8")
+    assert [Strategy.parse(name).ranks_of_a_layer for name in names] == [1, 8, 4, 2, 4, 1]

@@ -35,6 +35,9 @@ def test_a_cell_holds_where_auto_is_as_fast_as_the_best_or_the_interval_reaches_
     assert benchmark.verdict(cell([1.1, 0.95, 1.2, 0.9, 1.3, 0.99], {"dp2": even}))["ok"]
     # what auto runs is one of the sides: the others count
     assert benchmark.verdict(cell(even, {"dp2": [0.8] * 6, "tp2": [1.5] * 6}, ["dp2"]))["best"] == "tp2"
+    # what auto runs alone, and all others are far behind: they count although they ran two mini-batches only
+    alone = cell(even, {"dp2": [0.97] * 6}, ["dp2"]) | {"behind": {"tp2": [1.5, 1.6], "pp2": [1.3, 1.4]}}
+    assert (benchmark.verdict(alone)["best"], benchmark.verdict(alone)["ok"]) == ("pp2", True)
     mixed = cell(even, {"dp2": even, "tp2": [2.0] * 6}) | {"beyond_dp": 0.5}
     assert "best plain static by auto 1.000, by balanced computation 2.500" in benchmark.table(
         {"2x-0-0-limit": mixed}, 200

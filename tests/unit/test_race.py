@@ -78,6 +78,31 @@ def test_plans_far_behind_are_tried_once_and_cost_no_more_than_was_allowed():
     assert cost <= SHARE * STEPS + 3.0 * 1.3 - 1
 
 
+def test_plans_run_in_the_given_order_and_the_last_are_left_out_if_the_budget_does_not_suffice():
+    race, ran = Race(["a", "b", "c", "d"], 185, [2, 0, 3, 1]), []
+    while race.is_on:
+        ran.append(race.plan)
+        race.observe(1.45 if ran[-1] == 0 else 1.0, [1.0] * 4, ran[-1] in ran[:-1])
+    assert list(dict.fromkeys(ran)) == [2, 0, 3]
+    assert ran.count(0) == 1  # its first run was far behind
+    again = Race(["a", "b", "c", "d"], STEPS)
+    assert again.load_state_dict(json.loads(json.dumps(race.state_dict())))
+    assert again._order == [2, 0, 3, 1]
+    earlier = {name: value for name, value in race.state_dict().items() if name != "order"}
+    assert Race(["a", "b", "c", "d"], STEPS).load_state_dict(earlier)
+
+
+def test_a_machine_that_was_slow_for_all_plans_is_no_cost():
+    race, ran, said = Race(["a", "b"], 2000), [], None
+    while said is None:
+        slow, plan = 3.0 if len(ran) < 6 else 1.0, race.plan  # until the end of the second round
+        said = race.observe(slow * (1.0, 1.05)[plan], [1.0, 1.0], plan in ran)
+        ran.append(plan)
+    assert (said.kept, said.factor) == ("a", pytest.approx(1.05))
+    assert ran.count(1) >= 4
+    assert said.cost == pytest.approx(0.05 * ran.count(1), abs=0.2)
+
+
 def test_cost_is_counted_in_time_not_by_mini_batch():
     race = Race(["a", "b"], STEPS)
     sizes, report = {0: 1.9, 1: 0.1}, None  # b is tried on mini-batches that are short
