@@ -177,6 +177,9 @@ _KNOWN = 2
 """By how many times the usual margin two kinds may be behind and still be near: replicas alone, which everybody knows;
 and the fastest strategy that moves no layers while it computes, beside one that does (the time of moving on busy cores
 is the hardest to predict)."""
+_MOVES = 0.08
+"""By how much a plan that moves layers counts as slower than predicted when near plans are compared, for the same
+reason."""
 _SAME_ARENA = 0.01
 """By how much of the memory limit arenas must differ to be searched separately."""
 _RARE = 0.01
@@ -358,26 +361,35 @@ class _Search:
 
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
         """Other plans that are hardly slower than the best one; of plans with the same degrees the fastest, whatever
-        their options, which are for memory. A phase with next to no work does not make another plan."""
+        their options, which are for memory, and beside one that moves layers also one that does not. A phase with next
+        to no work does not make another plan."""
         least, moves = self._seconds(best), any(phase[0].z == 3 for phase in best)
         whole = min((each for each in singles if each[0][0].z < 3), key=self._seconds, default=None) if moves else None
-        taken, chosen = {self._kinds(best)}, list[Phases]()
+        taken, chosen = {self._moving_kinds(best)}, list[Phases]()
+
+        def order(phases: Phases) -> float:
+            return self._seconds(phases) * (1 + _MOVES * any(phase[0].z == 3 for phase in phases))
+
         for group, number in ((singles, MOST_SINGLES), (pools, MOST_POOLS)):
             left = number
-            for phases in sorted(group, key=self._seconds):
+            for phases in sorted(group, key=order):
                 (strategy, *_), *others = phases
                 replicas = not others and strategy.ranks_of_a_replica == 1 and not strategy.ck
                 known = replicas or phases == whole
                 behind = self._seconds(phases) > least * (1 + near * (_KNOWN if known else 1))
                 some = all(self._seconds((phase,)) >= _SOME * least for phase in phases)
-                if (left > 0 or known) and some and not behind and self._kinds(phases) not in taken:
-                    taken.add(self._kinds(phases))
+                new = taken.isdisjoint((self._kinds(phases), self._moving_kinds(phases)))
+                if (left > 0 or known) and some and not behind and new:
+                    taken.add(self._moving_kinds(phases))
                     chosen.append(phases)
                     left -= 1
         return sorted(chosen, key=self._seconds)
 
     def _kinds(self, phases: Phases) -> frozenset[Strategy]:
         return frozenset(replace(self.time.kind(strategy), rc=0, z=0, v=1) for strategy, *_ in phases)
+
+    def _moving_kinds(self, phases: Phases) -> frozenset[Strategy]:
+        return frozenset(replace(self.time.kind(s), rc=0, z=3 if s.z == 3 else 0, v=1) for s, *_ in phases)
 
     def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
         strategy, low, high, tokens = phase

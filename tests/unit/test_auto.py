@@ -22,7 +22,7 @@ from hf_hotspa.search.chooser import Selector
 from hf_hotspa.search.offers import CHUNK_SIZES, MARGIN, chunks_alone, with_chunks
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.planning import Setup
-from hf_hotspa.search.search import MOST_SINGLES
+from hf_hotspa.search.search import MOST_SINGLES, _Search
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from hf_hotspa.trainer import run_plan
@@ -379,3 +379,20 @@ def test_of_plans_that_are_predicted_nearly_equal_a_race_tries_those_first_whose
     assert times[len(near) :] == sorted(times[len(near) :])
     names = ("dp8", "dp8+z3", "dp2tp4", "cp2pp4", "dp8ep4", "pp8")
     assert [Strategy.parse(name).ranks_of_a_layer for name in names] == [1, 8, 4, 2, 4, 1]
+
+
+@pytest.mark.parametrize(("best", "others"), [("dp2pp4", ("dp8+z3", "dp8")), ("dp8+z3", ("dp8", "dp8+rc"))])
+def test_of_a_kind_the_one_that_moves_no_layers_is_raced_if_it_is_nearly_as_fast(
+    best: str, others: tuple[str, ...]
+) -> None:
+    of_cluster = Setup.read("llama2-7b", "1x8", "a800-80g").cost
+    seconds = {name: 1.0 + 0.02 * rank for rank, name in enumerate((best, *others))}
+    search = _Search.__new__(_Search)
+    search.time = of_cluster.time
+    search._seconds = lambda phases: seconds[str(phases[0][0])]  # type: ignore[method-assign, assignment]
+    plans = {name: ((Strategy.parse(name), 0, 4096, 4096),) for name in seconds}
+    near = search._near(plans[best], list(plans.values()), [], 0.5)
+    assert near == [plans["dp8"]]
+    seconds["dp8"] = 1.3  # far enough behind
+    near = search._near(plans[best], list(plans.values()), [], 0.5)
+    assert plans["dp8+z3" if best == "dp2pp4" else "dp8+rc"] in near
