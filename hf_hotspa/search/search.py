@@ -365,7 +365,7 @@ class _Search:
         to no work does not make another plan."""
         least, moves = self._seconds(best), any(phase[0].z == 3 for phase in best)
         whole = min((each for each in singles if each[0][0].z < 3), key=self._seconds, default=None) if moves else None
-        taken, chosen = {self._moving_kinds(best)}, list[Phases]()
+        taken, chosen = {self._kinds(best, moving=True)}, list[Phases]()
 
         def order(phases: Phases) -> float:
             return self._seconds(phases) * (1 + _MOVES * any(phase[0].z == 3 for phase in phases))
@@ -378,18 +378,16 @@ class _Search:
                 known = replicas or phases == whole
                 behind = self._seconds(phases) > least * (1 + near * (_KNOWN if known else 1))
                 some = all(self._seconds((phase,)) >= _SOME * least for phase in phases)
-                new = taken.isdisjoint((self._kinds(phases), self._moving_kinds(phases)))
+                new = taken.isdisjoint((self._kinds(phases), self._kinds(phases, moving=True)))
                 if (left > 0 or known) and some and not behind and new:
-                    taken.add(self._moving_kinds(phases))
+                    taken.add(self._kinds(phases, moving=True))
                     chosen.append(phases)
                     left -= 1
         return sorted(chosen, key=self._seconds)
 
-    def _kinds(self, phases: Phases) -> frozenset[Strategy]:
-        return frozenset(replace(self.time.kind(strategy), rc=0, z=0, v=1) for strategy, *_ in phases)
-
-    def _moving_kinds(self, phases: Phases) -> frozenset[Strategy]:
-        return frozenset(replace(self.time.kind(s), rc=0, z=3 if s.z == 3 else 0, v=1) for s, *_ in phases)
+    def _kinds(self, phases: Phases, moving: bool = False) -> frozenset[Strategy]:
+        """The strategies without options; `moving`: with `+z3`, if it is there."""
+        return frozenset(replace(self.time.kind(s), rc=0, z=s.z if moving and s.z == 3 else 0, v=1) for s, *_ in phases)
 
     def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
         strategy, low, high, tokens = phase
