@@ -136,7 +136,7 @@ def _csv_fault(path: Path) -> DataError | None:
         )
 
 
-_VERSION = 3  # of the tokenised format: cached results of `Dataset.map` with an earlier version are not used
+_VERSION = 4  # of the tokenised format: cached results of `Dataset.map` with an earlier version are not used
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 _shown: set[str] = set()

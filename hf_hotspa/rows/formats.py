@@ -5,6 +5,7 @@ are made uniform. No tokenizer, no torch.
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
@@ -33,6 +34,28 @@ _ROLES = {
     **dict.fromkeys(("tool", "observation", "function_response", "tool_response", "function"), "tool"),
     "function_call": "function_call",
 }
+_FLAGS = {"weight": True, "train": True, "training": True, "trainable": True, "loss": True, "masked": False}
+"""Keys of messages -> the value with which an answer is learned: of OpenAI, axolotl, tinker, ms-swift, torchtune."""
+_COUNTS = {
+    *(
+        "train",
+        "trained",
+        "training",
+        "trainable",
+        "untrained",
+        "learn",
+        "learned",
+        "learnable",
+        "loss",
+        "losses",
+        "grad",
+    ),
+    *("mask", "masks", "masked", "masking", "unmask", "unmasked", "weight", "weights", "supervise", "supervised"),
+    *("ignore", "ignored", "exclude", "excluded", "skip", "skipped"),
+}
+"""Words in other keys that may say what is learned."""
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_YES_OR_NO = ("true", "false", "yes", "no", "0", "1")
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 SKIPPED = "remove the row, or have rows that are empty skipped and counted: hotspa_empty_rows=skip"
@@ -171,8 +194,7 @@ def _not_understood(names: Sequence[str]) -> DataError:
 
 def _read_chat(row: Mapping[str, Any], key: str, number: int) -> Chat:
     messages = _with_system(read_messages(row[key], key, number), row, number)
-    weights = [_weight(message, key, number) for message in messages]
-    return Chat(messages, _turns(messages, weights, 0), **_rendering(row, number))
+    return Chat(messages, _learned(messages, 0, f"dataset row {number}, column {key!r}"), **_rendering(row, number))
 
 
 def _read_completion(row: Mapping[str, Any], number: int) -> Strings | Chat:
@@ -181,8 +203,8 @@ def _read_completion(row: Mapping[str, Any], number: int) -> Strings | Chat:
         return Strings(text_of(prompt, "prompt", number), text_of(completion, "completion", number))
     before = _with_system(read_messages(prompt, "prompt", number), row, number)
     messages = [*before, *read_messages(completion, "completion", number)]
-    weights = [_weight(message, "completion", number) for message in messages]
-    return Chat(messages, _turns(messages, weights, len(before)), **_rendering(row, number))
+    learned = _learned(messages, len(before), f"dataset row {number}, columns 'prompt' and 'completion'")
+    return Chat(messages, learned, **_rendering(row, number))
 
 
 def _read_pair(row: Mapping[str, Any], number: int, question: str, answer: str, context: str | None) -> Chat:
@@ -204,11 +226,8 @@ def _read_pair(row: Mapping[str, Any], number: int, question: str, answer: str, 
         parts = [_system(row) or "", f"### Instruction:\n{ask}", f"### Input:\n{given}" if given else ""]
         plain = Strings("\n\n".join([*filter(None, parts), "### Response:\n"]), answer_text)
     messages = _with_system(messages, row, number)
-    return Chat(messages, _turns(messages, [True] * len(messages), 0), plain=plain, **_rendering(row, number))
-
-
-def _turns(messages: Messages, weights: Sequence[bool], first: int) -> tuple[int, ...]:
-    return tuple(i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant" and weights[i])
+    learned = _learned(messages, 0, f"dataset row {number}")
+    return Chat(messages, learned, plain=plain, **_rendering(row, number))
 
 
 def _system(row: Mapping[str, Any]) -> str | None:
@@ -301,6 +320,8 @@ def _content(content: Any, where: str) -> str:
     if isinstance(content, Mapping) and isinstance(content.get("parts"), list):
         content = content["parts"]
     if isinstance(content, list):
+        for part in content:
+            _refuse_other_flags(part if isinstance(part, Mapping) else {}, "a part of a message", where)
         parts = [part if isinstance(part, str) else _text_of_part(part) for part in content]
         if None in parts:
             kinds = sorted({str(part.get("type")) for part in content if isinstance(part, Mapping)} - {"text"})
@@ -328,16 +349,58 @@ def _calls(content: str, where: str) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments") or {}}} for c in calls]
 
 
-def _weight(message: dict[str, Any], key: str, number: int) -> bool:
-    """Whether a message is learned, by the optional `weight` of OpenAI's format."""
-    weight = message.pop("weight", 1)
-    if weight not in (0, 1):
-        raise DataError(
-            f"a message has the weight {weight!r}",
-            where=f"dataset row {number}, column {key!r}",
-            fix="use 1 (learned, the default) or 0 (not learned)",
-        )
-    return bool(weight)
+def _learned(messages: Messages, first: int, where: str) -> tuple[int, ...]:
+    """The learned turns of the assistant, from message `first` on. Removes the flags from the messages.
+
+    Raises:
+        DataError: a key may say what is learned, and cannot be honoured; names it.
+    """
+    turns = []
+    for at, message in enumerate(messages):
+        flags = {name: message.pop(name) for name in _FLAGS if name in message}
+        _refuse_other_flags(message, f"message {at}", where)
+        for name, value in flags.items():
+            if isinstance(value, str | Sequence | Mapping) or value not in (0, 1):
+                raise DataError(
+                    f"message {at} has the {name} {value!r}",
+                    where=where,
+                    why="the key says whether an answer is learned",
+                    fix=f"use {int(_FLAGS[name])} (learned, the default) or {int(not _FLAGS[name])} (not learned)",
+                )
+        counts = {name: bool(value) == _FLAGS[name] for name, value in flags.items()}
+        if len(set(counts.values())) > 1:
+            raise DataError(
+                f"message {at} has {flags}, which contradict each other", where=where, fix="keep one of them"
+            )
+        may_be = message["role"] == "assistant" and at >= first
+        asked = next((name for name, counted in counts.items() if counted and name != "weight"), None)
+        if asked is not None and not may_be:
+            raise DataError(
+                f"message {at}, of {message['role']!r}, has {asked}={flags[asked]!r}",
+                where=where,
+                why="only answers of the assistant are learned, and of a completion only those in it",
+                fix=f"remove {asked!r} from the message, or set it to {not _FLAGS[asked]}",
+            )
+        if may_be and all(counts.values()):
+            turns.append(at)
+    return tuple(turns)
+
+
+def _refuse_other_flags(keys: Mapping[str, Any], what: str, where: str) -> None:
+    """Checks that no key of a message, or of a part of one, seems to say what is learned. A text does not.
+
+    Raises:
+        DataError: naming the key.
+    """
+    for name, value in keys.items():
+        flag = value if not isinstance(value, str) else value.strip().lower() in _YES_OR_NO or None
+        if flag is not None and _COUNTS.intersection(word.lower() for word in _WORD.findall(str(name))):
+            raise DataError(
+                f"{what} has the key {name!r}, which may say whether it is learned",
+                where=where,
+                why="what it means is not known, and it would be ignored",
+                fix=f"give whole messages one of {list(_FLAGS)}, such as 'weight': 0 for an answer that is not learned, or remove it",
+            )
 
 
 def _parsed(value: Any, key: str, number: int) -> Any:

@@ -38,6 +38,24 @@ def test_conversations(key, value):
     assert not any(None in m.values() or "tool_calls" in m for m in found.messages)
 
 
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+@pytest.mark.parametrize(
+    ("flag", "no", "yes"),
+    [("weight", 0, 1), ("weight", 0.0, None), ("train", False, True), ("training", 0, None), ("trainable", False, True),
+     ("loss", False, True), ("masked", True, False)],
+)  # fmt: skip
+def test_flags_of_messages_say_which_answers_are_learned(key, flag, no, yes):
+    value = [{**message, flag: no} for message in (*TALK, TALK[0])] + [{**TALK[1], flag: yes, "name": "Bo", "id": 3}]
+    found = read({key: value})
+    assert found.trained == (3,)
+    assert not any(flag in message for message in found.messages)
+    assert (found.messages[3]["name"], found.messages[3]["id"]) == ("Bo", 3)
+    split = read({"prompt": value[:1], "completion": value[1:]})
+    assert (split.trained, split.messages) == ((3,), found.messages)
+    answers = [{**TALK[1], "mask": None, "training_stage": "sft", "name": "train", "weather": 1}]
+    assert read({key: answers}).trained == (0,)  # none of these is a flag
+
+
 def test_a_conversation_with_system_tools_and_options():
     tool = {"name": "clock", "strict": None}
     row = {
@@ -128,6 +146,15 @@ def test_earlier_turns_of_an_instruction():
         ({"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]}]}, r"kinds \['image'\]"),
         ({"messages": [{"role": "user", "content": 3}]}, "is a int instead of a text"),
         ({"messages": [{**TALK[1], "weight": 0.5}]}, "weight 0.5.*row 7"),
+        ({"messages": [{**TALK[1], "masked": "no"}]}, "masked 'no'.*row 7.*use 0 .learned, the default. or 1"),
+        ({"messages": [{**TALK[1], "train": True, "loss": 0}]}, "'train': True, 'loss': 0.*contradict.*row 7"),
+        ({"messages": [{**TALK[0], "trainable": True}, TALK[1]]}, "message 0, of 'user', has trainable=True.*row 7"),
+        ({"prompt": [TALK[1] | {"masked": False}], "completion": TALK}, "message 0, of 'assistant', has masked=False"),
+        ({"messages": [{**TALK[1], "mask": True}]}, "message 0 has the key 'mask'.*row 7.*weight"),
+        ({"messages": [{**TALK[1], "loss_weight": 0.5}]}, "the key 'loss_weight'"),
+        ({"messages": [{**TALK[1], "isLearned": "False"}]}, "the key 'isLearned'"),
+        ({"messages": [{**TALK[1], "train_detail": [{"begin_offset": 0}]}]}, "the key 'train_detail'"),
+        ({"messages": [{"role": "user", "content": [{"text": "a", "train": 0}]}]}, "a part of a message has the key 'train'"),
         ({"messages": [{"text": "a"}]}, "messages is not a conversation.*row 7.*'from': 'human'"),
         ({"messages": TALK, "tools": "clock"}, "'tools' is not JSON.*row 7"),
         ({"messages": TALK, "tools": {"name": "clock"}}, "'tools' is a dict instead of a list"),
