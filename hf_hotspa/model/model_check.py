@@ -133,14 +133,12 @@ def _is_passed_over(key: str) -> bool:
 def changed_facts(facts: Facts, expected: Facts, like: PreTrainedModel) -> list[str]:
     """Returns the differences from the expected facts (of `like`), as texts with module, attribute and both values.
     Ignores attributes that neither the expected facts nor the modules' classes have: no forward reads them."""
-    names, is_of_text = {name for name, _ in facts}, of_text(like)
-    modules = {name: module for name, module in like.named_modules() if is_of_text(name)}
-    texts = [
-        f"module {name!r} is missing, and a {modules[name].__class__.__name__}" for name in modules if name not in names
-    ]
+    names, modules = {name for name, _ in facts}, dict(like.named_modules())
+    classes = {name: cls for (name, key), cls in expected.items() if key == _CLASS}
+    texts = [f"module {name!r} is missing, and a {cls.__name__}" for name, cls in classes.items() if name not in names]
     for (name, key), value in facts.items():
         place = f"module {name or 'model'!r}"
-        if name not in modules:
+        if name not in classes:
             texts += [f"{place} is a {value.__name__}, and not there"] if key == _CLASS else []
             continue
         wanted = expected.get((name, key), _OTHER)

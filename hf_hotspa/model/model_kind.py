@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -34,7 +35,7 @@ def refuse_other_models(model: nn.Module) -> None:
 
     Raises:
         ModelError: it is another kind of model; the message says which.
-        UnsupportedError: some of its attention is not causal.
+        UnsupportedError: some of its attention is not causal, or parameters are parametrized.
         HotspaConfigError: it was loaded in float16; the stock Trainer's steps would end in NaN.
     """
     bare, _ = bare_model(model)
@@ -50,6 +51,14 @@ def refuse_other_models(model: nn.Module) -> None:
             why="it sees later tokens, or attends to layers instead of tokens, which packs would mix",
             fix=_FIX + "; of an encoder, set is_decoder=True in its config",
         )
+    for name, module in model.named_modules():
+        if is_parametrized(module):
+            parameter, ways = next(iter(module.parametrizations.items()))
+            raise UnsupportedError(
+                f"the parameter {f'{name}.{parameter}'.lstrip('.')!r} has a parametrization ({type(ways[0]).__name__})",
+                why="the model is rebuilt from its class and config for every strategy, and the parametrization would be lost",
+                fix="fold it into the weight with torch.nn.utils.parametrize.remove_parametrizations; for adapters use PEFT",
+            )
     half = next((name for name, p in model.named_parameters() if str(p.dtype) == "torch.float16"), None)
     if half is not None:
         raise HotspaConfigError(

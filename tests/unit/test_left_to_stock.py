@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from torch.nn.utils import parametrizations
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -34,6 +35,8 @@ def _trainer(trainer_class, arguments_class, folder, case, **changes):
     model = LlamaForSequenceClassification(_CONFIG) if case == "classes" else LlamaForCausalLM(_CONFIG)
     if case == "hook":
         model.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
+    if case == "parametrized":
+        parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
     if case == "optimizer":
         changes |= {"optim": "adafactor", "neftune_noise_alpha": 5.0, "auto_find_batch_size": True}
     args = arguments_class(
@@ -66,7 +69,7 @@ def test_metrics_beside_the_logits_of_routers_are_left_to_the_stock_trainer(tmp_
     assert "output_router_logits" in str(trainer._hotspa_refusal)
 
 
-@pytest.mark.parametrize("case", ["classes", "hook", "optimizer"])
+@pytest.mark.parametrize("case", ["classes", "hook", "optimizer", "parametrized"])
 def test_the_run_is_that_of_the_stock_trainer(case, tmp_path, caplog):
     stock = _seen(_trainer(Trainer, TrainingArguments, tmp_path / "stock", case))
     trainer = _trainer(HotSPaTrainer, HotSPaTrainingArguments, tmp_path / "ours", case)
@@ -76,13 +79,15 @@ def test_the_run_is_that_of_the_stock_trainer(case, tmp_path, caplog):
     assert trainer.engine is None
     warnings = [record.message for record in caplog.records if "Nothing is switched" in record.message]
     assert len(warnings) == 1
-    with pytest.raises(HotspaError, match=r"not a causal|gradient hook|adafactor"):
+    with pytest.raises(HotspaError, match=r"not a causal|gradient hook|adafactor|up_proj.weight' has a parametr"):
         trainer.switched  # noqa: B018
 
 
-@pytest.mark.parametrize("case", ["classes", "hook", "optimizer"])
+@pytest.mark.parametrize("case", ["classes", "hook", "optimizer", "parametrized"])
 def test_a_flag_refuses_it(case, tmp_path):
-    with pytest.raises((ModelError, UnsupportedError), match=r"not a causal|gradient hook|adafactor"):
+    with pytest.raises(
+        (ModelError, UnsupportedError), match=r"not a causal|gradient hook|adafactor|up_proj.weight' has a parametr"
+    ):
         _trainer(HotSPaTrainer, HotSPaTrainingArguments, tmp_path, case, hotspa_strategies="dp1:64").train()
     assert not list(tmp_path.glob("checkpoint-*"))
 

@@ -119,8 +119,12 @@ def test_a_change_while_training_is_found():
     assert not changed_facts(module_facts(model), facts, model)
     model.model.layers[0].mlp.act_fn = nn.ReLU()
     model.model.norm.variance_epsilon = 0.5
-    first, second = changed_facts(module_facts(model), facts, model)
+    model.model.layers[0].mlp.more = nn.Dropout()
+    del model.model.layers[0].input_layernorm
+    gone, first, added, second = changed_facts(module_facts(model), facts, model)
+    assert "input_layernorm' is missing" in gone
     assert "act_fn' is a ReLU" in first
+    assert "mlp.more' is a Dropout, and not there" in added
     assert "variance_epsilon=0.5" in second
 
 
