@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerState
 
+from hf_hotspa.errors import printable
 from hf_hotspa.report import PhaseEvent, RunFacts
 
 
@@ -145,7 +146,7 @@ class SettingsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Called when the number of steps is known."""
         if self._facts is not None and state.is_world_process_zero:
-            tqdm.write(settings_text(self._facts, args, state.max_steps))
+            tqdm.write(printable(settings_text(self._facts, args, state.max_steps)))
         self._facts = None
 
 

@@ -28,7 +28,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerState
 
-from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 from hf_hotspa.report import MEASURES, ModelFlops, RunFacts, StepReport
 from hf_hotspa.reporting.measured import MeasuredGain
@@ -648,13 +648,13 @@ class ReportCallback(TraceCallback):
         had_record = self._writer is not None
         super().on_train_end(args, state, control, **kwargs)
         if had_record and (run := self._make_page(self.gain_follows)) is not None:
-            tqdm.write(f"{verdict(run, self.gain_follows)[0]}. The run in one page: {self.page}")
+            tqdm.write(printable(f"{verdict(run, self.gain_follows)[0]}. The run in one page: {self.page}"))
 
     def on_gain_measured(self, args: Any, state: TrainerState, control: Any, gain: MeasuredGain, **kwargs: Any) -> None:
         """Writes the page again, with the measurement after training."""
         super().on_gain_measured(args, state, control, gain, **kwargs)
         if self._make_page() is not None:
-            tqdm.write(f"The run in one page: {self.page}")
+            tqdm.write(printable(f"The run in one page: {self.page}"))
 
     def on_train_interrupted(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Writes the page of a run that Ctrl-C has ended; its record has no last line."""

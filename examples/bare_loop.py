@@ -48,6 +48,8 @@ def main() -> None:
             report = model.report
             phases = "  ".join(f"{p.strategy}: {p.num_packs} packs, {p.compute_s:.2f} s" for p in report.phases)
             accelerator.print(f"step {step:3d}  loss {report.loss:.4f}  switching {report.switch_share:.1%}  {phases}")
+            if step == options.steps:
+                break
     model.write_back()
     if accelerator.is_main_process:
         model.module.save_pretrained(options.output_dir)

@@ -31,7 +31,7 @@ Importing the package does not import torch; the names below are loaded at first
 
 from typing import TYPE_CHECKING
 
-from hf_hotspa import _source_tree
+from hf_hotspa import _log_records, _source_tree
 from hf_hotspa._lazy import on_demand
 
 if TYPE_CHECKING:
@@ -78,5 +78,6 @@ _HOMES = {
 }
 
 _source_tree.install()
+_log_records.install()
 
 __getattr__, __dir__ = on_demand(__name__, _HOMES)

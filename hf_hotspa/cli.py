@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -290,7 +290,7 @@ def _plan(args: argparse.Namespace) -> None:
     _print(plan, args, plan_text)
     if args.plot:
         save_plot(plan, args.plot)
-        print(f"picture: {args.plot}", file=sys.stderr if args.json else sys.stdout)
+        print(printable(f"picture: {args.plot}"), file=sys.stderr if args.json else sys.stdout)
 
 
 def _estimate(args: argparse.Namespace) -> None:
@@ -438,7 +438,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ModuleNotFoundError as error:
             return _missing("hf-hotspa train", error)
         return train.main(words[1:])
-    args = _parser().parse_args(words)
+    with redirect_stderr(cast(Any, CleanOutput(sys.stderr))):  # a wrong line is quoted there
+        args = _parser().parse_args(words)
     try:
         with redirect_stdout(cast(Any, CleanOutput(sys.stdout))):
             code: int | None = args.answer(args)

@@ -17,7 +17,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from hf_hotspa.errors import HotspaError
+from hf_hotspa.errors import HotspaError, printable
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Where torch's launcher (`torchrun`, `accelerate launch`) looks for the error of this process."""
@@ -62,7 +62,7 @@ def message_of(error: BaseException) -> str:
     """Returns a few lines for an error that the user can repair, else its traceback."""
     if isinstance(error, HotspaError) and not error.is_internal:
         return error.lines()
-    return "".join(traceback.format_exception(error)).rstrip()
+    return printable("".join(traceback.format_exception(error)).rstrip())
 
 
 def _show(error: BaseException) -> None:

@@ -37,7 +37,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from hf_hotspa.engine.phase import phase_event, switch_events
-from hf_hotspa.errors import CallbackError, HotspaError
+from hf_hotspa.errors import CallbackError, HotspaError, printable
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.switched.model_object import Apart
@@ -262,7 +262,7 @@ class CallbackEvents(CallbackHandler):
                 if type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
                     if "loss" in logs:
                         if state.is_world_process_zero:
-                            tqdm.write(self._line.text(logs, state))
+                            tqdm.write(printable(self._line.text(logs, state)))
                         continue
                     short = {name: value for name, value in logs.items() if not name.startswith("hotspa/")}
                     given = {**kwargs, "logs": short}

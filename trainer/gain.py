@@ -18,7 +18,7 @@ from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator, is_stream, without_padded_from
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError, printable
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.reporting.measured import MeasuredGain, known_as
 from hf_hotspa.rows.features import RowRules
@@ -163,7 +163,8 @@ def _take_turns(
             sides = [side for side in sides if side is sides[0] or sum(seconds[side.name]) <= _SLOWER * least]
         if verbose:
             shown = f"mini-batch {number + 1} of {steps}" if number >= 0 else "a first mini-batch, not timed,"
-            tqdm.write(f"measuring {shown} under {', '.join(known_as(side.name) for side in sides)}")
+            under = ", ".join(known_as(side.name) for side in sides)
+            tqdm.write(printable(f"measuring {shown} under {under}"))
         losses = []
         for turn in range(len(sides)):
             side = sides[(number + turn) % len(sides)]

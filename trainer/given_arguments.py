@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from itertools import chain
 from numbers import Integral, Real
 from typing import Any
@@ -170,6 +170,9 @@ def workers_context(args: TrainingArguments) -> Any:
 
 logger = logging.getLogger(__name__)
 
+_SIMILAR = 0.6
+"""The least likeness of two names of which one may be meant for the other, as in `difflib`."""
+
 _warned: set[str] = set()
 
 
@@ -185,8 +188,21 @@ def unknown_flag(flag: str, known: Collection[str]) -> str:
 
 
 def nearest(flag: str, known: Collection[str]) -> str | None:
-    """The name most similar to a flag; None if none is similar."""
-    return next(iter(get_close_matches(_name(flag), sorted(known), n=1, cutoff=0.6)), None)
+    """The name most similar to a flag, whatever the order of its words; None if none is similar."""
+    scores = {name: (_likeness(_name(flag), name), _ratio(_name(flag), name)) for name in sorted(known)}
+    best = max(scores, key=scores.__getitem__, default=None)
+    return best if best is not None and scores[best][0] >= _SIMILAR else None
+
+
+def _likeness(flag: str, name: str) -> float:
+    """From 0 to 1: of the texts, or with the words of the flag in the order of the name's."""
+    words = name.split("_")
+    places = {word: max(range(len(words)), key=lambda at: _ratio(word, words[at])) for word in flag.split("_")}
+    return max(_ratio(flag, name), _ratio("_".join(sorted(flag.split("_"), key=places.__getitem__)), name))
+
+
+def _ratio(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other).ratio()
 
 
 def warn_of_misspelt(fields: Collection[str]) -> None:

@@ -43,7 +43,7 @@ from hf_hotspa.checkpoint.tensors import (
 )
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import load_weights
-from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
+from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError, printable
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.adapters import frozen_digest
 from hf_hotspa.parallel.agreement import Agreement
@@ -83,7 +83,8 @@ def find_checkpoint(
         chosen = agreement.run("resume", lambda: _verified(Path(asked), agreement, args.world_size, model))
     if args.process_index == 0:
         state = TrainerState.load_from_json(str(chosen.path / TRAINER_STATE_NAME))
-        tqdm.write(f"Resuming from {chosen.path}: after step {state.global_step} of {state.max_steps}")
+        resumed = f"Resuming from {chosen.path}: after step {state.global_step} of {state.max_steps}"
+        tqdm.write(printable(resumed))
     return chosen
 
 

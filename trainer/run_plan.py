@@ -38,7 +38,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_known
 from hf_hotspa.engine.memory import device_limit
-from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
@@ -393,7 +393,7 @@ class AutoStrategies(RunPlan):
         for chooser in self._choosers:
             chooser.num_trained = step + 1
         if race is not None and self._args.process_index == 0:
-            tqdm.write(f"step {step + 1}: {race}")
+            tqdm.write(printable(f"step {step + 1}: {race}"))
         if self._renewed is not None and self._renewed[0].add(lengths):
             self._renew(step, *self._renewed)
         return replace(report, race=race)
@@ -412,9 +412,8 @@ class AutoStrategies(RunPlan):
         for chooser in self._choosers:
             chooser.num_trained = step + 1
         if self._args.process_index == 0:
-            tqdm.write(
-                f"step {step + 1}: lengths have moved ({distance:.0%} of the tokens); planned again: {plan.choice}"
-            )
+            moved = f"lengths have moved ({distance:.0%} of the tokens)"
+            tqdm.write(printable(f"step {step + 1}: {moved}; planned again: {plan.choice}"))
 
     def _take(self, pools: tuple[tuple[Bucket, ...], ...], why: str, order: Sequence[int] = ()) -> None:
         assert self._race is not None
@@ -465,6 +464,14 @@ class AutoStrategies(RunPlan):
             logger.warning("the time model differs from the one before: its corrections are reset")
 
 
+def choice_text(plan: Plan, mini_batch_size: int, limit: str | None) -> str:
+    """What `auto` chose, for a terminal; one line without a `limit`, on one process."""
+    if limit is None:
+        return printable(f"hotspa_strategies=auto: one process ({plan.choice}): rows are packed, nothing to switch")
+    chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
+    return printable(f"{chosen}\n{limit}\n\n") + str(plan)  # a table, perhaps in colours
+
+
 def prepare_auto(
     model: PreTrainedModel,
     args: HotSPaTrainingArguments,
@@ -513,9 +520,7 @@ def prepare_auto(
     same = lambda plan: {"choice of strategies": repr(plan.buckets)}  # noqa: E731
     plan = agreement.run("auto strategies", lambda: planned(strategies), same)
     if args.process_index == 0:
-        packed = f"hotspa_strategies=auto: one process ({plan.choice}): rows are packed, nothing to switch"
-        chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
-        tqdm.write(f"{chosen}\n{limit_text(limit, source)}\n\n{plan}" if calibration is not None else packed)
+        tqdm.write(choice_text(plan, mini_batch_size, limit_text(limit, source) if calibration is not None else None))
     singles = lambda: Singles.of(strategies, lambda s: planned([s]), description.shape, limit)  # noqa: E731
 
     def fits(cut: ModelDescription) -> None:
@@ -642,7 +647,7 @@ def agreed_calibration(
             strategies=strategies,
             compute_dtype=description.compute_dtype,
             device=args.device,
-            progress=lambda text: tqdm.write(f"calibration: {text}"),
+            progress=lambda text: tqdm.write(printable(f"calibration: {text}")),
             longest=longest,
             seconds=None if args.hotspa_calibration == MEASURE else START_S,
             base=frozen_base(description),

@@ -11,14 +11,14 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedConfig, set_seed
 
 from hf_hotspa.callbacks.step_reports import ReportCallback
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
-from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, printable
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.gain import measure_gain
 from hf_hotspa.trainer.given_arguments import flag, unknown_flag
@@ -38,6 +38,10 @@ class FlagParser(HfArgumentParser):
         for action in self._actions:  # there are hundreds: the help shows only ours
             if not everything and action.dest in inherited - {"output_dir"}:
                 action.help = argparse.SUPPRESS
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with code 2; the message may quote what was given."""
+        super().error(printable(message))
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As `ArgumentParser.parse_args`; an unknown flag ends the program with code 2."""
@@ -358,5 +362,6 @@ def train(trainer: HotSPaTrainer, script: Any) -> bool:
     if trainer.is_world_process_zero():
         losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
         shown = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in " if losses else ""
-        print(f"{shown}{trainer.state.global_step} steps; saved to {Path(folder).resolve()}", flush=True)
+        saved = f"{shown}{trainer.state.global_step} steps; saved to {Path(folder).resolve()}"
+        print(printable(saved), flush=True)
     return True

@@ -37,7 +37,7 @@ from hf_hotspa.data.collator import (
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.engine.master import bare_optimizer
-from hf_hotspa.errors import HotspaError, NonFiniteError
+from hf_hotspa.errors import HotspaError, NonFiniteError, printable
 from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.parallel.adapters import bare_model
@@ -151,7 +151,7 @@ class SwitchedMixin(_Base):
     def _hotspa_add_callbacks(self) -> None:
         args = self.args
         if args.hotspa_deepspeed is not None and args.process_index == 0:
-            print(args.hotspa_deepspeed, flush=True)
+            print(printable(str(args.hotspa_deepspeed)), flush=True)
         take_sigterm_from(self.callback_handler.callbacks)
         handler = self.callback_handler = CallbackEvents(self.callback_handler, self._hotspa_show)
         handler.add_own(SettingsCallback())

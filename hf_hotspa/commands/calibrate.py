@@ -20,7 +20,7 @@ from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes
-from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError, printable
 from hf_hotspa.parallel import backends
 from hf_hotspa.whole_file import write_whole
 
@@ -90,7 +90,7 @@ def _measure(
         compute_dtype=getattr(torch, dtype) if dtype is not None else None,
         device=device,
         force=force,
-        progress=None if quiet else lambda text: print(text, file=sys.stderr, flush=True),
+        progress=None if quiet else lambda text: print(printable(text), file=sys.stderr, flush=True),
         base=base,
     )
 

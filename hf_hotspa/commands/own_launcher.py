@@ -18,6 +18,8 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
+from hf_hotspa.errors import printable
+
 LOOPBACK = "loopback"
 """The value of `--rdzv-backend`."""
 _TORCH = "torch.distributed.elastic"
@@ -55,7 +57,7 @@ def main(words: Sequence[str]) -> int:
     try:
         run(parse_args(list(words)))
     except ChildFailedError as error:
-        print(message_of(error), file=sys.stderr, flush=True)
+        print(printable(message_of(error)), file=sys.stderr, flush=True)
         return 1
     except SignalException as error:  # the processes received it, too, and reported it
         return 128 + error.sigval

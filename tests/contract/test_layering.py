@@ -173,6 +173,28 @@ def test_functions_are_measured() -> None:
     assert [lines > MAX_FUNCTION_LINES for _, lines in _functions(long)] == [True]
 
 
+CLEAN = {"printable", "text_table", "_table", "choice_text", "str(measured)"}
+"""What makes a text that no terminal acts on; measurements are tables, whose cells are clean."""
+
+
+def _raw(file: str, source: str) -> list[str]:
+    """The calls that print a text of any origin as it is."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("tqdm.write", "print"):
+            text = node.args[0]
+            maker = text.func if isinstance(text, ast.Call) else text
+            if not {ast.unparse(text), ast.unparse(maker)} & CLEAN:
+                found.append(f"{file}:{node.lineno} {ast.unparse(text)}")
+    return found
+
+
+def test_what_training_prints_cannot_act_on_a_terminal() -> None:
+    files = source_files("trainer", "callbacks")
+    assert [place for file in files for place in _raw(file, (ROOT / file).read_text())] == []
+    assert _raw("a.py", "print(f'{path}')\ntqdm.write(printable(path))") == ["a.py:1 f'{path}'"]
+
+
 def test_layer_table() -> None:
     assert layer_of("hf_hotspa/errors.py") == 0
     assert layer_of("hf_hotspa/layout/vector.py") == 1

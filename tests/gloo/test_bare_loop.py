@@ -25,7 +25,7 @@ def run_script(rank: int, world_size: int, arguments: list[str], log: str) -> No
 
 
 def arguments_of(folder: Path, strategies: str) -> list[str]:
-    names = {"strategies": strategies, "output_dir": folder / "model", "steps": 6}
+    names = {"strategies": strategies, "output_dir": folder / "model", "steps": 7}
     return ["--use_cpu", *(str(part) for name, value in names.items() for part in (f"--{name}", value))]
 
 
@@ -33,7 +33,7 @@ def check(folder: Path, text: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     losses = [float(loss) for loss in LOSS.findall(text)]
-    assert len(losses) >= 6
+    assert len(losses) == 7
     assert min(losses[-2:]) < losses[0] - 0.5, losses
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")

@@ -224,7 +224,10 @@ class _Derived(HotSPaTrainingArguments):
 
 def test_a_misspelt_argument_names_the_one_that_was_meant(tmp_path):
     for cls in (HotSPaTrainingArguments, _Derived):
-        for wrong, meant in (("hotspa_strategy", "hotspa_strategies"), ("learning_rat", "learning_rate")):
+        for wrong, meant in (
+            ("hotspa_strategy", "hotspa_strategies"), ("learning_rat", "learning_rate"),
+            ("hotspa_save_async", "hotspa_async_save"), ("hotspa_batches_size_mini", "hotspa_mini_batch_size"),
+        ):  # fmt: skip
             with pytest.raises(TypeError, match=rf"{cls.__name__} .*'{wrong}'; did you mean {meant}\?"):
                 cls(output_dir=str(tmp_path), **{wrong: 1})
     with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'$"):

@@ -4,6 +4,7 @@ import ast
 import io
 import json
 import multiprocessing
+import re
 import sys
 from types import SimpleNamespace
 
@@ -348,6 +349,23 @@ def test_the_settings_of_a_run_are_one_block_before_its_first_step(capsys, tmp_p
             assert found["other"] == "flags hotspa_planner=algorithm1, hotspa_trace_steps=0"
             assert found["output"] == str(tmp_path)
             assert len(rows) <= 8
+
+
+def test_no_setting_acts_on_the_terminal(capsys, tmp_path):
+    evil = str(tmp_path / "run\x1b[2J\x9b5m\u202e")
+    args = HotSPaTrainingArguments(output_dir=evil, use_cpu=True, hotspa_strategies="dp1:64")
+    state, callback = SimpleNamespace(is_world_process_zero=True, max_steps=7), SettingsCallback()
+    facts = made_facts(
+        machine={"device": "cpu", "threads_a_rank": 1},
+        model={"name": "Llama\x1b[2J", "parameters": 1, "compute_dtype": "bfloat16"},
+        settings={"mini_batch_size": 8, "overlong": "split", "optimizer": "adamw_torch", "learning_rate": 1, "lr_scheduler": "cosine"},
+    )  # fmt: skip
+    callback.on_run_begin(args, state, None, run=facts)
+    callback.on_train_begin(args, state, None)
+    said = capsys.readouterr().out
+    assert r"run\x1b[2J\x9b5m\u202e" in said
+    assert r"Llama\x1b[2J" in said
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", said)
 
 
 def test_buckets_are_printed_with_the_tables(capsys):

@@ -377,6 +377,10 @@ def test_nothing_from_a_file_acts_on_the_terminal(
             said = "".join(capsys.readouterr())
             drawn = re.sub("\x1b\\[[0-9;]*m", "", said) if terminal and command[0] in ("report", "compare") else said
             assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", drawn), (command, drawn)
+    for command in ([EVIL], ["plan", f"--{EVIL}"], ["verify", str(folder), EVIL]):
+        with pytest.raises(SystemExit):
+            main(command)
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", capsys.readouterr().err), command
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama"}', "\xff\xfe", "[" * 100_000])

@@ -1,6 +1,7 @@
 """The error family: messages, stable codes, and the way between ranks."""
 
 import json
+import logging
 import pickle
 
 import pytest
@@ -73,6 +74,22 @@ def test_message() -> None:
     assert str(full) == "HSP-020 Strategy: tp3 does not fit | Where: rank 2 | Why: 8 heads | Fix: use tp4"
     assert full.args == (str(full),)
     assert str(StrategyError("x", fix="y")) == "HSP-020 Strategy: x | Fix: y"
+
+
+def test_log_records_are_printable(caplog: pytest.LogCaptureFixture) -> None:
+    evil, ours = "a\x1b[2J", logging.getLogger("hf_hotspa.anything")
+    ours.warning("%s is skipped", evil)
+    try:
+        raise OSError(evil)
+    except OSError:
+        ours.exception("%d of %d", 1, 2)
+    logging.getLogger("other").warning("%s", evil)
+    clean, failed, other = caplog.records
+    assert clean.getMessage() == r"a\x1b[2J is skipped"
+    assert (failed.msg, failed.args) == ("%d of %d", (1, 2))  # nothing in it acts on a terminal
+    assert failed.exc_text is not None
+    assert failed.exc_text.endswith(r"OSError: a\x1b[2J")
+    assert other.getMessage() == evil
 
 
 def test_parts_are_keywords() -> None:
