@@ -110,15 +110,15 @@ MUTATIONS = [
     Mutation(
         "rows that ranks do not divide are left out",
         "hf_hotspa/data/collator.py",
-        "edges = [len(rows) * share // shares for",
-        "edges = [len(rows) // shares * share for",
+        "edges = [start + (stop - start) * rank // self.world_size for",
+        "edges = [start + (stop - start) // self.world_size * rank for",
         UNIT + "test_batches.py::test_a_size_that_ranks_do_not_divide",
     ),
     Mutation(
         "the last mini-batch of an epoch is left out",
         "hf_hotspa/data/collator.py",
-        "if rows and not self.drop_last:",
-        "if rows and self.drop_last:",
+        "for start, stop in pairwise(edges) if start < rows]",
+        "for start, stop in pairwise(edges) if stop <= rows]",
         UNIT + "test_batches.py::test_any_number_of_ranks_and_parts_gives_the_same_mini_batches",
     ),
     Mutation(

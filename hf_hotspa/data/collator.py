@@ -799,13 +799,15 @@ _BatchesOfRanks: Any = BatchRebalanceSampler or Sampler
 class MiniBatchSampler(_BatchesOfRanks):
     """Yields the rows of each batch of this rank, for a mini-batch size that ranks and accumulation need not divide.
 
-    A mini-batch has consecutive rows of the order, on any number of ranks; a batch may be empty. As a
-    `BatchRebalanceSampler` by type, the stock Trainer does not distribute its batches again.
+    A mini-batch has consecutive rows of the order, on any number of ranks; a batch may be empty. An incomplete
+    mini-batch, at the end, is cut into batches where a complete one is, as by the stock Trainer, so that a mean over
+    batches has as many. As a `BatchRebalanceSampler` by type, the stock Trainer does not distribute its batches again.
 
     Args:
         sampler: The order of rows.
         size: Rows of a mini-batch.
         parts: Accumulated batches.
+        drop_last: Leaves out an incomplete batch of all ranks together.
     """
 
     sampler: Any
@@ -823,7 +825,7 @@ class MiniBatchSampler(_BatchesOfRanks):
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.sampler), self.size)
-        return (full + (rest > 0 and not self.drop_last)) * self.parts
+        return full * self.parts + len(self._cuts(rest))
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = list[int]()
@@ -832,15 +834,18 @@ class MiniBatchSampler(_BatchesOfRanks):
             if len(rows) == self.size:
                 yield from self._batches(rows)
                 rows = []
-        if rows and not self.drop_last:
-            yield from self._batches(rows)
+        yield from self._batches(rows)
+
+    def _cuts(self, rows: int) -> list[tuple[int, int]]:
+        """The batches of all ranks together, as ranges of a mini-batch's rows."""
+        edges = [self.size * part // self.parts for part in range(self.parts + 1)]
+        cuts = [(start, min(stop, rows)) for start, stop in pairwise(edges) if start < rows]
+        return [(start, stop) for start, stop in cuts if not self.drop_last or (start, stop) in pairwise(edges)]
 
     def _batches(self, rows: list[int]) -> Iterator[list[int]]:
-        shares = self.parts * self.world_size
-        edges = [len(rows) * share // shares for share in range(shares + 1)]
-        for part in range(self.parts):
-            share = part * self.world_size + self.rank
-            yield rows[edges[share] : edges[share + 1]]
+        for start, stop in self._cuts(len(rows)):
+            edges = [start + (stop - start) * rank // self.world_size for rank in (self.rank, self.rank + 1)]
+            yield rows[slice(*edges)]
 
 
 def seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:

@@ -8,7 +8,7 @@ from accelerate import PartialState, skip_first_batches
 from accelerate.data_loader import SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 from transformers import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -379,8 +379,11 @@ def dealt(order, size, parts, world, drop_last=False):
     samplers = [MiniBatchSampler(order, size, parts, rank, world, drop_last) for rank in range(world)]
     ranks = [list(sampler) for sampler in samplers]
     assert {len(sampler) for sampler in samplers} == {len(batches) for batches in ranks}
-    steps = len(ranks[0]) // parts
-    return [[[ranks[r][s * parts + p] for r in range(world)] for p in range(parts)] for s in range(steps)]
+    steps = -(-len(ranks[0]) // parts)
+    return [
+        [[batches[s * parts + p] for batches in ranks] for p in range(min(parts, len(ranks[0]) - s * parts))]
+        for s in range(steps)
+    ]
 
 
 @given(st.integers(1, 40), st.integers(1, 13), st.integers(1, 4), st.integers(1, 5), st.booleans())
@@ -388,19 +391,27 @@ def dealt(order, size, parts, world, drop_last=False):
 def test_any_number_of_ranks_and_parts_gives_the_same_mini_batches(rows, size, parts, world, drop_last):
     order = [row * 7 % 41 for row in range(rows)]
     expected = [order[at : at + size] for at in range(0, rows, size)]
-    if drop_last:
-        expected = [rows_of for rows_of in expected if len(rows_of) == size]
+    if drop_last and (rest := rows % size):
+        del expected[-1][max(end for part in range(parts + 1) if (end := size * part // parts) <= rest) :]
     found = dealt(order, size, parts, world, drop_last)
-    assert [[row for part in step for share in part for row in share] for step in found] == expected
+    assert [[row for part in step for share in part for row in share] for step in found] == [*filter(None, expected)]
     for step in found:
-        lengths = [len(share) for part in step for share in part]
-        assert max(lengths) - min(lengths) <= 1
+        lengths = [len(share) for part in (step if len(step) == parts else step[:-1]) for share in part]
+        complete = rows % size == 0 or step is not found[-1]
+        assert not complete or max(lengths) - min(lengths) <= 1
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("rows", [18, 19, 20, 21, 22, 23])
+def test_the_last_batches_are_the_stock_trainers(rows, drop_last):
+    stock = list(BatchSampler(range(rows), 2, drop_last))
+    assert [batch for step in dealt(range(rows), 6, 3, 1, drop_last) for part in step for batch in part] == stock
 
 
 def test_a_size_that_ranks_do_not_divide():
     assert dealt(range(12), 5, 1, 2) == [[[[0, 1], [2, 3, 4]]], [[[5, 6], [7, 8, 9]]], [[[10], [11]]]]
     assert dealt(range(5), 3, 2, 2) == [[[[], [0]], [[1], [2]]], [[[], [3]], [[], [4]]]]
-    assert dealt(range(5), 3, 2, 2, drop_last=True) == [[[[], [0]], [[1], [2]]]]
+    assert dealt(range(5), 3, 2, 2, drop_last=True) == [[[[], [0]], [[1], [2]]], [[[], [3]]]]
 
 
 def test_orders():
