@@ -12,7 +12,6 @@ makes such a class from a subclass of a TRL trainer.
 """
 
 import dataclasses
-import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -110,9 +109,7 @@ class OverTRL(SwitchedMixin, _ByName):
                 kind, ("it was not tried", f"use one of {', '.join(TRAINERS)}, or TRL's own class")
             )
             raise UnsupportedError(f"TRL's {base.__name__} over a switched model", why=why, fix=fix)
-        behind = super(_ByName, self).__init__
-        takes_any = any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(behind).parameters.values())
-        kwargs = named(given, kwargs, vars(base)["__init__"] if takes_any else behind, first=())
+        kwargs = named(given, kwargs, super(_ByName, self).__init__, first=())
         model, args = kwargs.pop("model", None), kwargs.pop("args", None)
         args = _arguments(kind, base, model, args)
         _check_supported(kind, model, args, kwargs)
@@ -226,6 +223,11 @@ class OverOnline(OverTRL):
         super().__init__(*given, **kwargs)
         if self._hotspa_refusal is None and self.use_vllm:
             self.vllm_generation._iter_named_params = lambda: streamed(self)
+
+    @property
+    def _hotspa_saves_at_once(self) -> bool:
+        """TRL writes its entropy controller into the folder after the save."""
+        return super()._hotspa_saves_at_once or getattr(self, "use_adaptive_entropy", False)
 
     def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
         """Keeps the random generators unchanged, as TRL shuffles and samples with them."""

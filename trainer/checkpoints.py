@@ -391,6 +391,7 @@ class Checkpoints:
         self.writer: CheckpointWriter | None = None
         self._failed = 0  # saves in a row
         self._best_before: str | None = None
+        self._has_said = False
 
     def into(self, folder: Path) -> CheckpointWriter:
         """The writer for a folder; closes the writer of another one."""
@@ -420,8 +421,20 @@ class Checkpoints:
         if best and writer is not None and writer.folder.is_locked and self._args.save_total_limit == 1:
             writer.folder.rotate(Path(best), 1)
 
-    def save(self, folder: Path, state: TrainerState, contents: Callable[[RunFolder], CheckpointContents]) -> None:
-        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row."""
+    def save(
+        self,
+        folder: Path,
+        state: TrainerState,
+        contents: Callable[[RunFolder], CheckpointContents],
+        at_once: bool = False,
+        write_more: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row.
+
+        Args:
+            at_once: Whether the folder must exist on return, also with `hotspa_async_save`.
+            write_more: Called with the committed folder, to which it may add files (`at_once`).
+        """
         self._best_before = state.best_model_checkpoint
         if state.best_global_step:
             best = folder / checkpoint_name(state.best_global_step)
@@ -442,10 +455,28 @@ class Checkpoints:
                 taken.manifest,
                 limit=self._args.save_total_limit,
                 keep=kept,
-                background=self._args.hotspa_async_save,
+                background=self._in_background(at_once),
             )
+            if write_more is not None:
+                write_more(writer.folder.path / checkpoint_name(state.global_step))
+                self.amend(state)
 
         self._try(state, save)
+
+    def _in_background(self, at_once: bool) -> bool:
+        if not (self._args.hotspa_async_save and at_once):
+            return self._args.hotspa_async_save
+        if not self._has_said and self._args.process_index == 0:
+            logger.warning("hotspa_async_save: methods of the trainer read or write the checkpoint, which is awaited")
+        self._has_said = True
+        return False
+
+    def amend(self, state: TrainerState) -> None:
+        """Takes the files of the checkpoint of this step as they are now, which overrides and callbacks may have
+        changed. Does nothing except on rank 0."""
+        writer = self.writer
+        if writer is not None and self._args.process_index == 0 and writer.committed_step == state.global_step:
+            writer.folder.amend(writer.folder.path / checkpoint_name(state.global_step))
 
     def _try(self, state: TrainerState, action: Callable[[CheckpointWriter], None]) -> None:
         writer = self.writer
@@ -465,7 +496,7 @@ class Checkpoints:
             if writer.committed_step is not None and writer.committed_step != before:
                 self._failed = 0
                 if self._args.push_to_hub:
-                    self._pushes.begin(writer.folder.path / checkpoint_name(writer.committed_step))
+                    self._pushes.push(writer.folder.path / checkpoint_name(writer.committed_step))
 
 
 def tokenizer_of(trainer: Any) -> Any:
@@ -616,6 +647,10 @@ class CheckpointPushes:
     def under_way(self) -> Collection[Path]:
         """The checkpoint that must not be removed now."""
         return [self._pushed] if self._pushed is not None and self._is_pushing else []
+
+    def push(self, folder: Path) -> None:
+        """Pushes an existing checkpoint by the trainer's method, which may be overridden."""
+        self._trainer._push_from_checkpoint(str(folder))
 
     def begin(self, folder: Path) -> None:
         """Begins to push the parts of an existing checkpoint that `hub_strategy` names: its model, and perhaps the

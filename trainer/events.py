@@ -117,13 +117,16 @@ _PRINTERS = (ProgressCallback, PrinterCallback)
 
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"
 
+WRITERS = ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
+"""Methods that write into the folder of a checkpoint, in the order in which the stock Trainer calls them."""
+
 _LOOKERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     LOG: (("on_log",), ("log",)),
     EVALUATION: (
         ("on_evaluate", "on_predict", "on_prediction_step"),
         ("evaluate", "_evaluate", "evaluation_loop", "predict", "compute_metrics", "preprocess_logits_for_metrics"),
     ),
-    SAVE: (("on_save",), ("_save_checkpoint",)),
+    SAVE: (("on_save",), ("_save_checkpoint", *WRITERS)),
 }
 """Occasion -> the events of callbacks and the attributes of the trainer that belong to it; any other is an event itself."""
 
@@ -351,7 +354,7 @@ class Flags:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._may_differ: bool | None = None
-        self._is_in_loop = self._acts = False
+        self._acts = False
 
     def begin(self) -> None:
         """Resets for another training, which may have other callbacks."""
@@ -373,20 +376,16 @@ class Flags:
             setattr(trainer.control, name, bool(value))
 
     def agree_in_loop(self) -> None:
-        """As `agree`, but only when the Trainer's loop logs: other logs may be a call on one rank alone."""
-        if self._is_in_loop:
-            self.agree()
-            self._acts = self._trainer.control.should_evaluate or self._trainer.control.should_save
+        """As `agree`, when the Trainer's loop has logged."""
+        self.agree()
+        self._acts = self._trainer.control.should_evaluate or self._trainer.control.should_save
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
         """Around the loop's work after a step: agrees on flags before it, and after callbacks that may set others."""
         self.agree()
         control = self._trainer.control
-        self._acts, self._is_in_loop = control.should_save or control.should_evaluate or control.should_log, True
-        try:
-            yield
-        finally:
-            self._is_in_loop = False
+        self._acts = control.should_save or control.should_evaluate or control.should_log
+        yield
         if self._acts:  # on_log, on_evaluate and on_save may have set flags, too
             self.agree()

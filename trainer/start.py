@@ -104,10 +104,9 @@ def leave_default_group() -> None:
         dist.destroy_process_group()
 
 
-def mixin_of(base: type) -> type | None:
-    """The mixin that a library's trainer needs, derived from `SwitchedMixin`; None if it needs no special one."""
-    of_trl = any(c.__module__.partition(".")[0] == "trl" for c in base.__mro__)
-    mixin: type | None = import_module("hf_hotspa.trl").in_front_of(base) if of_trl else None
+def mixin_of(library: type) -> type:
+    """The mixin that a trainer of TRL needs, derived from `SwitchedMixin`."""
+    mixin: type = import_module("hf_hotspa.trl").in_front_of(library)
     return mixin
 
 
@@ -351,35 +350,3 @@ def unless_stock(mixin: Any) -> None:
     for name, own in list(vars(mixin).items()):
         if callable(own) and hasattr(Trainer, name) and not name.startswith("__"):
             setattr(mixin, name, aside(name, own))
-
-
-REPLACED = {
-    "_wrap_model": "the model is wrapped into a SwitchedModel",
-    "_move_model_to_device": "replicas of the model run on the devices",
-    "_clip_grad_norm": "gradients are spread over the ranks",
-    "_get_grad_norm": "gradients are spread over the ranks",
-    "_save_checkpoint": "each rank writes its share of weights and optimizer state",
-    "_save": "weights are in the master store, and arguments are saved as JSON",
-    "_load_from_checkpoint": "weights go into the master store, together with the optimizer's state",
-    "_load_optimizer_and_scheduler": "each rank reads its share",
-    "_load_rng_state": "generators are saved as JSON",
-    "_load_best_model": "weights go into the master store",
-    "_push_from_checkpoint": "checkpoints are pushed when all ranks have written them",
-}
-"""Methods of `SwitchedMixin` that do not call the class behind it, and why."""
-
-
-def refuse_behind(cls: type, mixin: type) -> None:
-    """Rejects a class with one behind the mixin whose override would never be called.
-
-    Raises:
-        UnsupportedError: naming class and method.
-    """
-    for other in cls.__mro__[cls.__mro__.index(mixin) + 1 :]:
-        name = next((name for name in REPLACED if name in vars(other)), None)
-        if name is not None and is_users(other):
-            raise UnsupportedError(
-                f"{other.__name__}.{name} stands behind HotSPaTrainer and would never be called",
-                why=REPLACED[name],
-                fix=f"override {name} in a class in front of HotSPaTrainer, and call super().{name}(...) in it",
-            )

@@ -1,8 +1,9 @@
 """`HotSPaTrainer`: a `transformers.Trainer` over a `SwitchedModel`.
 
-`SwitchedMixin` stands in front of a Trainer class ("the class behind", next in the method resolution order). It
-replaces the model by a `SwitchedModel`, as accelerate would by `DistributedDataParallel`. Everything else comes from
-the class behind. Overrides are in the order of the loop's calls; each calls `super()` or is in `REPLACED`.
+`SwitchedMixin` stands directly in front of a library's Trainer ("the class behind", next in the method resolution
+order), behind the overrides of a program. It replaces the model by a `SwitchedModel`, as accelerate would by
+`DistributedDataParallel`. Everything else comes from the class behind. Overrides are in the order of the loop's calls;
+each calls `super()`. Methods that cannot are in `Replaced`, directly in front of `transformers.Trainer`.
 """
 
 import atexit
@@ -37,18 +38,17 @@ from hf_hotspa.data.collator import (
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.engine.master import bare_optimizer
-from hf_hotspa.errors import HotspaError, NonFiniteError, printable
+from hf_hotspa.errors import HotspaError, printable
 from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.parallel.agreement import same_outcome
 from hf_hotspa.parallel.loss import TokenSlice
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
 from hf_hotspa.trainer.batches import Rows
-from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files
+from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, hub_error, try_files
 from hf_hotspa.trainer.events import (
     EVALUATION,
     LOG,
@@ -60,7 +60,7 @@ from hf_hotspa.trainer.events import (
     is_users,
 )
 from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
-from hf_hotspa.trainer.model_source import ModelSource, argument_files, save_whole, tokenizer_files
+from hf_hotspa.trainer.model_source import ModelSource
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
 from hf_hotspa.trainer.preemption import (
     Preemption,
@@ -72,14 +72,13 @@ from hf_hotspa.trainer.preemption import (
     take_sigterm_from,
     unreadable,
 )
+from hf_hotspa.trainer.replaced import Replaced, inserted, library_of, passed_over, replaced_behind
 from hf_hotspa.trainer.resuming import (
     BaseDigest,
-    Restorer,
     Resumption,
     check_data_order,
     data_order,
     find_checkpoint,
-    load_random_state,
     load_scheduler,
     next_pass,
 )
@@ -95,7 +94,6 @@ from hf_hotspa.trainer.start import (
     opened,
     or_stock,
     own_loss,
-    refuse_behind,
     start,
     unless_stock,
 )
@@ -115,12 +113,17 @@ class SwitchedMixin(_Base):
     _hotspa_prepares = True  # opens a model folder, and prepares rows of text; else the class behind does
     _hotspa_refusal: HotspaError | None = None
     _hotspa_model: SwitchedModel | None = None
+    _hotspa_trains = False
+    _hotspa_read_for = -1  # the step whose batches were read last
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        replaced_behind(cls)
 
     def __init__(
         self, model: Any = None, args: TrainingArguments | None = None, *rest: Any,
         token_loss: Callable[[TokenSlice], Tensor] | None = None, loss_columns: Sequence[str] = (), **kwargs: Any,
     ) -> None:  # fmt: skip
-        refuse_behind(type(self), SwitchedMixin)
         kwargs = named(rest, kwargs, super().__init__)
         self.args = args = completed(args)
         self._hotspa_loss = own_loss(token_loss, loss_columns, args, kwargs.get("compute_loss_func"), type(self))
@@ -147,6 +150,16 @@ class SwitchedMixin(_Base):
             self._hotspa_rows.default_collator = self.data_collator
         self._hotspa_add_callbacks()
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object has no effect
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As in the class behind, which calls it in its constructor.
+
+        Raises:
+            UnsupportedError: ours has not run.
+        """
+        if "_hotspa_ranks" not in vars(self):
+            raise passed_over(type(self), "__init__")
+        super().create_accelerator_and_postprocess()
 
     def _hotspa_add_callbacks(self) -> None:
         args = self.args
@@ -191,9 +204,6 @@ class SwitchedMixin(_Base):
         except STOCK_TRAINS as reason:
             leave_to_stock(self, reason)
         return model
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: see `place_model_on_device` of the arguments."""
 
     def materialize(self) -> PreTrainedModel:
         """Gives `trainer.model` the current weights, which it otherwise has at certain events only. A model of a folder
@@ -274,13 +284,16 @@ class SwitchedMixin(_Base):
                 checkpoints.into(folder).lock()
             resumed = find_checkpoint(asked, folder, self.args, agreement, self.model) if asked else None
             self._hotspa_resumption, path = resumed, str(resumed.path) if resumed else None
+            self._hotspa_trains = True
             output: TrainOutput = super().train(path, *args, **kwargs)
             return output
         finally:
-            self._hotspa_resumption = None
+            self._hotspa_resumption, self._hotspa_trains = None, False
             checkpoints.close()
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        if not self._hotspa_trains:
+            raise passed_over(type(self), "train")
         alone = self.args.world_size == 1
         try:
             with (
@@ -439,29 +452,6 @@ class SwitchedMixin(_Base):
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        switched = self._hotspa_start()
-        if training:
-            self._hotspa_optimizer.take_over()
-        return switched
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: the weights go into the master store, together with the optimizer's state."""
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restores weights, optimizer, scheduler, and the state of the choice of strategies."""
-        if checkpoint is None:
-            return
-        resumption, restorer = self._hotspa_resumption, Restorer(self.switched, self.model, self._hotspa_base)
-        assert resumption is not None
-        assert self.optimizer is not None
-        with restorer.naming_other_settings(self.optimizer, self.is_world_process_zero()):
-            if isinstance(resumption, StockCheckpoint):
-                restorer.stock(resumption, self.optimizer, self.lr_scheduler, self._hotspa_ranks.agreement())
-            else:
-                restorer.checkpoint(resumption.path, resumption.manifest, resumption.state, self.optimizer)
-                self.switched.engine.agreement.run("resume", lambda: self._hotspa_load(resumption))
-
     def _hotspa_load(self, resumption: Resumption) -> None:
         load_scheduler(resumption, self.lr_scheduler)
         self.load_hotspa_state(resumption.state.get("hotspa", {}))
@@ -469,11 +459,6 @@ class SwitchedMixin(_Base):
         if devices is not None and resumption.manifest.world_size == args.world_size:
             name = rank_columns(args.process_index, args.world_size)
             devices.load_rank_tensors(saved_tensors(resumption.path, resumption.manifest, name))
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            assert self._hotspa_resumption is not None
-            load_random_state(self._hotspa_resumption, self.args.process_index, self._hotspa_ranks.agreement())
 
     def hotspa_state(self) -> dict[str, Any]:
         """The state of strategies and stream that a resumed run needs, JSON-ready."""
@@ -548,7 +533,7 @@ class SwitchedMixin(_Base):
             if isinstance(batch, dict) and COUNTS in batch:
                 cut = cut + batch.pop(COUNTS)
         switched.cut = dict(zip(CUT, cut.tolist() if isinstance(cut, Tensor) else [0] * len(CUT), strict=True))
-        switched.step = self.state.global_step
+        switched.step = self._hotspa_read_for = self.state.global_step
         models_own = (
             self.label_smoother is None and self.compute_loss_func is None
         )  # else each batch is scored separately
@@ -575,6 +560,8 @@ class SwitchedMixin(_Base):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """As in the class behind, over the switched model. A mini-batch that cannot be trained may be skipped."""
+        if self.is_in_train and self._hotspa_read_for != self.state.global_step:
+            raise passed_over(type(self), "get_batch_samples")
         if self._hotspa_skips:  # because of an earlier batch of the mini-batch
             return torch.zeros((), device=self.args.device)
         try:
@@ -594,41 +581,17 @@ class SwitchedMixin(_Base):
         self._hotspa_skips = True
         return mean
 
-    def _clip_grad_norm(self, model: nn.Module, max_norm: float | None = None) -> Tensor:
-        """The norm of the complete gradients; clips them to `max_norm`, or else to `max_grad_norm`."""
-        if not self._hotspa_skips:
-            try:
-                return self.switched.clip_grad_norm_(self.args.max_grad_norm if max_norm is None else max_norm)
-            except NonFiniteError as failure:
-                self._hotspa_skip(failure)
-        return torch.tensor(float("nan"))
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm, clipped or not; passes the step's report to choice of strategies, device watch and callbacks."""
-        if grad_norm is None:
-            grad_norm = SwitchedMixin._clip_grad_norm(self, model, float("inf"))
-        skips, self._hotspa_skips, loss, self._hotspa_step_loss = self._hotspa_skips, False, self._hotspa_step_loss, 0.0
-        if skips:
-            return grad_norm
-        if self.args.hotspa_skip_non_finite:
-            self._hotspa_skipped.trained(loss)
-        switched, watchers = self.switched, self._hotspa_watchers
-        report = switched.report
-        if report is not None:
-            if not watchers.are_none:
-                report = watchers.trained(self.state.global_step, switched.passes, report)
-            if next(self.model.parameters()).is_meta:  # all are, or none
-                self._hotspa_source.trained()
-            self.last_report = report
-            self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
-        return grad_norm
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds our callbacks' measurements since the last log, so that every `report_to` receives them."""
         if "loss" in logs:
-            self._hotspa_skipped.correct(logs, self._hotspa_ranks.agreement())
             logs.update(self.callback_handler.pop_metrics(self.state.global_step))
         super().log(logs, start_time)
+
+    def _hotspa_log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """`log` as the loop calls it once: on all ranks, while an override may call `super()` on one alone."""
+        self.__dict__.pop("log", None)
+        self._hotspa_skipped.correct(logs, self._hotspa_ranks.agreement())
+        self.log(logs, start_time)
         self._hotspa_flags.agree_in_loop()
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -639,7 +602,11 @@ class SwitchedMixin(_Base):
         with self._hotspa_flags.in_loop() if self.args.world_size > 1 else nullcontext():
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 self._hotspa_show(LOG)
+                self.__dict__.setdefault("log", self._hotspa_log)
+            if self.control.should_save:  # an overridden _save_checkpoint may read the model before it calls ours
+                self._hotspa_show(SAVE)
             super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._hotspa_checkpoints.amend(self.state)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -657,6 +624,8 @@ class SwitchedMixin(_Base):
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._hotspa_show(EVALUATION)  # an overridden evaluate() may read the model before it calls ours
         metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
+        if self.args.save_strategy == SaveStrategy.BEST:  # as before other saves
+            self._hotspa_show(SAVE)
         self._hotspa_flags.agree()
         return metrics
 
@@ -685,25 +654,6 @@ class SwitchedMixin(_Base):
         if switched.engine.any_rank(self.callback_handler.is_looked_at(occasion, self)):  # it may be one rank alone
             switched.show()
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes `checkpoint-<step>`. A failure is logged; too many in a row are raised."""
-        self._hotspa_checkpoints.finish(self.state)
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
-        self._hotspa_checkpoints.save(Path(self._get_output_dir(trial)), self.state, lambda run: contents_of(self, run))
-        self._hotspa_show(SAVE)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        self._hotspa_pushes.begin(Path(checkpoint_folder))
-
-    def _load_best_model(self) -> None:
-        """Loads the weights of the best checkpoint into the master store and the model. Collective."""
-        best = self.state.best_model_checkpoint
-        assert best is not None
-        restorer = Restorer(self.switched, self.model, self._hotspa_base)
-        restorer.weights(Path(best), self._hotspa_ranks.agreement(), self.args.world_size)
-        self.switched.show()
-
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self.switched.show()  # before on_train_end: callbacks see the trained model, unless it has no weights
         self.switched.trains, self.switched.looks = False, True
@@ -715,28 +665,9 @@ class SwitchedMixin(_Base):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the model in plain Hugging Face format. A collective call during training: every rank must make it."""
-        if self._hotspa_model is not None:
+        if self._hotspa_model is not None and self._hotspa_written is None:  # in a checkpoint, the model is current
             self._hotspa_model.refresh()
         super().save_model(output_dir, _internal_call)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Saves the model in Hugging Face's format, and the arguments as JSON (the stock Trainer pickles them). Without
-        weights in the model, collective, from the master store.
-
-        May be called on the main process alone; if all call it, all raise its error.
-        """
-        target = Path(output_dir if output_dir is not None else self.args.output_dir)
-        if not has_weights(self.model):
-            self._hotspa_source.save(self.model, self.switched.engine, target, tokenizer_of(self))
-            return
-
-        def save() -> None:
-            if self.args.should_save:
-                save_whole(
-                    self.model, target, state_dict, tokenizer_files(tokenizer_of(self)) | argument_files(self.args)
-                )
-
-        same_outcome(f"the model saved in {target}", save, self.is_world_process_zero(), float(self.args.ddp_timeout))
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As in the class behind. Collective: the hub's error on the main process is raised by all ranks."""
@@ -755,7 +686,7 @@ class SwitchedMixin(_Base):
 unless_stock(SwitchedMixin)
 
 
-class HotSPaTrainer(SwitchedMixin, Trainer):
+class HotSPaTrainer(SwitchedMixin, Replaced):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
     Takes the arguments of `Trainer`; with plain `TrainingArguments`, or none, the `hotspa_*` flags are at their
@@ -787,12 +718,21 @@ class HotSPaTrainer(SwitchedMixin, Trainer):
 
 @lru_cache
 def switched(base: type) -> type:
-    """A class like `base`, a `Trainer` of any library, that trains a `SwitchedModel`: `switched(MyTrainer)(model, args, ...)`.
+    """A class like `base`, a `Trainer` of any library, that trains a `SwitchedModel`: `switched(MyTrainer)(...)`.
 
-    `args` may be the arguments of `base`; the `hotspa_*` flags are then at their defaults.
+    It has the methods of `base`, with ours directly in front of the library's `Trainer`: overrides of `base` run, and
+    their `super()` reaches ours. The constructor is the one of `base`; `args` may be the arguments of `base`, and the
+    `hotspa_*` flags are at their defaults then.
+
+    Raises:
+        UnsupportedError: such a class cannot be made.
     """
-    bases = mixin_of(base) or SwitchedMixin, base
-    return type(base.__name__, bases, {"__module__": base.__module__, "__doc__": base.__doc__})
+    if issubclass(base, SwitchedMixin):
+        return base
+    library = library_of(base)
+    if base is library:
+        return inserted(base, (HotSPaTrainer,) if base is Trainer else (mixin_of(base), base, Replaced))
+    return inserted(base, (base, HotSPaTrainer if library is Trainer else switched(library)))
 
 
 _MISSED = 2

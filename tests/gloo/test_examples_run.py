@@ -12,11 +12,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from transformers import Trainer
+import torch
+from transformers import Trainer, TrainingArguments
 
 from hf_hotspa.reporting.page import all_panels
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.trainer.trainer import SwitchedMixin
+from tests.families import tiny_model
 from tests.harness import run_ranks
 
 pytestmark = pytest.mark.gloo
@@ -120,9 +122,19 @@ def test_examples_are_short_and_listed():
     assert [name for name in files if f"`{name}`" not in listed] == []
 
 
-def test_the_plugin_of_axolotl_gives_its_trainer_over_a_switched_model(monkeypatch):
+def test_the_plugin_of_axolotl_gives_its_trainer_over_a_switched_model(monkeypatch, tmp_path):
     base, trainers = ModuleType("axolotl.integrations.base"), ModuleType("axolotl.core.trainers")
-    base.BasePlugin, trainers.AxolotlTrainer = object, type("AxolotlTrainer", (Trainer,), {})
+    saved = []
+
+    class AxolotlTrainer(Trainer):  # what Axolotl's has, too: it was rejected while ours stood in front of it
+        def _save_checkpoint(self, model, trial, **kwargs):
+            saved.append(self.state.global_step)
+            return super()._save_checkpoint(model, trial, **kwargs)
+
+        def _save(self, output_dir=None, state_dict=None):
+            self.model.save_pretrained(output_dir)
+
+    base.BasePlugin, trainers.AxolotlTrainer = object, AxolotlTrainer
     for name in ("axolotl", "axolotl.integrations", "axolotl.core"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, base.__name__, base)
@@ -131,6 +143,16 @@ def test_the_plugin_of_axolotl_gives_its_trainer_over_a_switched_model(monkeypat
     made = plugin.get_trainer_cls(SimpleNamespace(rl=None))
     assert issubclass(made, trainers.AxolotlTrainer)
     assert issubclass(made, SwitchedMixin)
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}] * 4
+    args = TrainingArguments(
+        str(tmp_path), max_steps=2, save_steps=1, use_cpu=True, report_to="none", disable_tqdm=True
+    )
+    model = tiny_model("llama_gqa_bias")
+    trainer = made(model=model, args=args, train_dataset=rows)
+    trainer.train()
+    assert saved == [1, 2]
+    again = type(model).from_pretrained(tmp_path / "checkpoint-2")
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
     assert plugin.get_trainer_cls(SimpleNamespace(rl="dpo")) is None
 
 

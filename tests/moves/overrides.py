@@ -1,13 +1,15 @@
 """Moves: overrides."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from tests.moves import Kit, Move, Seen, padded
+from tests.overriding import CHANGES, Notes, files_of, overriding
 
 
 class _Backwards(Sampler[int]):
@@ -140,7 +142,110 @@ class _Watches(TrainerCallback):
         model.get_input_embeddings().register_forward_hook(lambda *_: None)
 
 
+def _insert(kit: Kit, cls: type) -> type:
+    """A subclass of `Trainer` itself, or over a switched model."""
+    if kit.stock:
+        return cls
+    from hf_hotspa.trainer import switched
+
+    return switched(cls)
+
+
+_SAVES = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def _all(make: Callable[[Kit, Notes], type], by_number: bool = False, **changes: Any) -> Callable[[Kit], Seen]:
+    """The move of a class that overrides methods: how often they are called, with what, and which files they write.
+
+    Args:
+        by_number: Leaves out with what.
+    """
+
+    def run(kit: Kit) -> Seen:
+        notes, rows = Notes(kit.folder / "out"), kit.rows()
+        args = kit.arguments(**{**_SAVES, **changes})
+        trainer = kit.trainer(make(kit, notes), args=args, train_dataset=rows, eval_dataset=rows)
+        seen = kit.train(trainer)
+        trainer.accelerator.wait_for_everyone()
+        written = files_of(Path(args.output_dir))
+        calls = {name: len(given) for name, given in notes.calls.items()} if by_number else notes.calls
+        return {**seen, "calls": calls, "weights seen": notes.weights, "written": written}
+
+    return run
+
+
+def _second(kit: Kit, notes: Notes) -> type:
+    """A Trainer class of the program behind ours."""
+    other = overriding(Trainer, sorted(CHANGES), notes)
+    return other if kit.stock else type("Mine", (kit.trainer_class, other), {"__module__": __name__})
+
+
+def _with_mixin(kit: Kit, notes: Notes) -> type:
+    mixin, other = (
+        overriding(object, ["save_model", "log"], notes, "mixin"),
+        overriding(Trainer, ["_save", "log"], notes, "other"),
+    )
+    return _insert(kit, type("Mine", (mixin, other), {"__module__": __name__}))
+
+
+def _other_order(kit: Kit) -> Seen:
+    class Own(Trainer):
+        def __init__(self, factor: float, args: Any, model: Any, **kwargs: Any) -> None:
+            self.factor = factor
+            super().__init__(model, args, **kwargs)
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return self.factor * super().compute_loss(*args, **kwargs)
+
+    cls = _insert(kit, Own)
+    return kit.train(kit.trainer(lambda model, args, **kwargs: cls(0.5, args, model, **kwargs)))
+
+
+def _on_main_alone(kit: Kit) -> Seen:
+    class Own(Trainer):
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            if self.is_world_process_zero():
+                super().log(*args, **kwargs)
+
+        def save_model(self, *args: Any, **kwargs: Any) -> None:
+            if self.is_world_process_zero():
+                super().save_model(*args, **kwargs)
+
+    return kit.train(kit.trainer(_insert(kit, Own), args=kit.arguments(save_strategy="steps", save_steps=2)))
+
+
+def _by_class(name: str) -> Callable[[Kit], Seen]:
+    def run(kit: Kit) -> Seen:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return getattr(Trainer, name)(self, *args, **kwargs)
+
+        cls = _insert(kit, type("Own", (Trainer,), {name: method}))
+        args = kit.arguments(save_strategy="steps", save_steps=1)
+        return kit.train(kit.trainer(lambda model, args, **kwargs: cls(model=model, args=args, **kwargs), args=args))
+
+    return run
+
+
+_SUPER = "`super()` instead of `Trainer`"
+
 MOVES: tuple[Move, ...] = (
+    Move("`switched(MyTrainer)` with overrides of everything that saves, logs, evaluates and steps",
+         _all(lambda kit, notes: _insert(kit, overriding(Trainer, sorted(CHANGES), notes)))),
+    Move("the same as `class Mine(HotSPaTrainer)`", _all(lambda kit, notes: overriding(kit.trainer_class, sorted(CHANGES), notes))),
+    Move("the same as `class Mine(HotSPaTrainer, Other)`", _all(_second, by_number=True)),
+    Move("the same with `load_best_model_at_end` and `save_only_model`",
+         _all(lambda kit, notes: _insert(kit, overriding(Trainer, sorted(CHANGES), notes)),
+              load_best_model_at_end=True, save_only_model=True, metric_for_best_model="loss"), tolerance=1e-4),
+    Move("`switched(MyTrainer)` with a mixin in front, and `hotspa_async_save`", _all(_with_mixin, hotspa_async_save=True)),
+    Move("`switched(MyTrainer)`, whose constructor takes other arguments, in another order", _other_order),
+    Move("`log` and `save_model` overridden, which call `super()` on the main process alone", _on_main_alone),
+    Move("`Trainer.__init__` called by class in `switched(MyTrainer)`", _by_class("__init__"),
+         error=r"passes over HotSPaTrainer.__init__", instead=_SUPER),
+    Move("`Trainer.train` called by class", _by_class("train"), error=r"passes over HotSPaTrainer.train", instead=_SUPER),
+    Move("`Trainer.get_batch_samples` called by class", _by_class("get_batch_samples"),
+         error=r"passes over HotSPaTrainer.get_batch_samples", instead=_SUPER),
+    *(Move(f"`Trainer.{name}` called by class", _by_class(name))
+      for name in ("compute_loss", "log", "create_optimizer", "create_scheduler", "save_model", "training_step", "evaluate")),
     Move(
         "`_get_train_sampler` overridden: a custom order, by epoch",
         lambda kit: _sampler(kit, _Backwards, max_steps=8),

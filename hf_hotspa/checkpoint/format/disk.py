@@ -188,11 +188,15 @@ class Disk:
             if path.is_dir():
                 self.sync_directory(path)
                 continue
-            self.before("sync", path)
-            with open_inside(folder, name) as file:
-                os.fsync(file.fileno())
-                records.append(FileRecord(name, os.fstat(file.fileno()).st_size, file_digest(file)))
+            records.append(self.record(folder, name))
         return records
+
+    def record(self, folder: Path, name: str) -> FileRecord:
+        """Syncs and hashes a file that other code wrote."""
+        self.before("sync", folder / name)
+        with open_inside(folder, name) as file:
+            os.fsync(file.fileno())
+            return FileRecord(name, os.fstat(file.fileno()).st_size, file_digest(file))
 
     def sync_directory(self, path: Path) -> None:
         """Syncs the names in a directory."""

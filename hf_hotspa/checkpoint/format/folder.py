@@ -20,6 +20,7 @@ import re
 import socket
 import uuid
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from hf_hotspa.checkpoint.format.disk import Disk, directory_mode
@@ -81,7 +82,7 @@ class RunFolder:
 
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
         self.path, self.disk, self.run = Path(path), disk or Disk(), uuid.uuid4().hex[:12]
-        self._verified: dict[Path, object] = {}
+        self._verified: dict[Path, tuple[Manifest, list[_Stat]]] = {}
         self._lock = ProcessLock(self.path / LOCK)
         self._mode = directory_mode()
 
@@ -196,6 +197,30 @@ class RunFolder:
         if replaced is not None:
             self.abandon(replaced)
         return target
+
+    def amend(self, path: Path) -> None:
+        """Takes over into the manifest what has changed in the files of a checkpoint since this run committed it, such
+        as a config that code of the user completes. Ignores errors of the disk, and a checkpoint without a needed
+        file: it does not verify."""
+        try:
+            manifest = read_manifest(path)
+            _, then = self._verified.get(path, (None, ()))
+            records = []
+            for record, before in zip(manifest.files, then[1:], strict=False):
+                file = path / record.name
+                if not file.exists():
+                    continue
+                records.append(record if _stat_of(file) == before else self.disk.record(path, record.name))
+            if not then or tuple(records) == manifest.files:
+                return
+            amended = replace(manifest, files=tuple(records))
+            Manifest.parse(amended.text(), str(path))
+            self.disk.write(path, f"{MANIFEST}.new", [amended.text().encode()])
+            self.disk.rename(path / f"{MANIFEST}.new", path / MANIFEST)
+            self.disk.sync_directory(path)
+            self._verified[path] = _signature(path, amended)
+        except (DamagedCheckpointError, OSError) as error:
+            logger.warning("%s was changed after it was written: %s", path, error)
 
     def abandon(self, path: Path) -> None:
         """Removes a directory of this run that is not a checkpoint, such as a failed save. Ignores disk errors."""
@@ -313,7 +338,15 @@ def _is_ours(path: Path) -> bool:
     return True
 
 
-def _signature(path: Path, manifest: Manifest) -> object:
+_Stat = tuple[int, int, int, int]
+
+
+def _signature(path: Path, manifest: Manifest) -> tuple[Manifest, list[_Stat]]:
     """Changes whenever a file of the checkpoint is written or replaced."""
-    stats = [(path / name).stat() for name in (MANIFEST, *(file.name for file in manifest.files))]
-    return manifest, [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]
+    return manifest, [_stat_of(path / name) for name in (MANIFEST, *(file.name for file in manifest.files))]
+
+
+def _stat_of(file: Path) -> _Stat:
+    """Changes whenever the file is written or replaced."""
+    s = file.stat()
+    return s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns
