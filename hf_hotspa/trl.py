@@ -34,7 +34,7 @@ from hf_hotspa.data.collator import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, ResumeError, UnsupportedError
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.switched.model_object import Apart, guard, release, structure_only
+from hf_hotspa.switched.model_object import guard, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.events import CallbackEvents
 from hf_hotspa.trainer.resuming import Resumption
@@ -130,10 +130,10 @@ class OverTRL(SwitchedMixin, _ByName):
 
     @property
     def ref_model(self) -> Any:
-        """TRL's reference model: the given one, or, in training, a second set of weights on the replicas of the trained
-        model. Collective the first time."""
+        """TRL's reference model: the given one, or, where calls of `self.model` are switched, a second set of weights on
+        the replicas of the trained model. Collective the first time."""
         given, trained = self._hotspa_reference, self._hotspa_model
-        if given is None or trained is None:
+        if given is None or trained is None or not trained.is_routed:
             return given
         of, frozen = self._hotspa_frozen
         if of is not trained:
@@ -151,7 +151,7 @@ class OverTRL(SwitchedMixin, _ByName):
             return trained.frozen(reference)
         except ModelError:  # such as another size
             options, buckets = trained.engine.options, trained.engine.buckets
-            other = SwitchedModel(reference, buckets, options, device=self.args.device)
+            other = SwitchedModel(reference, buckets, options, device=self.args.device, guards=True)
             other.trains = False
             return other.eval()
 
@@ -169,8 +169,8 @@ class OverTRL(SwitchedMixin, _ByName):
 
         def run() -> Any:
             self._hotspa_add_callbacks()
-            self._hotspa_start().train(self.model.training)
-            return again()
+            with self._hotspa_start().train(self.model.training).routed():
+                return again()
 
         return or_stock(self, run, again)
 
@@ -264,11 +264,10 @@ class OverOnline(OverTRL):
         was_guarded = any(hasattr(type(p), "_true_class") for p in self.model.parameters())
         if are_read:
             release(self.model)
-        Apart.depth += 1
         try:
-            yield
+            with switched.routed(False):
+                yield
         finally:
-            Apart.depth -= 1
             if was_guarded:
                 guard(self.model)
 

@@ -27,7 +27,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -40,7 +40,6 @@ from hf_hotspa.engine.phase import phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError, printable
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import PhaseMeasure
-from hf_hotspa.switched.model_object import Apart
 
 _COUNTS = ("truncated", "split", "dropped", "empty", "skipped_mini_batches")
 _SHOWN = ("hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/memory_share")
@@ -144,16 +143,22 @@ class CallbackEvents(CallbackHandler):
     Args:
         handler: The Trainer's own.
         before: Called with the name of every event of `COLLECTIVE_EVENTS` before the callbacks are.
+        apart: Callbacks run inside it: perhaps on this rank alone.
 
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
         error: The error that ranks have yet to agree on; it then ends training.
     """
 
-    def __init__(self, handler: CallbackHandler, before: Callable[[str], None] = lambda event: None) -> None:
+    def __init__(
+        self,
+        handler: CallbackHandler,
+        before: Callable[[str], None] = lambda event: None,
+        apart: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         # not super().__init__: it would add the callbacks again, with warnings about duplicates
         self.__dict__.update(handler.__dict__)
-        self._before = before
+        self._before, self._apart = before, apart
         self._own: dict[type[TrainerCallback], TrainerCallback] = {}
         self.seconds: dict[str, float] = defaultdict(float)
         self._logged_s, self._steps_since_log = 0.0, 0
@@ -225,9 +230,9 @@ class CallbackEvents(CallbackHandler):
         as_it_is = self._alone and event in _OF_TRANSFORMERS and callback not in self._own.values()
         begin = time.perf_counter()
         name = type(callback).__name__
-        Apart.depth += 1
         try:
-            return getattr(callback, event)(*args, **kwargs)
+            with self._apart():
+                return getattr(callback, event)(*args, **kwargs)
         except Exception as error:
             if not self._defers or as_it_is:
                 raise
@@ -242,7 +247,6 @@ class CallbackEvents(CallbackHandler):
                 )
             return None
         finally:
-            Apart.depth -= 1
             self.seconds[name] += time.perf_counter() - begin
 
     # -- events ---------------------------------------------------------------------------------------------------

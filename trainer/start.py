@@ -212,6 +212,27 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     return switched, watchers
 
 
+@contextmanager
+def metrics_apart(trainer: Any) -> Iterator[None]:
+    """Inside, the user's metrics functions run where `trainer.model` computes by itself: perhaps on one rank alone."""
+    names = ("compute_metrics", "preprocess_logits_for_metrics")
+    given = {name: function for name in names if (function := vars(trainer).get(name)) is not None}
+
+    def apart(function: Any) -> Any:
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with trainer._hotspa_apart():
+                return function(*args, **kwargs)
+
+        return called
+
+    vars(trainer).update({name: apart(function) for name, function in given.items()})
+    try:
+        yield
+    finally:
+        vars(trainer).update(given)
+
+
 def own_loss(
     function: Any, columns: Sequence[str], args: HotSPaTrainingArguments, compute_loss_func: Any, cls: type
 ) -> TokenLoss | None:

@@ -8,7 +8,7 @@ each calls `super()`. Methods that cannot are in `Replaced`, directly in front o
 
 import atexit
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import islice
 from operator import is_not
@@ -90,6 +90,7 @@ from hf_hotspa.trainer.start import (
     check_arguments,
     leave_default_group,
     leave_to_stock,
+    metrics_apart,
     mixin_of,
     opened,
     or_stock,
@@ -166,7 +167,7 @@ class SwitchedMixin(_Base):
         if args.hotspa_deepspeed is not None and args.process_index == 0:
             print(printable(str(args.hotspa_deepspeed)), flush=True)
         take_sigterm_from(self.callback_handler.callbacks)
-        handler = self.callback_handler = CallbackEvents(self.callback_handler, self._hotspa_show)
+        handler = self.callback_handler = CallbackEvents(self.callback_handler, self._hotspa_show, self._hotspa_apart)
         handler.add_own(SettingsCallback())
         handler.add_own(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
         if args.hotspa_report:
@@ -204,6 +205,10 @@ class SwitchedMixin(_Base):
         except STOCK_TRAINS as reason:
             leave_to_stock(self, reason)
         return model
+
+    def _hotspa_apart(self) -> AbstractContextManager[None]:
+        """Inside, `trainer.model` computes by itself: code may run on one rank alone."""
+        return nullcontext() if self._hotspa_model is None else self._hotspa_model.routed(False)
 
     def materialize(self) -> PreTrainedModel:
         """Gives `trainer.model` the current weights, which it otherwise has at certain events only. A model of a folder
@@ -308,8 +313,11 @@ class SwitchedMixin(_Base):
             if isinstance(error, KeyboardInterrupt):
                 say_interrupted(self)
             if alone and self._hotspa_model is not None:  # on several ranks some may be gone
-                self._hotspa_model.refresh()
+                self._hotspa_model.show()
             raise
+        finally:
+            if self._hotspa_model is not None:
+                self._hotspa_model.in_training(False)
         return output
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -379,7 +387,8 @@ class SwitchedMixin(_Base):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         switched = self._hotspa_start(train_dataloader)
-        switched.trains, switched.looks, self._hotspa_tried = True, False, False
+        switched.in_training(True)
+        self._hotspa_tried = False
         watchers = self._hotspa_watchers
         watchers.begin(max_steps)
         self.load_hotspa_state(self._hotspa_state)
@@ -599,7 +608,7 @@ class SwitchedMixin(_Base):
             self._hotspa_checkpoints.poll(self.state)
         if self._hotspa_model is not None and self._hotspa_model.engine.stop_ranks:
             stop_where_told(self, self._hotspa_preemption)
-        with self._hotspa_flags.in_loop() if self.args.world_size > 1 else nullcontext():
+        with self._hotspa_flags.in_loop() if self.args.world_size > 1 else nullcontext(), self._hotspa_apart():
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 self._hotspa_show(LOG)
                 self.__dict__.setdefault("log", self._hotspa_log)
@@ -633,7 +642,7 @@ class SwitchedMixin(_Base):
         """As in the class behind, under `hotspa_eval_strategy`. Collective; logits are only computed if read."""
         switched = self._hotspa_start()
         self._hotspa_show(EVALUATION)
-        with self._hotspa_ranks.telling(self, "evaluation"):
+        with self._hotspa_ranks.telling(self, "evaluation"), switched.routed(), metrics_apart(self):
             asked = {"compute_metrics": str(self.compute_metrics is not None)} | length_facts(dataloader)
             switched.engine.agreement.check({}, None, "evaluation", facts=asked)
             switched.runs_by(evaluated=self._hotspa_watchers.evaluated(self.args))
@@ -656,7 +665,6 @@ class SwitchedMixin(_Base):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self.switched.show()  # before on_train_end: callbacks see the trained model, unless it has no weights
-        self.switched.trains, self.switched.looks = False, True
         self._hotspa_checkpoints.finish(self.state)
         self._finish_current_push()  # as the Trainer does later; a checkpoint in a push must not be removed
         self._hotspa_checkpoints.leave_best(self.state)

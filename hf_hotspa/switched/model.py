@@ -27,7 +27,7 @@ all raise.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -70,6 +70,7 @@ from hf_hotspa.switched.calls import (
 )
 from hf_hotspa.switched.model_object import (
     ObjectChanges,
+    Route,
     as_built,
     before_steps,
     fused_head,
@@ -77,8 +78,6 @@ from hf_hotspa.switched.model_object import (
     lora_layers,
     refuse_losses,
     release,
-    route,
-    unroute,
 )
 from hf_hotspa.switched.passes import (
     FLAT_COLUMNS,
@@ -101,13 +100,14 @@ class SwitchedModel(DistributedDataParallel):
     """See above. A DDP by type only (its constructor is never called): accelerate's `unwrap_model` returns the model.
 
     Args:
-        model: A transformers model, or a `PeftModel` around one. Keeps its initial weights until `write_back`; calls of
-            it come here, except generation, which gets the current weights.
+        model: A transformers model, or a `PeftModel` around one. Keeps its initial weights until `write_back`. Until
+            `close`, calls of it come here, except generation, which gets the current weights.
         buckets: As for `HotSPaEngine`.
         options: As for `HotSPaEngine`; no loss other than a `TokenLoss`: the caller computes the loss.
         weights: Folder of the weights, for a model without them.
         logit_bytes: The most host memory for a batch's logits, or their gradients, on a rank.
-        guards: Whether reading the model object's old weights is an error.
+        guards: Whether a Trainer owns the model object: calls of it come here only inside `routed`, and reading its old
+            weights is an error.
 
     Attributes:
         longest: Tokens of the longest sequence that any bucket takes.
@@ -177,7 +177,8 @@ class SwitchedModel(DistributedDataParallel):
         self._temperature = float(head.get("temperature", 1.0))
         # by mode: whether logits were read after a loss, in the last step or call and in this one
         self._expects_logits, self._used_logits = dict[tuple[bool, bool], bool](), dict[tuple[bool, bool], bool]()
-        route(self._bare, self)
+        self._route = Route(self._bare, self)
+        self._route.set(not self._guards)
 
     # -- what a Trainer uses as its model -----------------------------------------------------------------------------
 
@@ -259,6 +260,7 @@ class SwitchedModel(DistributedDataParallel):
     def show(self) -> None:
         """Like `refresh`; the next step uses weights that the caller then changes. Collective."""
         self.refresh()
+        release(self.module)
         self._changes.show()
 
     def write_back(self) -> None:
@@ -267,6 +269,8 @@ class SwitchedModel(DistributedDataParallel):
         if has_weights(self.module):
             release(self.module)
             self.engine.write_back(self.module)
+            self._route.is_empty = False
+            self._route.set(self._route.is_on)
         self._written = self._version
 
     def take_changes(self) -> None:
@@ -297,7 +301,7 @@ class SwitchedModel(DistributedDataParallel):
         self._hook.remove()
         self._drop()
         self._announcements.close()
-        unroute(self._bare)
+        self._route.close()
         release(self.module)
         self.engine.close()
 
@@ -327,6 +331,27 @@ class SwitchedModel(DistributedDataParallel):
         self._announcements.add(batches, None if num_items is None else float(num_items), step)
 
     # -- how it runs --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether calls of the model object come here."""
+        return self._route.is_on
+
+    @contextmanager
+    def routed(self, on: bool = True) -> Iterator[None]:
+        """Inside, calls of the model object come here, or (`on` False) it computes by itself. May be nested."""
+        was = self._route.set(on)
+        try:
+            yield
+        finally:
+            self._route.set(was)
+
+    def in_training(self, begins: bool) -> None:
+        """Begins or ends a Trainer's training. Not collective; after the end the model object computes by itself."""
+        self.trains, self.looks = begins, not begins
+        self._route.set(begins)
+        if not begins and self.is_current:
+            release(self.module)
 
     def runs_by(
         self,
@@ -826,8 +851,8 @@ class FrozenModel(SwitchedModel):
         self.engine, self._passes, self._logit_bytes = owner.engine, owner._passes, owner._logit_bytes
         with as_built(bare_model(model)[0]):
             self._store = owner.engine.frozen_weights(model)
+        self._own, self._guards = None, owner._guards
         self._take_object(model)
-        self._own, self._guards = None, False
         object.__setattr__(self, "_owner", owner)  # not a submodule
         self._meet, self._drop = copy(owner._meet), owner._drop  # type: ignore[method-assign]
         self._meet.of_model = ", of a frozen model"
@@ -857,5 +882,5 @@ class FrozenModel(SwitchedModel):
         """Does nothing: there are no gradients."""
 
     def close(self) -> None:
-        """Undoes the routing of the model object. The engine stays."""
-        unroute(self._bare)
+        """Calls of the model object stay there from now on. The engine stays."""
+        self._route.close()

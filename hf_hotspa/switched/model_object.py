@@ -78,46 +78,79 @@ def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
 def as_built(model: nn.Module) -> Iterator[None]:
     """Removes, inside, input hooks and the object's custom forward or loss function."""
     own = {name: vars(model).pop(name) for name in ("forward", "_loss_function") if name in vars(model)}
-    for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
+    hung = [m._forward_hooks for m in model.modules() if any(map(only_requires_grad, m._forward_hooks.values()))]
+    before = [dict(hooks) for hooks in hung]
+    for hooks in hung:
+        for key, hook in list(hooks.items()):
             if only_requires_grad(hook):
-                del module._forward_hooks[key]
+                del hooks[key]
     try:
         yield
     finally:
         vars(model).update(own)
+        for hooks, every in zip(hung, before, strict=True):
+            hooks.clear()
+            hooks.update(every)
 
 
-class Apart:
-    """Whether this rank runs its own code (callbacks), perhaps alone: calls of model objects then stay on the object,
-    with its weights, and are not collective."""
+class Route:
+    """Whether calls of a model object go to its switched model: trainers also call `self.model`, whose weights are old.
 
-    depth = 0
+    Otherwise it computes by itself, without a trace of this class. Generation always does, with the current weights.
 
-
-def route(model: nn.Module, switched: Any) -> None:
-    """Routes calls of the model object to the switched model: trainers also call `self.model`, whose weights are old.
-
-    Generation and calls in `Apart` code stay on the object.
+    Attributes:
+        is_on: Whether calls go to the switched model.
+        is_empty: Whether the object has no weights; its own calls then raise an error.
     """
-    target = weakref.ref(switched)
-    forward = type(model).forward
 
-    @functools.wraps(forward)  # `generate` looks at the signature
-    def routed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        to = None if Apart.depth else target()
-        if to is None or kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+    def __init__(self, model: nn.Module, switched: Any) -> None:
+        self._model, self._switched = weakref.ref(model), weakref.ref(switched)
+        self.is_on, self.is_empty, self._is_closed = False, not has_weights(model), False
+        self._own: Any = None  # TRL's forward on the object
+        self._routed: Any = None
+
+    def set(self, on: bool) -> bool:
+        """Routes calls or leaves them to the object; returns how it was."""
+        was, model = self.is_on, self._model()
+        if model is None or self._is_closed:
+            return was
+        own, self.is_on = vars(model), on
+        if not on and not self.is_empty:
+            if self._routed is not None and own.get("forward") is self._routed:  # else somebody has wrapped it
+                del own["forward"]
+                own.update({} if self._own is None else {"forward": self._own})
+            self._routed = None
+        elif self._routed is None:
+            self._own = own.get("forward")
+            self._routed = own["forward"] = types.MethodType(self._over(self._own), model)
+        return was
+
+    def close(self) -> None:
+        """Leaves calls to the object for good."""
+        self.is_empty = False
+        self.set(False)
+        self._is_closed = True
+
+    def _over(self, own: Any) -> Callable[..., Any]:
+        forward: Any = type(self._model()).forward if own is None else own.__func__
+
+        @functools.wraps(forward)  # `generate` looks at the signature
+        def routed(model: Any, *args: Any, **kwargs: Any) -> Any:
+            is_own = model is self._model()  # a copy is another model
+            to = self._switched() if self.is_on and is_own else None
+            if to is not None and not kwargs.get("use_cache") and kwargs.get("past_key_values") is None:
+                return to.forward(*args, **kwargs)
+            if self.is_empty and is_own:
+                raise HotspaError(
+                    "trainer.model has no weights (its parameters are on the meta device)",
+                    why="each rank has read its share of the weights alone",
+                    fix="call trainer.materialize() on every rank first",
+                )
             if to is not None:
                 to.refresh()
-            return forward(self, *args, **kwargs)
-        return to.forward(*args, **kwargs)
+            return forward(model, *args, **kwargs)
 
-    model.forward = types.MethodType(routed, model)
-
-
-def unroute(model: nn.Module) -> None:
-    """Undoes `route`."""
-    vars(model).pop("forward", None)
+        return routed
 
 
 def lora_layers(model: nn.Module) -> list[Any]:

@@ -190,7 +190,9 @@ def test_special_tokens_that_trl_takes_over_from_the_tokenizer_change_nothing(fi
         made.train()
         losses.append([log["loss"] for log in made.state.log_history if "loss" in log])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert isinstance(made.ref_model, FrozenModel)
+    with made.switched.routed():
+        assert isinstance(made.ref_model, FrozenModel)
+    assert made.ref_model is models[1]  # after training, as with TRL
     made.close_engine()
 
 
