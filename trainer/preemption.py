@@ -1,21 +1,24 @@
 """Events that stop a run or skip a step: SIGTERM, Ctrl-C, and mini-batches that cannot be trained.
 
-Owns the handlers. The SIGTERM handler only notes the signal. Ranks exchange their notes with the gather that ends each
-mini-batch anyway, so all save and stop at the same step, whichever received it, and `train()` returns. Promises:
+Owns the handlers. They only note the signal. Ranks exchange their notes with the gather that ends each mini-batch anyway,
+so all save and stop at the same step, whichever received it, and `train()` returns. Promises:
 
 * The current mini-batch is finished (or, during a save or an evaluation, the next one), then a checkpoint is written,
   unless `save_strategy` is `no`. A signal after the last mini-batch changes nothing.
-* A signal within `REPEAT_S` of the first is the same request: launchers pass on what schedulers send to all.
-* A later one has the effect from before training: it usually ends the process at once. Files on disk stay complete.
-* The handler exists during `train()` only, and only if `train()` runs in the main thread, as Python requires.
-* Ctrl-C ends training at once and saves nothing, as with the stock Trainer: `train()` raises `KeyboardInterrupt`. The
-  signal that the launcher then passes on is the same Ctrl-C.
-* In both cases the main process logs in one line how to resume, and where the report of the run is.
+* Launchers pass signals on: a SIGINT within `FORWARD_S` of another signal, or a SIGTERM so soon after a SIGINT, is the
+  same request. Schedulers send SIGTERM to all: a SIGTERM within `REPEAT_S` of the first is the same request.
+* A later SIGTERM has the effect from before training: it usually ends the process at once. A later SIGINT, the second
+  press of Ctrl-C, raises `KeyboardInterrupt`. torch's launcher passes the second press on as SIGTERM. Files on disk stay
+  complete.
+* The handlers exist during `train()` only, and only if `train()` runs in the main thread, as Python requires; SIGINT is
+  taken only from Python's own handler.
+* The main process logs in one line how to resume, and where the report of the run is, unless SIGTERM ends it at once.
 """
 
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -27,11 +30,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
+from hf_hotspa.callbacks.progress import in_notebook
 from hf_hotspa.callbacks.step_reports import ReportCallback
 from hf_hotspa.checkpoint.format.folder import checkpoints
-from hf_hotspa.errors import DataError, HotspaError, NonFiniteError
+from hf_hotspa.errors import DataError, HotspaError, NonFiniteError, printable
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.uncaught import interrupt_is_announced, signal_came
@@ -39,63 +44,85 @@ from hf_hotspa.uncaught import interrupt_is_announced, signal_came
 logger = logging.getLogger(__name__)
 
 REPEAT_S = 10.0
-"""How long a repeated signal counts as the first one."""
+"""How long a repeated SIGTERM counts as the first one."""
+
+FORWARD_S = 1.0
+"""How long after a signal a SIGINT, or after a SIGINT any signal, is the same one, passed on by a launcher."""
 
 
 class Preemption:
-    """Notes SIGTERM inside a `with` statement, and treats several SIGINT as one.
+    """Notes SIGTERM and the first SIGINT inside a `with` statement.
 
     Attributes:
-        requested: Whether this process has received SIGTERM.
+        requested: Whether this process has received one of them.
         agreed: Whether all ranks stop because of it; set by the trainer.
     """
 
-    def __init__(self) -> None:
-        self.requested = self.agreed = False
-        self._first_at = self._interrupted_at = 0.0
-        self._before: Any = None
-        self._installed = self._takes_interrupts = False
+    def __init__(self, args: TrainingArguments) -> None:
+        self._args = args
+        self.agreed = False
+        self._first, self._first_at = 0, 0.0  # the first signal, and when it came
+        self._before: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether this process has received a signal."""
+        return bool(self._first)
+
+    @property
+    def name(self) -> str:
+        """The signal that this process received; if another process did, it may be either."""
+        return {0: "SIGTERM or Ctrl-C", signal.SIGINT: "Ctrl-C"}.get(self._first, "SIGTERM")
 
     def __enter__(self) -> "Preemption":
-        self.requested = self.agreed = False
+        self.agreed, self._first = False, 0
         if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGTERM)
-            if before is not None:  # a handler that was not set from Python could not be restored
-                self._before, self._installed = before, True
-                signal.signal(signal.SIGTERM, self._note)
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._takes_interrupts, self._interrupted_at = True, 0.0
-                signal.signal(signal.SIGINT, self._interrupt)
+            before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+            if before[signal.SIGTERM] is None:  # not set from Python: it could not be restored
+                del before[signal.SIGTERM]
+            if before[signal.SIGINT] is not signal.default_int_handler:
+                del before[signal.SIGINT]
+            self._before = before
+            for number in before:
+                signal.signal(number, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
-        # a launcher may pass on the Ctrl-C that is already ending this process
-        if self._takes_interrupts and not (kind is KeyboardInterrupt and "TORCHELASTIC_RUN_ID" in os.environ):
-            self._takes_interrupts = False
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self._interrupted_at or now > self._interrupted_at + REPEAT_S:
-            self._interrupted_at = now
-            signal_came()
-            raise KeyboardInterrupt
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        if launched and self._first:  # the launcher may still pass on the signal, which would end the script
+            time.sleep(max(0.0, self._first_at + FORWARD_S - time.monotonic()))
+        self._restore(signal.SIGTERM)
+        if not (launched and kind is KeyboardInterrupt):  # else it ends this process, and may be passed on
+            self._restore(signal.SIGINT)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if not self.requested:
-            self.requested, self._first_at = True, time.monotonic()
+        if not self._first:
+            self._first, self._first_at = number, time.monotonic()
             signal_came()
-        elif time.monotonic() > self._first_at + REPEAT_S:
-            self._restore()
+            if number == signal.SIGINT and self._args.process_index == 0:
+                saves = " and saves" if self._args.save_strategy != SaveStrategy.NO else ""
+                _say_at_once(f"Ctrl-C: training stops after this step{saves}; press again to stop at once")
+        elif time.monotonic() > self._first_at + (REPEAT_S if self._first == number == signal.SIGTERM else FORWARD_S):
+            if number == signal.SIGINT:
+                signal.signal(number, lambda *_: None)
+                raise KeyboardInterrupt
+            self._restore(number)
             signal.raise_signal(number)
 
-    def _restore(self) -> None:
-        if self._installed:
-            self._installed = False
-            signal.signal(signal.SIGTERM, self._before)
+    def _restore(self, number: int) -> None:
+        if number in self._before:
+            signal.signal(number, self._before.pop(number))
+
+
+def _say_at_once(text: str) -> None:
+    """Prints from a signal handler: the code that it interrupts may be printing."""
+    if in_notebook():
+        print(printable(text), file=sys.stderr, flush=True)
+        return
+    with suppress(OSError):  # the line of a bar has no end
+        os.write(2, f"{chr(10) * os.isatty(2)}{text}\n".encode())
 
 
 def take_sigterm_from(callbacks: Iterable[Any]) -> None:
@@ -107,7 +134,7 @@ def take_sigterm_from(callbacks: Iterable[Any]) -> None:
 
 
 def stop_where_told(trainer: Any, preemption: Preemption) -> None:
-    """Saves and stops after SIGTERM on any rank: sets the flags that the loop of the Trainer reads."""
+    """Saves and stops after a signal on any rank: sets the flags that the loop of the Trainer reads."""
     # called again at the end of the epoch, when everything is on disk already
     first, preemption.agreed = not preemption.agreed, True
     saves = trainer.args.save_strategy != SaveStrategy.NO
@@ -116,7 +143,8 @@ def stop_where_told(trainer: Any, preemption: Preemption) -> None:
     trainer.control.should_evaluate = False  # the remaining time is for the checkpoint
     if first and trainer.is_world_process_zero():
         logger.warning(
-            "SIGTERM on rank %s: training stops after step %d; %s%s",
+            "%s on rank %s: training stops after step %d; %s%s",
+            preemption.name,
             ", ".join(map(str, trainer.engine.stop_ranks)),
             trainer.state.global_step,
             "train(resume_from_checkpoint=True) resumes from its checkpoint, and trainer.preempted is true for the script to test"
@@ -127,7 +155,7 @@ def stop_where_told(trainer: Any, preemption: Preemption) -> None:
 
 
 def say_interrupted(trainer: Any) -> None:
-    """After Ctrl-C: makes the report of the steps so far, and the main process logs how to resume."""
+    """After the second Ctrl-C: makes the report of the steps so far, and the main process logs how to resume."""
     if not trainer.is_world_process_zero():
         return
     with suppress(Exception):  # it must not replace the interrupt

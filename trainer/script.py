@@ -355,7 +355,7 @@ def train(trainer: HotSPaTrainer, script: Any) -> bool:
         if isinstance(callback, ReportCallback):
             callback.gain_follows = bool(script.measure_gain)
     trainer.train()
-    if trainer.preempted:  # by SIGTERM: the checkpoint is written, and time is short
+    if trainer.preempted:  # by a signal: the checkpoint is written, and time is short
         return False
     folder = str(trainer.args.output_dir)
     trainer.save_model(folder)

@@ -136,7 +136,10 @@ class SwitchedMixin(_Base):
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
         self._hotspa_checkpoints = Checkpoints(args, self._hotspa_ranks.agreement, self._hotspa_pushes)
         self._hotspa_flags, self._hotspa_rows = Flags(self), Rows(self, loss_columns)
-        self._hotspa_skipped, self._hotspa_preemption = SkippedMiniBatches(args.hotspa_skip_non_finite), Preemption()
+        self._hotspa_skipped, self._hotspa_preemption = (
+            SkippedMiniBatches(args.hotspa_skip_non_finite),
+            Preemption(args),
+        )
         self._hotspa_resumption: Resumption | StockCheckpoint | None = None
         self._hotspa_state, self._hotspa_order = dict[str, Any](), dict[str, Any]()
         self._hotspa_place, self._hotspa_pass = next_pass({}, 0), 1
@@ -190,7 +193,7 @@ class SwitchedMixin(_Base):
 
     @property
     def preempted(self) -> bool:
-        """Whether the last `train()` ended because of SIGTERM, with training left to do."""
+        """Whether the last `train()` ended because of SIGTERM or Ctrl-C, with training left to do."""
         return self._hotspa_preemption.agreed
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -717,7 +720,7 @@ class HotSPaTrainer(SwitchedMixin, Replaced):
         switched: The `SwitchedModel`.
         engine: Its `HotSPaEngine`; None before the start of `train()`.
         last_report: The `StepReport` of the last mini-batch.
-        preempted: Whether SIGTERM ended the last `train()`.
+        preempted: Whether SIGTERM or Ctrl-C ended the last `train()`.
 
     Raises:
         HotspaError: on every rank, naming what cannot be honoured and what to do.

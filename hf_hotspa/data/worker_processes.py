@@ -2,8 +2,8 @@
 
 Owns how the worker processes of our loaders are started. On Linux:
 
-* Only their rank's SIGTERM ends them, from their start on. Launchers and schedulers send SIGTERM to whole process
-  groups, and the rank needs its workers to finish the current mini-batch.
+* Only their rank's SIGTERM ends them, from their start on. Launchers, schedulers and terminals send SIGTERM and SIGINT to
+  whole process groups, and the rank needs its workers to finish the current mini-batch.
 * They end at once when their rank dies, however it dies. A forked worker holds copies of the rank's connections, so
   peers notice the death only when the workers are gone, too; torch's watchdog checks every five seconds.
 * Their rank can end them with `terminate()`, so nothing waits for them when a process exits.
@@ -24,11 +24,13 @@ from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError
 
+_ENDING = {signal.SIGTERM, signal.SIGINT}
+
 
 @contextlib.contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """Also in processes started inside, until they unblock it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def _signals_blocked() -> Iterator[None]:
+    """Also in processes started inside, until they unblock them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield
     finally:
@@ -52,16 +54,16 @@ def _end_with_rank(rank: Any) -> None:
 
 
 class _Worker:
-    """Starts with SIGTERM blocked; two threads decide when it ends."""
+    """Starts with both signals blocked; two threads decide when it ends."""
 
     def start(self) -> None:
-        with _sigterm_blocked():
+        with _signals_blocked():
             super().start()  # type: ignore[misc]
 
     def run(self) -> None:
         rank = multiprocessing.parent_process()
         assert rank is not None
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a fork server may have been started before
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # a fork server may have been started before
         for target, argument in ((_end_when_announced, rank.pid), (_end_with_rank, rank)):
             threading.Thread(target=target, args=(argument,), name=f"hotspa{target.__name__}", daemon=True).start()
         super().run()  # type: ignore[misc]

@@ -154,17 +154,33 @@ def test_one_process_is_told_to_end_and_the_job_saves_and_ends_in_order(tmp_path
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_in_one_line_how_to_go_on(tmp_path):
+def test_ctrl_c_saves_and_says_in_one_line_how_to_resume(tmp_path):
     with running_job(tmp_path) as job:
         os.killpg(job.pid, signal.SIGINT)  # as a terminal does: the launcher's processes have groups of their own
-        assert job.wait(120) != 0
-    lines = (tmp_path / "log").read_text().splitlines()
-    [said] = [line for line in lines if "Ctrl-C" in line]
-    newest, page = checkpoints(tmp_path / "out")[0], tmp_path / "out" / "hotspa_report" / "report.html"
-    assert "training stopped after step" in said
-    assert f"train(resume_from_checkpoint=True) resumes from {newest}; the run in one page: {page}" in said
-    assert page.exists()
-    assert not any("KeyboardInterrupt" in line or "hf_hotspa" in line for line in lines)
+        assert job.wait(120) == 1
+    text = (tmp_path / "log").read_text()
+    assert text.count("Ctrl-C: training stops after this step and saves; press again to stop at once") == 1
+    [said] = [line for line in text.splitlines() if "training stops after step" in line]
+    newest = checkpoints(tmp_path / "out")[0]
+    assert "Ctrl-C on rank" in said
+    assert f": training stops after step {verify(newest).step}; train(resume_from" in said
+    assert str(tmp_path / "out" / "hotspa_report" / "report.html") in said
+
+
+@pytest.mark.slow
+def test_the_second_press_ends_the_job_at_once(tmp_path):
+    with running_job(tmp_path) as job:
+        ranks = ranks_of(job.pid)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)  # a step that takes long
+        os.killpg(job.pid, signal.SIGINT)
+        time.sleep(1.5)
+        os.killpg(job.pid, signal.SIGINT)  # which torch's launcher passes on as SIGTERM
+        time.sleep(0.5)
+        for rank in ranks:
+            os.kill(rank, signal.SIGCONT)
+        assert job.wait(120) == 1
+    assert "training stops after step" not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""SIGTERM: whoever gets it, all ranks save and stop at the same step, and a resumed run ends with the same bits."""
+"""SIGTERM and Ctrl-C: whoever gets it, all ranks save and stop at the same step, and a resumed run ends with the same bits."""
 
 import multiprocessing
 import os
@@ -37,15 +37,15 @@ def folder():
 class Terminate(TrainerCallback):
     """Sends signals to this process in an event of a step, the first time that it happens."""
 
-    def __init__(self, event, step, times=1):
-        self.step, self.times = step, times
+    def __init__(self, event, step, signals=(signal.SIGTERM,)):
+        self.step, self.signals = step, signals
         setattr(self, event, self.send)
 
     def send(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             self.step = None
-            for _ in range(self.times):
-                os.kill(os.getpid(), signal.SIGTERM)
+            for number in self.signals:
+                os.kill(os.getpid(), number)
 
 
 def evaluate_every(trainer, steps):
@@ -55,14 +55,14 @@ def evaluate_every(trainer, steps):
 
 def terminated_run(rank, world, folder, victims, event, options):
     """A run in which some ranks are told to end; the last step, whether it was preempted, and what came after."""
-    before = signal.getsignal(signal.SIGTERM)
-    callbacks = [Terminate(event, 2, options.pop("times", 1))] if rank in victims else []
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    callbacks = [Terminate(event, 2, options.pop("signals", (signal.SIGTERM,)))] if rank in victims else []
     evaluates = options.pop("evaluates", None)
     trainer = make_trainer(folder, world, **{**RARELY, "callbacks": callbacks, **options})
     if evaluates is not None:
         evaluate_every(trainer, evaluates)
     losses = train(trainer)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     evaluated = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
     return max(losses), trainer.state.global_step, trainer.preempted, evaluated
 
@@ -70,7 +70,12 @@ def terminated_run(rank, world, folder, victims, event, options):
 CASES = {
     "first": ((0,), "on_step_begin", {}),
     "last, in a phase": ((1,), "on_phase_begin", {"evaluates": 3}),  # that evaluation is left out
-    "all, each by the scheduler and by the launcher": ((0, 1), "on_step_end", {"times": 2}),
+    "all, each by the scheduler and by the launcher": ((0, 1), "on_step_end", {"signals": (signal.SIGTERM,) * 2}),
+    "Ctrl-C, passed on by two launchers": (
+        (0, 1),
+        "on_step_begin",
+        {"signals": (signal.SIGINT, signal.SIGTERM, signal.SIGINT)},
+    ),
     "in a save": ((1,), "on_save", {"save_steps": 2, "hotspa_async_save": True, "enable_jit_checkpoint": True}),
     "in an evaluation": ((0,), "on_prediction_step", {"evaluates": 2}),
     "saves by epoch": ((1,), "on_step_begin", {"save_strategy": "epoch"}),
@@ -142,7 +147,7 @@ def test_a_signal_after_the_last_mini_batch_changes_nothing(folder):
 
 def twice(rank, world, folder):
     preemption.REPEAT_S = -1.0
-    callbacks = [Terminate("on_step_begin", 2, times=2)] if rank == 1 else []
+    callbacks = [Terminate("on_step_begin", 2, (signal.SIGTERM,) * 2)] if rank == 1 else []
     one_run(rank, world, folder, None, {"ddp_timeout": 30, "callbacks": callbacks})
 
 
@@ -153,13 +158,54 @@ def test_a_signal_long_after_the_first_ends_the_process_at_once(folder):
     assert checkpoints(folder)[0].name == "checkpoint-2"
 
 
+def alone(folder, signals, **options):
+    callbacks = [Terminate("on_step_begin", 2, signals)]
+    return make_trainer(str(folder), 1, **{"save_steps": 100, "callbacks": callbacks, **options})
+
+
+def test_ctrl_c_saves_and_says_so_at_once(folder, capfd):
+    trainer = alone(folder, (signal.SIGINT,))
+    train(trainer)
+    assert (trainer.state.global_step, trainer.preempted) == (3, True)
+    verify(folder / "checkpoint-3")
+    said = capfd.readouterr().err
+    assert said.count("Ctrl-C: training stops after this step and saves; press again to stop at once\n") == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    trainer = alone(folder / "none", (signal.SIGINT,), save_strategy="no")
+    train(trainer)
+    assert (trainer.state.global_step, trainer.preempted, checkpoints(folder / "none")) == (3, True, [])
+    assert "training stops after this step; press again" in capfd.readouterr().err
+
+
+def test_the_second_press_of_ctrl_c_ends_training_at_once(folder, monkeypatch, caplog):
+    monkeypatch.setattr(preemption, "FORWARD_S", -1.0)
+    trainer = alone(folder, (signal.SIGINT, signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        train(trainer)
+    assert (trainer.state.global_step, trainer.preempted, checkpoints(folder)) == (2, False, [])
+    assert "Ctrl-C: training stopped after step 2; no checkpoint was saved" in caplog.text
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_handler_of_the_script_keeps_ctrl_c(folder):
+    seen = []
+    before = signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    try:
+        trainer = alone(folder, (signal.SIGINT,))
+        train(trainer)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (seen, trainer.preempted, trainer.state.global_step) == ([1], False, STEPS)
+
+
 class TerminateAll(TrainerCallback):
-    """As a scheduler does: SIGTERM to this rank and its DataLoader workers, from another process, at step 2."""
+    """SIGTERM as from a scheduler, SIGINT as from a terminal: to this rank and its DataLoader workers, at step 2."""
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 2:
             self.workers = [worker.pid for worker in multiprocessing.active_children()]
-            subprocess.run(["kill", "-TERM", *map(str, [*self.workers, os.getpid()])], check=True)
+            for name in ("-TERM", "-INT"):
+                subprocess.run(["kill", name, *map(str, [*self.workers, os.getpid()])], check=True)
 
 
 def terminated_with_workers(rank, world, folder):
