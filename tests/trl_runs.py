@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset, load_dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, set_seed
 
@@ -237,7 +237,7 @@ class Case:
         pools: Strategies on 2 ranks, and on 4.
         data: Of `ROWS`.
         fields: Of the config.
-        lora: Whether a peft_config is given.
+        lora: Whether a peft_config is given; a name: the model has an adapter of this name.
         reference: Whether another model is given as `ref_model`.
         family: Of the model.
         given: What the constructor is given beside.
@@ -246,13 +246,15 @@ class Case:
         wide: Whether it runs among the slow tests only.
         may_refuse: What a refusal names, where there may be one.
         four_bit: Whether the model is quantized to nf4.
+        change: Makes a subclass of the trainer.
+        begun: Steps that were trained before, in a run of TRL's; with `save_only_model` in a run of the same side.
     """
 
     kind: str
     pools: tuple[str, str]
     data: str
     fields: dict[str, Any] = field(default_factory=dict)
-    lora: bool = False
+    lora: bool | str = False
     reference: bool = False
     family: str = DENSE
     given: Callable[[], dict[str, Any]] = dict
@@ -261,6 +263,8 @@ class Case:
     generates: bool = False
     may_refuse: tuple[str, ...] = ()
     four_bit: bool = False
+    change: Callable[[Any], Any] = lambda cls: cls
+    begun: int = 0
 
 
 def recorded(cls: Any) -> Any:
@@ -303,15 +307,20 @@ def classes(kind: str, own: bool) -> tuple[Any, Any]:
 def made(case: Case, folder: str, pool: str | None, **more: Any) -> Any:
     """The trainer of a case; TRL's where there is no pool."""
     trainer, config = classes(case.kind, pool is not None)
+    trainer = case.change(trainer)
     set_seed(0)
     model = (
         small(case.family, case.dtype) if not case.four_bit else quantized(case.family, case.dtype, model=SMALL | WIDE)
     )
     given = {"train_dataset": rows(case.data, folder), **case.given()}
     if case.lora:
-        given["peft_config"] = LoraConfig(
+        adapter = LoraConfig(
             r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
         )
+        if isinstance(case.lora, str):
+            model = get_peft_model(model, adapter, adapter_name=case.lora, autocast_adapter_dtype=False)
+        else:
+            given["peft_config"] = adapter
     if case.kind in ONLINE:
         given.setdefault("reward_funcs", [reward])
         trainer = trainer if case.generates else recorded(trainer)
@@ -379,11 +388,11 @@ def same_noise() -> Iterator[None]:
         stock.neftune_post_forward_hook, EmbeddingNoise.draw = kept  # type: ignore[method-assign]
 
 
-def run(case: Case, folder: str, pool: str | None, **more: Any) -> dict[str, Any]:
+def run(case: Case, folder: str, pool: str | None, resume: str | None = None, **more: Any) -> dict[str, Any]:
     """Logs and weights of a run."""
     with patched_head(case.dtype), same_noise():
         trainer = made(case, folder, pool, **more)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
     logs = [
         {name: value for name, value in log.items() if not any(part in name for part in NOT_COMPARED)}
         for log in trainer.state.log_history
@@ -415,6 +424,16 @@ def compared(found: dict[str, Any], expected: dict[str, Any], dtype: torch.dtype
     return errors
 
 
+def resumed(case: Case, folder: str, pool: str | None, by: str | None = None) -> dict[str, Any]:
+    """Logs and weights of a run, resumed if others have begun it under the pool `by`."""
+    path = None
+    if case.begun:
+        saves = {"save_strategy": "steps", "save_steps": case.begun, "max_steps": case.begun}
+        run(case, f"{folder}/begun", by, **saves)
+        path = f"{folder}/begun/checkpoint-{case.begun}"
+    return run(case, folder, pool, path)
+
+
 EXACT, BALANCE, SINGLE = 1e-11, 1e-6, 1e-5
 """Balance losses are fp32 in transformers; in fp32 nothing is patched."""
 
@@ -427,12 +446,13 @@ def both_sides(cases: Mapping[str, Case], world_size: int, folder: str) -> dict[
         failed = refused = ""
         errors: dict[str, float] = {}
         try:
-            expected = run(case, f"{folder}/{name}/stock", None)
+            expected = resumed(case, f"{folder}/{name}/stock", None)
         except Exception as error:  # of TRL
             failed = f"{type(error).__name__}: {error}"
         try:
             if not failed:
-                own = run(case, f"{folder}/{name}/own", case.pools[0 if world_size == 2 else 1])
+                pool = case.pools[0 if world_size == 2 else 1]
+                own = resumed(case, f"{folder}/{name}/own", pool, pool if case.fields.get("save_only_model") else None)
                 errors = compared(own, expected, case.dtype)
         except HotspaError as error:
             refused = str(error)

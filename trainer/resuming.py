@@ -32,7 +32,7 @@ from hf_hotspa.checkpoint.format.manifest import (
 )
 from hf_hotspa.checkpoint.model_files import check_rewritten
 from hf_hotspa.checkpoint.rng import set_random_state
-from hf_hotspa.checkpoint.stock import StockCheckpoint, is_stock, restore_adapter
+from hf_hotspa.checkpoint.stock import StockCheckpoint, adapter_folder, is_stock, restore_adapter
 from hf_hotspa.checkpoint.tensors import (
     check_model,
     copy_buffers,
@@ -45,7 +45,7 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import load_weights
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError, printable
 from hf_hotspa.model.weight_files import WeightFiles
-from hf_hotspa.parallel.adapters import frozen_digest
+from hf_hotspa.parallel.adapters import frozen_digest, is_adapted
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.model import SwitchedModel
@@ -123,15 +123,16 @@ def _verified(
             fix="check the path; resume_from_checkpoint=True takes the newest of output_dir",
         )
     if is_stock(path):
-        return StockCheckpoint.open(path)
+        return StockCheckpoint.open(path, _adapter(model))
     manifest = _verified_manifest(path, agreement, world_size, model)
-    if not manifest.resumable:
-        raise ResumeError(
-            "the checkpoint holds the model only (save_only_model)",
-            where=str(path),
-            fix="start a new run with it as the model, and no resume_from_checkpoint",
-        )
+    if not manifest.resumable:  # the model only (save_only_model), as the stock Trainer writes it
+        return StockCheckpoint.open(path, _adapter(model))
     return Resumption(path, manifest, read_object(path, manifest.located(STATE)))
+
+
+def _adapter(model: Any) -> str | None:
+    """The name of a model's adapter."""
+    return next(iter(model.peft_config)) if is_adapted(model) else None
 
 
 def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model: PreTrainedModel) -> Manifest:
@@ -182,22 +183,24 @@ def data_order(
 
 
 def check_data_order(
-    resumption: Resumption | StockCheckpoint, order: dict[str, Any], loader: Any, steps_a_pass: int
+    resumption: Resumption | StockCheckpoint, order: dict[str, Any], loader: Any, args: HotSPaTrainingArguments
 ) -> None:
     """Checks that a run has the same mini-batches as the checkpoint that it resumes from.
 
     Args:
         order: The run's (`data_order`).
         loader: Its train data loader.
-        steps_a_pass: Its optimizer steps per pass.
+        args: Its arguments.
 
     Raises:
         ResumeError: it has others.
     """
     if isinstance(resumption, StockCheckpoint):
-        if has_length(loader) and has_length(getattr(loader, "dataset", None)):  # the length of a stream is unknown
-            size, drop_last = order["mini_batch_size"], order["dataloader_drop_last"]
-            resumption.check_order(len(loader.dataset), steps_a_pass, size, drop_last)
+        if has_length(loader):  # of a stream it is unknown
+            accumulation: int = vars(args)["gradient_accumulation_steps"]
+            size, of_step = args.per_device_train_batch_size, order["mini_batch_size"]
+            rows, drop_last = _rows_of_pass(loader, size), order["dataloader_drop_last"]
+            resumption.check_order(rows, len(loader), accumulation, size, of_step, drop_last)
         return
     saved = resumption.state.get("data", {}).get("order") or {}
     changed = [key for key in {**order, **saved} if order.get(key) != saved.get(key)]
@@ -209,6 +212,20 @@ def check_data_order(
             why="sequences would be trained twice or not at all",
             fix=f"set it as it was, or set hotspa_allow_data_order_change=True ({len(changed)} such changes)",
         )
+
+
+def _rows_of_pass(loader: Any, per_device: int) -> int | None:
+    """Rows that a pass trains, by the loader's sampler, which may repeat or leave out rows; None if unknown.
+
+    Args:
+        per_device: Rows of a batch that a process trains; a loader of TRL reads the rows of several.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batch_sampler", batches)  # in accelerate's, which divides batches over processes
+    sampler = getattr(batches, "sampler", None)
+    if not has_length(sampler):
+        return None
+    return len(sampler) * per_device // (getattr(batches, "batch_size", None) or per_device)
 
 
 class BaseDigest:
@@ -295,9 +312,9 @@ class Restorer:
     def _model_files(self, folder: Path, agreement: Agreement) -> None:
         """Restores the master store and the buffers from a Hugging Face model or adapter folder."""
         engine = self._engine
-        if engine.description.adapters is not None:
-            master = engine.master
-            engine.agreement.run("resume", lambda: restore_adapter(WeightFiles(folder, ADAPTER_WEIGHTS), master))
+        if (adapters := engine.description.adapters) is not None:
+            saved, master = adapter_folder(folder, adapters.name), engine.master
+            engine.agreement.run("resume", lambda: restore_adapter(WeightFiles(saved, ADAPTER_WEIGHTS), master))
         else:
             with structure_only():
                 load_weights(folder, self._model, engine.master, agreement)

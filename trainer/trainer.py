@@ -434,7 +434,7 @@ class SwitchedMixin(_Base):
             refuse_longer_rows(args, type(self), [table, *tables])
             self._hotspa_order = data_order(args, args.hotspa_rows_a_step, table, switched.longest)
             if self._hotspa_resumption is not None and not args.hotspa_allow_data_order_change:
-                check_data_order(self._hotspa_resumption, self._hotspa_order, loader, self._hotspa_pass)
+                check_data_order(self._hotspa_resumption, self._hotspa_order, loader, args)
             return table
 
         return switched.engine.agreement.run("data set", checked)

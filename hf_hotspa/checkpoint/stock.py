@@ -57,6 +57,12 @@ def is_stock(path: Path) -> bool:
     return (path / TRAINER_STATE).is_file() and not ours
 
 
+def adapter_folder(checkpoint: Path, name: str) -> Path:
+    """Returns the folder of an adapter in a checkpoint: PEFT saves other names than `default` in a folder below."""
+    below = checkpoint / name
+    return below if (below / ADAPTER_WEIGHTS).is_file() else checkpoint
+
+
 def _read_pickle(folder: Path, name: str) -> Any:
     """The tensors and plain values of a file from `torch.save`; tensors stay on disk until they are used.
 
@@ -77,7 +83,7 @@ def _read_pickle(folder: Path, name: str) -> Any:
 
 @dataclass(frozen=True)
 class StockCheckpoint:
-    """An opened checkpoint of the stock Trainer.
+    """An opened checkpoint of the stock Trainer, or of ours with the model only (`save_only_model`).
 
     Args:
         optimizer: The optimizer's `state_dict`; its tensors stay in the file. Without one in the checkpoint, this and
@@ -92,8 +98,11 @@ class StockCheckpoint:
     state: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path) -> "StockCheckpoint":
+    def open(cls, path: Path, adapter: str | None = None) -> "StockCheckpoint":
         """Reads everything except the tensors.
+
+        Args:
+            adapter: The name of the run's adapter, if any.
 
         Raises:
             ResumeError: a wrapper wrote it whose state cannot be mapped.
@@ -111,7 +120,10 @@ class StockCheckpoint:
         trainer_state = read_object(path, TRAINER_STATE)
         if not isinstance(trainer_state.get("global_step"), int):
             raise DamagedCheckpointError(f"{TRAINER_STATE!r} has no global_step", where=str(path))
-        WeightFiles(path, ADAPTER_WEIGHTS if (path / ADAPTER_CONFIG).is_file() else None)  # raises if it is unreadable
+        saved = path if adapter is None else adapter_folder(path, adapter)
+        WeightFiles(
+            saved, ADAPTER_WEIGHTS if (saved / ADAPTER_CONFIG).is_file() else None
+        )  # raises if it is unreadable
         missing = [name for name in (OPTIMIZER, SCHEDULER) if not (path / name).is_file()]
         if missing:
             return cls(path, trainer_state, {}, {})
@@ -236,30 +248,40 @@ class StockCheckpoint:
             ) from error
         return True
 
-    def check_order(self, rows: int, steps_in_epoch: int, mini_batch: int, drop_last: bool) -> None:
+    def check_order(
+        self, rows: int | None, batches: int, accumulation: int, per_device: int, mini_batch: int, drop_last: bool
+    ) -> None:
         """Compares the trained mini-batches with the run's, as far as step and epoch tell.
 
         Args:
-            rows: Rows of the data set.
-            steps_in_epoch: Optimizer steps of the run's epoch.
+            rows: Rows that an epoch of the run trains; None if unknown.
+            batches: Batches of a process in an epoch of the run.
+            accumulation: Batches of a step.
+            per_device: Rows of a batch.
+            mini_batch: Rows of a step, over all processes.
             drop_last: Whether an incomplete last mini-batch is left out.
 
         Raises:
             ResumeError: they differ.
         """
         step, epoch = self.trainer_state["global_step"], self.trainer_state.get("epoch")
-        per_device = self.trainer_state.get("train_batch_size")
-        if not isinstance(epoch, int | float) or not isinstance(per_device, int) or per_device < 1:
+        saved = self.trainer_state.get("train_batch_size")
+        if not isinstance(epoch, int | float) or not isinstance(saved, int) or saved < 1:
             return
-        epochs = _epochs(step, rows, steps_in_epoch, per_device, mini_batch, drop_last)
+        steps_in_epoch, epochs = max(-(-batches // accumulation), 1), set[float]()
+        if saved == per_device:  # the run's own batches
+            whole, steps = divmod(step, steps_in_epoch)
+            epochs = {whole + min(steps * accumulation / batches, 1.0)} if batches else epochs
+        if rows is not None:
+            epochs |= _epochs(step, rows, steps_in_epoch, saved, mini_batch, drop_last)
         if not any(abs(value - epoch) < 1e-6 for value in epochs):
             raise ResumeError(
-                f"the checkpoint is at epoch {epoch:.4f} after {step} steps with {per_device} rows per device, which a run "
-                f"with mini-batches of {mini_batch} out of {rows} rows never reaches",
+                f"the checkpoint is at epoch {epoch:.4f} after {step} steps with {saved} rows per device, which a run "
+                f"with {mini_batch} rows in a step and {steps_in_epoch} steps in an epoch never reaches",
                 where=str(self.path),
                 why="sequences would be trained twice or not at all",
-                fix="use the same data set and set hotspa_mini_batch_size to the rows of one step of that run (rows per "
-                "device x processes x gradient accumulation), or set hotspa_allow_data_order_change=True",
+                fix="use the same data set, and as many rows in a step as in that run (rows per device x processes x "
+                "gradient accumulation), or set hotspa_allow_data_order_change=True",
             )
 
 

@@ -312,11 +312,9 @@ def frozen_digest(model: nn.Module) -> str:
     Names are as in `stored_tensors`. Bits are summed as integers, as in `model_check.weights_digest`.
     """
     digest = hashlib.sha256()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, tensor in stored_tensors(model):
-        if name not in trained:
-            facts = name, tuple(tensor.shape), str(tensor.dtype), bit_sum(tensor)
-            digest.update(repr(facts).encode())
+    for name, tensor in stored_tensors(model, only_frozen=True):
+        facts = name, tuple(tensor.shape), str(tensor.dtype), bit_sum(tensor)
+        digest.update(repr(facts).encode())
     return digest.hexdigest()
 
 

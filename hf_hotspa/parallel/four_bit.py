@@ -154,13 +154,18 @@ def _state(module: Any, name: str) -> Any:
     return state
 
 
-def stored_tensors(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+def stored_tensors(
+    model: nn.Module, remove_duplicate: bool = True, only_frozen: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a model as `named_parameters`, detached; 4-bit codes are followed by their scales.
 
-    Codes are uint8 and 1-D, scales fp32 and 1-D, both in row-major order.
+    Codes are uint8 and 1-D, scales fp32 and 1-D, both in row-major order. `only_frozen` leaves out trained parameters,
+    whose values may be unreadable in training.
     """
     packed = {f"{name}.weight": module for name, module in model.named_modules() if is_four_bit(module)}
     for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate):
+        if only_frozen and parameter.requires_grad:
+            continue
         module = packed.get(name)
         prefix = name.removesuffix("weight")
         if module is None or hasattr(module, SCALES):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT, read_manifest, verify
@@ -454,10 +455,17 @@ def test_optimizer_settings_of_the_checkpoint_go_on_with_a_warning(saved, tmp_pa
     assert "initial_lr 0.01 (not 0.001)" in caplog.text
 
 
-def test_a_checkpoint_of_the_model_only_is_no_run(saved, tmp_path):
-    with pytest.raises(ResumeError, match="holds the model only"):
-        train(make_trainer(str(tmp_path), 1), str(saved / "model" / "checkpoint-1"))
-    assert not (saved / "model" / "checkpoint-1" / "hotspa").exists()
+@pytest.mark.parametrize("asked", [True, "checkpoint-1"])
+def test_a_checkpoint_of_the_model_only_resumes_with_a_new_optimizer(asked, saved, tmp_path, caplog):
+    path = tmp_path / "checkpoint-1"
+    shutil.copytree(saved / "model" / "checkpoint-1", path)
+    assert not (path / "hotspa").exists()
+    trainer = make_trainer(str(tmp_path), 1, max_steps=2, learning_rate=0.0)
+    assert list(train(trainer, asked if asked is True else str(path))) == [2]
+    assert "optimizer and scheduler start anew" in caplog.text
+    weights = AutoModelForCausalLM.from_pretrained(path)
+    for name, weight in trainer.model.named_parameters():
+        assert torch.equal(weights.get_parameter(name), weight), name
 
 
 def as_format_1(path):

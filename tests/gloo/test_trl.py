@@ -9,7 +9,7 @@ import torch
 from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE
 from tests.harness import run_ranks
-from tests.trl_runs import EVALUATES, Case, both_sides, check_resumed, hits, run_and_resume, wrong_ones
+from tests.trl_runs import EVALUATES, RL, Case, both_sides, check_resumed, hits, run_and_resume, wrong_ones
 
 pytestmark = pytest.mark.gloo
 
@@ -129,6 +129,51 @@ def both_chosen(rank: int, world_size: int, folder: str) -> Any:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_it_is_trl_with_strategies_that_are_chosen(world_size, tmp_path):
     wrong = wrong_ones(run_ranks(world_size, both_chosen, str(tmp_path), timeout=1500), CHOSEN)
+    assert not wrong, "\n".join(wrong)
+
+
+class Drawn(torch.utils.data.Sampler[int]):
+    """A sampler that draws some rows more than once, and others never."""
+
+    def __iter__(self) -> Any:
+        return iter([i * 7 % 30 for i in range(50)])
+
+    def __len__(self) -> int:
+        return 50
+
+
+def with_sampler(cls: Any) -> Any:
+    return type(
+        cls.__name__, (cls,), {"_get_train_sampler": lambda self, dataset=None: Drawn(), "__module__": __name__}
+    )
+
+
+ADAPTED = {"lora": True, "dtype": torch.float32, "begun": 2}
+TAKEN_OVER = {
+    "an adapter of another name, own sampler": Case(
+        "SFT", TWO, "completions", {**FREE, "max_steps": 3}, **{**ADAPTED, "lora": "mine"}, change=with_sampler
+    ),
+    "grpo": Case(
+        "GRPO", TWO, "prompts", {**RL, "num_iterations": 2, "max_steps": 4}, dtype=torch.float32, begun=3
+    ),
+    "the model only": Case("SFT", TWO, "completions", {**FREE, "save_only_model": True}, **ADAPTED, wide=True),
+    "dpo": Case("DPO", TWO, "pairs", {"gradient_accumulation_steps": 2}, **ADAPTED, wide=True),
+    "kto": Case("KTO", TWO, "judged", **ADAPTED, wide=True),
+    "rloo": Case("RLOO", TWO, "prompts", RL, **ADAPTED, wide=True),
+    "grpo, the model only": Case(
+        "GRPO", TWO, "prompts", {**RL, "save_only_model": True}, dtype=torch.float32, begun=2, wide=True
+    ),
+}  # fmt: skip
+
+
+def taken_over(rank: int, world_size: int, wide: bool, folder: str) -> Any:
+    return both_sides({name: case for name, case in TAKEN_OVER.items() if case.wide is wide}, world_size, folder)
+
+
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_that_trl_began_is_taken_over(wide, tmp_path):
+    cases = {name: case for name, case in TAKEN_OVER.items() if case.wide is wide}
+    wrong = wrong_ones(run_ranks(2, taken_over, wide, str(tmp_path), timeout=900), cases)
     assert not wrong, "\n".join(wrong)
 
 
