@@ -378,6 +378,23 @@ def check_values(args: Any, kind: type | None = None) -> None:
             raise HotspaConfigError(f"lr_scheduler_kwargs has {name}={value}", fix="give a finite number")
     if args.output_dir == "":
         raise HotspaConfigError("output_dir is ''", fix="name a folder, or leave it out")
+    if kind is None:
+        _refuse_unknown_flags(args)
+
+
+def _refuse_unknown_flags(args: Any) -> None:
+    """Rejects fields and attributes that look like flags of ours: of a user's class, or set on the object."""
+    ours, others = set[str](), set(vars(args))
+    for cls in type(args).__mro__:
+        (ours if _top(cls) == "hf_hotspa" else others).update(vars(cls), inspect.get_annotations(cls))
+    for name in sorted(others - ours):
+        if name.startswith("hotspa_"):
+            near = nearest(name, [known for known in ours if known.startswith("hotspa_")])
+            raise HotspaConfigError(
+                f"{type(args).__name__} has {name}={getattr(args, name, None)!r:.80}, and there is no such flag",
+                why="nothing reads it",
+                fix=f"did you mean {near}? " * (near is not None) + "Names of other fields may not begin with hotspa_",
+            )
 
 
 _EVALUATION = "evaluation runs in the dtype of training; use bf16 for both, or leave it off"

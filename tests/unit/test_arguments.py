@@ -222,6 +222,11 @@ class _Derived(HotSPaTrainingArguments):
     temperature: float = 0.5
 
 
+@dataclass
+class _Misspelt(HotSPaTrainingArguments):
+    hotspa_strategy: str = "dp1:64"
+
+
 def test_a_misspelt_argument_names_the_one_that_was_meant(tmp_path):
     for cls in (HotSPaTrainingArguments, _Derived):
         for wrong, meant in (
@@ -232,6 +237,14 @@ def test_a_misspelt_argument_names_the_one_that_was_meant(tmp_path):
                 cls(output_dir=str(tmp_path), **{wrong: 1})
     with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'$"):
         HotSPaTrainingArguments(zzz=1)
+    with pytest.raises(
+        HotspaConfigError, match="_Misspelt has hotspa_strategy='dp1:64'.*did you mean hotspa_strategies"
+    ):
+        _Misspelt(output_dir=str(tmp_path), use_cpu=True)
+    for args in (make_arguments(tmp_path), TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")):
+        args.hotspa_startegies, args.strategy = "dp1:64", "of the user"
+        with pytest.raises(HotspaConfigError, match="hotspa_startegies='dp1:64'.*did you mean hotspa_strategies"):
+            HotSPaTrainer(tiny_model("llama_gqa_bias"), args, train_dataset=PAIR)
     assert (
         _Derived(output_dir=str(tmp_path), use_cpu=True, hotspa_strategies="dp1:64", temperature=1.0).temperature == 1.0
     )
