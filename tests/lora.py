@@ -15,7 +15,12 @@ FAMILIES = ("llama_gqa_bias", "qwen3_qk_norm_tied", "phi3_fused")
 
 
 def tiny_lora(
-    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, model: dict[str, Any] | None = None, **config: Any
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    model: dict[str, Any] | None = None,
+    adapter_name: str = "default",
+    **config: Any,
 ) -> Any:
     """A `PeftModel` with LoRA on every linear layer, the same on every rank; no factor of the adapter is zero.
 
@@ -29,7 +34,7 @@ def tiny_lora(
     base = tiny_model(family, dtype, seed, **(model or {})) if family in KNOWN else tiny_model_of(family, dtype, seed)
     torch.manual_seed(seed)
     options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
-    adapted = get_peft_model(base, LoraConfig(**options))
+    adapted = get_peft_model(base, LoraConfig(**options), adapter_name)
     generator = torch.Generator().manual_seed(seed + 2)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

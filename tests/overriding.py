@@ -134,8 +134,8 @@ def overriding(base: type, names: Sequence[str], notes: Notes, mark: str = "own"
     return made
 
 
-def drawn(number: int, notes: Notes) -> type:
-    """A subclass of `Trainer` drawn by a number: up to two mixins, derived from `Trainer` or not, and a class over them."""
+def drawn(number: int, notes: Notes, trainer: type = Trainer) -> type:
+    """A subclass of a trainer drawn by a number: up to two mixins, derived from it or not, and a class over them."""
     draw = random.Random(number)
 
     def some() -> list[str]:
@@ -144,11 +144,11 @@ def drawn(number: int, notes: Notes) -> type:
     def part(base: type, mark: str) -> type:
         return overriding(base, some(), notes, mark, draw.choice(("before", "after", "around")))
 
-    mixins = [part(draw.choice((Trainer, object)), f"mixin{index}") for index in range(draw.randint(0, 2))]
-    plain = [mixin for mixin in mixins if not issubclass(mixin, Trainer)]
-    trainers = [mixin for mixin in mixins if issubclass(mixin, Trainer)]
+    mixins = [part(draw.choice((trainer, object)), f"mixin{index}") for index in range(draw.randint(0, 2))]
+    plain = [mixin for mixin in mixins if not issubclass(mixin, trainer)]
+    trainers = [mixin for mixin in mixins if issubclass(mixin, trainer)]
     order = [*plain, *trainers] if draw.random() < 0.7 else [*trainers, *plain]
-    base = type("Base", (*order, *(() if trainers else (Trainer,))), {"__module__": __name__})
+    base = type("Base", (*order, *(() if trainers else (trainer,))), {"__module__": __name__})
     return part(base, "top")
 
 

@@ -32,7 +32,13 @@ def quantized(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, mo
 
 
 def tiny_qlora(
-    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, model: Any = None, lora: Any = None, **config: Any
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    model: Any = None,
+    lora: Any = None,
+    adapter_name: str = "default",
+    **config: Any,
 ) -> Any:
     """A `PeftModel` with LoRA on every linear layer of such a model, the same on every rank; no factor is zero."""
     base = prepare_model_for_kbit_training(
@@ -40,7 +46,7 @@ def tiny_qlora(
     )
     torch.manual_seed(seed)
     options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **(lora or {})}
-    adapted = get_peft_model(base, LoraConfig(**options))
+    adapted = get_peft_model(base, LoraConfig(**options), adapter_name)
     generator = torch.Generator().manual_seed(seed + 2)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

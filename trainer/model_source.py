@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.checkpoint.format.disk import Disk
+from hf_hotspa.checkpoint.format.disk import Disk, check_name
 from hf_hotspa.checkpoint.format.folder import may_pass, unsavable
-from hf_hotspa.checkpoint.format.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
+from hf_hotspa.checkpoint.format.manifest import ADAPTER_CONFIG, MODEL_WEIGHTS, TRAINING_ARGUMENTS
 from hf_hotspa.checkpoint.model_files import ModelWeights
 from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
@@ -28,7 +28,7 @@ from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.specs import dtype_name
-from hf_hotspa.parallel.adapters import bare_model, is_adapted, save_config
+from hf_hotspa.parallel.adapters import bare_model, folder_of, is_adapted, save_config
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import as_built, release, structure_only
@@ -174,8 +174,9 @@ class ModelSource:
                 specs = [spec for spec in engine.description.vector.specs if spec.trainable or not adapted]
                 files = ModelWeights(model, specs, adapted)
             files.write(disk, beside, weights)
-            new = sorted(path.name for path in beside.iterdir())
+            new = sorted(str(path.relative_to(beside)) for path in beside.rglob("*") if path.is_file())
             for name in new:
+                (target / name).parent.mkdir(exist_ok=True)
                 os.replace(beside / name, target / name)
             for path in () if adapted else target.iterdir():
                 if MODEL_WEIGHTS.fullmatch(path.name) and path.name not in new:
@@ -201,7 +202,11 @@ def side_files(model: PreTrainedModel, tokenizer: Any) -> SideFiles:
     """Config, generation config and tokenizer (if any), as transformers writes them; for an adapter, its config."""
     files: SideFiles = {}
     if is_adapted(model):
-        files["adapter_config.json"] = lambda folder: save_config(model, folder)
+        try:
+            check_name(f"{folder_of(model)}{ADAPTER_CONFIG}", "a checkpoint")
+        except HotspaError as failure:
+            raise unsavable(f"the adapter {folder_of(model)[:-1]!r}", Path("a checkpoint"), failure) from failure
+        files[ADAPTER_CONFIG] = lambda folder: save_config(model, folder)
     else:
         model.config.architectures, model.config.dtype = [type(model).__name__], dtype_name(model.dtype)
         files["config.json"] = model.config.save_pretrained

@@ -738,9 +738,9 @@ def switched(base: type) -> type:
     Raises:
         UnsupportedError: such a class cannot be made.
     """
+    library = library_of(base)
     if issubclass(base, SwitchedMixin):
         return base
-    library = library_of(base)
     if base is library:
         return inserted(base, (HotSPaTrainer,) if base is Trainer else (mixin_of(base), base, Replaced))
     return inserted(base, (base, HotSPaTrainer if library is Trainer else switched(library)))

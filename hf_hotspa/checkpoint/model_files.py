@@ -55,6 +55,7 @@ from hf_hotspa.checkpoint.tensors import ShareReader, named_tensors, saved_tenso
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.weight_files import WeightFiles
+from hf_hotspa.parallel.adapters import folder_of
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +121,9 @@ class ModelWeights:
             for name in names
             for record, _ in named_tensors(self._saved(name, empty[name]))
         ]
-        self.shards = named_shards(entries, max_shard_bytes, adapted)
+        self.shards = named_shards(
+            entries, max_shard_bytes, f"{folder_of(model)}{ADAPTER_WEIGHTS}" if adapted else None
+        )
 
     def write(
         self, disk: Disk, folder: Path, weights: Weights | dict[str, Tensor], part: int = 0, parts: int = 1
@@ -200,7 +203,7 @@ def check_rewritten(folder: Path, manifest: Manifest, model: Any, failure: Damag
     )  # one at a time
     buffers = saved_tensors(folder, manifest, BUFFERS)
     try:
-        files = WeightFiles(folder, ADAPTER_WEIGHTS if manifest.is_adapter else None)
+        files = WeightFiles(folder, manifest.adapter_weights)
         expected = ModelWeights(model, manifest.parameters, manifest.is_adapter)
         other = expected.differing(files, itertools.chain(weights, buffers.items()))
     except Exception as error:  # such as a model with other names, or an unreadable file
@@ -221,10 +224,11 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> Shards:
-    """Returns name and tensors of each file of a model, in order; for `limit` see `MAX_SHARD_BYTES`."""
-    if adapted:  # PEFT reads one file
-        return [(ADAPTER_WEIGHTS, entries)]
+def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, only: str | None = None) -> Shards:
+    """Returns name and tensors of each file of a model, in order, or of the one file of an adapter (`only`); for `limit`
+    see `MAX_SHARD_BYTES`."""
+    if only is not None:
+        return [(only, entries)]
     shards: list[Entries] = [[]]
     size = 0
     for entry in entries:
@@ -247,7 +251,13 @@ def write_shards(
     Args:
         data: As in `tensor_file`; called once for each tensor, in order.
     """
-    records = [disk.write(folder, name, tensor_file(entries, data)) for name, entries in shards[part::parts]]
+    records = []
+    for name, entries in shards[part::parts]:
+        inside = (folder / name).parent
+        inside.mkdir(exist_ok=True)  # of an adapter with a name
+        records.append(disk.write(folder, name, tensor_file(entries, data)))
+        if inside != folder:
+            disk.sync_directory(inside)
     if part == 0 and len(shards) > 1:
         tensors = [(record, name) for name, entries in shards for record, _ in entries]
         index = {
@@ -275,6 +285,7 @@ A {what} trained with hf_hotspa {version} (not affiliated with Hugging Face), ex
 - ranks: {world}
 - dtype of the weights: {dtype}
 """
+_CARD_FILE = "README.md"
 _CHUNK = 16 << 20
 
 
@@ -311,7 +322,7 @@ def export(
     try:
         weights = _from_masters if manifest.has_masters else _from_model_files
         entries, data = weights(checkpoint, manifest, dtype)
-        shards = named_shards(entries, max_shard_bytes, manifest.is_adapter)
+        shards = named_shards(entries, max_shard_bytes, manifest.adapter_weights)
         write_shards(disk, beside, shards, data)
         _write_others(disk, checkpoint, manifest, beside, target.name, dtype)
         beside.chmod(directory_mode() if mode is None else mode)
@@ -345,7 +356,7 @@ def _from_masters(checkpoint: Path, manifest: Manifest, dtype: str | None) -> tu
 def _from_model_files(
     checkpoint: Path, manifest: Manifest, dtype: str | None
 ) -> tuple[Entries, Callable[[Any], Buffer]]:
-    files = WeightFiles(checkpoint, ADAPTER_WEIGHTS if manifest.is_adapter else None)
+    files = WeightFiles(checkpoint, manifest.adapter_weights)
     kinds, entries = {kind: name for name, (kind, _) in DTYPES.items()}, Entries()
     for name, saved in files.tensors.items():
         own = kinds[saved.dtype]
@@ -362,9 +373,11 @@ def _from_model_files(
 def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, name: str, dtype: str | None) -> None:
     model, first = "model", dtype or manifest.parameters[0].model_dtype
     for name_in_checkpoint, rest in manifest.model_files():
+        if rest == _CARD_FILE:  # PEFT's, which says less
+            continue
         (folder / rest).parent.mkdir(parents=True, exist_ok=True)
         with open_inside(checkpoint, name_in_checkpoint) as file:
-            if rest == ADAPTER_CONFIG:
+            if rest.endswith(ADAPTER_CONFIG):
                 model = str(
                     json.loads(file.read()).get("base_model_name_or_path") or "the model that it was trained on"
                 )
@@ -375,18 +388,17 @@ def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path
             config = json.loads(file.read())
         model = str((config.get("architectures") or [model])[0])
         disk.write(folder, rest, [(json.dumps({**config, "dtype": first}, indent=2) + "\n").encode()])
-    if not (folder / "README.md").exists():
-        card = _CARD.format(
-            library="peft" if manifest.is_adapter else "transformers",
-            name=name,
-            what=f"LoRA adapter for {model}," if manifest.is_adapter else model,
-            version=manifest.versions.get("hf-hotspa", ""),
-            step=manifest.step,
-            strategies=manifest.strategies,
-            world=manifest.world_size,
-            dtype=first,
-        )
-        disk.write(folder, "README.md", [card.encode()])
+    card = _CARD.format(
+        library="peft" if manifest.is_adapter else "transformers",
+        name=name,
+        what=f"LoRA adapter for {model}," if manifest.is_adapter else model,
+        version=manifest.versions.get("hf-hotspa", ""),
+        step=manifest.step,
+        strategies=manifest.strategies,
+        world=manifest.world_size,
+        dtype=first,
+    )
+    disk.write(folder, _CARD_FILE, [card.encode()])
 
 
 # -- merging an adapter into its base ---------------------------------------------------------------------------------
@@ -418,21 +430,23 @@ def merge(
             use.
         OSError: the disk fails.
     """
-    if not read_manifest(checkpoint).is_adapter:
+    weights = read_manifest(checkpoint).adapter_weights
+    if weights is None:
         raise HotspaConfigError(
             f"{str(checkpoint)!r} holds a complete model, not an adapter to merge", fix="leave --merge out"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        adapter, merged = Path(folder) / "adapter", Path(folder) / "merged"
-        export(checkpoint, adapter)
+        files, merged = Path(folder) / "adapter", Path(folder) / "merged"
+        export(checkpoint, files)
+        adapter = (files / weights).parent
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise HotspaConfigError(f"{str(target)!r} exists", fix="name a new or an empty directory")
         name = base or json.loads((adapter / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
         model = _merged(_loaded(name, quantization, double, dtype), adapter)
         model.save_pretrained(merged, max_shard_size=max_shard_bytes)
-        for file in adapter.iterdir():  # such as the tokenizer
-            if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md"):
+        for file in files.iterdir():  # such as the tokenizer
+            if file.name not in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, _CARD_FILE) and file != adapter:
                 shutil.move(file, merged / file.name)
         if target.exists():
             target.rmdir()

@@ -296,9 +296,20 @@ def inject(model: Any, adapters: Adapters) -> None:
     inject_adapter_in_model(copy.deepcopy(adapters.config), model, adapters.name, low_cpu_mem_usage=True)
 
 
+def folder_of(model: Any) -> str:
+    """Where `save_pretrained` of a `PeftModel` puts the adapter: `""`, or `name/` for one with another name than
+    `default`."""
+    [name] = model.peft_config
+    return "" if name == "default" else f"{name}/"
+
+
 def save_config(model: Any, folder: Path) -> None:
-    """Writes `adapter_config.json` of a `PeftModel` into an existing folder, as its `save_pretrained` does."""
+    """Writes `adapter_config.json` and the card of a `PeftModel` into an existing folder, as its `save_pretrained`
+    does."""
     [config] = copy.deepcopy(list(model.peft_config.values()))
+    model.create_or_update_model_card(str(folder))
+    folder = folder / folder_of(model)
+    folder.mkdir(exist_ok=True)
     bare, _ = bare_model(model)
     config.base_model_name_or_path = config.base_model_name_or_path or bare.__dict__.get("name_or_path") or None
     config.inference_mode = True

@@ -16,40 +16,47 @@ pytestmark = pytest.mark.gloo
 FAMILY = "qwen3_qk_norm_tied"
 
 
-def one_step(rank, world_size, folder):
-    return train(make_trainer(folder, world_size, family=FAMILY, qlora={}, model=WIDE, max_steps=1))
+def one_step(rank, world_size, folder, name):
+    qlora = {"adapter_name": name}
+    return train(make_trainer(folder, world_size, family=FAMILY, qlora=qlora, model=WIDE, max_steps=1))
 
 
-def test_merged_weights_are_those_of_peft(tmp_path, capsys):
-    run_ranks(1, one_step, str(tmp_path / "run"))
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [("mine", "mine"), pytest.param("default", "", marks=pytest.mark.slow)],
+    ids=["named", "default"],
+)
+def test_merged_weights_are_those_of_peft(tmp_path, capsys, name, inside):
+    run_ranks(1, one_step, str(tmp_path / "run"), name)
     checkpoint = str(tmp_path / "run" / "checkpoint-1")
     tiny_model(FAMILY, **WIDE).save_pretrained(tmp_path / "plain")
     packed = quantized(FAMILY, model=WIDE)
     packed.save_pretrained(tmp_path / "packed")
     assert main(["export", checkpoint, str(tmp_path / "adapter")]) == 0
-    adapted = PeftModel.from_pretrained(packed.dequantize(torch.float32), tmp_path / "adapter")
+    adapted = PeftModel.from_pretrained(packed.dequantize(torch.float32), tmp_path / "adapter" / inside)
     factors = {name: p.detach() for name, p in adapted.named_parameters() if "lora_" in name}
     assert any(p.any() for name, p in factors.items() if "lora_B" in name)
     expected = adapted.merge_and_unload().state_dict()
 
     nf4 = ["--quantization", "nf4", "--double-quantization"]
     merged = {}
-    for name, options in {"plain": nf4, "packed": []}.items():
+    for base, options in {"plain": nf4, "packed": []}.items():
         given = [
             "export",
             checkpoint,
-            str(tmp_path / f"of {name}"),
+            str(tmp_path / f"of {base}"),
             "--merge",
             "--base",
-            str(tmp_path / name),
+            str(tmp_path / base),
             *options,
         ]
         assert main(given) == 0
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / f"of {name}")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / f"of {base}")
+        assert {path.suffix for path in (tmp_path / f"of {base}").iterdir()} == {".json", ".safetensors"}
         assert getattr(model.config, "quantization_config", None) is None
-        merged[name] = model.state_dict()
-        assert merged[name].keys() == expected.keys()
-        assert all(torch.equal(weight, expected[key]) for key, weight in merged[name].items()), name
+        merged[base] = model.state_dict()
+        assert merged[base].keys() == expected.keys()
+        assert all(torch.equal(weight, expected[key]) for key, weight in merged[base].items()), base
     own = "model.layers.0.mlp.up_proj.weight"
     b, a = (factors[f"base_model.model.model.layers.0.mlp.up_proj.lora_{side}.default.weight"] for side in "BA")
     base = quantized(FAMILY, model=WIDE).dequantize(torch.float32).state_dict()[own]

@@ -103,15 +103,16 @@ class StopAt(TrainerCallback):
         control.should_training_stop = control.should_training_stop or state.global_step >= self.step
 
 
-def resumed(resume: Any, **changes: Any) -> Any:
+def resumed(resume: Any, model: Any = None, **changes: Any) -> Any:
     """The move of resuming a run that ended early; `resume` is True, or the name of a checkpoint."""
 
     def run(kit: Kit) -> Seen:
         args = kit.arguments(save_strategy="steps", save_steps=1, **changes)
-        kit.train(kit.trainer(args=args, callbacks=[StopAt(2)]))
+        make = model or kit.model
+        kit.train(kit.trainer(args=args, model=make(), callbacks=[StopAt(2)]))
         kit.close()
         everyone(kit)
-        again = kit.trainer(args=args, model=kit.model(seed=5))
+        again = kit.trainer(args=args, model=kit.model(seed=5) if model is None else make())
         return kit.train(again, resume_from_checkpoint=resume if resume is True else str(kit.folder / "out" / resume))
 
     return run
@@ -228,6 +229,10 @@ def lora_model(seed: int = 0) -> Any:
     return tiny_lora("llama_gqa_bias", seed=seed)
 
 
+def named_adapter(seed: int = 0) -> Any:
+    return tiny_lora("llama_gqa_bias", seed=seed, adapter_name="mine")
+
+
 def adapter(family: str, **config: Any) -> Callable[[Kit], Seen]:
     def run(kit: Kit) -> Seen:
         from peft import PeftModel
@@ -235,10 +240,11 @@ def adapter(family: str, **config: Any) -> Callable[[Kit], Seen]:
         model = tiny_lora(family, **config)
         seen = kit.train(kit.trainer(model=model, args=kit.arguments(save_strategy="steps", save_steps=2)))
         everyone(kit)
-        path = kit.folder / "out" / "checkpoint-2"
-        names = {"adapter_config.json", "adapter_model.safetensors", "trainer_state.json"}
-        seen["files"] = sorted(names & {file.name for file in path.iterdir()})
-        return {**seen, "loaded": flat(PeftModel.from_pretrained(kit.model(family), str(path)))}
+        path, name = kit.folder / "out" / "checkpoint-2", config.get("adapter_name", "default")
+        names = {"adapter_config.json", "adapter_model.safetensors", "trainer_state.json", "README.md"}
+        seen["files"] = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.name in names)
+        inside = path if name == "default" else path / name
+        return {**seen, "loaded": flat(PeftModel.from_pretrained(kit.model(family), str(inside)))}
 
     return run
 
@@ -280,6 +286,10 @@ MOVES: tuple[Move, ...] = (
     Move("an `on_save` that opens the folder", opened_in_on_save),
     Move("checkpoints of a LoRA adapter, loaded by PEFT", adapter("llama_gqa_bias")),
     Move("the same of fused experts (`target_parameters`)", adapter(MIXTURE, **_EXPERTS)),
+    Move("the same of an adapter with another name than `default`, which has a folder", adapter("llama_gqa_bias", adapter_name="mine")),
+    Move("resuming with such an adapter", resumed(True, model=named_adapter)),
+    Move("the same from a checkpoint of the stock `Trainer`", from_stock(2, model=named_adapter)),
+    Move("the other way, to the stock `Trainer`, with `hotspa_stock_checkpoints=True`", to_stock(2, model=named_adapter)),
     Move("the best adapter at the end, with `save_only_model`", best_adapter),
     Move("a tokenizer that only the collator has, in checkpoints and in `save_model`", tokenizer_of_the_collator),
     Move("`resume_from_checkpoint=True`", resumed(True)),

@@ -163,7 +163,16 @@ class Manifest:
     @property
     def is_adapter(self) -> bool:
         """Whether the model is a PEFT adapter."""
-        return any(name == ADAPTER_CONFIG for _, name in self.model_files())
+        return self.adapter_weights is not None
+
+    @property
+    def adapter_weights(self) -> str | None:
+        """The file of an adapter's weights, in a folder if the adapter has a name; None if the model is complete."""
+        for _, name in self.model_files():
+            folder, slash, file = name.rpartition("/")
+            if file == ADAPTER_CONFIG:
+                return f"{folder}{slash}{ADAPTER_WEIGHTS}"
+        return None
 
     def located(self, name: str) -> str:
         """Returns the path of a file of `hotspa/` in this checkpoint."""
@@ -249,7 +258,7 @@ def rank_columns(rank: int, world_size: int) -> str:
 
 
 def _is_weights(name: str) -> bool:
-    return name == ADAPTER_WEIGHTS or MODEL_WEIGHTS.fullmatch(name) is not None
+    return name.rpartition("/")[2] == ADAPTER_WEIGHTS or MODEL_WEIGHTS.fullmatch(name) is not None
 
 
 def _render(data: dict[str, Any]) -> str:
