@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,6 +26,7 @@ from hf_hotspa.layout.vector import AUTO as AUTO_DTYPE
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.agreement import typed_failures
 from hf_hotspa.plan.planner import PLANNERS
 from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.strategy import Bucket, Strategy, check_launch, parse_buckets
@@ -315,7 +317,8 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 setattr(self, name, value)
         self.deepspeed: Any = None  # the parent would start DeepSpeed
         take_fsdp(self)
-        super().__post_init__()
+        with typed_failures(int(os.environ.get("RANK", "0")), "connecting to the other processes"):
+            super().__post_init__()
         self.deepspeed = given
         self.complete()
 

@@ -28,7 +28,7 @@ from hf_hotspa.model.model_check import refuse_router_logits
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
-from hf_hotspa.parallel.agreement import Agreement, Mailbox
+from hf_hotspa.parallel.agreement import Agreement, Mailbox, lost_peer, typed_failures
 from hf_hotspa.parallel.four_bit import refuse_quantized
 from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.parallel.mesh import nodes_of
@@ -61,8 +61,9 @@ class Ranks:
             return Agreement(None, 0)
         if self._channel is None:
             timeout = timedelta(seconds=float(self._args.ddp_timeout))
-            backends.bound_default_group(timeout)
-            self._channel = backends.world_for_host_tensors(timeout), Mailbox(rank, world_size)
+            with typed_failures(rank, "start"):
+                backends.bound_default_group(timeout)
+                self._channel = backends.world_for_host_tensors(timeout), Mailbox(rank, world_size)
             nodes_of(Agreement(self._channel[0], rank))  # so that errors can name the nodes
         group, mailbox = self._channel
         return Agreement(group, rank, mailbox)
@@ -81,7 +82,7 @@ class Ranks:
     @contextmanager
     def telling(self, trainer: Any, what: str) -> Iterator[None]:
         """Passes an error on to the other ranks, and a lack of memory to the next launch; raises the error of the peer
-        that was first to raise one. May be nested: an error is passed on once. Does nothing without an engine.
+        that was first to raise one. May be nested: an error is passed on once.
 
         Args:
             what: The current activity, for messages.
@@ -89,10 +90,15 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if trainer.engine is None:
-                raise
-            note(self._args.output_dir, trainer.engine.failures)
-            explained = trainer.engine.explain(error, f"{what} after step {trainer.state.global_step}")
+            engine, place, rank = trainer.engine, what, self._args.process_index
+            if engine is not None:
+                note(self._args.output_dir, engine.failures)
+                place = f"{what} after step {trainer.state.global_step}"
+                explained = engine.explain(error, place)
+            elif self._channel is not None:
+                explained = self._channel[1].tell(error, place)
+            else:
+                explained = lost_peer(error, rank, place) or error
             if explained is error:
                 raise
             raise explained from error
@@ -337,10 +343,12 @@ def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> 
         HotspaError: as `leave_to_stock`; or training has begun.
     """
     if trainer._hotspa_began:  # such as an evaluation in the loop: the start has checked everything
-        return run()
+        with trainer._hotspa_ranks.telling(trainer, "training or evaluation"):
+            return run()
     made, generators = (trainer.optimizer, trainer.lr_scheduler), random_state()
     try:
-        return run()
+        with trainer._hotspa_ranks.telling(trainer, "start"):
+            return run()
     except STOCK_TRAINS as failure:
         if trainer._hotspa_began:
             raise

@@ -146,7 +146,8 @@ class SwitchedMixin(_Base):
         self._hotspa_has_ended = self._hotspa_skips = self._hotspa_began = self._hotspa_tried = False
         self._hotspa_step_loss = 0.0
         model = opened(self, model, kwargs, agreement)
-        super().__init__(model, args, **kwargs)
+        with self._hotspa_ranks.telling(self, "making the trainer"):
+            super().__init__(model, args, **kwargs)
         atexit.register(leave_default_group)
         if self._hotspa_refusal is not None:
             return

@@ -9,6 +9,7 @@ answer (`SilentPeerError`). The next agreement of all ranks clears an error that
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
@@ -28,7 +29,15 @@ import torch
 import torch.distributed as dist
 
 from hf_hotspa.data.collator import MicroBatch, MiniBatch
-from hf_hotspa.errors import DataError, HotspaError, PeerError, PlanMismatchError, SilentPeerError, TransferError
+from hf_hotspa.errors import (
+    DataError,
+    HotspaConfigError,
+    HotspaError,
+    PeerError,
+    PlanMismatchError,
+    SilentPeerError,
+    TransferError,
+)
 from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.strategy import Strategy
 
@@ -110,10 +119,9 @@ def _with_node(error: HotspaError, else_why: str = "") -> HotspaError:
 def _without_store(error: HotspaError, rank: int) -> HotspaError:
     """The error when the store, which is on rank 0, does not answer."""
     nodes = known_nodes()
-    if nodes is None or nodes.names[0] == nodes.names[rank]:
-        return _with_node(error)
-    gone = f"; nor does the store that all ranks share answer, which is on the node of rank 0, {nodes.names[0]}"
-    return _with_node(error, gone)
+    elsewhere = nodes is not None and nodes.names[0] != nodes.names[rank]
+    where = f"the node of rank 0, {nodes.names[0]}" if nodes is not None and elsewhere else "the main node"
+    return _with_node(error, f"; nor does the store that all ranks share answer, which is on {where}")
 
 
 def _in_time(function: Callable[[], T], seconds: float) -> T:
@@ -162,8 +170,11 @@ _MAX_LISTED, _MAX_RANKS, _MAX_SHOWN = 5, 8, 120
 _HALF, _FLAGS = 1 << 63, 48
 _LOST = re.compile(
     "[Cc]onnection (closed|reset|refused)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
+    "|failed to recv|does not answer"
 )
 """What gloo and NCCL report when a peer is gone or silent."""
+_NO_FILES = "Too many open files"
+"""What the system says in the errors of gloo, NCCL and Python."""
 
 
 def _word(text: str) -> int:
@@ -256,19 +267,60 @@ def hotspa_cause(error: BaseException) -> HotspaError | None:
     return cause
 
 
-def lost_peer(error: BaseException, rank: int, where: str) -> PeerError | None:
-    """The `PeerError` if a collective broke because a peer is gone or silent; else None."""
-    if not isinstance(error, RuntimeError) or isinstance(error, HotspaError):
+def lost_peer(error: BaseException, rank: int, where: str) -> HotspaError | None:
+    """The typed error if communication broke because a peer, or the store that all ranks share, is gone or silent, or
+    because this process may not open more files; else None."""
+    if isinstance(error, HotspaError) or not isinstance(error, RuntimeError | OSError):
         return None
-    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if not isinstance(error, dist.DistBackendError) and not _LOST.search(str(error)):
+    text = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    where = f"rank {rank}, {where}"
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE) or _NO_FILES in str(error):
+        return _no_descriptors(text, where)
+    if not isinstance(error, RuntimeError):
+        return None
+    if isinstance(error, dist.DistNetworkError) or "TCPStore" in str(error):
+        gone = PeerError(
+            f"the store that all ranks share does not answer: {text}",
+            where=where,
+            why="the main node, or the process on it that holds the store, is gone, or cannot be reached",
+            fix="look at the log of the main node (the one of rank 0), and start again with resume_from_checkpoint=True",
+        )
+        gone.is_echo = False  # perhaps no rank is left to report more
+        return gone
+    if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
         return None
     return PeerError(
-        f"another rank is gone, or did not answer in time: {text[:300]}",
-        where=f"rank {rank}, {where}",
+        f"another rank is gone, or did not answer in time: {text}",
+        where=where,
         why="a process that dies or hangs leaves no message",
         fix="look at the logs of the other ranks, and start again with resume_from_checkpoint=True",
     )
+
+
+def _no_descriptors(text: str, where: str) -> HotspaConfigError:
+    limit = ""
+    with contextlib.suppress(ImportError):  # not a Unix
+        import resource
+
+        limit = f", and {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} are allowed"
+    return HotspaConfigError(
+        f"the process has too many open files and connections{limit}: {text}",
+        where=where,
+        why="each process has connections to the others in every process group, and files of its loaders",
+        fix="raise the limit before the launch, on every node: ulimit -n 65536 (LimitNOFILE in systemd, --ulimit nofile in docker)",
+    )
+
+
+@contextlib.contextmanager
+def typed_failures(rank: int, where: str) -> Iterator[None]:
+    """Inside, a failure of communication is a typed error (`lost_peer`)."""
+    try:
+        yield
+    except (RuntimeError, OSError) as failure:
+        error = lost_peer(failure, rank, where)
+        if error is None:
+            raise
+        raise error from failure
 
 
 def _located(error: HotspaError, rank: int) -> HotspaError:
@@ -306,8 +358,8 @@ class Agreement:
             where: The place, for messages: `set-up`.
             digests: What must be equal on all ranks, by name (`check`).
             facts: The same, with values that the message shows.
-            otherwise: Converts other exceptions to an error for all ranks. If None, this rank alone raises them, at once,
-                and the others find them in the mailbox.
+            otherwise: Converts other exceptions to an error for all ranks. If None, this rank alone raises them, at once
+                (a broken connection as a typed error), and the others find them in the mailbox.
 
         Raises:
             HotspaError: on every rank, the error of the first rank on which one of the functions raised.
@@ -324,7 +376,9 @@ class Agreement:
             error = failure
         except Exception as failure:
             if otherwise is None:
-                raise
+                if (broken := lost_peer(failure, self.rank, where)) is None:
+                    raise
+                raise self._explained(broken, where) from failure
             error = otherwise(failure)
         self.check(compared, error, where, facts=shown)
         return outcome[0]
@@ -437,7 +491,10 @@ class Agreement:
             error = lost_peer(failure, self.rank, "agreement of all ranks")
             if error is None:
                 raise
-            raise (self._mailbox.explain(error, "") if self._mailbox is not None else error) from failure
+            raise self._explained(error, "") from failure
+
+    def _explained(self, error: HotspaError, where: str) -> Exception:
+        return self._mailbox.explain(error, where) if self._mailbox is not None else error
 
     def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         if self.group is None:
@@ -696,13 +753,14 @@ def same_outcome(what: str, function: Callable[[], object], decides: bool, timeo
         store = dist.distributed_c10d._get_default_store()
         number = _announced[store] = _announced.get(store, 0) + 1
         key = f"hotspa_verdict/{number}"
-        if decides:
-            store.set(key, json.dumps([what, error.to_dict() if error is not None else None]))
-        else:
-            _await(store, key, what, timeout_s)
-            published_what, data = json.loads(store.get(key))
-            if error is None and data is not None and published_what == what:
-                error = HotspaError.from_dict(data)
+        with typed_failures(dist.get_rank(), what):
+            if decides:
+                store.set(key, json.dumps([what, error.to_dict() if error is not None else None]))
+            else:
+                _await(store, key, what, timeout_s)
+                published_what, data = json.loads(store.get(key))
+                if error is None and data is not None and published_what == what:
+                    error = HotspaError.from_dict(data)
     if error is not None:
         raise error
 

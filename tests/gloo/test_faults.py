@@ -15,6 +15,8 @@ Other faults and bad inputs, and the tests that hold them:
 | P | a dead rank outside the exchanging pair | test_switch_faults.py (worlds of 3 and 4) |
 | P | an exception on one rank: data, callbacks, phases, optimizer | here, test_errors_on_all_ranks.py, unit/test_callbacks.py |
 | P | a rank leaves early | here |
+| P | a rank is killed, or has no file descriptors left, before the first step | here |
+| P | the process that holds the store is gone | unit/test_monitored_barrier.py |
 | P | exit without tear-down; the wrong launch line | test_launch.py, test_trainer_world.py |
 | S | plans or configurations differ | test_switch_faults.py, test_errors_on_all_ranks.py, test_switch_gloo.py |
 | S | an operation dropped, doubled, swapped, shifted | unit/test_planner.py::test_no_mutant_of_a_plan_is_valid |
@@ -37,6 +39,7 @@ import functools
 import json
 import os
 import random
+import resource
 import signal
 import time
 from dataclasses import replace
@@ -45,12 +48,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
+from hf_hotspa.engine import engine as engine_module
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PhaseMemoryError
 from hf_hotspa.parallel.backends import BACKENDS
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo.test_preemption import evaluate_every
@@ -401,3 +406,37 @@ def test_auto_makes_smaller_packs_after_a_lack_of_memory(tmp_path):
     assert before != after
     assert after.get("dp2", 0) <= 45
     assert "tp2" not in after
+
+
+def starts_badly(rank, world, folder, place):
+    """Rank 1 dies, or may open no more files, on the way to the first step."""
+    if rank == 1:
+        kill = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        if place == "scan":
+            HotSPaTrainingArguments.main_process_first = kill
+        elif place == "constructor":
+            Trainer.create_accelerator_and_postprocess = kill
+        elif place == "set-up":
+            engine_module.plan_switches = kill
+    trainer = make_trainer(folder, world, ddp_timeout=60, hotspa_switch_timeout=10)
+    if rank == 1 and place == "no descriptors":
+        taken = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    trainer.train()
+
+
+@pytest.mark.parametrize(
+    "place", ["scan", *(pytest.param(p, marks=pytest.mark.slow) for p in ("constructor", "set-up", "no descriptors"))]
+)
+def test_a_fault_before_the_first_step_is_typed(place, tmp_path):
+    survivor, victim = run_ranks(2, starts_badly, str(tmp_path), place, expect_failure=True)
+    assert isinstance(survivor.exception, HotspaError), survivor.describe()
+    if place != "no descriptors":
+        assert victim.exitcode == -signal.SIGKILL
+        assert survivor.exception.code in ("HSP-110", "HSP-112")
+        return
+    for outcome in (survivor, victim):
+        assert isinstance(outcome.exception, HotspaConfigError), outcome.describe()
+        assert "too many open files and connections" in str(outcome.exception)
+        assert "rank 1" in outcome.exception.where
+        assert "ulimit -n" in outcome.exception.fix

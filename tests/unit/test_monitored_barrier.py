@@ -1,5 +1,7 @@
 """The monitored barrier: threads in place of ranks, and a store in memory."""
 
+import errno
+import resource
 import threading
 import time
 from typing import Any
@@ -7,9 +9,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_hotspa.errors import HotspaError, PeerError, SilentPeerError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError, SilentPeerError
 from hf_hotspa.parallel import agreement
-from hf_hotspa.parallel.agreement import MonitoredBarrier
+from hf_hotspa.parallel.agreement import MonitoredBarrier, lost_peer, typed_failures
 
 TIMED_OUT = "another rank is gone, or did not answer in time: Timed out waiting 4000ms for recv operation to complete"
 CLOSED = "another rank is gone, or did not answer in time: Connection closed by peer [127.0.0.1]:41234"
@@ -129,3 +131,49 @@ def test_a_store_that_is_gone_changes_nothing() -> None:
     error = PeerError(TIMED_OUT)
     store: Any = Gone()
     assert MonitoredBarrier(store, 0, 4, OUTCOME).named(error) is error
+
+
+def test_the_store_is_gone():
+    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+    del server
+
+    def ask():
+        for _ in range(3):
+            client.set("key", "value")
+            client.get("key")
+
+    with (
+        pytest.raises(PeerError, match="the store that all ranks share does not answer") as raised,
+        typed_failures(3, "x"),
+    ):
+        ask()
+    assert raised.value.where == "rank 3, x"
+    assert "main node" in str(raised.value)
+    assert "frame #" not in str(raised.value)
+    assert not raised.value.is_echo
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [OSError(errno.EMFILE, "Too many open files"), RuntimeError("[enforce fail] socket: Too many open files")],
+)
+def test_no_descriptors_are_left(failure):
+    error = lost_peer(failure, 1, "set-up")
+    assert isinstance(error, HotspaConfigError)
+    assert f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} are allowed" in error.what
+    assert "ulimit -n" in error.fix
+    with pytest.raises(HotspaConfigError), typed_failures(1, "set-up"):
+        raise failure
+
+
+def test_other_failures_stay_as_they_are():
+    for failure in (
+        RuntimeError("shape mismatch"),
+        OSError(errno.ENOENT, "no such file"),
+        ValueError("Connection closed"),
+    ):
+        assert lost_peer(failure, 0, "x") is None
+        with pytest.raises(type(failure)) as raised, typed_failures(0, "x"):
+            raise failure
+        assert raised.value is failure
