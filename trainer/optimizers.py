@@ -366,6 +366,16 @@ def release(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
         bare.state[back[id(share)]] = bare.state.pop(share)
 
 
+def _places(engine: HotSPaEngine) -> dict[str, Any]:
+    """What this rank's share of each trained parameter is."""
+    shares, dtype = engine.master.shares, engine.description.compute_dtype
+    return {
+        name: (tuple(spec.shape), dtype, spec.shard_dim, start, stop)
+        for name in engine.master.trained
+        for spec, start, stop, *_ in [shares[name]]
+    }
+
+
 logger = logging.getLogger(__name__)
 
 _CPU_ADAM_TAKES = ("lr", "betas", "eps", "weight_decay")
@@ -397,6 +407,7 @@ class MasterOptimizer:
         self._trainer = trainer
         self.watched: weakref.ref[Optimizer] | None = None
         self._made: weakref.ref[Optimizer] | None = None  # from the arguments
+        self._left: tuple[weakref.ref[Optimizer], dict[str, Any]] | None = None  # by a closed engine, and its shares
 
     def made(self, optimizer: Any) -> Any:
         """Remembers the optimizer that was made from the arguments: it ends with the engine."""
@@ -406,11 +417,14 @@ class MasterOptimizer:
     def let_go(self, restarts: bool) -> None:
         """Called before the engine is closed. The optimizer is kept, as with the stock Trainer, if a new engine is
         about to start or the user gave it; otherwise its memory is freed with the engine's. Not collective."""
-        trainer, optimizer, self.watched = self._trainer, self._trainer.optimizer, None
+        trainer, optimizer, watched = self._trainer, self._trainer.optimizer, self.watched
+        self.watched = None
         if optimizer is None:
             return
         if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
-            release(optimizer, trainer.engine, trainer.model)
+            release(optimizer, trainer.engine, trainer._hotspa_model.module)
+            if watched is not None and watched() is bare_optimizer(optimizer):
+                self._left = watched, _places(trainer.engine)
         else:
             trainer.optimizer = trainer.lr_scheduler = None
 
@@ -443,7 +457,14 @@ class MasterOptimizer:
                 why="the master store has some weights transposed, so that other elements share a scale than in optimizer.pt",
                 fix="leave hotspa_stock_checkpoints out; checkpoints hold the weights in transformers' format anyway",
             )
-        take_over(optimizer, self._trainer.engine, self._trainer.model, saved)
+        bare, engine = bare_optimizer(optimizer), self._trainer.engine
+        if self._left is not None and self._left[0]() is bare and self._left[1] != _places(engine):
+            raise UnsupportedError(
+                f"the parameters of the model, or which are trained, have changed since the optimizer {type(bare).__name__} was used",
+                why="its groups and its state are of the earlier parameters: new ones would not be trained",
+                fix="make a new trainer for the changed model",
+            )
+        take_over(optimizer, engine, self._trainer.model, saved)
         self.watched = weakref.ref(bare_optimizer(optimizer))
         # groups that are added during training have parameters of the model
         self._trainer.switched.on_other_parameters = self._take_over_added

@@ -215,6 +215,7 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     choose, evaluated_by = None if watchers.are_none else watchers.choose, watchers.evaluated(args)
     switched.runs_by(choose, trainer._hotspa_optimizer.settings, evaluated_by)
     lengths.take_longest(switched.longest)
+    switched.in_training(False)
     return switched, watchers
 
 

@@ -247,11 +247,15 @@ class SwitchedMixin(_Base):
         self._hotspa_model, self.model_wrapped = None, self.model
 
     def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
-        """The switched model; made now if missing, or if `model_init` has made another model. Collective."""
+        """The switched model; made now if missing, or if the model is another one, or built differently. Outside of
+        training, takes over what has changed in the model. Collective."""
         if self._hotspa_refusal is not None:
             raise self._hotspa_refusal
-        if self._hotspa_model is not None and self._hotspa_model.module is not self.model:
-            self._hotspa_close(restarts=True)
+        switched = self._hotspa_model
+        if switched is not None:
+            between = not switched.trains and not switched.is_routed
+            if switched.module is not self.model or (between and switched.take_changes(anew=True)):
+                self._hotspa_close(restarts=True)
         if self._hotspa_model is None:
             self._hotspa_model, self._hotspa_watchers = start(self, loader)
         return self._hotspa_model
@@ -650,7 +654,8 @@ class SwitchedMixin(_Base):
             asked = {"compute_metrics": str(self.compute_metrics is not None)} | length_facts(dataloader)
             switched.engine.agreement.check({}, None, "evaluation", facts=asked)
             switched.runs_by(evaluated=self._hotspa_watchers.evaluated(self.args))
-            switched.take_changes()
+            if switched.trains:  # else the start has taken them
+                switched.take_changes()
             looks, switched.looks = switched.looks, False  # once is enough
             try:
                 return super().evaluation_loop(dataloader, *args, **kwargs)

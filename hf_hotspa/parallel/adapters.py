@@ -164,6 +164,10 @@ def read_adapters(model: nn.Module) -> Adapters | None:
         _refuse_bare_tuners(model)
         return None
     from peft import LoraConfig, PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if not any(isinstance(module, BaseTunerLayer) for module in model.modules()):  # after merge_and_unload()
+        return None
 
     configs = dict(model.peft_config)
     if not isinstance(model, PeftModel) or len(configs) != 1:

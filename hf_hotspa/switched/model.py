@@ -69,13 +69,13 @@ from hf_hotspa.switched.calls import (
     unreadable,
 )
 from hf_hotspa.switched.model_object import (
+    AdapterLayers,
     ObjectChanges,
     Route,
     as_built,
     before_steps,
     fused_head,
     guard,
-    lora_layers,
     refuse_losses,
     release,
 )
@@ -163,7 +163,7 @@ class SwitchedModel(DistributedDataParallel):
         # both are read in each step: avoids a search in submodules
         self.__dict__.update(module=model, _bare=bare_model(model)[0])
         head = fused_head(self._bare, self.engine.description.compute_dtype)
-        self._is_adapted = self.engine.description.adapters is not None
+        self._adapters = AdapterLayers(model, self.engine)
         self._columns = columns
         self._read: Callable[[Mapping[str, Tensor | None]], list[Document]] = partial(
             read_batch,
@@ -273,17 +273,29 @@ class SwitchedModel(DistributedDataParallel):
             self._route.set(self._route.is_on)
         self._written = self._version
 
-    def take_changes(self) -> None:
+    def take_changes(self, anew: bool = False) -> bool:
         """Applies changes of the model object (`ObjectChanges`), as each step does first. Collective.
+
+        Args:
+            anew: Returns whether a new switched model has to be made, instead of an error for unsupported changes.
 
         Raises:
             HotspaError: on every rank: a change is not supported, or ranks have changed different things.
         """
         words, error = self._changes.inspect_modules()
-        self._meet(f"continue{words}", error)
+        _, more, adapters_error = self._adapters.inspect()
+        words, error = words + more, error or adapters_error
+        if any(self._meet(f"continue{words}", None if anew else error, error is not None)):
+            return True
+        self._apply_changes(words)
+        return False
+
+    def _apply_changes(self, words: str) -> None:
         if words:
             self._passes.let_go()
-            self._changes.apply()
+            self._adapters.apply()
+            if self._store is None:
+                self._changes.apply()
 
     def weights_are(self, current: bool) -> None:
         """Notes new weights in the engine; `current`: the model has them, too. On all ranks."""
@@ -454,7 +466,7 @@ class SwitchedModel(DistributedDataParallel):
             expected=expected_seeds,
             trains=torch.is_grad_enabled() and self._store is None and self.trains,
             training=self.training,
-            adapters=not self._is_adapted or self._uses_adapters(),
+            adapters=True,
             given_items=num_items_in_batch,
             function=None if function is ForCausalLMLoss else function,
         )
@@ -469,14 +481,16 @@ class SwitchedModel(DistributedDataParallel):
         of_config = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
         return bool(of_config if asked is None else asked)
 
-    def _uses_adapters(self) -> bool:
-        layers = lora_layers(self._bare)
-        return not (layers and layers[0].disable_adapters)
-
     def _take(self, request: Request, error: HotspaError | None) -> Call:
+        begins = request.trains and not self._calls
+        if begins or (self.looks and not request.trains):
+            request.changes, change_error = self._changes.inspect_modules()
+            error = error or change_error
+        request.adapters, words, adapters_error = self._adapters.inspect(bool(self._calls))
+        request.changes, error = request.changes + words, error or adapters_error
         if error is None and request.trains and not request.adapters:
             error = UnsupportedError(
-                "a forward with gradients while adapters are switched off",
+                "a forward with gradients while adapters are switched off, or merged",
                 where=f"rank {self.engine.rank}",
                 fix="call it under torch.no_grad(), as a reference",
             )
@@ -493,19 +507,13 @@ class SwitchedModel(DistributedDataParallel):
             except HotspaError as wrong:
                 error = wrong
         is_new = window is not None and window is not self._window
-        begins = request.trains and not self._calls
-        if begins or (self.looks and not request.trains):
-            request.changes, change_error = self._changes.inspect_modules()
-            error = error or change_error
         mine = facts_of(documents, request.num_items)
         try:
             flags = self._meet(request, error, comes_next, len(mine))
         finally:
             if is_new and coming:
                 coming.pop(0)
-        if request.changes:
-            self._passes.let_go()
-            self._changes.apply()
+        self._apply_changes(request.changes)
         if begins:  # the weights are old until the step has ended and the object is shown again
             self._changes.digest = None
             if self._guards and self._written == self._version:  # else it is guarded
@@ -564,8 +572,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def _run(self, call: Call, request: Request) -> None:
         """Computes the caller's results in the cheapest way, the same on all ranks."""
-        if self._is_adapted:
-            self._use_adapters(request.adapters)
+        self._adapters.set_replicas(request.adapters)
         mode = self.training, request.trains
         if not request.trains:
             self._expects_logits[mode] = self._used_logits.pop(mode, False)
@@ -666,11 +673,6 @@ class SwitchedModel(DistributedDataParallel):
         self._gradient_version = self.engine.master.gradient_version  # later changes are noticed
         return trained
 
-    def _use_adapters(self, on: bool) -> None:
-        for model in self.engine.part_models:
-            for layer in lora_layers(model):
-                layer._disable_adapters = not on
-
     # -- what the caller gets -----------------------------------------------------------------------------------------
 
     def _output(self, call: Call, request: Request) -> ModelOutput:
@@ -743,8 +745,7 @@ class SwitchedModel(DistributedDataParallel):
         self._used_logits[self.training, request.trains] = True
         numbers = call.numbers
         if not call.with_logits:
-            if self._is_adapted:
-                self._use_adapters(request.adapters)
+            self._adapters.set_replicas(request.adapters)
             numbers = self._score_documents(call, call.everything, request, 0, True)
         call.with_logits = False  # now the caller's
         parts = [numbers.logits.pop(number) for number in call.mine]
@@ -784,8 +785,7 @@ class SwitchedModel(DistributedDataParallel):
             self._drop()
             self.report, self.step = None, self.step + 1
             return
-        if self._is_adapted:
-            self._use_adapters(True)
+        self._adapters.set_replicas(True)
         exchange = self._passes.exchange
         counts = exchange.sent | self.cut  # fields of the report
         scale, seeds, of_all = self.assumptions.compare(calls, self._documents, map(float, counts.values()))

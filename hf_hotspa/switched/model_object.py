@@ -10,6 +10,7 @@ import json
 import threading
 import types
 import weakref
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -153,9 +154,64 @@ class Route:
         return routed
 
 
-def lora_layers(model: nn.Module) -> list[Any]:
-    """Returns the LoRA layers of a model; models have a method of the same name as the attribute."""
-    return [module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
+class AdapterLayers:
+    """How the LoRA layers of a model object act, and those of the replicas, which do the same.
+
+    A callback may change factors (`set_scale`, `scale_layer`, the dict `scaling`): calls use them from the next step.
+    """
+
+    def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
+        adapters, bare = engine.description.adapters, bare_model(model)[0]
+        self._name = adapters.name if adapters is not None else ""
+        self._layers: dict[str, Any] = {
+            path: bare.get_submodule(path) for path in (adapters.scalings if adapters else ())
+        }
+        every = (named for part in engine.part_models for named in part.named_modules()) if adapters else ()
+        self._replicas: list[tuple[str, Any]] = [(path, layer) for path, layer in every if path in self._layers]
+        self._scalings = self._now()
+
+    def _now(self) -> dict[str, float]:
+        return {path: float(layer.scaling.get(self._name, 0.0)) for path, layer in self._layers.items()}
+
+    def inspect(self, in_step: bool = False) -> tuple[bool, str, HotspaError | None]:
+        """Returns whether the layers add their part (not if they are switched off, or merged into the base weights), the
+        factors that have changed, as text (equal on all ranks with equal changes), and an error for what replicas
+        cannot do. Not collective.
+
+        Args:
+            in_step: Whether a step has begun.
+        """
+        off = set[str]()
+        for path, layer in self._layers.items():
+            if layer.disable_adapters or layer.merged or self._name not in layer.active_adapters:
+                off.add(path)
+        now, words, error = self._now(), "", None
+        if now != self._scalings:
+            changed = [f"{path}={now[path]}" for path in sorted(now) if now[path] != self._scalings[path]]
+            words = f", with the LoRA scalings {_some(changed)} ({zlib.crc32(repr(changed).encode()):08x})"
+        if off and len(off) < len(self._layers):
+            error = UnsupportedError(
+                f"the adapter of {_some(sorted(off))} is switched off, and others are on",
+                why="replicas switch all LoRA layers together",
+                fix="change single layers with set_scale, scale_layer or requires_grad",
+            )
+        elif words and in_step:
+            error = UnsupportedError(
+                f"the adapter was changed within a step{words}",
+                why="the batches of a step are trained together",
+                fix="change it between steps, such as in on_step_begin or on_step_end",
+            )
+        return not off, words, error
+
+    def apply(self) -> None:
+        """Uses the present factors from now on. Not collective; on all ranks, the same."""
+        self._scalings = self._now()
+
+    def set_replicas(self, on: bool) -> None:
+        """Makes the replicas act like this model's layers, or without the adapter."""
+        for path, layer in self._replicas:
+            layer._disable_adapters = not on
+            layer.scaling[self._name] = self._scalings[path]
 
 
 def before_steps(switched: Any) -> RemovableHandle:
@@ -201,7 +257,9 @@ def refuse_losses(options: EngineOptions) -> None:
 # * a newly frozen parameter gets no gradient, as with torch; one that was frozen when the replicas were built has no
 #   place for a gradient, and unfreezing it is an error;
 # * weights that were changed while current (`SwitchedModel.show`) are used;
-# * another config value, module, or module attribute is an error: the replicas were built from the old one.
+# * factors of LoRA layers are copied into the replicas (`AdapterLayers`);
+# * another config value, parameter, module, or module attribute is an error: the replicas were built from the old one.
+#   Between two runs of a Trainer they are built again.
 
 
 _SHOWN = 3
@@ -218,7 +276,7 @@ class ObjectChanges:
 
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
         self._model, self._engine, self._bare = model, engine, bare_model(model)[0]
-        self._parameters = self._by_name()
+        self._parameters, self._layout = self._by_name(), self._laid_out()
         self._is_of_text = of_text(self._bare) if text_base(self._bare) is not None else None
         self._config = _as_text(deciding_values(self._bare.config))
         self._facts = module_facts(self._bare, self._is_of_text)
@@ -233,10 +291,12 @@ class ObjectChanges:
         named = self._model.named_parameters(remove_duplicate=False)
         return {known[name].name: (p, known[name].trainable) for name, p in named if name in known}
 
+    def _laid_out(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {n: (tuple(p.shape), p.dtype) for n, p in self._model.named_parameters(remove_duplicate=False)}
+
     def show(self, digest: str | None = None) -> None:
         """Notes that the object has the current weights, of this digest if known. Not collective."""
         if self.digest is None and has_weights(self._model):  # else they may have been changed since
-            self._parameters = self._by_name()
             self.digest = digest or weights_digest(self._model)
 
     def inspect_modules(self) -> tuple[str, HotspaError | None]:
@@ -247,6 +307,7 @@ class ObjectChanges:
             known = self._buffers.get(name)
             if known is None or known.shape != buffer.shape or not torch.equal(known, buffer):
                 buffers[name] = buffer
+        self._parameters = self._by_name()
         for name, (parameter, at_start) in self._parameters.items():
             if parameter.requires_grad != at_start:
                 (frozen.add if at_start else thawed.append)(name)
@@ -257,6 +318,12 @@ class ObjectChanges:
             words += f", with requires_grad=False of {_some(sorted(frozen))}" if frozen else ", with nothing frozen"
         if weights:
             words += ", with other weights"
+        if frozen and len(frozen) == sum(at_start for _, at_start in self._parameters.values()):
+            return words, UnsupportedError(
+                "requires_grad was set to False for all trained parameters",
+                why="nothing would be trained",
+                fix="keep at least one, or end the training with control.should_training_stop",
+            )
         if thawed:
             return words, UnsupportedError(
                 f"requires_grad of {_some(thawed)} was set to True after the training had started",
@@ -270,6 +337,13 @@ class ObjectChanges:
                 f"the config values {_some(names)} were changed after the training had started",
                 why="the replicas were built from the earlier config",
                 fix="set them before train()",
+            )
+        if (layout := self._laid_out()) != self._layout:
+            names = sorted(n for n in layout.keys() | self._layout.keys() if layout.get(n) != self._layout.get(n))
+            return words, UnsupportedError(
+                f"the parameters {_some(names)} were changed (shape, dtype or name) after the training had started",
+                why="the replicas were built from the earlier ones",
+                fix="change them before train()",
             )
         facts = module_facts(self._bare, self._is_of_text)
         if facts != self._facts and (changes := changed_facts(facts, self._facts, self._bare)):
