@@ -486,6 +486,10 @@ class SwitchedModel(DistributedDataParallel):
         if begins or (self.looks and not request.trains):
             request.changes, change_error = self._changes.inspect_modules()
             error = error or change_error
+            if begins and error is None and self._changes.all_frozen:
+                error = UnsupportedError(
+                    "requires_grad is False for all parameters", fix="keep one that is trained, or end the training"
+                )
         request.adapters, words, adapters_error = self._adapters.inspect(bool(self._calls))
         request.changes, error = request.changes + words, error or adapters_error
         if error is None and request.trains and not request.adapters:

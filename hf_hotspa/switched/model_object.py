@@ -133,7 +133,8 @@ class Route:
         self._is_closed = True
 
     def _over(self, own: Any) -> Callable[..., Any]:
-        forward: Any = type(self._model()).forward if own is None else own.__func__
+        cls: Any = type(self._model())
+        forward = cls.forward if own is None else own.__func__
 
         @functools.wraps(forward)  # `generate` looks at the signature
         def routed(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -299,6 +300,12 @@ class ObjectChanges:
         if self.digest is None and has_weights(self._model):  # else they may have been changed since
             self.digest = digest or weights_digest(self._model)
 
+    @property
+    def all_frozen(self) -> bool:
+        """Whether `inspect_modules` saw no parameter that is trained."""
+        frozen = self._changed[1]
+        return bool(frozen) and len(frozen) == sum(at_start for _, at_start in self._parameters.values())
+
     def inspect_modules(self) -> tuple[str, HotspaError | None]:
         """Returns the changes since the last step, as text (equal on all ranks with equal changes), and an error for
         unsupported ones. Not collective."""
@@ -318,12 +325,6 @@ class ObjectChanges:
             words += f", with requires_grad=False of {_some(sorted(frozen))}" if frozen else ", with nothing frozen"
         if weights:
             words += ", with other weights"
-        if frozen and len(frozen) == sum(at_start for _, at_start in self._parameters.values()):
-            return words, UnsupportedError(
-                "requires_grad was set to False for all trained parameters",
-                why="nothing would be trained",
-                fix="keep at least one, or end the training with control.should_training_stop",
-            )
         if thawed:
             return words, UnsupportedError(
                 f"requires_grad of {_some(thawed)} was set to True after the training had started",
