@@ -156,7 +156,7 @@ class Route:
 
 
 class AdapterLayers:
-    """How the LoRA layers of a model object act, and those of the replicas, which do the same.
+    """How the LoRA layers of a model object act; the LoRA layers of the replicas do the same.
 
     A callback may change factors (`set_scale`, `scale_layer`, the dict `scaling`): calls use them from the next step.
     """
