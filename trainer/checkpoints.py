@@ -1,8 +1,9 @@
 """The checkpoints of a run: their contents, their rotation, and the handling of failed saves.
 
 `transformers.Trainer` decides when a checkpoint is due and which one is the best; here they are committed, perhaps some
-steps later. A failed save is a warning; only several in a row end training. Content that no disk could store raises an
-error before the first step (`try_files`).
+steps later. A failed save is a warning; only several in a row end training, and a run of which no save succeeded ends
+with an error. Content that no disk could store, and a disk without room for one checkpoint, raise an error before the
+first step (`try_files`).
 
 A save over all ranks: every rank writes its own files at the same time, and rank 0 commits when all are done.
 
@@ -87,6 +88,7 @@ from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import nodes_of
 from hf_hotspa.switched.model_object import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.free_space import check_room, check_run, rank_bytes
 from hf_hotspa.trainer.model_source import argument_files, side_files, write_each
 
 T = TypeVar("T")
@@ -157,6 +159,7 @@ class CheckpointWriter:
         limit: int | None = None,
         keep: Callable[[], Collection[Path]] = lambda: (),
         background: bool = False,
+        num_bytes: int = 0,
     ) -> None:
         """Writes a checkpoint. On return it exists, or a background save has started.
 
@@ -166,13 +169,21 @@ class CheckpointWriter:
             limit: How many checkpoints stay, see `RunFolder.rotate`.
             keep: Which ones stay in any case; called before removing any.
             background: Whether to return before the files are written.
+            num_bytes: The least bytes of this rank's files, for which there must be room.
 
         Raises:
             CheckpointError: it could not be written; nothing is left of it. Also the error of an earlier background
                 save, which is finished first.
         """
         self.finish()
-        begun = self._on_first(lambda: self.folder.begin(step))
+        needed = int(self.agreement.gather([float(num_bytes)]).sum())
+
+        def begin() -> Path:
+            self.folder.lock()  # which removes what dead runs left
+            check_room(self.folder.path, needed, f"the checkpoint of step {step} has no room on the disk")
+            return self.folder.begin(step)
+
+        begun = self._on_first(begin)
         temporary = Path(self.agreement.texts(str(begun))[0])
         pending = self._pending = _Pending(step, temporary, make_manifest, keep, limit)
         if background:
@@ -289,6 +300,11 @@ class CheckpointContents:
         except Exception as error:  # such as a callback's state that JSON cannot hold
             self._failure = error
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the tensors that this rank writes."""
+        return rank_bytes(self._share, self._files, self._optimizer, self._rank, self._world)
+
     def _weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._engine.weights(frozen=not self._adapted)
 
@@ -390,6 +406,8 @@ class Checkpoints:
         self._args, self._agreement, self._pushes = args, agreement, pushes
         self.writer: CheckpointWriter | None = None
         self._failed = 0  # saves in a row
+        self._begun = self._written = 0
+        self._last: CheckpointError | None = None
         self._best_before: str | None = None
         self._has_said = False
 
@@ -456,12 +474,33 @@ class Checkpoints:
                 limit=self._args.save_total_limit,
                 keep=kept,
                 background=self._in_background(at_once),
+                num_bytes=taken.num_bytes,
             )
             if write_more is not None:
                 write_more(writer.folder.path / checkpoint_name(state.global_step))
                 self.amend(state)
 
+        self._begun += 1
         self._try(state, save)
+
+    def begin(self) -> None:
+        """Begins to count the saves of a training."""
+        self._begun, self._written, self._last = 0, 0, None
+
+    def check_written(self) -> None:
+        """Raises the last error if checkpoints were due in this training, and none was written. The same on all ranks.
+
+        Raises:
+            CheckpointError: as above.
+        """
+        if not self._begun or self._written or self._last is None:
+            return
+        raise CheckpointError(
+            f"training has ended, and none of its {self._begun} saves succeeded; the last one: {self._last.what}",
+            where=self._last.where,
+            why="the run cannot be resumed; trainer.model holds the trained weights, but they are not on disk",
+            fix=self._last.fix,
+        )
 
     def _in_background(self, at_once: bool) -> bool:
         if not (self._args.hotspa_async_save and at_once):
@@ -488,6 +527,7 @@ class Checkpoints:
         except CheckpointError as error:
             state.best_model_checkpoint = self._best_before
             self._failed += 1
+            self._last = error
             if isinstance(error, UnsavableError) or self._failed > self._args.hotspa_max_failed_saves:
                 raise
             if self._args.process_index == 0:
@@ -495,6 +535,7 @@ class Checkpoints:
         else:
             if writer.committed_step is not None and writer.committed_step != before:
                 self._failed = 0
+                self._written += 1
                 if self._args.push_to_hub:
                     self._pushes.push(writer.folder.path / checkpoint_name(writer.committed_step))
 
@@ -568,16 +609,26 @@ def try_files(trainer: Any) -> None:
 
     Raises:
         UnsavableError: something cannot be written on any disk; it is named.
+        CheckpointError: there is not room for one checkpoint.
         HotspaError: nodes do not share the output directory.
     """
     args, engine = trainer.args, trainer.switched.engine
     check_shared(Path(args.output_dir), engine.agreement)
+    optimizer, adapted = None if args.save_only_model else trainer.optimizer, is_adapted(trainer.model)
+    vector = saved_vector(engine.description.vector, adapted)
+
+    def measured() -> tuple[Share, int]:
+        share = share_of(engine.master, optimizer, vector)
+        with structure_only():
+            files = ModelWeights(trainer.model, vector.specs, adapted)
+        return share, rank_bytes(share, files, optimizer, args.process_index, args.world_size)
+
+    share, own = engine.agreement.run("start of training", measured)
+    needed = int(engine.agreement.gather([float(own)]).sum())
     if args.process_index:
         return
-    optimizer = None if args.save_only_model else trainer.optimizer
-    _texts(
-        trainer, share_of(engine.master, optimizer, saved_vector(engine.description.vector, is_adapted(trainer.model)))
-    )
+    check_run(args, needed, trainer.state.max_steps)
+    _texts(trainer, share)
     try:
         with tempfile.TemporaryDirectory() as folder:
             write_each(side_files(trainer.model, tokenizer_of(trainer)) | argument_files(args), Path(folder))

@@ -298,7 +298,9 @@ class SwitchedMixin(_Base):
             resumed = find_checkpoint(asked, folder, self.args, agreement, self.model) if asked else None
             self._hotspa_resumption, path = resumed, str(resumed.path) if resumed else None
             self._hotspa_trains = True
+            checkpoints.begin()
             output: TrainOutput = super().train(path, *args, **kwargs)
+            checkpoints.check_written()
             return output
         finally:
             self._hotspa_resumption, self._hotspa_trains = None, False
