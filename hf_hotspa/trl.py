@@ -112,7 +112,6 @@ class OverTRL(SwitchedMixin, _ByName):
         kwargs = named(given, kwargs, super(_ByName, self).__init__, first=())
         model, args = kwargs.pop("model", None), kwargs.pop("args", None)
         args = _arguments(kind, base, model, args)
-        _check_supported(kind, model, args, kwargs)
         args.scoring = _scoring(kind, model, args, kwargs)
         super().__init__(model, args, **kwargs)
         if self._hotspa_refusal is None and vars(self.args).get("sync_ref_model"):
@@ -120,6 +119,9 @@ class OverTRL(SwitchedMixin, _ByName):
             handler.pop_callback(import_module("trl.trainer.callbacks").SyncRefModelCallback)
             self._hotspa_sync = _Syncs()
             handler.add_callback(self._hotspa_sync)
+
+    def _hotspa_check(self, given: Mapping[str, Any]) -> None:
+        _check_supported(of_trl(type(self))[0], given.get("model"), self.args, given)
 
     def _hotspa_add_callbacks(self) -> None:
         handler: Any = self.callback_handler

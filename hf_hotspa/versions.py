@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 LIBRARIES = ("hf-hotspa", "torch", "transformers", "accelerate", "tokenizers", "datasets")
 """Libraries that every run uses."""
 
+COMPARED = (*LIBRARIES, "numpy", "safetensors")
+"""Libraries that every run uses, and that all ranks must have in one release."""
+
 TRIED = {
     "torch": ">=2.8,<2.15",
     "transformers": ">=5.10.1,<5.24",
@@ -42,7 +45,7 @@ def version_of(name: str) -> str | None:
 def library_facts(*more: str) -> dict[str, str]:
     """Returns the releases, also of `more` distributions, that all ranks must share: another release may plan, read or
     compute differently. For Python the minor version counts: its sums of floats changed with one."""
-    facts = {f"version of {name}": version_of(name) or "not installed" for name in (*LIBRARIES, *more)}
+    facts = {f"version of {name}": version_of(name) or "not installed" for name in (*COMPARED, *more)}
     return facts | {"version of Python": ".".join(platform.python_version_tuple()[:2])}
 
 

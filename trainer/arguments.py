@@ -49,7 +49,7 @@ from hf_hotspa.trainer.given_arguments import (
     wants_bf16,
     warn_of_misspelt,
 )
-from hf_hotspa.trainer.optimizers import check_optimizer_name, text_of
+from hf_hotspa.trainer.optimizers import check_optimizer_name
 from hf_hotspa.uncaught import show_errors_once
 from hf_hotspa.versions import warn_of_untried_versions
 
@@ -91,7 +91,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         "Folder of a saved model (safetensors). Each process reads only its share, for models that no process can "
         "hold. The same as passing the folder as the model; a config may be passed beside it, and its dtype is then "
         "the dtype of the model.",
-        of_one_rank=True,
+        of_one_rank="a path; the files of weights are compared",
     )
     hotspa_longest: int | None = flag(
         None,
@@ -274,10 +274,13 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         False,
         "Print a table of the phases at every logging step, on the main process.",
         as_stock=True,
-        of_one_rank=True,
+        of_one_rank="the main process prints it",
     )
     hotspa_log_all: bool = flag(
-        False, "Print all hotspa/ numbers of a log, not one line.", as_stock=True, of_one_rank=True
+        False,
+        "Print all hotspa/ numbers of a log, not one line.",
+        as_stock=True,
+        of_one_rank="the main process prints them",
     )
     hotspa_report: bool = flag(
         True,
@@ -457,28 +460,10 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         return every
 
 
-OF_ONE_RANK = {name for name, known in flags_of(HotSPaTrainingArguments).items() if known.of_one_rank} | {
-    "local_rank", "logging_dir", "run_name", "project", "trackio_space_id", "report_to", "disable_tqdm", "log_level",
-    "log_level_replica", "log_on_each_node", "hub_token", "deepspeed",
-}  # fmt: skip
-"""Arguments that may differ between ranks: local output, and paths of files whose contents are compared."""
-
-
 def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
     """The options of the engine that single flags set."""
     flags = flags_of(type(args)).items()
     return {known.option: known.made(getattr(args, name)) for name, known in flags if known.option}
-
-
-def argument_facts(args: HotSPaTrainingArguments) -> dict[str, str]:
-    """The training arguments as text; of a subclass only the fields of `HotSPaTrainingArguments`."""
-    facts = {f.name: text_of(getattr(args, f.name, None)) for f in fields(HotSPaTrainingArguments)}
-    facts = {name: text for name, text in facts.items() if name not in OF_ONE_RANK}
-    return facts | {
-        "the DeepSpeed config": text_of(
-            args.hotspa_deepspeed and (args.hotspa_deepspeed.arguments, args.hotspa_deepspeed.scheduler)
-        )
-    }
 
 
 # -- which strategies run which lengths -------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.passes import FLAT_COLUMNS, ROW_COLUMNS, read_batch
 from hf_hotspa.trainer.given_arguments import workers_context
+from hf_hotspa.trainer.same_rows import RowOrder
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +198,7 @@ class Rows:
         sampled: Whether longer rows may come than `tables` has found.
         evaluated: The last evaluated data set; None before.
         sampler: Distributes the rows of an explicit `hotspa_mini_batch_size`, if set.
+        order: The order of the training rows.
         parts: The parts of the training stream that ranks read by themselves.
         default_collator: The stock Trainer's choice if no data collator was given, else None.
     """
@@ -208,7 +210,7 @@ class Rows:
         self._longest: int | None = None
         self.sampled, self.evaluated, self.default_collator, self._logged = False, None, None, set[str]()
         self.sampler: MiniBatchSampler | None = None
-        self.parts = StreamParts(None, self._args)
+        self.parts, self.order = StreamParts(None, self._args), RowOrder()
 
     # -- what loaders are given ---------------------------------------------------------------------------------------
 

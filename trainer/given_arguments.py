@@ -318,7 +318,7 @@ class Flag:
         option: The option of the engine (`EngineOptions`) that it sets.
         made: Converts its value to that option's.
         recorded: Whether the record of a run has it among its settings.
-        of_one_rank: Whether ranks may have different values.
+        of_one_rank: Why ranks may have different values; empty if they may not.
         as_stock: Whether the stock Trainer can honour it.
     """
 
@@ -326,7 +326,7 @@ class Flag:
     option: str = ""
     made: Callable[[Any], Any] = lambda value: value
     recorded: bool = False
-    of_one_rank: bool = False
+    of_one_rank: str = ""
     as_stock: bool = False
 
 

@@ -5,11 +5,8 @@ on the cut, hence on the number of ranks; such an optimizer raises an error. Blo
 8-bit and 4-bit optimizers of bitsandbytes and torchao run (`engine.low_bit`).
 """
 
-import enum
-import json
 import logging
 import math
-import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -44,6 +41,7 @@ from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
+from hf_hotspa.trainer.described import text_of
 from hf_hotspa.versions import version_of
 
 ELEMENTWISE_OPTIMIZERS = (
@@ -503,12 +501,10 @@ class MasterOptimizer:
 
 # -- what ranks agree on ----------------------------------------------------------------------------------------------
 
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
 
 def optimizer_facts(optimizer: Optimizer, scheduler: Any) -> dict[str, str]:
     """Kind and settings of optimizer and scheduler."""
-    state = {} if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if not callable(v)}
+    state = {} if scheduler is None else scheduler.state_dict() | {"functions": vars(scheduler).get("lr_lambdas")}
     kind = type(bare_optimizer(optimizer))
     library = library_of(kind)
     return {
@@ -527,20 +523,3 @@ def group_facts(optimizer: Optimizer) -> dict[str, str]:
         for key, value in group.items()
         if key != "params"
     }
-
-
-def text_of(value: Any) -> str:
-    """A setting as text, the same on all ranks with the same setting: without addresses."""
-    return value if isinstance(value, str) else _ADDRESS.sub("", json.dumps(value, sort_keys=True, default=_plain))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, Mapping):
-        return dict(value)
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
-    if isinstance(value, set | frozenset):
-        return sorted(map(str, value))
-    return repr(value)

@@ -35,13 +35,13 @@ from hf_hotspa.parallel.mesh import nodes_of
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, evaluation_buckets, given_buckets
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, evaluation_buckets, given_buckets
 from hf_hotspa.trainer.events import CallbackEvents, is_users
 from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.run_plan import RunPlan, engine_options, find_calibration, prepare_auto
+from hf_hotspa.trainer.same_rows import DATA_SETS
 from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
-from hf_hotspa.versions import library_facts
 
 logger = logging.getLogger(__name__)
 
@@ -267,20 +267,27 @@ def own_loss(
     return TokenLoss(function, tuple(columns))
 
 
-def check_arguments(trainer: Any, given: Mapping[str, Any], agreement: Agreement) -> None:
-    """Checks the training arguments before anything is built. Collective.
+def check_given(trainer: Any, given: Mapping[str, Any], agreement: Agreement) -> TokenLoss | None:
+    """Checks what a trainer was given before anything is built; returns its token loss, if any. Collective.
+
+    Args:
+        given: The arguments of the constructor, by name.
 
     Raises:
-        HotspaError: on every rank: a value is wrong, asks another library's trainer for something, or differs between ranks;
-            or ranks run different releases.
+        HotspaError: on every rank: a value is wrong, asks another library's trainer for something, or differs between ranks
+            (`same_run`).
     """
-    args, facts = trainer.args, library_facts() | argument_facts(trainer.args)
+    args = trainer.args
 
-    def checked() -> None:
+    def checked() -> TokenLoss | None:
         check_values(args)
-        refuse_fields_of_others(args, type(trainer), [given.get(name) for name in ("train_dataset", "eval_dataset")])
+        refuse_fields_of_others(args, type(trainer), [given.get(name) for name in DATA_SETS])
+        trainer._hotspa_check(given)
+        function, columns = given.get("token_loss"), given.get("loss_columns") or ()
+        return own_loss(function, columns, args, given.get("compute_loss_func"), type(trainer))
 
-    agreement.run("arguments of the Trainer", checked, facts=lambda _: facts)
+    where = "arguments of the Trainer"
+    return agreement.run(where, checked, facts=lambda _: trainer._hotspa_run.given_facts(given))
 
 
 # -- what the class behind trains without the mixin -------------------------------------------------------------------

@@ -7,9 +7,9 @@ each calls `super()`. Methods that cannot are in `Replaced`, directly in front o
 """
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from operator import is_not
 from pathlib import Path
@@ -46,7 +46,7 @@ from hf_hotspa.parallel.loss import TokenSlice
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built, structure_only
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, hub_error, try_files
 from hf_hotspa.trainer.events import (
@@ -61,7 +61,7 @@ from hf_hotspa.trainer.events import (
 )
 from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
 from hf_hotspa.trainer.model_source import ModelSource
-from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
+from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer
 from hf_hotspa.trainer.preemption import (
     Preemption,
     SkippedMiniBatches,
@@ -83,18 +83,18 @@ from hf_hotspa.trainer.resuming import (
     next_pass,
 )
 from hf_hotspa.trainer.run_facts import run_facts
+from hf_hotspa.trainer.same_run import SameRun
 from hf_hotspa.trainer.start import (
     STOCK_TRAINS,
     Ranks,
     Watchers,
-    check_arguments,
+    check_given,
     leave_default_group,
     leave_to_stock,
     metrics_apart,
     mixin_of,
     opened,
     or_stock,
-    own_loss,
     start,
     unless_stock,
 )
@@ -127,10 +127,10 @@ class SwitchedMixin(_Base):
     ) -> None:  # fmt: skip
         kwargs = named(rest, kwargs, super().__init__)
         self.args = args = completed(args)
-        self._hotspa_loss = own_loss(token_loss, loss_columns, args, kwargs.get("compute_loss_func"), type(self))
-        self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
+        self._hotspa_watchers, self._hotspa_ranks, self._hotspa_run = Watchers(), Ranks(args), SameRun(self)
         agreement = self._hotspa_ranks.agreement()
-        check_arguments(self, kwargs, agreement)
+        given = {**kwargs, "model": model, "token_loss": token_loss, "loss_columns": loss_columns}
+        self._hotspa_loss = check_given(self, given, agreement)
         self._hotspa_ranks.make_output_dir()
         self._hotspa_source, self._hotspa_base = ModelSource(args), BaseDigest()
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
@@ -165,6 +165,9 @@ class SwitchedMixin(_Base):
         if "_hotspa_ranks" not in vars(self):
             raise passed_over(type(self), "__init__")
         super().create_accelerator_and_postprocess()
+
+    def _hotspa_check(self, given: Mapping[str, Any]) -> None:
+        """Rejects what a trainer of a library cannot be given. Not collective."""
 
     def _hotspa_add_callbacks(self) -> None:
         args = self.args
@@ -288,9 +291,8 @@ class SwitchedMixin(_Base):
         if isinstance(asked, str) and asked.lower() in ("true", "false"):  # from a command line
             asked = asked.lower() == "true"
         # before collective calls that depend on arguments, which may have changed since the Trainer was made
-        facts = argument_facts(self.args) | {"resume_from_checkpoint": text_of(asked)}
-        agreement = self._hotspa_ranks.agreement()
-        agreement.run("start of training", lambda: check_values(self.args), facts=lambda _: facts)
+        agreement, facts = self._hotspa_ranks.agreement(), partial(self._hotspa_run.training_facts, asked)
+        agreement.run("start of training", lambda: check_values(self.args), facts=lambda _: facts())
         folder, checkpoints = Path(self._get_output_dir(None)), self._hotspa_checkpoints
         try:
             if self.args.save_strategy != SaveStrategy.NO or asked is True:
@@ -356,7 +358,10 @@ class SwitchedMixin(_Base):
                 loader = super()._get_dataloader(
                     read, description, batch_size, sampler_fn, is_training=is_training, **kwargs
                 )
-                return rows.of_older_release(loader, is_training)
+                loader = rows.of_older_release(loader, is_training)
+                if is_training:
+                    rows.order.watch(loader, dataset)
+                return loader
             finally:
                 self.data_collator = given
 
@@ -540,7 +545,8 @@ class SwitchedMixin(_Base):
             error = error or unreadable(failure, self.args.process_index)
             release_others(handler.train_dataloader)
         read = [*map(without_padded_from, batches)]
-        if switched.same_batches(len(batches), error, any(map(is_not, read, batches))):
+        changed = any(map(is_not, read, batches))
+        if switched.same_batches(len(batches), error, changed, self._hotspa_rows.order.words()):
             say_left_out()
         batches, self._hotspa_has_ended = read, not read
         self._hotspa_place["batches"] += len(batches)
@@ -653,7 +659,7 @@ class SwitchedMixin(_Base):
         switched = self._hotspa_start()
         self._hotspa_show(EVALUATION)
         with self._hotspa_ranks.telling(self, "evaluation"), switched.routed(), metrics_apart(self):
-            asked = {"compute_metrics": str(self.compute_metrics is not None)} | length_facts(dataloader)
+            asked = self._hotspa_run.evaluation_facts(self._hotspa_rows.evaluated) | length_facts(dataloader)
             switched.engine.agreement.check({}, None, "evaluation", facts=asked)
             switched.runs_by(evaluated=self._hotspa_watchers.evaluated(self.args))
             if switched.trains:  # else the start has taken them

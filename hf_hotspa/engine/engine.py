@@ -71,6 +71,7 @@ class HotSPaEngine:
         stop: Its `requested` is read at the end of each mini-batch: whether this rank wants to stop. None for never.
         failures: Explains failed phases; knows of a lack of memory on this rank.
         model_digest: `weights_digest` of the model, if read when the engine was made.
+        had_equal_weights: Whether all ranks' models had the same weights then; else the engine has rank 0's.
         base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
         updates: The optimizer steps of this rank's stage, if stages update by themselves (`EngineOptions.pipedream`):
             set its `step`. None if the caller steps once per mini-batch.
@@ -114,6 +115,7 @@ class HotSPaEngine:
         by_stage = strategies[0] if options.pipedream is not None else None
         self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device, by_stage)
         self.model_digest: str | None = None
+        self.had_equal_weights = True
         self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # model with our frozen weights, version
         self.base_digest: str | None = None
         if weights is not None and self.description.adapters is not None:
@@ -121,8 +123,10 @@ class HotSPaEngine:
         elif weights is not None:
             load_weights(weights, model, self.master, self.agreement)
         else:
-            self.model_digest, same = fill_from_model(model, self.master, self.agreement, self._groups.switch)
-            if same:
+            self.model_digest, self.had_equal_weights = fill_from_model(
+                model, self.master, self.agreement, self._groups.switch
+            )
+            if self.had_equal_weights:
                 self._frozen_in = weakref.ref(model), self.master.frozen_version
         self._adopting = adopt_before_steps(self.master)
         self.updates = stage_updates(options.pipedream, strategies[0], self._groups, self.master)

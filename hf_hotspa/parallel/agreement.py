@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from itertools import zip_longest
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -224,7 +225,8 @@ def _mismatch(seen: Mapping[str, list[Any]], where: str, shows_values: bool = Fa
     for name, values in list(seen.items())[:_MAX_LISTED]:
         holders = {value: [rank for rank, other in enumerate(values) if other == value] for value in values}
         if shows_values:
-            parts = (f"{_shown(value)} on {rank_names(ranks)}" for value, ranks in holders.items())
+            first = _first_difference(values)
+            parts = (f"{_shown(value, first)} on {rank_names(ranks)}" for value, ranks in holders.items())
         else:
             parts = (f"ranks {ranks} agree" for ranks in holders.values())
         sides.append(f"{name}: {', '.join(parts)}")
@@ -239,10 +241,22 @@ def _mismatch(seen: Mapping[str, list[Any]], where: str, shows_values: bool = Fa
     )
 
 
-def _shown(value: str | None) -> str:
+def _first_difference(values: Sequence[str | None]) -> int:
+    """The first character in which texts differ."""
+    texts = [value for value in values if value is not None]
+    columns = enumerate(zip_longest(*texts)) if len(texts) == len(values) else ()
+    return next((place for place, letters in columns if len(set(letters)) > 1), 0)
+
+
+def _shown(value: str | None, first: int) -> str:
+    """A value; of a long one the part around its first difference."""
     if value is None:
         return "missing"
-    return value if len(value) <= _MAX_SHOWN else value[: _MAX_SHOWN - 3] + "..."
+    if len(value) <= _MAX_SHOWN:
+        return value
+    begin = max(0, min(first - _MAX_SHOWN // 2, len(value) - _MAX_SHOWN + 3)) if first > _MAX_SHOWN // 2 else 0
+    part = value[begin : begin + _MAX_SHOWN - 6]
+    return f"{'...' if begin else ''}{part}{'...' if begin + len(part) < len(value) else ''}"
 
 
 def as_hotspa_error(error: BaseException, where: str) -> HotspaError:

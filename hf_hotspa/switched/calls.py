@@ -824,7 +824,7 @@ class Meeting:
             "ranks are about to do different things: "
             + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
             where=self._place(),
-            why="each call of a switched model is collective",
-            fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives batches without rows to ranks "
+            why="each call of a switched model is collective, and ranks train parts of one order of the same rows",
+            fix="give all ranks the same rows, samplers and seeds, and make the same calls on them; `for batch in model.batches(loader)` gives batches without rows to ranks "
             "whose loaders have ended",
         )

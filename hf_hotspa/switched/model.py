@@ -157,6 +157,10 @@ class SwitchedModel(DistributedDataParallel):
         self._meet = Meeting(self.engine.agreement, self._place, self._was_cleared, self._drop, announced)
         self._begin_step()
         self._hook = before_steps(self)
+        if not self.engine.had_equal_weights:  # as DistributedDataParallel does
+            self._changes.digest = None
+            self.write_back()
+            self._changes.show()
 
     def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
         self.module, self.longest = model, self.engine.longest
@@ -383,13 +387,14 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.facts = facts or self._passes.facts
         self._passes.evaluated = evaluated or self._passes.evaluated
 
-    def same_batches(self, number: int, error: HotspaError | None = None, flag: bool = False) -> bool:
-        """Compares all ranks' numbers of batches for the coming step; returns whether any has set the flag. Collective.
+    def same_batches(self, number: int, error: HotspaError | None = None, flag: bool = False, rows: str = "") -> bool:
+        """Compares all ranks' numbers of batches for the coming step, and what they say of its rows; returns whether any
+        has set the flag. Collective.
 
         Raises:
-            HotspaError: on every rank: `error` of one rank, or the numbers differ.
+            HotspaError: on every rank: `error` of one rank, or these differ.
         """
-        return any(self._meet(f"train {number} batches", error, flag))
+        return any(self._meet(f"train {number} batches{rows}", error, flag))
 
     # -- ranks together -----------------------------------------------------------------------------------------------
 

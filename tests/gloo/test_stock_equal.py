@@ -199,13 +199,6 @@ def to_one_width(rows):
     return batch_of([*rows, {"input_ids": [3] * LONGEST, "labels": [-100] * LONGEST}]) | {}
 
 
-def of_this_rank():
-    """Rows that no other rank has, as many on each; for training and for evaluation."""
-    rank = torch.distributed.get_rank()
-    rows = [random_rows(count, 163, longest=LONGEST, seed=20 + rank) for count in (26, 11)]
-    return dict(zip(("train_dataset", "eval_dataset"), rows, strict=True))
-
-
 class Stream(IterableDataset):
     """Rows that can only be read one after the other; each worker its part."""
 
@@ -354,11 +347,6 @@ DATA = {
     ),
     "a sampler": Case(("dp2+z3:14@64,tp2:64@96", "dp4+z3:14@64,tp4:64@96"), with_sampler),
     "a data loader": Case(("cp2+rc:14@64,tp2:64@96", "cp4+rc:14@64,tp4:64@96"), with_loader),
-    "rows of each rank's own": Case(
-        ("dp2:14@64,tp2+ck9:64@96", "dp4:14@64,tp4+ck9:64@96"),
-        arguments=EVALUATES,
-        given=lambda: {**of_this_rank(), "compute_metrics": hits},
-    ),
     "a stream with workers": Case(
         ("dp2:14@64,cp2+rc:64@96", "dp4:14@64,dp2cp2+rc:64@96"),
         arguments={"dataloader_num_workers": 2, "accelerator_config": {"dispatch_batches": False}, "max_steps": 4},

@@ -27,7 +27,7 @@ COMMON = {
 class Stream(IterableDataset):
     """Rows one after the other; another order in each epoch."""
 
-    def __init__(self, rows, fails_at=None):
+    def __init__(self, rows, fails_at=()):
         self.rows, self.epoch, self.fails_at = rows, 0, fails_at
 
     def set_epoch(self, epoch):
@@ -35,7 +35,7 @@ class Stream(IterableDataset):
 
     def __iter__(self):
         for index in range(len(self.rows)):
-            if index == self.fails_at:
+            if index in self.fails_at:
                 raise OSError("the server went away")
             yield self.rows[(index + 5 * self.epoch) % len(self.rows)]
 
@@ -225,11 +225,11 @@ def bad_stream(rank, world_size, folder, kind):
     rows = random_rows(ROWS, 160, longest=60, seed=3)
     options = {"max_steps": 4}
     if kind == "fails on one rank":
-        stream = Stream(rows, fails_at=8 if rank else None)
+        stream = Stream(rows, fails_at=(8,) if rank else ())
     elif kind == "ends on one rank":
         stream = Stream(rows[: 12 if rank else None])
     elif kind == "fails where one rank reads for all":
-        stream = Stream(rows, fails_at=14)
+        stream = Stream(rows, fails_at=(14,))
         options |= {"accelerator_config": {"dispatch_batches": True}, "data_collator": _to_one_width}
     elif kind == "overlong":
         rows[9] = {"input_ids": [3] * 61}
