@@ -59,7 +59,7 @@ from hf_hotspa.parallel.head_loss import (
     chunks_of_sequences,
     chunks_of_tokens,
 )
-from hf_hotspa.parallel.isolation import mixes_packed, set_heads_of_shard, take_packs
+from hf_hotspa.parallel.isolation import lend_pack, mixes_packed, set_heads_of_shard, take_packs
 from hf_hotspa.parallel.loss import (
     SequenceLoss,
     TokenLoss,
@@ -275,6 +275,8 @@ class Replica:
         self.calls: dict[str, list[Callable[..., Any]]] = {
             name: [] for name in ("begin_step", "bind", "begin", "end", "measures")
         }
+        if not any(kind.num_attentions for kind in description.layer_kinds):
+            self.calls["begin"].append(lend_pack(self.layers))
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)

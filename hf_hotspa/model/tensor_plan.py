@@ -98,9 +98,10 @@ class _BlockCut:
 
 
 def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
-    """Query heads and key/value heads. Latent attention expands keys and values to as many heads as queries."""
+    """Query heads and key/value heads; 1 for a family without attention. Latent attention expands keys and values to as many heads
+    as queries."""
     text = config.get_text_config()
-    heads: int = config_value(text, "num_attention_heads")
+    heads: int = config_value(text, "num_attention_heads") or 1
     if config_value(text, "kv_lora_rank"):
         return heads, heads
     return heads, config_value(text, "num_key_value_heads") or heads

@@ -153,6 +153,18 @@ def run_alone(layer: nn.Module, kind: LayerKind) -> None:
     layer.forward = partial(_each_sequence, forward=layer.forward, kind=kind)
 
 
+def lend_pack(layers: Sequence[nn.Module]) -> Callable[..., None]:
+    """Makes layers use the pack that the returned function was called with last, for models that do not pass it on."""
+    holder: list[PackedSequences] = []
+    for layer in layers:
+        layer.forward = partial(_with_pack, forward=layer.forward, holder=holder)
+
+    def lend(pack: PackedSequences, *_: Any) -> None:
+        holder[:] = [pack]
+
+    return lend
+
+
 def hand_pack_on(layer: nn.Module) -> None:
     """Passes the pack, which a layer gets and does not pass on, to its attentions."""
     holder: list[PackedSequences] = []
@@ -175,7 +187,7 @@ def _holding_pack(
 def keep_pack(layer: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `recompute` use the pack of a layer's first computation; returns `recompute` itself for most layers."""
     forward = layer.forward
-    if not isinstance(forward, partial) or forward.func is not _holding_pack:
+    if not isinstance(forward, partial) or forward.func not in (_holding_pack, _with_pack):
         return recompute
     return partial(_recompute_with_pack, recompute=recompute, holder=forward.keywords["holder"])
 
@@ -202,7 +214,7 @@ def _recompute_with_pack(
 
 
 def _with_pack(*args: Any, forward: Callable[..., Any], holder: list[PackedSequences], **kwargs: Any) -> Any:
-    return forward(*args, **kwargs, hotspa_pack=holder[-1])
+    return forward(*args, **kwargs | {"hotspa_pack": holder[-1]})
 
 
 def _slice(value: Any, start: int, stop: int, total: int, index: int) -> Any:

@@ -1,5 +1,6 @@
 """The pytest plugin of `python -m tests.upstream_trainer`: puts our Trainer in place of the stock one, notes what became of each
-test, and with HOTSPA_UPSTREAM_SWAP swaps the toy regression models for a tiny language model.
+test, and with HOTSPA_UPSTREAM_SWAP swaps the toy regression models for a tiny language model. With HOTSPA_UPSTREAM_TRL it puts
+our five trainers and configs in place of TRL's.
 
 It lies in a folder of its own, which is all of this repository that those tests can import: their package has the name
 `tests`, too.
@@ -14,21 +15,25 @@ from typing import Any
 import pytest
 
 OURS, SWAP = os.environ["HOTSPA_UPSTREAM"] == "ours", os.environ.get("HOTSPA_UPSTREAM_SWAP") == "1"
+TRL = os.environ.get("HOTSPA_UPSTREAM_TRL") == "1"
 TOYS = ("RegressionModel", "RegressionDictModel", "RegressionPreTrainedModel", "RegressionRandomPreTrainedModel")
 _begun = 0
 _notes: dict[str, dict[str, Any]] = {}
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if TRL:
+        _train_on_cpu()
     if not OURS:
         return
+    import hf_hotspa.trl as ours
     from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
     # one process can do one thing: no calibration in front of every test; the shortest of those models has 128 positions
     default = HotSPaTrainingArguments.__dataclass_fields__["hotspa_strategies"]
-    default.default = "dp1:128@2048"
+    default.default = "dp1:1024@4096" if TRL else "dp1:128@2048"
     original = HotSPaTrainingArguments.complete
 
     def explicit(self: Any) -> None:
@@ -47,7 +52,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return step(self, *args, **kwargs)
 
     HotSPaEngine.forward_backward = counted  # type: ignore[method-assign]
-    made = HotSPaTrainer.__init__
+    maker: Any = ours.OverTRL if TRL else HotSPaTrainer
+    made = maker.__init__
 
     @functools.wraps(made)
     def begins(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -55,16 +61,38 @@ def pytest_configure(config: pytest.Config) -> None:
         _begun = 0  # the first step is the one of this trainer: a test may have trained with another
         made(self, *args, **kwargs)
 
-    HotSPaTrainer.__init__ = begins  # type: ignore[method-assign]
-    # the package's own init can run twice: the module object that counts is the one of now
-    sys.modules["transformers"].Trainer = HotSPaTrainer  # type: ignore[attr-defined]
+    maker.__init__ = begins
+    if not TRL:
+        # the package's own init can run twice: the module object that counts is the one of now
+        sys.modules["transformers"].Trainer = HotSPaTrainer  # type: ignore[attr-defined]
+        return
+    import trl
+
+    for name, cls in _ours_of_trl().items():
+        setattr(trl, name, cls)
+
+
+def _train_on_cpu() -> None:
+    """Configs of TRL are in bf16, which a CPU has to be chosen for."""
+    from transformers import TrainingArguments
+
+    made = TrainingArguments.__post_init__
+
+    @functools.wraps(made)
+    def on_cpu(self: Any) -> None:
+        self.use_cpu = True
+        made(self)
+
+    TrainingArguments.__post_init__ = on_cpu  # type: ignore[method-assign]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     import transformers
 
     for module in {item.module for item in session.items if hasattr(item, "module")}:
-        if OURS and vars(module).get("Trainer") is transformers.trainer.Trainer:
+        names, ours = vars(module), _ours_of_trl()
+        other = any(names[name] is not ours[name] for name in ours.keys() & names.keys())
+        if OURS and (other or names.get("Trainer") is transformers.trainer.Trainer):
             raise pytest.UsageError(f"{module.__name__} runs with the stock Trainer")
     if not SWAP:
         return
@@ -81,6 +109,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         if name.rpartition(".")[0] in packages:
             for toy in swapped.keys() & vars(module).keys():
                 setattr(module, toy, swapped[toy])
+
+
+def _ours_of_trl() -> dict[str, Any]:
+    import hf_hotspa.trl as ours
+
+    return {name: getattr(ours, name) for name in ours.__all__} if TRL else {}
 
 
 class TokenRows:
