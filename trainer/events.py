@@ -137,6 +137,14 @@ def is_users(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").split(".")[0] not in ("transformers", "trl", "hf_hotspa")
 
 
+def is_overridden(trainer: Any, name: str) -> bool:
+    """Whether a program has set a method of a trainer: on the object, in a class of its own, or in one of a library. A
+    function may have the module of the one that it wraps."""
+    set_by = [(cls, vars(cls)[name]) for cls in type(trainer).__mro__ if name in vars(cls)]
+    own = vars(trainer).get(name)  # or a function that the constructor took
+    return is_users(own) or any(is_users(cls) or is_users(method) or own is not None for cls, method in set_by)
+
+
 class CallbackEvents(CallbackHandler):
     """A `CallbackHandler` that takes over the state of another one.
 
@@ -283,9 +291,8 @@ class CallbackEvents(CallbackHandler):
     def is_looked_at(self, occasion: str, trainer: Any) -> bool:
         """Whether user code may look at the model on an occasion: an event, or log, evaluation and save."""
         events, attributes = _LOOKERS.get(occasion, ((occasion,), ()))
-        functions = [getattr(trainer, name, None) for name in attributes]
-        functions += [getattr(callback, event, None) for callback in self.callbacks for event in events]
-        return any(map(is_users, functions))
+        functions = [getattr(callback, event, None) for callback in self.callbacks for event in events]
+        return any(map(is_users, functions)) or any(is_overridden(trainer, name) for name in attributes)
 
     def defined(self, events: Sequence[str]) -> bool:
         """Whether any callback defines one of the events."""

@@ -19,7 +19,7 @@ from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, NonFiniteError, UnsupportedError
 from hf_hotspa.parallel.agreement import same_outcome
 from hf_hotspa.trainer.checkpoints import contents_of, tokenizer_of
-from hf_hotspa.trainer.events import SAVE, WRITERS, is_users
+from hf_hotspa.trainer.events import SAVE, WRITERS, is_overridden
 from hf_hotspa.trainer.model_source import argument_files, save_whole, tokenizer_files
 from hf_hotspa.trainer.resuming import Restorer, load_random_state
 from hf_hotspa.trainer.start import unless_stock
@@ -114,7 +114,7 @@ class Replaced(_Base):
     @property
     def _hotspa_saves_at_once(self) -> bool:
         """Whether code in front of `_save_checkpoint` may expect the folder when it returns."""
-        return is_users(type(self)._save_checkpoint)
+        return is_overridden(self, "_save_checkpoint")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes `checkpoint-<step>`. A failure is logged; too many in a row are raised. Then calls the overrides that
@@ -123,7 +123,7 @@ class Replaced(_Base):
         checkpoints.finish(self.state)
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        writers = any(is_users(getattr(self, name)) for name in WRITERS)
+        writers = any(is_overridden(self, name) for name in WRITERS)
         seen = self.switched.engine.agreement.gather([float(writers), float(writers or self._hotspa_saves_at_once)])
         any_writes, at_once = map(bool, seen.amax(dim=0).tolist())
         checkpoints.save(
@@ -140,11 +140,11 @@ class Replaced(_Base):
         self._hotspa_show(SAVE)
         self._hotspa_written = folder
         try:
-            if is_users(self.save_model) or is_users(self._save):
+            if any(is_overridden(self, name) for name in WRITERS[:2]):  # the first calls the second
                 self.save_model(str(folder), _internal_call=True)
             for name in () if self.args.save_only_model else WRITERS[2:]:
-                if is_users(method := getattr(self, name)):
-                    method(str(folder))
+                if is_overridden(self, name):
+                    getattr(self, name)(str(folder))
         finally:
             self._hotspa_written = None
 

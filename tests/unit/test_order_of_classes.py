@@ -1,10 +1,11 @@
 """Where our methods stand in the order of classes: `switched(MyTrainer)`, subclasses of ours, and what cannot be made."""
 
 import abc
+import functools
 import pickle
 import re
 from pathlib import Path
-from types import new_class
+from types import MethodType, new_class
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -196,6 +197,34 @@ def test_a_name_that_no_checkpoint_can_hold_is_named_before_the_first_step(tmp_p
     with pytest.raises(UnsavableError, match="the adapter 'my adapter' cannot be written.*not allowed"):
         side_files(tiny_lora("llama_gqa_bias", adapter_name="my adapter"), None)
     assert "adapter_config.json" in side_files(tiny_lora("llama_gqa_bias", adapter_name="mine"), None)
+
+
+@pytest.mark.parametrize("place", ["class", "object", "library"])
+def test_an_override_is_called_wherever_it_is_set(tmp_path, monkeypatch, place):
+    found = []
+    for stock in (True, False):
+        calls: list[str] = []
+        behind = Trainer.save_model
+
+        @functools.wraps(behind)  # so it has the module of the library
+        def save_model(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+            calls.append(Path(str(output_dir)).name)  # noqa: B023
+            behind(self, output_dir, *args, **kwargs)  # noqa: B023
+
+        kit = Kit(stock, 1, tmp_path / str(stock))
+        cls = type("Own", (kit.trainer_class,), {"save_model": save_model} if place == "class" else {})
+        trainer = kit.trainer(cls, args=kit.arguments(save_strategy="steps", save_steps=2))
+        if place == "object":
+            trainer.save_model = MethodType(save_model, trainer)
+        with monkeypatch.context() as patch:
+            if place == "library":
+                del save_model.__wrapped__
+                save_model.__module__ = __name__
+                patch.setattr(Trainer, "save_model", save_model)
+            kit.train(trainer)
+        kit.close()
+        found.append(calls)
+    assert found == [["checkpoint-2", "checkpoint-4"]] * 2
 
 
 def test_an_override_that_raises_ends_training_as_in_stock(tmp_path):
