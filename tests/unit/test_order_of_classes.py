@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
 
 import hf_hotspa.trl
@@ -21,9 +22,10 @@ from hf_hotspa.trainer.model_source import side_files
 from hf_hotspa.trainer.replaced import Replaced
 from hf_hotspa.trainer.trainer import HotSPaTrainer, switched
 from tests.families import tiny_model
+from tests.gloo.test_checkpoint import tokenizer
 from tests.lora import tiny_lora
 from tests.moves import Kit, differences
-from tests.overriding import CHANGES, Notes, drawn, files_of
+from tests.overriding import CHANGES, Notes, drawn, files_of, overriding
 
 T = TypeVar("T")
 
@@ -145,6 +147,36 @@ def test_a_drawn_subclass_is_equal_to_stock_or_rejected_by_name(tmp_path, number
         assert re.search(r"HSP-0\d\d.*(" + "|".join(CHANGES) + ")", found), found
     else:
         assert not differences(found, expected, 2e-5)
+
+
+def test_under_trl_with_a_class_of_the_program_behind_its_trainer(tmp_path):
+    class Behind(Trainer):
+        def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            super().log({**logs, "behind": 1.0}, *args, **kwargs)
+
+    seen = []
+    rows = Dataset.from_list([{"input_ids": [3 + (7 * i + j) % 150 for j in range(6 + i % 9)]} for i in range(12)])
+    for stock, config in ((True, trl.SFTConfig), (False, hf_hotspa.trl.SFTConfig)):
+        folder = tmp_path / str(stock)
+        notes = Notes(folder)
+        cls = overriding(type("Base", (trl.SFTTrainer, Behind), {}), sorted(CHANGES), notes)
+        args = config(
+            str(folder), max_steps=4, save_steps=2, eval_strategy="steps", eval_steps=2, logging_steps=1, use_cpu=True,
+            bf16=False, report_to="none", disable_tqdm=True, learning_rate=5e-3, per_device_train_batch_size=3,
+            gradient_checkpointing=False, max_length=None,
+        )  # fmt: skip
+        model = tiny_model("llama_gqa_bias", vocab_size=400)
+        trainer = (cls if stock else switched(cls))(
+            model=model, args=args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer()
+        )
+        trainer.train()
+        kept = ("loss", "eval_loss", "grad_norm", "mean_token_accuracy", "behind")
+        logs = [{key: log[key] for key in kept if key in log} for log in trainer.state.log_history]
+        cards = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.md"))
+        seen.append([logs, notes.calls, notes.weights, files_of(folder), cards, dict(model.state_dict())])
+    assert not differences(seen[1], seen[0], 2e-5)
+    assert seen[0][4] == ["README.md"]
+    assert all("behind" in log for log in seen[0][0])
 
 
 # -- what overrides leave in a checkpoint -----------------------------------------------------------------------------
