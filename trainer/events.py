@@ -138,7 +138,7 @@ def is_users(function: Any) -> bool:
 
 
 def is_overridden(trainer: Any, name: str) -> bool:
-    """Whether a program has set a method of a trainer: on the object, in a class of its own, or in one of a library. A
+    """Whether a program has set a method of a trainer: on the object, in its class, or in the class of a library. A
     function may have the module of the one that it wraps."""
     set_by = [(cls, vars(cls)[name]) for cls in type(trainer).__mro__ if name in vars(cls)]
     own = vars(trainer).get(name)  # or a function that the constructor took

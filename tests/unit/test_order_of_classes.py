@@ -72,7 +72,7 @@ def test_what_replaces_the_trainer_is_always_directly_in_front_of_it():
         assert switched(made) is made
 
 
-def test_such_a_class_looks_like_that_of_the_program(tmp_path):
+def test_such_a_class_looks_like_the_program_s_own(tmp_path):
     made = switched(Mine)
     assert (made.__name__, made.__qualname__, made.__module__, made.__doc__) == (
         "Mine", "Mine", __name__, "A trainer of the program.",
