@@ -43,6 +43,18 @@ from hf_hotspa.report import PhaseMeasure
 
 _COUNTS = ("truncated", "split", "dropped", "empty", "skipped_mini_batches")
 _SHOWN = ("hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/memory_share")
+_OF_TRAINER = (
+    "reward", "reward_std", "kl", "completions/mean_length", "rewards/margins", "rewards/accuracies", "mean_token_accuracy",
+    "entropy",
+)  # fmt: skip
+"""Numbers of TRL's trainers that say whether a run learns."""
+_NOT_SHOWN = {
+    "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "num_input_tokens_seen", "step_time", "total_flos",
+    "frac_reward_zero_std", "policy_loss", "entropy_coef",
+}  # fmt: skip
+"""Shown in another form, or no news."""
+_MOST_OF_TRAINER = 6
+_SMALL = 5e-4
 _OF_ROWS = tuple(f"hotspa/{name}" for name in _COUNTS)
 
 
@@ -63,32 +75,52 @@ def for_trackers(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class LogLine:
-    """Formats the lines of one run, and estimates the remaining time from its own logs."""
+    """Formats the lines of one run, and estimates the remaining time from its own logs.
+
+    Behind loss, gradient norm and learning rate stand the numbers that the trainer itself logs, at most
+    `_MOST_OF_TRAINER` of them: `_OF_TRAINER` first, then others without a slash in their name. A column that has been
+    zero so far is left out.
+    """
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
+        self._columns = {"reward"}  # shown when zero, too
 
     def text(self, logs: Mapping[str, Any], state: TrainerState) -> str:
         """The line of logs with a `loss`."""
         step, now = state.global_step, time.perf_counter()
         if self._first is None or step <= self._first[0]:
             self._first = step, now
-        parts = [f"step {step}/{state.max_steps}", f"loss {float(logs['loss']):.4f}"]
+        loss = float(logs["loss"])
+        parts = [f"step {step}/{state.max_steps}", f"loss {loss:{'.2e' if 0 < abs(loss) < _SMALL else '.4f'}}"]
+        for name, short, form in (("grad_norm", "grad_norm", ".3g"), ("learning_rate", "lr", ".2e")):
+            if logs.get(name) is not None:
+                parts.append(f"{short} {float(logs[name]):{form}}")
+        parts += [f"{name} {value:.4g}" for name, value in self._of_trainer(logs)]
         for name, short, form in (
-            ("grad_norm", "grad_norm", ".3g"),
-            ("learning_rate", "lr", ".2e"),
             ("hotspa/tokens_per_s", "tokens/s", ",.0f"),
             ("hotspa/memory_share", "memory", ".0%"),
             ("hotspa/switch_share", "switching", ".1%"),
             ("hotspa/mfu", "MFU", ".1%"),
         ):
-            if logs.get(name) is not None:
-                parts.append(f"{short} {float(logs[name]):{form}}")
+            if logs.get(name) is not None and self._is_shown(name, text := f"{float(logs[name]):{form}}"):
+                parts.append(f"{short} {text}")
         parts += [f"{name} {int(logs[f'hotspa/{name}'])}" for name in _COUNTS if logs.get(f"hotspa/{name}")]
         first, began = self._first
         if step > first:
             parts.append(f"left {_clock((state.max_steps - step) * (now - began) / (step - first))}")
         return "  ".join(parts)
+
+    def _is_shown(self, name: str, text: str) -> bool:
+        if text.strip("0.%-"):
+            self._columns.add(name)
+        return name in self._columns
+
+    def _of_trainer(self, logs: Mapping[str, Any]) -> list[tuple[str, float]]:
+        names = [name for name in logs if "/" not in name and name not in _NOT_SHOWN | set(_OF_TRAINER)]
+        values = [(name, logs[name]) for name in (*_OF_TRAINER, *names) if name in logs]
+        numbers = [(name, float(value)) for name, value in values if isinstance(value, int | float)]
+        return [(name, value) for name, value in numbers if self._is_shown(name, f"{value:.4g}")][:_MOST_OF_TRAINER]
 
 
 def _clock(seconds: float) -> str:

@@ -565,6 +565,34 @@ def test_a_line_says_what_a_person_asks_for(monkeypatch):
     assert lines.text(logs, state) == first.replace("step 10/", "step 20/") + "  left 1:21:40"
 
 
+def test_a_line_shows_what_the_trainer_logs():
+    lines, state = LogLine(), TrainerState(max_steps=9)
+    state.global_step = 1
+    usual = {
+        "grad_norm": 1.0,
+        "learning_rate": 1e-5,
+        "hotspa/switch_share": 0.0,
+        "hotspa/tokens_per_s": 12.0,
+        "epoch": 0.1,
+    }
+    grpo = {"num_tokens": 99.0, "completions/mean_length": 24.5, "completions/max_length": 64.0, "rewards/f/mean": 0.5}
+    grpo |= {"reward": 0.0, "reward_std": 0.25, "frac_reward_zero_std": 0.1, "kl": 0.0, "entropy": 1.25}
+    head, rest = "step {}/9  loss {}  grad_norm 1  lr 1.00e-05  ", "  tokens/s 12"
+    assert lines.text({"loss": -1.5e-9, **usual, **grpo}, state) == (
+        head.format(1, "-1.50e-09") + "reward 0  reward_std 0.25  completions/mean_length 24.5  entropy 1.25" + rest
+    )
+    for kl in (0.0012, 0.0):  # a column stays
+        assert f"reward_std 0.25  kl {kl:.4g}  comp" in lines.text({"loss": 0.0, **usual, **grpo, "kl": kl}, state)
+    dpo = {"rewards/chosen": 0.5, "rewards/margins": -0.123456, "rewards/accuracies": 0.75, "logps/chosen": -3.0}
+    assert lines.text({"loss": 0.69, **usual, **dpo}, state) == (
+        head.format(1, "0.6900") + "rewards/margins -0.1235  rewards/accuracies 0.75" + rest
+    )
+    own = {f"metric_{n}": float(n) for n in range(20)} | {"text": "a"}
+    assert lines.text({"loss": 0.69, **usual, **own}, state) == (
+        head.format(1, "0.6900") + "  ".join(f"metric_{n} {n}" for n in range(1, 7)) + rest
+    )
+
+
 class TrackerCallback(Reading):
     __module__ = "transformers.integrations.integration_utils"
 
