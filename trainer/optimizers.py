@@ -9,8 +9,9 @@ import logging
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -91,43 +92,59 @@ def check_optimizer_name(optim: OptimizerNames) -> None:
 
 
 def check_elementwise(optimizer_class: Any, kwargs: dict[str, Any]) -> None:
-    """Tries a user's optimizer class on a small vector, uncut and in pieces.
+    """Tries a user's optimizer class on small tensors, complete and as flat shares.
 
     Raises:
-        UnsupportedError: the pieces end up different from the vector, or it does not accept 1-D parameters.
+        UnsupportedError: shares end up different from complete tensors, or it does not accept 1-D parameters.
         HotspaConfigError: it makes numbers that are not finite.
     """
     if isinstance(optimizer_class, type) and library_of(optimizer_class) is not None:
         return  # its objects are checked before the first step
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
-    _try_out(name, lambda parameters: optimizer_class([{"params": parameters}], **kwargs), torch.device("cpu"))
+    try:
+        made = optimizer_class([{"params": [nn.Parameter(torch.ones(shape)) for shape in _SHAPES]}], **kwargs)
+    except Exception as error:
+        raise _does_not_run(name, error) from error
+    _try_out(name, made, _Met({}), {})
 
 
-def check_optimizer(optimizer: Optimizer, elsewhere: Mapping[int, str] | None = None) -> None:
+def check_optimizer(
+    optimizer: Optimizer, elsewhere: Mapping[int, str] | None = None, shapes: Mapping[int, Sequence[int]] | None = None
+) -> None:
     """As `check_elementwise`, for an optimizer object. Copies of it are tried; it and its parameters stay unchanged.
 
     Args:
         elsewhere: Ids -> names of parameters that it must not refer to.
+        shapes: Ids of its parameters that are shares -> the shapes of the complete parameters.
 
     Raises:
         HotspaConfigError: as above.
         UnsupportedError: as above; or it refers to one of those parameters outside of its groups.
     """
-    name = type(optimizer).__name__
+    name, met = type(optimizer).__name__, _Met(elsewhere or {})
     if name == CPU_ADAM:
         return  # ours; a copy would share the C++ object
     if library_of(type(optimizer)) is not None:
         check_low_bit(optimizer)
         return
-    devices = [p.device for group in optimizer.param_groups for p in group["params"]]
-    met = _Met(elsewhere or {})
-    _try_out(name, lambda parameters: _copy(optimizer, parameters, met), devices[0] if devices else torch.device("cpu"))
-    if met.names:
+    _try_out(name, optimizer, met, shapes or {})
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    names = met.names + [met.watched[number] for number in _integers([vars(optimizer), options]) & met.watched.keys()]
+    if names:
         raise UnsupportedError(
-            f"the optimizer {name} refers to {met.names[0]!r} outside of its parameter groups",
+            f"the optimizer {name} refers to {names[0]!r} outside of its parameter groups",
             why="it would continue to use the parameter of the model, which is not the one that is trained",
             fix="keep parameters in param_groups only, or use an optimizer such as torch.optim.AdamW",
         )
+
+
+def _integers(value: Any, depth: int = 4) -> set[int]:
+    """The integers in nested containers: ids of parameters are among them."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset) and depth:
+        return set[int]().union(*(_integers(inner, depth - 1) for inner in value))
+    return {value} if isinstance(value, int) else set()
 
 
 class _Met(dict[int, Any]):
@@ -144,15 +161,15 @@ class _Met(dict[int, Any]):
         return super().get(key, default)
 
 
-def _copy(optimizer: Optimizer, parameters: list[nn.Parameter], met: _Met) -> Optimizer:
-    """An optimizer like this one without its state; each of its groups has these parameters (copies of them)."""
+def _copy(optimizer: Optimizer, parameters: list[list[nn.Parameter]], met: _Met) -> Optimizer:
+    """An optimizer like this one without its state, whose groups have these parameters."""
     met.clear()
     copied = object.__new__(type(optimizer))
     met[id(optimizer)] = copied
     groups = []
-    for group in optimizer.param_groups:
+    for group, given in zip(optimizer.param_groups, parameters, strict=True):
         options = {key: deepcopy(value) for key, value in group.items() if key != "params"}
-        groups.append({"params": [nn.Parameter(p.detach().clone()) for p in parameters], **options})
+        groups.append({"params": list(given), **options})
         met[id(group)] = groups[-1]
         met[id(group["params"])] = groups[-1]["params"]
         met.update((id(p), None) for p in group["params"])
@@ -171,90 +188,142 @@ def _copy(optimizer: Optimizer, parameters: list[nn.Parameter], met: _Met) -> Op
     return copied
 
 
-def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device) -> None:
-    """Compares a few steps on a vector, on its two pieces, and on the first piece alone, which must not depend on the
-    second; relative to the distance moved, in fp64 if supported, so that tiny steps count."""
-    for size in _SIZES:
-        _try_size(name, make, device, size)
+_Shapes = list[list[tuple[int, ...]]]  # by group
+_SHAPES = (5,), (3, 4), (4, 3), (2, 3, 4)
+_SIZES = 12, 12_345
+"""The sizes of vectors that are tried: some optimizers keep low-bit states for large ones only."""
+_MOST_ELEMENTS, _FEW = 1 << 18, 4
+"""Most elements of a tensor that is tried; the width of further ones of its shape."""
+_SLOPES, _MOST_STEPS, _LEAST_RATE = (1.0, -3.0, 0.5, 1e-3), 300, 1e-3
 
 
-def _try_size(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, size: int) -> None:
+def _try_out(name: str, optimizer: Optimizer, met: _Met, shapes_of: Mapping[int, Sequence[int]]) -> None:
+    """Compares a few steps on complete tensors, of the shapes of the optimizer's parameters, with steps of two ranks
+    that have flat shares of them; and on vectors. Relative to the distance moved, in fp64 if supported, so that tiny
+    steps count."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    given = [[tuple(shapes_of.get(id(p), p.shape)) for p in group] for group in groups]
+    devices = [p.device for group in groups for p in group]
+    device = devices[0] if devices else torch.device("cpu")
+
+    def make(parameters: list[list[nn.Parameter]]) -> Optimizer:
+        for group, tried in zip(groups, parameters, strict=True):
+            for like, parameter in zip(group, tried, strict=False):
+                vars(parameter).update(vars(like))  # marks that a step may read
+                parameter.requires_grad_(like.requires_grad)
+        return _copy(optimizer, parameters, met)
+
+    of_model = [_reduced(given, last) for last in (True, False)]
+    vectors: list[_Shapes] = [[[(size,)] if group else [] for group in groups] for size in _SIZES]
+    for shapes in [*vectors, *(of_model if of_model[0] != of_model[1] else of_model[:1])]:
+        _try_shapes(name, make, device, shapes)
+
+
+def _reduced(shapes: _Shapes, last: bool) -> _Shapes:
+    """The shapes, but small: of a large tensor the last width stays, or the first; further tensors of a shape are tiny."""
+    known = set[tuple[int, ...]]()
+
+    def small(shape: tuple[int, ...]) -> tuple[int, ...]:
+        if shape in known:
+            return tuple(min(width, _FEW) for width in shape)
+        known.add(shape)
+        widths = list(shape)
+        for at in range(len(shape)) if last else reversed(range(len(shape))):
+            widths[at] = max(min(widths[at], widths[at] * _MOST_ELEMENTS // max(math.prod(widths), 1)), 1)
+        return tuple(widths)
+
+    return [[small(shape) for shape in group] for group in shapes]
+
+
+def _does_not_run(name: str, error: Exception) -> UnsupportedError:
+    return UnsupportedError(
+        f"the optimizer {name} does not run on 1-D parameters: {type(error).__name__}: {error}",
+        why=_WHY,
+        fix="use an elementwise optimizer such as torch.optim.AdamW",
+    )
+
+
+_Make = Callable[[list[list[nn.Parameter]]], Optimizer]
+
+
+def _try_shapes(name: str, make: _Make, device: torch.device, shapes: _Shapes) -> None:
     try:
         try:
-            start, ends = _trials(make, device, torch.float64, size)
+            starts, ends = _trials(make, device, torch.float64, shapes)
         except Exception:  # kernels that only accept fp32
-            start, ends = _trials(make, device, torch.float32, size)
+            starts, ends = _trials(make, device, torch.float32, shapes)
     except Exception as error:
-        raise UnsupportedError(
-            f"the optimizer {name} does not run on 1-D parameters: {type(error).__name__}: {error}",
-            why=_WHY,
-            fix="use an elementwise optimizer such as torch.optim.AdamW",
-        ) from error
-    whole, pieces, alone = ends
-    if not all(bool(of_group.isfinite().all()) for of_group in whole):
-        groups = make([nn.Parameter(start.clone())]).param_groups
+        raise _does_not_run(name, error) from error
+    whole, first, rest = ends
+    if not all(bool(end.isfinite().all()) for end in whole):
+        groups = make([[nn.Parameter(torch.ones(shape)) for shape in group] for group in shapes]).param_groups
         odd = {k: v for group in groups for k, v in group.items() if isinstance(v, float) and not math.isfinite(v)}
         named = ", ".join(f"{key}={value}" for key, value in odd.items())
         raise HotspaConfigError(
             f"the optimizer {name} makes weights that are not finite of finite gradients{f' ({named})' if named else ''}",
             fix="give its options finite values",
         )
-    for index, of_group in enumerate(whole):
-        went = of_group - start
-        rounding = 1e-4 * went.abs().max() + 8 * torch.finfo(start.dtype).eps * start.abs().max()
-        actual = torch.cat([pieces[index] - of_group, alone[index] - of_group[: _first(size)]])
-        if not bool((actual.abs() <= rounding).all()):  # kernels may round the tails of vectors differently
-            raise UnsupportedError(
-                f"the optimizer {name} is not elementwise: cut in two, a vector is updated in another way",
-                why=_WHY,
-                fix="use an elementwise optimizer such as torch.optim.AdamW",
-            )
+    for shape, start, end, *shares in zip(chain(*shapes), starts, whole, first, rest, strict=True):
+        rounding = 1e-4 * (end - start).abs().max() + 8 * torch.finfo(start.dtype).eps * start.abs().max()
+        for share, part in zip(shares, _cuts(start.numel()), strict=True):
+            if not bool(
+                ((share - end[part]).abs() <= rounding).all()
+            ):  # kernels may round the tails of vectors differently
+                raise UnsupportedError(
+                    f"the optimizer {name} is not elementwise: it updates a parameter of shape {list(shape)} in another way "
+                    "than flat shares of it",
+                    why=_WHY,
+                    fix="use an elementwise optimizer such as torch.optim.AdamW",
+                )
 
 
-_SIZES = 12, 12_345
-"""The sizes of vectors that are tried: some optimizers keep low-bit states for large ones only."""
-
-
-def _first(size: int) -> int:
-    return size * 5 // 12
-
-
-_SLOPES, _MOST_STEPS, _LEAST_RATE = (1.0, -3.0, 0.5), 300, 1e-3
+def _cuts(size: int) -> tuple[slice, slice]:
+    """The shares of two ranks, of very different sizes: a step may look at sizes."""
+    first = -(-size // 12)
+    return slice(0, first), slice(first if size > 1 else 0, size)
 
 
 def _trials(
-    make: Callable[[list[nn.Parameter]], Optimizer], device: torch.device, dtype: torch.dtype, size: int
-) -> tuple[Tensor, list[list[Tensor]]]:
-    """The start of a vector, and its ends by cut and group.
+    make: _Make, device: torch.device, dtype: torch.dtype, shapes: _Shapes
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Starts of all parameters, flat, and their ends: of complete tensors, and of the shares of each of two ranks.
 
-    Takes as many steps as needed until three have moved every group's vector: some optimizers warm up by themselves. A
-    learning rate near 0, from the beginning of a schedule, is replaced by a larger one.
+    Takes as many steps as needed until a few have moved every group: some optimizers warm up by themselves. A learning
+    rate near 0, from the beginning of a schedule, is replaced by a larger one.
     """
-    start = torch.linspace(-1.0, 2.0, size, device=device, dtype=dtype)
-    slope = torch.linspace(0.1, 5.0, size, device=device, dtype=dtype).square()
-    ends, number = [], None
-    for cut in ([size], [_first(size), size - _first(size)], [_first(size)]):
-        optimizer = make([nn.Parameter(part.clone()) for part in start[: sum(cut)].split(cut)])
-        groups, made, moved = [group["params"] for group in optimizer.param_groups], 0, 0
+    starts, slopes, ends, number = list[Tensor](), list[Tensor](), [], None
+    for at, shape in enumerate(chain(*shapes)):
+        size, signs = math.prod(shape), torch.tensor([1.0, 1.0, -1.0], device=device, dtype=dtype)
+        starts.append(torch.linspace(-1.0, 2.0, size, device=device, dtype=dtype))
+        slope = torch.linspace(0.1, 5.0, size, device=device, dtype=dtype).square() * (1 + at % 3)
+        slopes.append(slope * signs.repeat(size // 3 + 1)[:size])
+    for share in (None, 0, 1):
+        parts = [slice(None) if share is None else _cuts(start.numel())[share] for start in starts]
+        flat = [nn.Parameter(start[part].clone()) for start, part in zip(starts, parts, strict=True)]
+        if share is None:
+            flat = [nn.Parameter(p.detach().view(shape)) for p, shape in zip(flat, chain(*shapes), strict=True)]
+        rest = iter(flat)
+        optimizer = make([[next(rest) for _ in group] for group in shapes])
+        trained = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             rate = group.get("lr")
             if isinstance(rate, int | float | Tensor) and 0 <= rate < _LEAST_RATE:
                 group["lr"] = torch.full_like(rate, _LEAST_RATE) if isinstance(rate, Tensor) else _LEAST_RATE
+        moved = made = 0
         while moved < len(_SLOPES) and made < _MOST_STEPS if number is None else made < number:
-            before = [[p.detach().clone() for p in parameters] for parameters in groups]
-            for parameters in groups:
-                of_step = _SLOPES[made % len(_SLOPES)] * slope
-                for parameter, part in zip(parameters, of_step[: sum(cut)].split(cut), strict=True):
-                    parameter.grad = part.clone()
+            before = [[p.detach().clone() for p in group] for group in trained]
+            for parameter, slope, part in zip(flat, slopes, parts, strict=True):
+                of_step = _SLOPES[made % len(_SLOPES)] * slope[part]
+                parameter.grad = of_step.view(parameter.shape).clone() if parameter.requires_grad else None
             optimizer.step()
             made += 1
             moved += all(
-                any(not torch.equal(p.detach(), old) for p, old in zip(parameters, olds, strict=True))
-                for parameters, olds in zip(groups, before, strict=True)
+                not group or any(not torch.equal(p.detach(), old) for p, old in zip(group, olds, strict=True))
+                for group, olds in zip(trained, before, strict=True)
             )
         number = made
-        ends.append([torch.cat([p.detach() for p in parameters]) for parameters in groups])
-    return start, ends
+        ends.append([p.detach().flatten() for p in flat])
+    return starts, ends
 
 
 _FIX = "build it on model.parameters() of the model that the trainer was given, or leave it to --optim"
@@ -307,14 +376,18 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     if len({id(share) for share in after}) < len(after):
         raise UnsupportedError(f"the optimizer {kind} has a parameter twice", fix=_FIX)
     shares, overrides = engine.master.shares, overrides_of(bare)
+    for p in given:
+        if id(p) in moved:  # marks that a step may read, such as a factor of the rate
+            vars(moved[id(p)]).update(vars(p))
     cut = {id(p): _cut(bare, value, shares[names[id(p)]]) for p, value in bare.state.items() if id(p) in moved}
     for group in bare.param_groups:
         group["params"][:] = [moved.get(id(p), p) for p in group["params"] if id(p) not in idle]
     for parameter in [p for p in bare.state if id(p) in moved]:
         del bare.state[parameter]
         bare.state[moved[id(parameter)]] = cut[id(parameter)]
+    by_id = {id(share): shares[name].spec.shape for name, share in engine.master.parameters.items()}
     try:
-        check_optimizer(bare, {id(p): name for name, p in model.named_parameters()})
+        check_optimizer(bare, {id(p): name for name, p in model.named_parameters()}, by_id)
         if library_of(type(bare)) is not None:
             adopt(bare, engine.master, {id(moved[of]): given for of, given in overrides.items() if of in moved})
         if saved:

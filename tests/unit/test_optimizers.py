@@ -84,3 +84,88 @@ def test_adafactor_is_found_in_its_own_warm_up(options):
         check_optimizer(Adafactor(weights(), **options))
     with pytest.raises(UnsupportedError, match="Adafactor is not elementwise"):
         check_elementwise(Adafactor, options)
+
+
+class Made(optim.Optimizer):
+    """Steps along what `how` makes of a gradient."""
+
+    def __init__(self, params, how, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+        self.how = how
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for at, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.add_(self.how(p, at, group), alpha=-group["lr"])
+
+
+def orthogonal(p, *_):
+    if p.ndim != 2:
+        return p.grad.sign()
+    u, _, v = torch.linalg.svd(p.grad, full_matrices=False)
+    return u @ v
+
+
+LOOK_AT_SHAPES = {
+    "centred": lambda p, *_: p.grad - p.grad.mean(tuple(range(1, p.ndim)), keepdim=True) if p.ndim > 1 else p.grad,
+    "decay of matrices": lambda p, *_: p.grad + 2 * p if p.ndim > 1 else p.grad,
+    "norms of rows": lambda p, *_: p.grad / p.grad.norm(dim=1, keepdim=True) if p.ndim == 2 else p.grad,
+    "by width": lambda p, *_: p.grad / p.shape[-1] if p.ndim > 1 else p.grad,
+    "of wide ones": lambda p, *_: p.grad * (3 if p.shape[-1] == 70 else 1),
+    "of tall ones": lambda p, *_: p.grad * (3 if p.shape[0] > 100_000 else 1),
+    "by size": lambda p, *_: p.grad * (3 if p.numel() > 200 else 1),
+    "of 3-D ones": lambda p, *_: p.grad * (3 if p.ndim == 3 else 1),
+    "orthogonal": orthogonal,
+}
+ELEMENTWISE = {
+    "by place": lambda p, at, _: p.grad * (1 + at),
+    "by name": lambda p, at, group: p.grad * (2 if "b" in group["param_names"][at] else 1),
+    "by mark": lambda p, *_: p.grad * getattr(p, "factor", 1),
+}
+
+
+def parameters_of_shapes():
+    shapes = {"a": (100_001, 8), "b": (3, 70), "c": (3, 70), "d": (5,), "e": (2, 3, 4)}
+    made = {name: nn.Parameter(torch.ones(shape)) for name, shape in shapes.items()}
+    made["c"].factor = 7
+    made["d"].requires_grad_(False)
+    return made
+
+
+@pytest.mark.parametrize("name", [*LOOK_AT_SHAPES, *ELEMENTWISE])
+def test_a_step_that_looks_at_shapes_is_found(name):
+    optimizer = Made(list(parameters_of_shapes().items()), (LOOK_AT_SHAPES | ELEMENTWISE)[name])
+    if name in ELEMENTWISE:
+        check_optimizer(optimizer)
+    else:
+        with pytest.raises(UnsupportedError, match=r"Made is not elementwise: it updates a parameter of shape \["):
+            check_optimizer(optimizer)
+
+
+def test_a_class_is_tried_on_matrices():
+    check_elementwise(Made, {"how": ELEMENTWISE["by place"]})
+    with pytest.raises(UnsupportedError, match=r"of shape \[3, 4\]"):
+        check_elementwise(Made, {"how": LOOK_AT_SHAPES["by width"]})
+
+
+def test_the_shapes_of_shares_are_those_of_the_model():
+    shares = [nn.Parameter(torch.ones(12)), nn.Parameter(torch.ones(4))]
+    optimizer = Made(shares, LOOK_AT_SHAPES["by width"])
+    check_optimizer(optimizer)
+    with pytest.raises(UnsupportedError, match=r"of shape \[6, 4\]"):
+        check_optimizer(optimizer, shapes={id(shares[0]): (6, 4), id(shares[1]): (8,)})
+
+
+@pytest.mark.parametrize("kind", ["set", "dict", "group"])
+def test_ids_of_parameters_are_found(kind):
+    model = parameters_of_shapes()
+    optimizer = optim.SGD(model.values(), lr=0.1)
+    chosen = id(model["b"])
+    if kind == "group":
+        optimizer.param_groups[0]["chosen"] = (chosen,)
+    else:
+        optimizer.chosen = {chosen} if kind == "set" else {"few": {chosen: 3.0}}
+    with pytest.raises(UnsupportedError, match="SGD refers to 'b' outside of its parameter groups"):
+        check_optimizer(optimizer, {id(p): name for name, p in model.items()})
