@@ -210,8 +210,49 @@ def check_data_order(
             f"{key} is {order.get(key)!r}, and was {saved.get(key)!r} when the checkpoint was written",
             where=str(resumption.path),
             why="sequences would be trained twice or not at all",
-            fix=f"set it as it was, or set hotspa_allow_data_order_change=True ({len(changed)} such changes)",
+            fix=f"{_as_it_was(key, saved.get(key), args)}, or set hotspa_allow_data_order_change=True ({len(changed)} such changes)",
         )
+
+
+def keep_rows_a_step(resumption: Any, args: HotSPaTrainingArguments, dataset: Any) -> None:
+    """With another number of processes than the checkpoint's and the same rows per process, accumulates more or fewer
+    batches, so that each step has the rows that it would have had. Does nothing if no number of batches gives that.
+
+    Not where a process depends on how many there are or on what it accumulates: streams, batches sorted by length,
+    generation (`steps_per_generation`) and KTO's estimates (`desirable_weight`).
+    """
+    if not isinstance(resumption, Resumption) or args.hotspa_mini_batch_size is not None or not has_length(dataset):
+        return
+    order = resumption.state.get("data", {}).get("order") or {}
+    saved, before = order.get("mini_batch_size"), resumption.manifest.world_size
+    of_batch, now = args.per_device_train_batch_size, args.world_size
+    strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
+    divided = args.accelerator_config.split_batches or args.accelerator_config.dispatch_batches
+    own = hasattr(args, "steps_per_generation") or hasattr(args, "desirable_weight")
+    if before == now or not isinstance(saved, int) or strategy not in ("random", "sequential") or divided or own:
+        return
+    accumulation, rest = divmod(saved, of_batch * now)
+    count = len(dataset) // of_batch if args.dataloader_drop_last else -(-len(dataset) // of_batch)
+    whole = count % before == count % now == 0  # else the end of a pass has other rows
+    if rest or not accumulation or saved == args.hotspa_rows_a_step or not whole:
+        return
+    if args.process_index == 0:
+        logger.warning(
+            "resuming a run of %d processes on %d: gradient_accumulation_steps is now %d, so that each step has its %d rows",
+            before, now, accumulation, saved,
+        )  # fmt: skip
+    vars(args)["gradient_accumulation_steps"] = accumulation
+
+
+def _as_it_was(key: str, saved: Any, args: HotSPaTrainingArguments) -> str:
+    """What to set so that the mini-batch has as many rows as before."""
+    if key != "mini_batch_size" or not isinstance(saved, int):
+        return "set it as it was"
+    if args.hotspa_mini_batch_size is not None:
+        return f"set hotspa_mini_batch_size={saved}"
+    accumulation: int = vars(args)["gradient_accumulation_steps"]
+    of_batch, rest = divmod(saved, args.world_size * accumulation)
+    return f"set per_device_train_batch_size={of_batch}" if not rest else f"set hotspa_mini_batch_size={saved}"
 
 
 def _rows_of_pass(loader: Any, per_device: int) -> int | None:

@@ -79,6 +79,7 @@ from hf_hotspa.trainer.resuming import (
     check_data_order,
     data_order,
     find_checkpoint,
+    keep_rows_a_step,
     load_scheduler,
     next_pass,
 )
@@ -300,6 +301,8 @@ class SwitchedMixin(_Base):
             resumed = find_checkpoint(asked, folder, self.args, agreement, self.model) if asked else None
             self._hotspa_resumption, path = resumed, str(resumed.path) if resumed else None
             self._hotspa_trains = True
+            if not self.args.hotspa_allow_data_order_change:
+                keep_rows_a_step(resumed, self.args, self.train_dataset)
             checkpoints.begin()
             output: TrainOutput = super().train(path, *args, **kwargs)
             checkpoints.check_written()

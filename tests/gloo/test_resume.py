@@ -394,7 +394,7 @@ def test_another_scheduler_is_refused(saved, tmp_path, state, error):
 
 
 def rows_of_a_step(rank, world, folder, resume, options):
-    """The tokens of the rows of each step, of all ranks."""
+    """The tokens of the rows of each step, of all ranks; and the losses."""
     import torch.distributed as dist
 
     seen = {}
@@ -411,19 +411,55 @@ def rows_of_a_step(rank, world, folder, resume, options):
 
         return Noting
 
-    train(make_trainer(folder, world, cls=noting, **options), resume)
-    return {step: sorted(rows) for step, rows in seen.items()}
+    losses = train(make_trainer(folder, world, cls=noting, **options), resume)
+    return {step: sorted(rows) for step, rows in seen.items()}, losses
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_another_number_of_ranks_and_batches_trains_the_same_rows(world, tmp_path):
     """Mini-batches of 5 rows, in batches that hold different numbers of them; over the edge of an epoch."""
     options = {"hotspa_mini_batch_size": 5, "max_steps": 7}
-    [whole, _] = run_ranks(2, rows_of_a_step, str(tmp_path / "a"), None, options)
+    [(whole, _), _] = run_ranks(2, rows_of_a_step, str(tmp_path / "a"), None, options)
     assert [len(rows) for rows in whole.values()] == [5, 5, 4, 5, 5, 4, 5]
     options |= {"gradient_accumulation_steps": 3}
-    for found in run_ranks(world, rows_of_a_step, str(tmp_path / "b"), str(tmp_path / "a" / "checkpoint-2"), options):
+    resumed = run_ranks(world, rows_of_a_step, str(tmp_path / "b"), str(tmp_path / "a" / "checkpoint-2"), options)
+    for found, _ in resumed:
         assert found == {step: rows for step, rows in whole.items() if step > 2}
+
+
+def unchanged(**options):
+    """The arguments of a script that does not know `hotspa_mini_batch_size`."""
+    return {"hotspa_mini_batch_size": None, "max_steps": 6, "rows": random_rows(16, 163, longest=60, seed=3), **options}
+
+
+@pytest.mark.parametrize(
+    ("before", "accumulated", "now"),
+    [
+        (2, 1, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, 2, 2), (4, 1, 2), (2, 2, 4), (4, 3, 1))),
+    ],
+)
+def test_an_unchanged_script_keeps_the_rows_of_a_step(before, accumulated, now, tmp_path):
+    """Over the edge of an epoch, which is after 16 rows."""
+    of_batch = 1 if before * accumulated == 12 else 4 // (before * accumulated)
+    options = unchanged(per_device_train_batch_size=of_batch, gradient_accumulation_steps=accumulated)
+    if before * accumulated == 12:
+        options["rows"] = random_rows(24, 163, longest=60, seed=3)
+    [(whole, losses), *_] = run_ranks(before, rows_of_a_step, str(tmp_path / "a"), None, options)
+    resumed = run_ranks(now, rows_of_a_step, str(tmp_path / "b"), str(tmp_path / "a" / "checkpoint-3"), options)
+    for found, of_resumed in resumed:
+        assert found == {step: rows for step, rows in whole.items() if step > 3}
+        assert of_resumed == pytest.approx({step: loss for step, loss in losses.items() if step > 3}, rel=1e-4)
+
+
+def test_where_rows_cannot_be_kept_the_error_names_the_value(tmp_path, saved):
+    ours = saved / "a" / "checkpoint-3"  # 4 rows, of one process or two
+    for rows, of_batch, fix in (
+        (14, 3, "set per_device_train_batch_size=4"), (14, 8, "set per_device_train_batch_size=4"),
+    ):  # fmt: skip
+        options = unchanged(per_device_train_batch_size=of_batch, rows=random_rows(rows, 163, longest=60, seed=3))
+        with pytest.raises(ResumeError, match=f"mini_batch_size is {of_batch}, and was 4 .*{fix}, or set hotspa_allow"):
+            train(make_trainer(str(tmp_path), 1, **options), str(ours))
 
 
 def test_another_data_order_can_be_allowed(saved, tmp_path):
