@@ -1,6 +1,7 @@
 """Where our methods stand in the order of classes: `switched(MyTrainer)`, subclasses of ours, and what cannot be made."""
 
 import abc
+import copy
 import functools
 import pickle
 import re
@@ -257,6 +258,29 @@ def test_an_override_is_called_wherever_it_is_set(tmp_path, monkeypatch, place):
         kit.close()
         found.append(calls)
     assert found == [["checkpoint-2", "checkpoint-4"]] * 2
+
+
+def test_a_save_that_passes_over_ours_is_named(tmp_path):
+    class Own(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            Trainer._save_checkpoint(self, model, trial)
+
+    kit = Kit(False, 1, tmp_path)
+    with pytest.raises(UnsupportedError, match=r"Own calls _save_optimizer_and_scheduler.*super\(\)._save_checkpoint"):
+        kit.train(kit.trainer(switched(Own), args=kit.arguments(save_strategy="steps", save_steps=1)))
+
+
+def test_a_constructor_of_trl_that_a_program_has_deleted(tmp_path, monkeypatch):
+    needed = ("__init__", "log", "compute_loss", "training_step", "_set_signature_columns_if_needed")
+    for name in needed:  # by a constructor of the program, and methods that read what TRL's has made
+        monkeypatch.delattr(trl.SFTTrainer, name)
+    own = type("Own", (trl.SFTTrainer,), {})
+    args = trl.SFTConfig(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", bf16=False, disable_tqdm=True)
+    rows, losses = [{"input_ids": [3, 4, 5, 6], "labels": [3, 4, 5, 6]}] * 16, []
+    for cls in (own, switched(own)):
+        trainer = cls(model=tiny_model("llama_gqa_bias"), args=copy.copy(args), train_dataset=rows)
+        losses.append(trainer.train().training_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_an_override_that_raises_ends_training_as_in_stock(tmp_path):
