@@ -49,6 +49,18 @@ class FourBit:
 # -- the user's model -------------------------------------------------------------------------------------------------
 
 
+def _refuse_quantized_modules(model: nn.Module) -> None:
+    """Rejects modules that were quantized after the model had been loaded."""
+    for name, module in model.named_modules():
+        kinds = {type(p) for p in module.parameters(recurse=False) if not issubclass(type(p), nn.Parameter)}
+        if kinds or "quantized" in type(module).__module__.split("."):
+            raise UnsupportedError(
+                f"the weights of module {name!r} are quantized ({', '.join(k.__name__ for k in (*kinds, type(module)))})",
+                why="packed integers and their scales cannot be cut into shards and moved between layouts like weights",
+                fix="train the model before it is quantized",
+            )
+
+
 def refuse_quantized(model: nn.Module, adapted: bool) -> None:
     """Raises an error for weights that are not plain floating-point numbers, except 4-bit bitsandbytes below an adapter.
 
@@ -61,6 +73,7 @@ def refuse_quantized(model: nn.Module, adapted: bool) -> None:
     """
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is None and not getattr(model, "is_quantized", False):
+        _refuse_quantized_modules(model)
         return
 
     def value(name: str) -> Any:

@@ -77,6 +77,7 @@ from hf_hotspa.switched.model_object import (
     fused_head,
     guard,
     refuse_losses,
+    refuse_other_forward,
     release,
 )
 from hf_hotspa.switched.passes import (
@@ -138,6 +139,7 @@ class SwitchedModel(DistributedDataParallel):
         nn.Module.__init__(self)
         options = replace(options or EngineOptions(), record_routers=True)
         refuse_losses(options)
+        refuse_other_forward(bare_model(model)[0])
         with as_built(bare_model(model)[0]):
             self.engine = HotSPaEngine(model, buckets, options, weights=weights, device=device)
         self._own = options.loss if isinstance(options.loss, TokenLoss) else None
@@ -288,7 +290,7 @@ class SwitchedModel(DistributedDataParallel):
         """
         words, error = self._changes.inspect_modules()
         _, more, adapters_error = self._adapters.inspect()
-        words, error = words + more, error or adapters_error
+        words, error = words + more, error or adapters_error or (self._changes.inspect_hooks() if anew else None)
         if any(self._meet(f"continue{words}", None if anew else error, error is not None)):
             return True
         self._apply_changes(words)

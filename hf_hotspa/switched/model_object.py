@@ -27,7 +27,7 @@ from hf_hotspa.checkpoint.tensors import copy_buffers
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.errors import HotspaError, UnsupportedError
-from hf_hotspa.model.model_check import changed_facts, deciding_values, module_facts, weights_digest
+from hf_hotspa.model.model_check import changed_facts, check_hooks, deciding_values, module_facts, weights_digest
 from hf_hotspa.model.model_kind import of_text, text_base
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.adapters import bare_model
@@ -73,6 +73,23 @@ def fused_head(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
             fix="leave it out",
         )
     return head
+
+
+def refuse_other_forward(model: nn.Module) -> None:
+    """Rejects a forward on the object that is neither TRL's, accelerate's nor ours.
+
+    Raises:
+        UnsupportedError: it would be lost.
+    """
+    forward = vars(model).get("forward")
+    function = getattr(forward, "__func__", forward)
+    library = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
+    if forward is not None and library not in ("trl", "accelerate", "hf_hotspa"):
+        raise UnsupportedError(
+            "the forward of the model was replaced on the object",
+            why="the model is rebuilt for every strategy and the replacement would be lost",
+            fix="subclass the model instead",
+        )
 
 
 @contextmanager
@@ -134,7 +151,9 @@ class Route:
 
     def _over(self, own: Any) -> Callable[..., Any]:
         cls: Any = type(self._model())
-        forward = cls.forward if own is None else own.__func__
+        forward = (
+            cls.forward if own is None else getattr(own, "__func__", lambda _, *args, **kwargs: own(*args, **kwargs))
+        )
 
         @functools.wraps(forward)  # `generate` looks at the signature
         def routed(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -292,8 +311,9 @@ class ObjectChanges:
         named = self._model.named_parameters(remove_duplicate=False)
         return {known[name].name: (p, known[name].trainable) for name, p in named if name in known}
 
-    def _laid_out(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {n: (tuple(p.shape), p.dtype) for n, p in self._model.named_parameters(remove_duplicate=False)}
+    def _laid_out(self) -> dict[str, tuple[Any, ...]]:
+        named = self._model.named_parameters(remove_duplicate=False)
+        return {n: (tuple(p.shape), p.dtype, getattr(type(p), "_true_class", type(p))) for n, p in named}
 
     def show(self, digest: str | None = None) -> None:
         """Notes that the object has the current weights, of this digest if known. Not collective."""
@@ -309,6 +329,13 @@ class ObjectChanges:
     def inspect_modules(self) -> tuple[str, HotspaError | None]:
         """Returns the changes since the last step, as text (equal on all ranks with equal changes), and an error for
         unsupported ones. Not collective."""
+        if (layout := self._laid_out()) != self._layout:
+            names = sorted(n for n in layout.keys() | self._layout.keys() if layout.get(n) != self._layout.get(n))
+            return "", UnsupportedError(
+                f"the parameters {_some(names)} were changed (name, shape, dtype or class) after the training had started",
+                why="the replicas were built from the earlier ones",
+                fix="change them before train()",
+            )
         buffers, frozen, thawed = dict[str, Tensor](), set[str](), list[str]()
         for name, buffer in self._bare.named_buffers():
             known = self._buffers.get(name)
@@ -339,13 +366,6 @@ class ObjectChanges:
                 why="the replicas were built from the earlier config",
                 fix="set them before train()",
             )
-        if (layout := self._laid_out()) != self._layout:
-            names = sorted(n for n in layout.keys() | self._layout.keys() if layout.get(n) != self._layout.get(n))
-            return words, UnsupportedError(
-                f"the parameters {_some(names)} were changed (shape, dtype or name) after the training had started",
-                why="the replicas were built from the earlier ones",
-                fix="change them before train()",
-            )
         facts = module_facts(self._bare, self._is_of_text)
         if facts != self._facts and (changes := changed_facts(facts, self._facts, self._bare)):
             return words, UnsupportedError(
@@ -354,6 +374,16 @@ class ObjectChanges:
                 fix="put it into the config before train()",
             )
         return words, None
+
+    def inspect_hooks(self) -> HotspaError | None:
+        """Returns an error for hooks, and replaced forwards, which replicas do not have. Not collective."""
+        try:
+            refuse_other_forward(self._bare)
+            with structure_only(), as_built(self._bare):
+                check_hooks(self._model)
+        except HotspaError as error:
+            return error
+        return None
 
     def apply(self) -> None:
         """Applies what `inspect_modules` saw. Not collective; on all ranks, the same."""

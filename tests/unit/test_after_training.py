@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainingArguments
 
+from hf_hotspa.errors import HotspaError
 from tests.families import tiny_model
 from tests.lora import tiny_lora
 from tests.oracle import random_rows
@@ -131,6 +132,55 @@ def test_the_trained_object_is_an_ordinary_model(kind: str, tmp_path: Any) -> No
     for use in uses:
         call = partial(use, folder=tmp_path / "stock") if use is stock_trainer else use
         assert torch.allclose(call(model), call(like), atol=1e-5), use.__name__
+    trainer.close_engine()
+
+
+def quantized(model: Any) -> None:
+    torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, inplace=True)
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda module, given, out: out * 0.5)
+
+
+def wrapped(model: Any) -> None:
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def all_frozen(model: Any) -> None:
+    model.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (quantized, "are quantized"),
+        (hooked, "'lm_head' has forward hooks"),
+        (wrapped, "forward of the model was replaced"),
+        (all_frozen, "requires_grad is False for all parameters"),
+    ],
+)
+def test_changes_that_no_engine_can_take_over_are_named(change: Any, words: str, tmp_path: Any) -> None:
+    trainer = trainer_of(tmp_path, tiny_model("llama_gqa_bias"))
+    trainer.train()
+    change(trainer.model)
+    if change is all_frozen:
+        trainer.evaluate()
+    with pytest.raises(HotspaError, match=words):
+        trainer.train() if change is all_frozen else trainer.evaluate()
+    assert logits(trainer.model).isfinite().all()  # the object itself is whole
+
+
+def test_a_model_of_a_folder_has_no_weights_until_they_are_asked_for(tmp_path: Any) -> None:
+    tiny_model("llama_gqa_bias").save_pretrained(tmp_path / "model")
+    trainer = trainer_of(tmp_path, str(tmp_path / "model"))
+    trainer.train()
+    with pytest.raises(HotspaError, match="trainer.model has no weights"):
+        trainer.model(IDS)
+    trainer.materialize()
+    assert "forward" not in vars(trainer.model)
+    gradients(trainer.model)
     trainer.close_engine()
 
 
