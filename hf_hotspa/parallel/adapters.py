@@ -164,10 +164,6 @@ def read_adapters(model: nn.Module) -> Adapters | None:
         _refuse_bare_tuners(model)
         return None
     from peft import LoraConfig, PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    if not any(isinstance(module, BaseTunerLayer) for module in model.modules()):  # after merge_and_unload()
-        return None
 
     configs = dict(model.peft_config)
     if not isinstance(model, PeftModel) or len(configs) != 1:
@@ -182,6 +178,8 @@ def read_adapters(model: nn.Module) -> Adapters | None:
         raise UnsupportedError(
             f"the adapter {name!r} is of the kind {kind} ({type(config).__name__})", why=_WHY, fix="use a LoraConfig"
         )
+    if not any(hasattr(module, "lora_A") for module in model.modules()):  # after merge_and_unload()
+        return None
     for option, (why, fix) in _REFUSED.items():
         value = getattr(config, option, None)
         if value:
