@@ -77,7 +77,8 @@ class Preemption:
     def __enter__(self) -> "Preemption":
         self.agreed, self._first = False, 0
         if threading.current_thread() is threading.main_thread():
-            before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+            both = (signal.SIGTERM, signal.SIGINT)
+            before: dict[int, Any] = {number: signal.getsignal(number) for number in both}
             if before[signal.SIGTERM] is None:  # not set from Python: it could not be restored
                 del before[signal.SIGTERM]
             if before[signal.SIGINT] is not signal.default_int_handler:

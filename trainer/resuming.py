@@ -241,7 +241,7 @@ def keep_rows_a_step(resumption: Any, args: HotSPaTrainingArguments, dataset: An
             "resuming a run of %d processes on %d: gradient_accumulation_steps is now %d, so that each step has its %d rows",
             before, now, accumulation, saved,
         )  # fmt: skip
-    vars(args)["gradient_accumulation_steps"] = accumulation
+    args.gradient_accumulation_steps = accumulation
 
 
 def _as_it_was(key: str, saved: Any, args: HotSPaTrainingArguments) -> str:

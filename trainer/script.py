@@ -7,6 +7,7 @@ loading by name (a folder, a file, the hub). `check_script` finds errors in name
 import argparse
 import logging
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,9 @@ class FlagParser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the program with code 2; the message may quote what was given."""
-        super().error(printable(message))
+        self.print_usage(sys.stderr)
+        print(printable(f"{self.prog}: error: {message}"), file=sys.stderr)
+        sys.exit(2)
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As `ArgumentParser.parse_args`; an unknown flag ends the program with code 2."""

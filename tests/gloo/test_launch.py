@@ -167,20 +167,48 @@ def test_ctrl_c_saves_and_says_in_one_line_how_to_resume(tmp_path):
     assert str(tmp_path / "out" / "hotspa_report" / "report.html") in said
 
 
+LONG_STEP = """
+import time
+from pathlib import Path
+from transformers import TrainerCallback
+from tests.training_runs import make_trainer
+
+class Long(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            Path("ready").touch()
+            for _ in range(600):
+                time.sleep(0.1)
+
+make_trainer("out", 1, save_steps=100, callbacks=[Long()]).train()
+"""
+
+
 @pytest.mark.slow
-def test_the_second_press_ends_the_job_at_once(tmp_path):
-    with running_job(tmp_path) as job:
-        ranks = ranks_of(job.pid)
-        for rank in ranks:
-            os.kill(rank, signal.SIGSTOP)  # a step that takes long
-        os.killpg(job.pid, signal.SIGINT)
-        time.sleep(1.5)
-        os.killpg(job.pid, signal.SIGINT)  # which torch's launcher passes on as SIGTERM
-        time.sleep(0.5)
-        for rank in ranks:
-            os.kill(rank, signal.SIGCONT)
-        assert job.wait(120) == 1
-    assert "training stops after step" not in (tmp_path / "log").read_text()
+def test_the_second_press_in_a_long_step_ends_the_job_at_once(tmp_path):
+    (tmp_path / "script.py").write_text(LONG_STEP)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "script.py"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(
+            line, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            while not (tmp_path / "ready").exists():
+                assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.1)
+            os.killpg(job.pid, signal.SIGINT)
+            time.sleep(1.5)
+            os.killpg(job.pid, signal.SIGINT)  # which torch's launcher passes on as SIGTERM
+            assert job.wait(120) == 1
+        finally:
+            job.kill()
+    said = (tmp_path / "log").read_text()
+    assert said.count("Ctrl-C: training stops after this step and saves; press again to stop at once") == 1
+    assert "closing signal SIGTERM" in said
+    assert "forcefully exiting" not in said
+    assert "training stops after step" not in said
 
 
 @pytest.mark.slow
