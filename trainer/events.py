@@ -188,6 +188,7 @@ class CallbackEvents(CallbackHandler):
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
         error: The error that ranks have yet to agree on; it then ends training.
+        before_step: Called after the callbacks of `on_pre_optimizer_step`.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class CallbackEvents(CallbackHandler):
         # not super().__init__: it would add the callbacks again, with warnings about duplicates
         self.__dict__.update(handler.__dict__)
         self._before, self._apart = before, apart
+        self.before_step: Callable[[], None] = lambda: None
         self._own: dict[type[TrainerCallback], TrainerCallback] = {}
         self.seconds: dict[str, float] = defaultdict(float)
         self._logged_s, self._steps_since_log = 0.0, 0
@@ -222,7 +224,7 @@ class CallbackEvents(CallbackHandler):
 
     def leave_to_stock(self) -> None:
         """From now on only the user's callbacks are called, as in transformers."""
-        self._own, self._before = {}, lambda event: None
+        self._own, self._before, self.before_step = {}, lambda event: None, lambda: None
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback of the user, a class or an object; it replaces the Trainer's own callback of its class."""
@@ -318,6 +320,8 @@ class CallbackEvents(CallbackHandler):
             result = self._call(callback, event, state.global_step, args, state, control, **shared, **given)
             if result is not None:
                 control = result
+        if event == "on_pre_optimizer_step":
+            self.before_step()
         return control
 
     def is_looked_at(self, occasion: str, trainer: Any) -> bool:

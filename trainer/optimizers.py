@@ -43,6 +43,7 @@ from hf_hotspa.model.replica import to_storage
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
 from hf_hotspa.trainer.described import text_of
+from hf_hotspa.trainer.step_hooks import attached, check_attached
 from hf_hotspa.versions import version_of
 
 ELEMENTWISE_OPTIMIZERS = (
@@ -478,6 +479,7 @@ class MasterOptimizer:
         self._trainer = trainer
         self.watched: weakref.ref[Optimizer] | None = None
         self._made: weakref.ref[Optimizer] | None = None  # from the arguments
+        self._attached = list[Any]()  # and elementwise
         self._left: tuple[weakref.ref[Optimizer], dict[str, Any]] | None = None  # by a closed engine, and its shares
 
     def made(self, optimizer: Any) -> Any:
@@ -537,8 +539,21 @@ class MasterOptimizer:
             )
         take_over(optimizer, engine, self._trainer.model, saved)
         self.watched = weakref.ref(bare_optimizer(optimizer))
+        self._trainer.callback_handler.before_step = self.check_attached
         # groups that are added during training have parameters of the model
         self._trainer.switched.on_other_parameters = self._take_over_added
+
+    def check_attached(self) -> None:
+        """Checks what is attached to the optimizer: step hooks, a replaced `step`. Before each step.
+
+        Raises:
+            UnsupportedError: it would act on shares in another way than on complete weights.
+        """
+        optimizer = self._trainer.optimizer
+        for when, function in attached(optimizer):
+            if not any(function == known for known in self._attached):
+                check_attached(optimizer, when, function)
+                self._attached.append(function)
 
     def _take_over_added(self, optimizer: Optimizer) -> None:
         if self.watched is not None and self.watched() is bare_optimizer(optimizer):

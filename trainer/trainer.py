@@ -576,6 +576,7 @@ class SwitchedMixin(_Base):
             if of_master.watched is None or of_master.watched() is not bare:  # it was set after training started
                 of_master.put_on_master_store(optimizer)
             if engine.updates is not None:  # stages step separately
+                of_master.check_attached()
                 engine.updates.step = bare.step
         engine.observer = PhaseDispatcher(self) if handler.defined(PHASE_EVENTS) else None
         return batches, num_items
