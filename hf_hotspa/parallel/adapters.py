@@ -185,6 +185,7 @@ def read_adapters(model: nn.Module) -> Adapters | None:
         if value:
             raise UnsupportedError(f"the LoRA config has {option}={value!r}", why=why, fix=fix)
     _refuse_idle(model, name, config)
+    _refuse_resized(model, config)
     config = copy.deepcopy(config)
     config.init_lora_weights = False  # the values come from the model; inits such as PiSSA read the base weights
     config.inference_mode = False
@@ -226,6 +227,23 @@ def _refuse_idle(model: Any, name: str, config: Any) -> None:
             raise UnsupportedError(
                 f"the adapter {name!r} is {state}", why="none of its weights would be trained", fix=fix
             )
+
+
+def _refuse_resized(model: Any, config: Any) -> None:
+    """Raises an error if PEFT saves the embeddings with the adapter, as their rows are not those of the base on disk."""
+    base, size = config.base_model_name_or_path, getattr(model.config, "vocab_size", None)
+    if not base or size is None:
+        return
+    try:
+        known = type(model.config).from_pretrained(base, local_files_only=True).vocab_size
+    except (OSError, ValueError):  # it was made from a config, or has moved: PEFT does not save them
+        return
+    if known != size:
+        raise UnsupportedError(
+            f"the model has {size} embeddings, and its base {base!r} has {known}",
+            why="PEFT saves resized embeddings with the adapter, and checkpoints hold the adapter's own weights",
+            fix="save the resized model (save_pretrained), load it from its folder, and make the adapter on that",
+        )
 
 
 def _scalings(bare: Any, name: str) -> dict[str, float]:

@@ -1,15 +1,9 @@
-"""The scripts of public bug reports of transformers, PEFT, TRL and accelerate, with the stock Trainer and with ours.
-
-The results must be equal, or an error must name the cause before the first step. The reported bug itself is transformers' matter.
-`tests/gloo/test_public_reports.py` runs them; `python -m tests.public_reports` writes their table in docs/exactness.md.
-"""
+"""Public reports about the Trainer, most of them of transformers and accelerate."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,110 +19,22 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests import trl_runs
 from tests.lora import tiny_lora
-from tests.moves import STRATEGIES, Kit, Move, Seen, padded
-from tests.moves.__main__ import here
+from tests.moves import Kit, Move, Seen, padded
 from tests.moves.checkpoints import everyone, folders, loaded
-
-BY_STEPS: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
-SAVES: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
-EACH: dict[str, Any] = {**SAVES, "eval_strategy": "steps", "eval_steps": 1}
-OWN_READING: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
-"""Each process reads the stream, so batches of unequal rows need not be sent."""
-LORA = partial(tiny_lora, "llama_gqa_bias")
-
-
-def stream(rows: list[dict[str, Any]]) -> IterableDataset:
-    """Rows as a stream."""
-
-    def each() -> Iterator[dict[str, Any]]:
-        yield from rows
-
-    return IterableDataset.from_generator(each)
-
-
-def evaluated(trainer: Any) -> list[dict[str, float]]:
-    """The logs of the evaluations, without times."""
-
-    def counts(name: str) -> bool:
-        return name.startswith("eval_") and not name.endswith(("runtime", "per_second"))
-
-    logs = [{name: value for name, value in log.items() if counts(name)} for log in trainer.state.log_history]
-    return [log for log in logs if log]
-
-
-def run(
-    kit: Kit,
-    cls: Any = None,
-    rows: Any = None,
-    others: Any = None,
-    given: Any = None,
-    resume: Any = None,
-    **arguments: Any,
-) -> Seen:
-    """Trains, and returns losses, rates, weights, evaluations and folders. `given` is for the constructor."""
-    rows = kit.rows() if rows is None else rows
-    data = {"train_dataset": rows, "eval_dataset": kit.rows() if others is None else others}
-    trainer = kit.trainer(cls, args=kit.arguments(**arguments), **data, **(given or {}))
-    seen = kit.train(
-        trainer, resume_from_checkpoint=resume and (resume if resume is True else str(kit.folder / "out" / resume))
-    )
-    everyone(kit)
-    state = trainer.state
-    return {
-        **seen,
-        "evaluated": evaluated(trainer),
-        "folders": folders(kit),
-        "steps": [state.global_step, state.max_steps, state.best_global_step],
-    }
-
-
-def with_loss(kit: Kit, term: Callable[..., Any], **options: Any) -> Seen:
-    """Trains with a `compute_loss` that returns `term(trainer, model, inputs, num_items_in_batch)`: loss and outputs."""
-    base: Any = kit.trainer_class
-
-    class Own(base):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            loss, outputs = term(self, model, inputs, num_items_in_batch)
-            return (loss, outputs) if return_outputs else loss
-
-    return run(kit, Own, **{**options, "given": {"data_collator": padded, **options.get("given", {})}})
-
-
-def on(**events: Callable[..., Any]) -> TrainerCallback:
-    """A callback with these events."""
-
-    def method(event: Callable[..., Any]) -> Any:
-        return lambda self, args, state, control, **kwargs: (
-            event(args=args, state=state, control=control, **kwargs) and None
-        )
-
-    return type("Own", (TrainerCallback,), {name: method(event) for name, event in events.items()})()
-
-
-def accuracy(predicted: Any) -> dict[str, float]:
-    """Accuracy of arg-maxima, shifted as in the report."""
-    ids, labels = predicted.predictions[:, :-1], predicted.label_ids[:, 1:]
-    real = labels != -100
-    return {"hits": float(((ids == labels) & real).sum() / real.sum())}
-
-
-ARGMAX = {"compute_metrics": accuracy, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
-
-
-def of_trl(kind: str, data: str, given: Callable[[], dict[str, Any]] = dict, **fields: Any) -> Callable[[Kit], Seen]:
-    """Logs and weights of a run of TRL's trainer, or of ours."""
-
-    def run_trl(kit: Kit) -> Seen:
-        more = lambda: {**given(), "callbacks": [kit.counter]}  # noqa: E731
-        case = trl_runs.Case(kind, ("", ""), data, {"max_steps": 3, **fields}, dtype=torch.float32, given=more)
-        seen = trl_runs.run(case, str(kit.folder / "out"), None if kit.stock else STRATEGIES[kit.world_size])
-        # rewards of the first step are differences of equal sums
-        logs = [{name: value if abs(value) > 1e-6 else 0.0 for name, value in log.items()} for log in seen["logs"]]
-        return {**seen, "logs": logs}
-
-    return run_trl
+from tests.public_reports.runs import (
+    ARGMAX,
+    BY_STEPS,
+    EACH,
+    LORA,
+    OWN_READING,
+    SAVES,
+    evaluated,
+    of_trl,
+    on,
+    run,
+    stream,
+    with_loss,
+)
 
 
 def short_stream_resumed(kit: Kit) -> Seen:
@@ -610,7 +516,7 @@ def of_one_length(kit: Kit) -> Any:
 
 
 _LEAVE_OUT = "leave it out, or train the full model"
-_REPORTS: tuple[tuple[str, Move], ...] = (
+REPORTS: tuple[tuple[str, Move], ...] = (
     ("transformers 27161", Move(
         "label smoothing with a LoRA adapter: labels are shifted",
         lambda kit: run(kit, given={"model": LORA()}, label_smoothing_factor=0.1))),
@@ -763,58 +669,3 @@ _REPORTS: tuple[tuple[str, Move], ...] = (
         "GRPO with `eval_on_start=True`",
         of_trl("GRPO", "prompts", dict, **trl_runs.RL, eval_on_start=True, eval_strategy="steps", eval_steps=3, max_steps=2), tolerance=1e-4)),
 )  # fmt: skip
-"""Repository and number, and the move."""
-
-REPORTS = {f"{report}: {move.name}": move for report, move in _REPORTS}
-"""By name, in the order of the page."""
-
-QUICK = ("961", "26413", "39842", "24832", "43595", "7823", "20029", "27962", "35651", "9359", "21494", "11710", "31923", "25841",
-         "31033", "29972", "30104", "33130", "10140", "2864", "3728", "3927")  # fmt: skip
-"""Run with the fast tests: the bugs that were fixed, and the reports that differ most from tests/moves."""
-
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "exactness.md"
-_HEADING, _NEXT = "## Public bug reports tried\n", "\n## "
-
-
-def section() -> str:
-    """The section of the page that lists them."""
-    numbers, left = len({report for report, _ in _REPORTS}), sum(move.left for _, move in _REPORTS)
-    unsupported = sum(bool(move.error) and not move.left for _, move in _REPORTS)
-    rows = []
-    for report, move in _REPORTS:
-        repository, number = report.split()
-        rows.append(
-            f"| [{report}](https://github.com/huggingface/{repository}/issues/{number}) | {move.name} | {here(move)} |"
-        )
-    lines = [
-        _HEADING,
-        f"The scripts of {numbers} bug reports of transformers, PEFT, TRL and accelerate, run with the stock trainer and with ours, on one process",
-        f"and on two: {len(rows) - left - unsupported} give the same logs, weights and files, {left} are left to `Trainer`, {unsupported} are not supported",
-        "([what that means](moves.md)). Three were silently wrong here before: the gradient of a term of the weights in a loss was lost",
-        "(33130), and hidden states that a config asks for were missing in predictions (30104); both raise an error now. The last batch of a stream",
-        "had more rows than with `dispatch_batches` on several processes, and counted as a complete one in an evaluation, also on one process (961);",
-        "both now match the stock trainer.",
-        "`tests/gloo/test_public_reports.py` runs them.",
-        "",
-        '<details markdown="1">',
-        "<summary>Every one of them</summary>",
-        "",
-        "| report | what its script does | here |",
-        "|---|---|---|",
-        *rows,
-        "",
-        "</details>",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def page() -> str:
-    """The page with the current list."""
-    before, _, rest = PAGE.read_text().partition(_HEADING)
-    _, found, after = rest.partition(_NEXT)
-    return before + section() + found + after
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())
