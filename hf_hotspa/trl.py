@@ -247,8 +247,9 @@ class OverOnline(OverTRL):
     # -- generation ---------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: Any) -> Any:
-        """As TRL, with the current weights in the model object; TRL streams them for vLLM. Collective."""
-        if self._hotspa_refusal is not None:
+        """As TRL, with the current weights in the model object, which holds them before training; TRL streams them for
+        vLLM. Collective."""
+        if self._hotspa_refusal is not None or self._hotspa_model is None:
             return super()._generate(prompts)
         looks = not self.use_vllm or getattr(self, "rollout_func", None) is not None
         with self._hotspa_weights(looks):

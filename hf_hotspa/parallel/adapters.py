@@ -230,7 +230,7 @@ def _refuse_idle(model: Any, name: str, config: Any) -> None:
 
 
 def _refuse_resized(model: Any, config: Any) -> None:
-    """Raises an error if PEFT saves the embeddings with the adapter, as their rows are not those of the base on disk."""
+    """Raises an error if PEFT saves the embeddings with the adapter, as the saved base has another number of them."""
     base, size = config.base_model_name_or_path, getattr(model.config, "vocab_size", None)
     if not base or size is None:
         return
