@@ -79,14 +79,17 @@ def test_the_run_is_that_of_the_stock_trainer(case, tmp_path, caplog):
     assert trainer.engine is None
     warnings = [record.message for record in caplog.records if "Nothing is switched" in record.message]
     assert len(warnings) == 1
-    with pytest.raises(HotspaError, match=r"not a causal|gradient hook|adafactor|up_proj.weight' has a parametr"):
+    with pytest.raises(
+        HotspaError, match=r"not a causal|gradient hook|adafactor|up_proj.weight' has a parametrization"
+    ):
         trainer.switched  # noqa: B018
 
 
 @pytest.mark.parametrize("case", ["classes", "hook", "optimizer", "parametrized"])
 def test_a_flag_refuses_it(case, tmp_path):
     with pytest.raises(
-        (ModelError, UnsupportedError), match=r"not a causal|gradient hook|adafactor|up_proj.weight' has a parametr"
+        (ModelError, UnsupportedError),
+        match=r"not a causal|gradient hook|adafactor|up_proj.weight' has a parametrization",
     ):
         _trainer(HotSPaTrainer, HotSPaTrainingArguments, tmp_path, case, hotspa_strategies="dp1:64").train()
     assert not list(tmp_path.glob("checkpoint-*"))
