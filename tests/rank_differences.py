@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
-from transformers import DataCollatorWithPadding
+from transformers import DataCollatorWithPadding, TrainerCallback
 
 from hf_hotspa import versions
 from hf_hotspa.errors import HotspaError
@@ -36,6 +36,8 @@ _FIELDS = {
     "per_device_train_batch_size": 4, "hotspa_strategies": "dp2:64@128,tp2:256@512", "hotspa_report": False,
     "logging_strategy": "no", "gradient_checkpointing": False,
 }  # fmt: skip
+_OF_THE_GROUP = {"use_cpu", "ddp_backend", "local_rank", "parallelism_config"}
+"""Fields that make the process group, over which ranks compare."""
 _ONLINE = {"num_generations": 4, "max_completion_length": 4, "beta": 0.0}
 _OTHER: dict[str, tuple[Any, ...]] = {
     "loss_type": ("dft", "ipo", "hinge", "apo_zero_unpaired", "dr_grpo"),
@@ -99,9 +101,23 @@ class TableOfRows(torch.utils.data.Dataset):
         return self.rows[place]
 
 
-class Backwards(SequentialSampler):
+class ChangesRows(TrainerCallback):
+    """Changes a list of rows when training has begun."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.rows[:] = _labels_of(self.rows)
+
+
+class OfThisRank(SequentialSampler):
+    """Each rank has an order, seeded by its number, without telling."""
+
     def __iter__(self):
-        return iter(range(len(self.data_source))[::-1])
+        places = list(range(len(self.data_source)))
+        random.Random(torch.distributed.get_rank()).shuffle(places)
+        return iter(places)
 
 
 def _labels_of(rows: list[Any]) -> list[Any]:
@@ -172,7 +188,8 @@ def all_differences() -> list[Difference]:
     """Everything that can be drawn."""
     found = list[Difference]()
     for kind in KINDS:
-        found += [Difference(kind, "field", field.name) for field in dataclasses.fields(_config(kind)) if field.init]
+        fields = [field.name for field in dataclasses.fields(_config(kind)) if field.init]
+        found += [Difference(kind, "field", name) for name in fields if name not in _OF_THE_GROUP]
         found += [Difference(kind, "rows", name) for name in ROW_CHANGES]
         found += [Difference(kind, "rows of evaluation", name) for name in ROW_CHANGES]
         found += [Difference(kind, "attribute", ATTRIBUTES[kind][0]), Difference(kind, "code", "override")]
@@ -188,6 +205,7 @@ def all_differences() -> list[Difference]:
     found += [Difference("Trainer", "list", name) for name in ROW_CHANGES]
     found += [Difference("Trainer", "table", name) for name in ("backwards", "one replaced", "two swapped", "labels")]
     found += [Difference("Trainer", "sampler", "order"), Difference("Trainer", "model", "config")]
+    found.append(Difference("Trainer", "later", "rows"))
     return found
 
 
@@ -195,7 +213,7 @@ def drawn(seed: int, number: int) -> list[Difference]:
     """Some of them; every subject comes early."""
     generator, known = random.Random(seed), all_differences()
     generator.shuffle(known)
-    by_subject = dict[str, list[Difference]]()
+    by_subject: dict[str, list[Difference]] = {"sampler": [], "later": []}  # first, as the rarest
     for difference in known:
         by_subject.setdefault(difference.subject, []).append(difference)
     of_fields = by_subject.pop("field")
@@ -277,8 +295,10 @@ def _given(kind: str, difference: Difference, odd: bool) -> tuple[dict[str, Any]
     given: dict[str, Any] = {"model": _models()["Trainer" if kind == "Trainer" else "TRL"]}
     if subject in ("attribute", "sampler", "table", "model"):  # these are trained, or at least built
         given["model"] = copy.deepcopy(given["model"])
-    makes = {"list": list, "table": TableOfRows}.get(subject, Dataset.from_list)
+    makes = {"list": list, "later": list, "table": TableOfRows}.get(subject, Dataset.from_list)
     given["train_dataset"] = makes(changed)
+    if subject == "later" and odd:
+        given["callbacks"] = [ChangesRows(given["train_dataset"])]
     if subject == "rows of evaluation":
         given["eval_dataset"] = Dataset.from_list(ROW_CHANGES[name](rows) if odd else rows)
     if kind != "Trainer":
@@ -301,7 +321,7 @@ def _given(kind: str, difference: Difference, odd: bool) -> tuple[dict[str, Any]
     if subject == "code":
         trainer = _subclass(trainer, odd)
     if subject == "sampler":
-        trainer = _with_sampler(trainer, Backwards if odd else SequentialSampler)
+        trainer = _with_sampler(trainer)
     return given, trainer
 
 
@@ -320,19 +340,12 @@ def _subclass(base: Any, odd: bool) -> Any:
     return Own
 
 
-def _with_sampler(base: Any, sampler: Any) -> Any:
+def _with_sampler(base: Any) -> Any:
     class Own(base):
         def _get_train_sampler(self, dataset=None):
-            return make_sampler(self.train_dataset)
+            return OfThisRank(self.train_dataset)
 
-    def make_sampler(dataset):
-        return _SAMPLER[0](dataset)
-
-    _SAMPLER[:] = [sampler]
     return Own
-
-
-_SAMPLER: list[Any] = []
 
 
 @contextmanager
@@ -360,7 +373,7 @@ def _process(difference: Difference, odd: bool) -> Iterator[None]:
 
 NAMED = {
     "rows": "of train_dataset", "list": "of train_dataset", "table": "rows of train_dataset", "sampler": "the order of rows",
-    "rows of evaluation": "of eval_dataset", "functions": "reward_funcs", "code": "class of the trainer",
+    "later": "of the data set", "rows of evaluation": "of eval_dataset", "functions": "reward_funcs", "code": "class of the trainer",
 }  # fmt: skip
 
 

@@ -5,10 +5,12 @@ object is its class and plain attributes. Addresses never enter. Code of install
 are compared.
 """
 
+import dataclasses
 import enum
 import functools
 import hashlib
 import json
+import os
 import re
 import sys
 import time
@@ -36,6 +38,7 @@ _BUILT_IN = (
     types.WrapperDescriptorType,
     types.MethodDescriptorType,
 )
+_CONFIGS = "transformers", "peft", "trl", "accelerate"
 _INSTALLED = ("site-packages", "dist-packages")
 _OURS = __name__.partition(".")[0]
 _ROUTINE = {
@@ -103,11 +106,13 @@ class Reader:
         return read if isinstance(read, str) else _ADDRESS.sub("", json.dumps(read))
 
     def is_of_rank(self, name: str, value: Any) -> bool:
-        """Whether a value says which rank this may be, or when: such values differ in any script."""
+        """Whether a value says which rank this may be, when, or where in files: such values differ in any script."""
         if isinstance(value, float) and _OF_TIMES.search(name):
             counter = time.perf_counter()
             of_counter = counter > _AN_HOUR and abs(value - counter) < _AN_HOUR and not value.is_integer()
             return of_counter or abs(value - time.time()) < _A_MONTH
+        if isinstance(value, str) and value.startswith(os.sep):
+            return self._world_size > 0
         if not self._world_size or not _OF_RANKS.search(name):
             return False
         if isinstance(value, str):
@@ -179,7 +184,7 @@ class Reader:
         if isinstance(value, Trainer) or is_stream(value):
             return _name(kind)
         if isinstance(value, nn.Module):
-            config = getattr(value, "config", None)
+            config: Any = getattr(value, "config", None)
             options = self._read(config.to_dict(), name) if hasattr(config, "to_dict") else None
             return [self._class(kind, name), options, weights_digest(value)[:8]]
         if isinstance(value, PreTrainedTokenizerBase):
@@ -188,14 +193,12 @@ class Reader:
             return f"{kind.__name__} {digest_of(json.dumps([parts, sides], sort_keys=True, default=str))}"
         if isinstance(value, ProcessorMixin):
             return [_name(kind), self._read(getattr(value, "tokenizer", None), name)]
-        if hasattr(value, "to_dict") and not isinstance(getattr(kind, "to_dict", None), property):
+        if hasattr(value, "to_dict") and any(part.__module__.partition(".")[0] in _CONFIGS for part in kind.__mro__):
             return [kind.__name__, self._read(value.to_dict(), name)]
         if hasattr(value, "column_names") and hasattr(value, "__len__"):
             return f"{kind.__name__} of {len(value)} rows"
         attributes = getattr(value, "__dict__", None)
-        if attributes is None or (
-            kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind.__module__ != "__main__"
-        ):
+        if attributes is None or (is_installed(kind.__module__) and not dataclasses.is_dataclass(kind)):
             self.unread.append(f"{name} ({kind.__name__})")
             return _name(kind)
         return [self._class(kind, name), self._named(attributes, name)]

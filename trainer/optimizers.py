@@ -593,10 +593,12 @@ class MasterOptimizer:
 def optimizer_facts(optimizer: Optimizer, scheduler: Any) -> dict[str, str]:
     """Kind and settings of optimizer and scheduler."""
     state = {} if scheduler is None else scheduler.state_dict() | {"functions": vars(scheduler).get("lr_lambdas")}
-    kind = type(bare_optimizer(optimizer))
+    bare = bare_optimizer(optimizer)
+    kind, plain = type(bare), {k: v for k, v in vars(bare).items() if isinstance(v, bool | int | float | str)}
     library = library_of(kind)
     return {
-        "the optimizer": kind.__name__ if library is None else f"{kind.__name__} of {library} {version_of(library)}",
+        "the optimizer": text_of(kind) if library is None else f"{kind.__name__} of {library} {version_of(library)}",
+        "attributes of the optimizer": text_of(plain),
         "the scheduler": type(scheduler).__name__,
         **group_facts(optimizer),
         **{f"{key} of the scheduler": text_of(value) for key, value in state.items()},

@@ -242,17 +242,18 @@ def _copied(dataset: Any) -> Any:
 # -- the order of an epoch --------------------------------------------------------------------------------------------
 
 
-class _Recorded:
-    """In front of the class of a sampler: its order is noted."""
+@functools.cache
+def _recorded(kind: Any) -> Any:
+    """The class of a sampler, with its order noted. It has one base: else no object could change to it."""
 
-    _hotspa_order: "RowOrder"
-
-    def __iter__(self) -> Iterator[Any]:
-        order = self._hotspa_order
+    def noted(sampler: Any) -> Iterator[Any]:
+        order: RowOrder = vars(sampler)["_hotspa_order"]
         order.begin()
-        for place in super().__iter__():  # type: ignore[misc]
+        for place in kind.__iter__(sampler):
             order.places.append(place)
             yield place
+
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__, "__iter__": noted})
 
 
 class RowOrder:
@@ -263,22 +264,23 @@ class RowOrder:
     """
 
     def __init__(self) -> None:
-        self.places, self._code, self._probe = list[Any](), 0, None
+        self.places, self._code = list[Any](), 0
+        self._probe: Probe | None = None
         self._watches = False
 
     def watch(self, loader: Any, dataset: Any) -> None:
         """Notes the order of a loader, of which each rank reads its part."""
         self._watches = False
-        if not isinstance(loader, DataLoaderShard):
+        if not isinstance(loader, DataLoaderShard) or is_stream(dataset):
             return
         sampler: Any = loader.batch_sampler
         while hasattr(sampler, "batch_sampler"):
             sampler = sampler.batch_sampler
         sampler = getattr(sampler, "sampler", None)
-        kind = type(sampler)
-        if not isinstance(sampler, _Recorded):
+        kind: Any = type(sampler)
+        if not hasattr(sampler, "_hotspa_order"):
             try:
-                sampler.__class__ = type(kind.__name__, (_Recorded, kind), {"__module__": kind.__module__})
+                sampler.__class__ = _recorded(kind)
             except TypeError:  # a list, a range, or no sampler
                 return
         sampler._hotspa_order, self._watches = self, True
@@ -295,7 +297,7 @@ class RowOrder:
         places, self.places = self.places, list[Any]()
         self._code = zlib.crc32(repr(places).encode(), self._code)
         text = f", the order of rows {self._code:08x}"
-        if self._probe is None or not places or not isinstance(place := places[len(places) // 2], int):
+        if self._probe is None or not places or type(place := places[len(places) // 2]) is not int:
             return text
         try:
             return f"{text}, row {place} of the data set {self._probe.text(place)}"

@@ -48,7 +48,7 @@ MAY_DIFFER: dict[str, str] = {
     "the weights of the model": "rank 0's are used on all ranks from the start, as by DistributedDataParallel",
     "rows that are drawn anew at each reading": "augmentations; which rows are read, and their order, is compared",
     "rows of a stream": "with one reader there are no others; its source, columns and functions are compared",
-    "values named after a rank, a process, a node or a device, or after a time": "each process has its own",
+    "values of custom code named after a rank, process, node, device or time, and absolute paths": "each process has its own",
     "environment variables but those that decide what is computed": "paths, caches, addresses, numbers of threads",
     "the folder of a model": "the last part of its path is compared, and its weights",
 }
@@ -131,8 +131,8 @@ class SameRun:
         facts = library_facts(*_libraries(trainer, given)) | process_facts() | argument_facts(trainer.args)
         facts["class of the trainer"] = reader.text(type(trainer), "trainer")
         model = given.get("model")
-        is_path = isinstance(model, str | Path)
-        facts["class of the model"] = Path(model).name if is_path else reader.text(type(model), "model")
+        name = Path(model).name if isinstance(model, str | Path) else reader.text(type(model), "model")
+        facts["class of the model"] = name
         for name, value in sorted(given.items()):
             if name not in _COMPARED_ELSEWHERE:
                 facts[name] = reader.text(value, name)
@@ -173,7 +173,8 @@ class SameRun:
         argument: others may hold what a rank has counted."""
         trainer, facts = self._trainer, dict[str, str]()
         settings = {f.name for f in dataclasses.fields(trainer.args)} | self._names
-        of_library = names_of_library(type(trainer))
+        kind: Any = type(trainer)
+        of_library = names_of_library(kind)
         for name, value in sorted(vars(trainer).items()):
             if name.startswith("_hotspa") or name in _COMPARED_ELSEWHERE or isinstance(value, nn.Module):
                 continue

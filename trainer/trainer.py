@@ -362,7 +362,7 @@ class SwitchedMixin(_Base):
                     read, description, batch_size, sampler_fn, is_training=is_training, **kwargs
                 )
                 loader = rows.of_older_release(loader, is_training)
-                if is_training:
+                if is_training and args.world_size > 1:
                     rows.order.watch(loader, dataset)
                 return loader
             finally:
