@@ -315,7 +315,7 @@ def _given(kind: str, difference: Difference, odd: bool) -> tuple[dict[str, Any]
         if name == "reference":
             next(given["ref_model"].parameters()).data[0, 0] += 1.0
         else:
-            given["model"].config.rms_norm_eps *= 10
+            given["model"] = tiny_model("llama_gqa_bias", rms_norm_eps=1e-3)
     home = import_module("hf_hotspa.trainer" if kind == "Trainer" else "hf_hotspa.trl")
     trainer = getattr(home, f"{'HotSPa' if kind == 'Trainer' else kind}Trainer")
     if subject == "code":
