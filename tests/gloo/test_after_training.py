@@ -37,18 +37,24 @@ def main_alone(rank: int, model: Any, folder: str) -> list[float]:
     return [len(hidden), made.shape[1], of_object(model)]
 
 
+SEEN: dict[str, Any] = {}
+
+
+def metrics(_: Any) -> dict[str, float]:
+    """On the main process alone."""
+    if torch.distributed.get_rank() == 0:
+        SEEN["losses"].append(of_object(SEEN["model"]))
+    return {}
+
+
 def used_again(rank: int, world_size: int, folder: str) -> Any:
     trainer = trainer_of(folder, tiny_lora("llama_gqa_bias"), **TWO, ddp_timeout=60)
-    of_metrics: list[float] = []
-
-    def metrics(_: Any) -> dict[str, float]:
-        if rank == 0:
-            of_metrics.append(of_object(trainer.model))
-        return {}
-
+    SEEN["model"], SEEN["losses"] = trainer.model, []
     trainer.compute_metrics = metrics
     pairs = [(of_object(trainer.model), trainer.evaluate(EQUAL)["eval_loss"])]
+    trainer.compute_metrics = None  # ranks' own differ
     trainer.train()
+    trainer.compute_metrics = metrics
     alone = main_alone(rank, trainer.model, f"{folder}/saved")
     torch.distributed.barrier()
 
@@ -67,17 +73,20 @@ def used_again(rank: int, world_size: int, folder: str) -> Any:
 
     for how in (lambda model: None, halved, rescaled, lambda m: m.merge_adapter(), lambda m: m.unmerge_adapter()):
         change(how)
+    trainer.compute_metrics = None
     trainer.train()
+    trainer.compute_metrics = metrics
     change(lambda model: None)
     change(lambda model: model.merge_and_unload())
     change(resized)
+    trainer.compute_metrics = None
     try:
         trainer.train()
         error = ""
     except Exception as refused:
         error = str(refused)
     trainer.close_engine()
-    return pairs, of_metrics, alone, error
+    return pairs, SEEN["losses"], alone, error
 
 
 def test_a_trainer_takes_over_what_its_model_has(tmp_path: Any) -> None:
