@@ -28,13 +28,14 @@ def test_a_model_that_does_not_pass_the_pack_to_its_layers_trains_as_with_the_st
     torch.manual_seed(0)
     cls = getattr(transformers, f"{family}ForCausalLM")
     model = cls(cls.config_class(**SIZES, **OWN[family])).double()
-    ours = {"hotspa_strategies": "dp1:16@32", "hotspa_report": False}
+    ours: dict[str, Any] = {"hotspa_strategies": "dp1:16@32", "hotspa_report": False}
     rows = [{**row, "labels": row["input_ids"]} for row in ROWS]
     found = []
-    for trainer_class, arguments, own in (
+    runs: list[tuple[Any, Any, dict[str, Any]]] = [
         (Trainer, TrainingArguments, {}), (HotSPaTrainer, HotSPaTrainingArguments, ours),
         (HotSPaTrainer, HotSPaTrainingArguments, {**ours, "hotspa_strategies": "dp1+rc:16@32"}),
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for trainer_class, arguments, own in runs:
         args: Any = arguments(
             str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True,
             per_device_train_batch_size=1, gradient_accumulation_steps=4, learning_rate=1e-3, seed=1, **own,

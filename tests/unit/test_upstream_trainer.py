@@ -77,7 +77,7 @@ def test_trains(tmp_path, config):
 
 
 def test_refused(tmp_path):
-    trainer(tmp_path, activation_offloading=True)
+    trainer(tmp_path, model_init_kwargs={"dtype": "float16"}).train()
 
 
 def test_looks_into_the_class_of_trl():

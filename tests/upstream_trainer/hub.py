@@ -78,8 +78,8 @@ def _model(folder: Path, name: str) -> None:
 
     found = re.match(r"tiny-((\w+?)For(?:CausalLM|SequenceClassification))", name)
     remote = found is not None and found[2] == "Remote"
-    cls = getattr(transformers, "Qwen2ForCausalLM" if remote else found[1], None) if found else None
-    if cls is None:
+    cls: Any = getattr(transformers, "Qwen2ForCausalLM" if remote else found[1], None) if found else None
+    if found is None or cls is None:
         return
     fields = {**BASE, **FIELDS.get(found[2], {})}
     fields |= {"num_labels": 1} if "Classification" in found[1] else {}
@@ -144,14 +144,15 @@ def _zen() -> dict[str, list[dict[str, Any]]]:
     rows: dict[str, list[dict[str, Any]]] = {}
     for index, (prompt, end) in enumerate(SENTENCES):
         good, bad = f" {end}", f" {SENTENCES[index - 1][1]}"
-        either = {"completion": good if index % 3 else bad, "label": bool(index % 3)}
-        for config, row in {
+        either: dict[str, Any] = {"completion": good if index % 3 else bad, "label": bool(index % 3)}
+        of: dict[str, dict[str, Any]] = {
             "language_modeling": {"text": prompt + good}, "prompt_only": {"prompt": prompt},
             "prompt_completion": {"prompt": prompt, "completion": good},
             "preference": {"prompt": prompt, "chosen": good, "rejected": bad},
             "implicit_prompt_preference": {"chosen": prompt + good, "rejected": prompt + bad},
             "unpaired_preference": {"prompt": prompt, **either},
-        }.items():  # fmt: skip
+        }  # fmt: skip
+        for config, row in of.items():
             rows.setdefault(f"standard_{config}", []).append(row)
     return rows | {f"conversational_{config}": part for config, part in _conversations().items()}
 
@@ -163,13 +164,14 @@ def _conversations(**of_assistant: str) -> dict[str, list[dict[str, Any]]]:
         good, bad = (
             [{"role": "assistant", "content": text, **of_assistant}] for text in (end, SENTENCES[index - 1][1])
         )
-        for config, row in {
+        of: dict[str, dict[str, Any]] = {
             "language_modeling": {"messages": asked + good}, "prompt_only": {"prompt": asked},
             "prompt_completion": {"prompt": asked, "completion": good},
             "preference": {"prompt": asked, "chosen": good, "rejected": bad},
             "implicit_prompt_preference": {"chosen": asked + good, "rejected": asked + bad},
             "unpaired_preference": {"prompt": asked, "completion": good if index % 3 else bad, "label": bool(index % 3)},
-        }.items():  # fmt: skip
+        }  # fmt: skip
+        for config, row in of.items():
             rows.setdefault(config, []).append(row)
     return rows
 
@@ -188,9 +190,10 @@ def _tool_calls() -> dict[str, list[dict[str, Any]]]:
             {"role": "tool", "name": "depth", "content": "2 metres"},
         ]
         good, bad = ([{"role": "assistant", "content": text}] for text in (end, "No."))
-        for config, row in {
+        of: dict[str, dict[str, Any]] = {
             "language_modeling": {"messages": asked + calls + good}, "prompt_completion": {"prompt": asked, "completion": calls + good},
             "preference": {"prompt": asked, "chosen": calls + good, "rejected": calls + bad}, "prompt_only": {"prompt": asked},
-        }.items():  # fmt: skip
+        }  # fmt: skip
+        for config, row in of.items():
             rows.setdefault(config, []).append({**row, "tools": tools})
     return rows
