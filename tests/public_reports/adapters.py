@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import trl_runs
 from tests.moves import STRATEGIES, Kit, Move, Seen
-from tests.moves.checkpoints import everyone, folders, loaded
+from tests.moves.checkpoints import everyone, flat, folders, loaded
 from tests.public_reports.runs import BY_STEPS, EACH, LORA, run
 
 SINGLE = torch.float32
@@ -271,6 +271,20 @@ def best_adapter(kit: Kit) -> Seen:
     return run(kit, given={"model": LORA()}, load_best_model_at_end=True, learning_rate=1.0, adam_epsilon=0.1, **EACH)
 
 
+def merged_after_training(kit: Kit) -> Seen:
+    torch.manual_seed(0)
+    trainer = of_trl(kit, "SFT", "text", given={"peft_config": LoraConfig(**SMALL_LORA, init_lora_weights="gaussian")})
+    seen = trained(trainer)
+    model = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+    place = kit.folder / "merged"
+    if trainer.is_world_process_zero():
+        model.save_pretrained(place)
+    everyone(kit)
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(3, 20)[None]).logits
+    return {**seen, "merged": loaded(place), "logits": logits, "flat": flat(model)}
+
+
 _ONE = "train one adapter at a time: load the next one from its folder"
 REPORTS: tuple[tuple[str, Move], ...] = (
     ("trl 3684", Move("GRPO continues the adapter that SFT trained (`PeftModel.from_pretrained(..., is_trainable=True)`)", adapter_of_sft, tolerance=1e-4)),
@@ -289,6 +303,7 @@ REPORTS: tuple[tuple[str, Move], ...] = (
     ("trl 6115", Move("`evaluate` of DPO with rows that TRL has not prepared", held_out, tolerance=1e-4)),
     ("trl 1107", Move("DPO with `precompute_ref_log_probs=True`, evaluated", references_of_evaluation, tolerance=1e-4)),
     ("trl 439", Move("SFT with a `formatting_func` over columns of instructions", formatted, tolerance=1e-4)),
+    ("trl 599", Move("SFT with a `peft_config`, then `merge_and_unload`, a forward pass and `save_pretrained`", merged_after_training, tolerance=1e-4)),
     ("peft 1303", Move(
         "two adapters on one model, trained one after the other by `set_adapter`", one_adapter_after_the_other,
         left=True, error="adapters", instead=_ONE)),
