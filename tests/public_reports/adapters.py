@@ -9,14 +9,16 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hf_hotspa.trl import ONLINE
 from tests import trl_runs
 from tests.moves import STRATEGIES, Kit, Move, Seen
 from tests.moves.checkpoints import everyone, flat, folders, loaded
 from tests.public_reports.runs import BY_STEPS, EACH, LORA, run
 
 SINGLE = torch.float32
-SMALL_LORA = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-ONLINE = {**trl_runs.RL, "max_steps": 3}
+SMALL_LORA: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+RL: dict[str, Any] = dict(trl_runs.RL)
+OF_GROUPS: dict[str, Any] = {**RL, "max_steps": 3}
 
 
 def of_trl(
@@ -25,7 +27,7 @@ def of_trl(
     """TRL's trainer of a kind, or ours. `given` is for the constructor; `cls` makes the user's subclass."""
     trainer, config = trl_runs.classes(kind, not kit.stock)
     given = {"processing_class": trl_runs.tokenizer(), **fields.pop("given", {})}
-    if kind in trl_runs.ONLINE:
+    if kind in ONLINE:
         trainer = trl_runs.recorded(trainer)
         given.setdefault("reward_funcs", [trl_runs.reward])
     own = {} if kit.default else {"hotspa_strategies": STRATEGIES[kit.world_size]}
@@ -60,7 +62,7 @@ def adapter_of_sft(kit: Kit) -> Seen:
     first.save_model(str(kit.folder / "sft"))
     everyone(kit)
     model = PeftModel.from_pretrained(trl_runs.small(dtype=SINGLE), str(kit.folder / "sft"), is_trainable=True)
-    return {"first": seen, "second": trained(of_trl(kit, "GRPO", "prompts", model, **ONLINE))}
+    return {"first": seen, "second": trained(of_trl(kit, "GRPO", "prompts", model, **OF_GROUPS))}
 
 
 def rewards_by_progress(kit: Kit) -> Seen:
@@ -69,7 +71,7 @@ def rewards_by_progress(kit: Kit) -> Seen:
             return [0.0] * len(completion_ids)
         return trl_runs.reward(completion_ids)
 
-    return trained(of_trl(kit, "GRPO", "prompts", given={"reward_funcs": later}, **ONLINE))
+    return trained(of_trl(kit, "GRPO", "prompts", given={"reward_funcs": later}, **OF_GROUPS))
 
 
 def grpo_lora_resumed(kit: Kit) -> Seen:
@@ -83,7 +85,7 @@ def grpo_lora_resumed(kit: Kit) -> Seen:
             given={"peft_config": lora},
             save_strategy="steps",
             save_steps=2,
-            **trl_runs.RL,
+            **RL,
             max_steps=4,
         )
         seen = trained(trainer, place)
@@ -132,7 +134,7 @@ def weighted_rows(kit: Kit) -> Seen:
         return {**pads(rows), "weight": torch.tensor([row["weight"] for row in rows])}
 
     rows = Dataset.from_list([{**trl_runs.ROWS["text"](i), "weight": 1.0 - i % 5 * 0.25} for i in range(40)])
-    options = {"given": {"data_collator": collate}, "remove_unused_columns": False}
+    options: dict[str, Any] = {"given": {"data_collator": collate}, "remove_unused_columns": False}
     return trained(of_trl(kit, "SFT", rows, cls=weighted, **options))
 
 
@@ -151,7 +153,7 @@ class Rewards:
 
 def reward_object(kit: Kit) -> Seen:
     rewards = Rewards()
-    options = {**ONLINE, "per_device_train_batch_size": 4 // kit.world_size}
+    options: dict[str, Any] = {**OF_GROUPS, "per_device_train_batch_size": 4 // kit.world_size}
     return {
         **trained(of_trl(kit, "GRPO", "prompts", given={"reward_funcs": [rewards]}, **options)),
         "calls": rewards.calls,
@@ -159,12 +161,17 @@ def reward_object(kit: Kit) -> Seen:
 
 
 def only_models_saved(kit: Kit) -> Seen:
-    options = {"num_iterations": 2, "beta": 0.02, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    options: dict[str, Any] = {
+        "num_iterations": 2,
+        "beta": 0.02,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+    }
     reference = trl_runs.saved(trl_runs.small(dtype=SINGLE, seed=1), str(kit.folder / "reference"))
     model = trl_runs.small(dtype=SINGLE)
     model.config._name_or_path = reference
-    fields = {
-        **trl_runs.RL,
+    fields: dict[str, Any] = {
+        **RL,
         "max_steps": 4,
         **options,
         "save_strategy": "steps",
@@ -211,7 +218,7 @@ def one_adapter_after_the_other(kit: Kit) -> Seen:
 
 
 def patterns(kit: Kit) -> Seen:
-    more = {
+    more: dict[str, Any] = {
         "rank_pattern": {"q_proj": 5, "layers.0.mlp.down_proj": 2},
         "alpha_pattern": {"layers.1.self_attn.q_proj": 9},
     }
@@ -223,7 +230,7 @@ def last_layer(kit: Kit) -> Seen:
 
 
 def converted(kit: Kit) -> Seen:
-    options = {"init_lora_weights": "pissa", "use_rslora": True}
+    options: dict[str, Any] = {"init_lora_weights": "pissa", "use_rslora": True}
     model = get_peft_model(kit.model(), LoraConfig(**SMALL_LORA, **options))
     model.save_pretrained(kit.folder / "begin")
     everyone(kit)
@@ -253,7 +260,7 @@ def embeddings_resized(kit: Kit) -> Seen:
 
 
 def accumulated_otherwise(kit: Kit) -> Seen:
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": -1, "num_train_epochs": 2}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": -1, "num_train_epochs": 2}
     rows = kit.rows(18)
     run(kit, rows=rows, per_device_train_batch_size=2, gradient_accumulation_steps=3, **options)
     given = {"model": kit.model(seed=5)}
@@ -261,7 +268,7 @@ def accumulated_otherwise(kit: Kit) -> Seen:
 
 
 def last_checkpoint(kit: Kit) -> Seen:
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": -1, "num_train_epochs": 1}
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": -1, "num_train_epochs": 1}
     options |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     run(kit, **options)
     return run(kit, given={"model": kit.model(seed=5)}, resume="checkpoint-2", **options)
@@ -297,7 +304,7 @@ REPORTS: tuple[tuple[str, Move], ...] = (
     ("trl 4086", Move(
         "GRPO with more `steps_per_generation` than `gradient_accumulation_steps`",
         lambda kit: trained(of_trl(
-            kit, "GRPO", "prompts", **{**ONLINE, "max_steps": 4}, steps_per_generation=4, gradient_accumulation_steps=2,
+            kit, "GRPO", "prompts", **{**OF_GROUPS, "max_steps": 4}, steps_per_generation=4, gradient_accumulation_steps=2,
             per_device_train_batch_size=2)), tolerance=1e-4)),
     ("trl 2953", Move("GRPO with `num_iterations=2`, `beta` and `save_only_model=True`; the files load", only_models_saved, tolerance=1e-4)),
     ("trl 6115", Move("`evaluate` of DPO with rows that TRL has not prepared", held_out, tolerance=1e-4)),
