@@ -15,7 +15,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from functools import cache, partial
 from importlib import import_module
 from itertools import count
@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 TRAINERS = ("SFT", "DPO", "KTO", "GRPO", "RLOO")
 """TRL's supported trainers."""
+PAIRED = ("DPO", "KTO")
+"""Trainers that take a `ref_model`."""
 ONLINE = ("GRPO", "RLOO")
 """Trainers that generate their training data (`OverOnline`)."""
 _OF_BATCH = "generated."
@@ -112,6 +114,8 @@ class OverTRL(SwitchedMixin, _ByName):
         kwargs = named(given, kwargs, super(_ByName, self).__init__, first=())
         model, args = kwargs.pop("model", None), kwargs.pop("args", None)
         args = _arguments(kind, base, model, args)
+        if kind in PAIRED and is_adapted(model) and kwargs.get("ref_model") is None:
+            kwargs["ref_model"] = deepcopy(model)  # TRL's reference, a second adapter in the model: replicas have one
         args.scoring = _scoring(kind, model, args, kwargs)
         super().__init__(model, args, **kwargs)
         if self._hotspa_refusal is None and vars(self.args).get("sync_ref_model"):
@@ -413,12 +417,11 @@ def _check_supported(kind: str, model: Any, args: HotSPaTrainingArguments, given
     for name, (nothing, why, fix) in _UNSUPPORTED_FIELDS.items():
         if (value := getattr(args, name, nothing)) != nothing:
             raise UnsupportedError(f"{type(args).__name__} has {name}={value!r}", why=why, fix=fix)
-    has_reference = args.beta != 0.0 if kind in ONLINE else kind != "SFT"  # type: ignore[attr-defined]
-    if has_reference and is_adapted(model) and given.get("ref_model") is None:
+    if kind in ONLINE and is_adapted(model) and args.beta != 0.0:  # type: ignore[attr-defined]
         raise UnsupportedError(
-            f"{kind} of a model that has an adapter already, without a ref_model",
+            f"{kind} with beta of a model that has an adapter already",
             why="TRL adds a second adapter as the reference, and replicas have one",
-            fix="merge the adapter (merge_and_unload) and give a peft_config, or give a ref_model",
+            fix="merge the adapter (merge_and_unload) and give a peft_config, or use beta=0",
         )
     if given.get("token_loss") is not None:
         raise UnsupportedError(

@@ -384,7 +384,7 @@ def check_values(args: Any, kind: type | None = None) -> None:
 
 def _refuse_unknown_flags(args: Any) -> None:
     """Rejects fields and attributes that look like flags of ours: of a user's class, or set on the object."""
-    ours, others = set[str](), set(vars(args))
+    ours, others = {*flags_of(type(args))}, set(vars(args))
     for cls in type(args).__mro__:
         (ours if _top(cls) == "hf_hotspa" else others).update(vars(cls), inspect.get_annotations(cls))
     for name in sorted(others - ours):
