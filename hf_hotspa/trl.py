@@ -32,6 +32,7 @@ from hf_hotspa.checkpoint.tensors import saved_tensors
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.collator import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, ResumeError, UnsupportedError
+from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import guard, release, structure_only
@@ -101,6 +102,7 @@ class OverTRL(SwitchedMixin, _ByName):
     _hotspa_prepares = False  # TRL loads a name or folder, with `model_init_kwargs`
     _hotspa_sync: _Syncs | None = None
     _hotspa_reference: Any = None
+    _hotspa_digest = ""  # of the reference before callbacks
     # the trained model, and its reference
     _hotspa_frozen: tuple[SwitchedModel | None, SwitchedModel | None] = None, None
 
@@ -179,6 +181,20 @@ class OverTRL(SwitchedMixin, _ByName):
                 return again()
 
         return or_stock(self, run, again)
+
+    def _hotspa_show(self, occasion: str) -> None:
+        super()._hotspa_show(occasion)
+        if occasion in self.callback_handler.looked_at and self._hotspa_reference is not None:
+            self._hotspa_digest = weights_digest(self._hotspa_reference)
+
+    def _hotspa_take(self, event: str) -> None:
+        """Applies changes of the reference, too, such as by a `SyncRefModelCallback` of the user's."""
+        super()._hotspa_take(event)
+        given, (_, frozen) = self._hotspa_reference, self._hotspa_frozen
+        if given is None or frozen is None:
+            return
+        if self.switched.engine.any_rank(weights_digest(given) != self._hotspa_digest):
+            frozen.load_state_dict(given.state_dict())
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         sync = self._hotspa_sync

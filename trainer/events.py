@@ -40,6 +40,7 @@ from hf_hotspa.engine.phase import phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError, printable
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import PhaseMeasure
+from hf_hotspa.trainer.lookers import may_look
 
 _COUNTS = ("truncated", "split", "dropped", "empty", "skipped_mini_batches")
 _SHOWN = ("hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/memory_share")
@@ -137,6 +138,12 @@ logger = logging.getLogger(__name__)
 COLLECTIVE_EVENTS = ("on_train_begin", "on_epoch_begin", "on_epoch_end")
 """The events before which ranks may communicate: the Trainer gets to them on all ranks."""
 
+STARTS = ("on_train_begin", "on_epoch_begin")
+"""The events at which ranks agree on `looked_at`: callbacks may have been added."""
+
+STEP_EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
+"""The events of a step; ranks communicate before and after those in which a callback may look at the model."""
+
 PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")
 """The events inside a mini-batch."""
 
@@ -182,14 +189,19 @@ class CallbackEvents(CallbackHandler):
 
     Args:
         handler: The Trainer's own.
-        before: Called with the name of every event of `COLLECTIVE_EVENTS` before the callbacks are.
+        before: Called with the name of every event of `COLLECTIVE_EVENTS` before the callbacks are, and of `looked_at`.
         apart: Callbacks run inside it: perhaps on this rank alone.
 
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
         error: The error that ranks have yet to agree on; it then ends training.
         before_step: Called after the callbacks of `on_pre_optimizer_step`.
+        looked_at: The events of a step in which a callback of any rank may look at the model.
+        after: Called with the name of each of these when the callbacks have been called.
     """
+
+    looked_at: frozenset[str] = frozenset()
+    after: Callable[[str], None]
 
     def __init__(
         self,
@@ -225,6 +237,7 @@ class CallbackEvents(CallbackHandler):
     def leave_to_stock(self) -> None:
         """From now on only the user's callbacks are called, as in transformers."""
         self._own, self._before, self.before_step = {}, lambda event: None, lambda: None
+        self.looked_at = frozenset()
 
     def add_callback(self, callback: Any) -> None:
         """Adds a callback of the user, a class or an object; it replaces the Trainer's own callback of its class."""
@@ -295,7 +308,8 @@ class CallbackEvents(CallbackHandler):
 
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """Dispatches an event of transformers to all callbacks."""
-        if event in COLLECTIVE_EVENTS:
+        is_looked_at = event in self.looked_at
+        if event in COLLECTIVE_EVENTS or is_looked_at:
             self._before(event)
         shared = {
             "model": self.model,
@@ -320,15 +334,23 @@ class CallbackEvents(CallbackHandler):
             result = self._call(callback, event, state.global_step, args, state, control, **shared, **given)
             if result is not None:
                 control = result
+        if is_looked_at:
+            self.after(event)
         if event == "on_pre_optimizer_step":
             self.before_step()
         return control
+
+    def may_look(self) -> list[float]:
+        """For each event of `STEP_EVENTS` whether a callback may look at the model in it."""
+        return [float(any(may_look(callback, event) for callback in self.callbacks)) for event in STEP_EVENTS]
 
     def is_looked_at(self, occasion: str, trainer: Any) -> bool:
         """Whether user code may look at the model on an occasion: an event, or log, evaluation and save."""
         events, attributes = _LOOKERS.get(occasion, ((occasion,), ()))
         functions = [getattr(callback, event, None) for callback in self.callbacks for event in events]
-        return any(map(is_users, functions)) or any(is_overridden(trainer, name) for name in attributes)
+        if any(map(is_users, functions)) or any(is_overridden(trainer, name) for name in attributes):
+            return True
+        return any(may_look(callback, event) for callback in self.callbacks for event in events)
 
     def defined(self, events: Sequence[str]) -> bool:
         """Whether any callback defines one of the events."""

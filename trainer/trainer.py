@@ -54,6 +54,8 @@ from hf_hotspa.trainer.events import (
     LOG,
     PHASE_EVENTS,
     SAVE,
+    STARTS,
+    STEP_EVENTS,
     CallbackEvents,
     Flags,
     PhaseDispatcher,
@@ -176,6 +178,7 @@ class SwitchedMixin(_Base):
             print(printable(str(args.hotspa_deepspeed)), flush=True)
         take_sigterm_from(self.callback_handler.callbacks)
         handler = self.callback_handler = CallbackEvents(self.callback_handler, self._hotspa_show, self._hotspa_apart)
+        handler.after = self._hotspa_take
         handler.add_own(SettingsCallback())
         handler.add_own(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
         if args.hotspa_report:
@@ -678,11 +681,20 @@ class SwitchedMixin(_Base):
 
     def _hotspa_show(self, occasion: str) -> None:
         """Updates `trainer.model` if code on any rank may read it now. Collective."""
-        switched = self._hotspa_model
+        switched, handler = self._hotspa_model, self.callback_handler
         if switched is None or not has_weights(self.model):
             return
-        if switched.engine.any_rank(self.callback_handler.is_looked_at(occasion, self)):  # it may be one rank alone
+        if occasion in STARTS:
+            looks = switched.engine.agreement.gather(handler.may_look()).amax(0)
+            handler.looked_at = frozenset(
+                event for event, any_looks in zip(STEP_EVENTS, looks, strict=True) if any_looks
+            )
+        if occasion in handler.looked_at or switched.engine.any_rank(handler.is_looked_at(occasion, self)):
             switched.show()
+
+    def _hotspa_take(self, event: str) -> None:
+        """Applies what callbacks have changed in the model in an event of a step. Collective."""
+        self.switched.take_changes(inside=event == "on_substep_end")
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self.switched.show()  # before on_train_end: callbacks see the trained model, unless it has no weights

@@ -5,9 +5,9 @@ it. Optimizers see one 1-D view per parameter under its Hugging Face name. Param
 usual, but only elementwise optimizers are exact on such shards.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -88,12 +88,27 @@ def _parts(
         yield spec, whole.clone() if spec is specs[-1] else whole
 
 
-def _reject_in_a_loss(name: str, gradient: Tensor) -> None:
-    raise UnsupportedError(
-        f"the loss is a function of the weight {name!r} itself, beside the logits",
-        why="a process holds only a share of the weights, and their gradients come from the logits",
-        fix="leave the term out: weight_decay replaces an L2 norm; or train with the stock Trainer",
-    )
+class _OfTheLoss:
+    """The hooks of a parameter that the loss reads itself. A term that is 0.0 times it, as scripts for DDP add, changes
+    nothing: its gradient of zeros is not accumulated."""
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self._name, self._parameter, self._kept = name, weakref.ref(parameter), None
+        parameter.register_hook(self._before)
+        parameter.register_post_accumulate_grad_hook(self._after)
+
+    def _before(self, gradient: Tensor) -> None:
+        if gradient.any():
+            raise UnsupportedError(
+                f"the loss is a function of the weight {self._name!r} itself, beside the logits",
+                why="a process holds only a share of the weights, and their gradients come from the logits",
+                fix="leave the term out: weight_decay replaces an L2 norm; or train with the stock Trainer",
+            )
+        parameter: Any = self._parameter()
+        self._kept, parameter.grad = parameter.grad, None
+
+    def _after(self, parameter: Any) -> None:
+        parameter.grad, self._kept = self._kept, None
 
 
 class MasterStore:
@@ -152,7 +167,7 @@ class MasterStore:
             parameter = self.parameters[name] = nn.Parameter(view, requires_grad=spec.trainable and trained)
             if parameter.requires_grad:
                 self._views[name] = grad[here] if grad is not None else torch.empty_like(view)
-                parameter.register_hook(partial(_reject_in_a_loss, name))
+                _OfTheLoss(name, parameter)
         self.trained = tuple(self._views)
 
     def empty_buffers(self) -> list[Tensor | None]:

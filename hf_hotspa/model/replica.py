@@ -100,6 +100,8 @@ def build_skeleton(description: ModelDescription) -> Any:
     for name, module in model.named_modules():
         if name in description.paddings:
             module.padding_idx = description.paddings[name]
+        if name in description.switched_off:
+            module.p = 0.0
     return model
 
 

@@ -61,6 +61,7 @@ class ModelDescription:
         whole: Why planned blocks are still held whole, by name.
         experts: Number of fused experts, which ep divides, by module name.
         paddings: The modules' `padding_idx`; the config may have got its padding token later.
+        switched_off: The dropout modules that were switched off, as TRL does (`disable_dropout`).
         compute_dtype: The dtype of activations.
         counts_from: The padding id from which its embedding counts positions; None if from 0.
         prefix: Of parameter names in the user's model, before the names in `model_class`.
@@ -84,6 +85,7 @@ class ModelDescription:
     whole: Mapping[str, str]
     experts: Mapping[str, int]
     paddings: Mapping[str, int | None]
+    switched_off: frozenset[str]
     compute_dtype: torch.dtype
     counts_from: int | None = None
     prefix: str = ""
@@ -93,7 +95,7 @@ class ModelDescription:
     def digest(self) -> str:
         """Equal on ranks whose models and layouts agree."""
         adapters = self.adapters.digest() if self.adapters is not None else ""
-        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters} {self.paddings} {self.four_bit}"
+        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters} {self.paddings} {sorted(self.switched_off)} {self.four_bit}"
 
     def local_name(self, name: str) -> str:
         """A parameter's name in `model_class`."""
@@ -302,6 +304,7 @@ def describe_model(
         whole=plan.whole,
         experts=fused,
         paddings={name: m.padding_idx for name, m in bare.named_modules() if "padding_idx" in vars(m)},
+        switched_off=frozenset(name for name, m in bare.named_modules() if isinstance(m, nn.Dropout) and m.p == 0),
         compute_dtype=compute_dtype or bare.dtype,
         counts_from=counted,
         prefix=prefix,

@@ -390,7 +390,7 @@ def refuse_dropout(
                 continue
             why = f"{own} drops attention probabilities by itself, different ones under each layout"
             fix = f"set hotspa_attention_dropout=0, or config.{key} = 0.0"
-        elif _is_dropout(key) and value in served and value not in called:
+        elif _is_dropout(key) and (value in served or served == {0}) and value not in called:  # or all are switched off
             continue
         raise UnsupportedError(f"{text.model_type} config has {key}={value}", why=why, fix=fix)
 

@@ -279,16 +279,17 @@ class SwitchedModel(DistributedDataParallel):
             self._route.set(self._route.is_on)
         self._written = self._version
 
-    def take_changes(self, anew: bool = False) -> bool:
+    def take_changes(self, anew: bool = False, inside: bool = False) -> bool:
         """Applies changes of the model object (`ObjectChanges`), as each step does first. Collective.
 
         Args:
             anew: Returns whether a new switched model has to be made, instead of an error for unsupported changes.
+            inside: Whether accumulated batches follow in this step; any change is then an error.
 
         Raises:
             HotspaError: on every rank: a change is not supported, or ranks have changed different things.
         """
-        words, error = self._changes.inspect_modules()
+        words, error = self._changes.inspect_modules(inside)
         _, more, adapters_error = self._adapters.inspect()
         words, error = words + more, error or adapters_error or (self._changes.inspect_hooks() if anew else None)
         if any(self._meet(f"continue{words}", None if anew else error, error is not None)):
@@ -776,6 +777,10 @@ class SwitchedModel(DistributedDataParallel):
         self.flush()
         self._passes.let_go()
         self._version += 1
+        if self._changes.digest is not None:  # shown in this step
+            self._changes.digest = None
+            if self._guards:
+                guard(self.module)
 
     def flush(self) -> None:
         """Completes the gradients of all calls since the last step. Collective; does nothing if there are no new calls.

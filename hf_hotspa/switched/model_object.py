@@ -326,9 +326,9 @@ class ObjectChanges:
         frozen = self._changed[1]
         return bool(frozen) and len(frozen) == sum(at_start for _, at_start in self._parameters.values())
 
-    def inspect_modules(self) -> tuple[str, HotspaError | None]:
+    def inspect_modules(self, inside: bool = False) -> tuple[str, HotspaError | None]:
         """Returns the changes since the last step, as text (equal on all ranks with equal changes), and an error for
-        unsupported ones. Not collective."""
+        unsupported ones: all if more batches of the step follow (`inside`). Not collective."""
         if (layout := self._laid_out()) != self._layout:
             names = sorted(n for n in layout.keys() | self._layout.keys() if layout.get(n) != self._layout.get(n))
             return "", UnsupportedError(
@@ -352,6 +352,12 @@ class ObjectChanges:
             words += f", with requires_grad=False of {_some(sorted(frozen))}" if frozen else ", with nothing frozen"
         if weights:
             words += ", with other weights"
+        if words and inside:
+            return words, UnsupportedError(
+                f"a callback has changed the model in on_substep_end: the step would continue{words}",
+                why="accumulated batches are trained together, at the end of the step",
+                fix="change it in on_step_end",
+            )
         if thawed:
             return words, UnsupportedError(
                 f"requires_grad of {_some(thawed)} was set to True after the training had started",
