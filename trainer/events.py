@@ -40,7 +40,7 @@ from hf_hotspa.engine.phase import phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError, printable
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import PhaseMeasure
-from hf_hotspa.trainer.lookers import may_look
+from hf_hotspa.trainer.lookers import may_look, refuse_gradients
 
 _COUNTS = ("truncated", "split", "dropped", "empty", "skipped_mini_batches")
 _SHOWN = ("hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/memory_share")
@@ -341,7 +341,9 @@ class CallbackEvents(CallbackHandler):
         return control
 
     def may_look(self) -> list[float]:
-        """For each event of `STEP_EVENTS` whether a callback may look at the model in it."""
+        """For each event of `STEP_EVENTS` whether a callback may look at the model in it. Raises an error for callbacks
+        that read gradients (`refuse_gradients`)."""
+        refuse_gradients(self.callbacks)
         return [float(any(may_look(callback, event) for callback in self.callbacks)) for event in STEP_EVENTS]
 
     def is_looked_at(self, occasion: str, trainer: Any) -> bool:

@@ -685,7 +685,8 @@ class SwitchedMixin(_Base):
         if switched is None or not has_weights(self.model):
             return
         if occasion in STARTS:
-            looks = switched.engine.agreement.gather(handler.may_look()).amax(0)
+            looks = switched.engine.agreement.run("callbacks", handler.may_look)
+            looks = switched.engine.agreement.gather(looks).amax(0)
             handler.looked_at = frozenset(
                 event for event, any_looks in zip(STEP_EVENTS, looks, strict=True) if any_looks
             )
@@ -737,9 +738,8 @@ class HotSPaTrainer(SwitchedMixin, Replaced):
     `data_collator`, rows may have `input_ids` (and `labels`), or, with a tokenizer as `processing_class`, one of the
     columns `text`, `messages`, `prompt` + `completion`.
 
-    `trainer.model` holds the trained weights after `train()` and `save_model()`, and for callbacks in `on_log`,
-    `on_evaluate`, `on_save` and at both ends of epochs. Otherwise its weights cannot be read in training
-    (`materialize()` brings them).
+    `trainer.model` holds the trained weights after `train()` and `save_model()`, and in the events of callbacks that
+    may look at them. Otherwise its weights cannot be read in training (`materialize()` brings them).
 
     Args:
         model: As above; the rest are arguments of `Trainer`.

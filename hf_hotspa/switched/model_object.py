@@ -444,8 +444,8 @@ def _guard_error(name: str) -> HotspaError:
         )
     return HotspaError(
         f"the weights in trainer.model are not the weights of this training step ({name})",
-        why="the trained weights are spread over the ranks; the model is updated for on_log, on_evaluate, "
-        "on_save, on_epoch_end, on_train_end and compute_metrics, and after training",
+        why="the trained weights are spread over the ranks; the model is updated for callbacks, compute_metrics and "
+        "evaluate, and after training",
         fix="read them there, or call trainer.materialize() on every rank first",
     )
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
 
 from hf_hotspa.strategy import parse_buckets
 from tests.families import MIXTURE
@@ -133,6 +135,73 @@ def both_chosen(rank: int, world_size: int, folder: str) -> Any:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_it_is_trl_with_strategies_that_are_chosen(world_size, tmp_path):
     wrong = wrong_ones(run_ranks(world_size, both_chosen, str(tmp_path), timeout=1500), CHOSEN)
+    assert not wrong, "\n".join(wrong)
+
+
+def with_zero_term(cls: Any) -> Any:
+    """As scripts for DDP add it, so that all parameters have a gradient."""
+
+    class WithTerm(cls):  # type: ignore[misc]
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs["return_outputs"] = False
+            return super().compute_loss(model, *args, **kwargs) + 0.0 * sum(p.sum() for p in model.parameters())
+
+    WithTerm.__name__ = cls.__name__
+    return WithTerm
+
+
+class Shrinks(TrainerCallback):
+    """Changes weights after the optimizer's step."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+
+
+def synced(cls: Any) -> Any:
+    """With the callbacks of TRL that read weights, given by the user."""
+    from trl import BEMACallback
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    class Synced(cls):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
+            self.bema = BEMACallback(update_freq=2)
+            self.add_callback(self.bema)
+
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().train(*args, **kwargs)
+            mean = sum(float(p.double().norm()) for p in self.bema.running_model.parameters())
+            self.state.log_history.append({"bema": mean})
+            return out
+
+    Synced.__name__ = cls.__name__
+    return Synced
+
+
+DROPPING = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights=False, task_type="CAUSAL_LM")
+CALLED = {
+    "callbacks that read and change weights, a zero term": Case(
+        "DPO", TWO, "pairs", {"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5, "gradient_accumulation_steps": 2, "max_steps": 3},
+        reference=True, change=lambda cls: synced(with_zero_term(cls)), given=lambda: {"callbacks": [Shrinks()]},
+        dtype=torch.float32,
+    ),
+    "dropout that TRL switches off": Case(
+        "KTO", TWO, "judged", {"max_steps": 3}, given=lambda: {"peft_config": DROPPING}, dtype=torch.float32, wide=True
+    ),
+}  # fmt: skip
+
+
+def called(rank: int, world_size: int, wide: bool, folder: str) -> Any:
+    return both_sides({name: case for name, case in CALLED.items() if case.wide is wide}, world_size, folder)
+
+
+@pytest.mark.parametrize("wide", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_callbacks_and_changes_of_trl_s_own_are_honoured(wide, tmp_path):
+    cases = {name: case for name, case in CALLED.items() if case.wide is wide}
+    wrong = wrong_ones(run_ranks(2, called, wide, str(tmp_path), timeout=900), cases)
     assert not wrong, "\n".join(wrong)
 
 

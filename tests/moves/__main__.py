@@ -33,7 +33,7 @@ _TITLES = {
         "Methods of a subclass",
         "samplers, data loaders, `training_step`, `log`. Hooks on the model do not run",
     ),
-    "callbacks": ("Callbacks", "they see current weights wherever `Trainer` calls them, except in `on_step_end`"),
+    "callbacks": ("Callbacks", "they see current weights wherever `Trainer` calls them"),
     "checkpoints": ("Checkpoints", "the files of `Trainer`; resuming in both directions, but not from DeepSpeed"),
     "models": (
         "Models",

@@ -144,11 +144,7 @@ MOVES: tuple[Move, ...] = (
     Move("weights looked at in `on_epoch_end`", lambda kit: _looking(kit, "on_epoch_end", **_EPOCHS)),
     Move("weights looked at in `on_epoch_begin`", lambda kit: _looking(kit, "on_epoch_begin", **_EPOCHS)),
     Move("weights looked at in `on_train_end`", lambda kit: _looking(kit, "on_train_end")),
-    Move(
-        "shapes, dtypes and numbers of parameters looked at in `on_step_end`",
-        lambda kit: _looking(kit, "on_step_end", _facts),
-        ours="reading values there raises an error that names the right event",
-    ),
+    Move("weights looked at in `on_step_end`", lambda kit: _looking(kit, "on_step_end")),
     Move("`compute_metrics` looks at `trainer.model`", _metrics),
     Move("`evaluate` overridden, which looks at `self.model`", _evaluate_overridden),
     Move("weights looked at in `on_train_begin` of a resumed run", _resumed),
