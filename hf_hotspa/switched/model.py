@@ -777,10 +777,7 @@ class SwitchedModel(DistributedDataParallel):
         self.flush()
         self._passes.let_go()
         self._version += 1
-        if self._changes.digest is not None:  # shown in this step
-            self._changes.digest = None
-            if self._guards:
-                guard(self.module)
+        self._changes.hide(self._guards)  # if callbacks have seen it in this step
 
     def flush(self) -> None:
         """Completes the gradients of all calls since the last step. Collective; does nothing if there are no new calls.

@@ -320,6 +320,13 @@ class ObjectChanges:
         if self.digest is None and has_weights(self._model):  # else they may have been changed since
             self.digest = digest or weights_digest(self._model)
 
+    def hide(self, guards: bool) -> None:
+        """Notes that the weights that the object was shown with become old. Not collective."""
+        if self.digest is not None:
+            self.digest = None
+            if guards:
+                guard(self._model)
+
     @property
     def all_frozen(self) -> bool:
         """Whether `inspect_modules` saw no parameter that is trained."""
