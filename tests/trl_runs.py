@@ -428,7 +428,7 @@ def resumed(case: Case, folder: str, pool: str | None, by: str | None = None) ->
     """Logs and weights of a run, resumed if others have begun it under the pool `by`."""
     path = None
     if case.begun:
-        saves = {"save_strategy": "steps", "save_steps": case.begun, "max_steps": case.begun}
+        saves: dict[str, Any] = {"save_strategy": "steps", "save_steps": case.begun, "max_steps": case.begun}
         run(case, f"{folder}/begun", by, **saves)
         path = f"{folder}/begun/checkpoint-{case.begun}"
     return run(case, folder, pool, path)

@@ -264,7 +264,7 @@ def _rows_of_pass(loader: Any, per_device: int) -> int | None:
     batches = getattr(loader, "batch_sampler", None)
     batches = getattr(batches, "batch_sampler", batches)  # in accelerate's, which divides batches over processes
     sampler = getattr(batches, "sampler", None)
-    if not has_length(sampler):
+    if sampler is None or not has_length(sampler):
         return None
     return len(sampler) * per_device // (getattr(batches, "batch_size", None) or per_device)
 

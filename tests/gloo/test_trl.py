@@ -161,20 +161,19 @@ class Shrinks(TrainerCallback):
 
 def synced(cls: Any) -> Any:
     """With the callbacks of TRL that read weights, given by the user."""
-    from trl import BEMACallback
-    from trl.trainer.callbacks import SyncRefModelCallback
+    from trl.trainer.callbacks import BEMACallback, SyncRefModelCallback
 
     class Synced(cls):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.add_callback(SyncRefModelCallback(ref_model=self.ref_model, accelerator=self.accelerator))
-            self.bema = BEMACallback(update_freq=2)
+            self.bema: Any = BEMACallback(update_freq=2)
             self.add_callback(self.bema)
 
         def train(self, *args: Any, **kwargs: Any) -> Any:
             out = super().train(*args, **kwargs)
-            mean = sum(float(p.double().norm()) for p in self.bema.running_model.parameters())
-            self.state.log_history.append({"bema": mean})
+            norms = [float(p.double().norm()) for p in self.bema.running_model.parameters()]
+            self.state.log_history.append({"bema": sum(norms)})
             return out
 
     Synced.__name__ = cls.__name__
