@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import Any
 from unittest import mock
 
+import datasets
 import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
@@ -389,6 +390,7 @@ def named(difference: Difference) -> str:
 def outcome(rank: int, difference: Difference, folder: str) -> tuple[str, int]:
     """The error that a difference gives, or a word for what else became of it; and the steps that were trained."""
     kind, odd, trainer = difference.kind, rank == ODD, None
+    datasets.disable_progress_bars()  # one that outlives the draw would write to a closed stream
     with _quiet():
         arguments = _config(kind)(**_fields(kind, folder))
         if difference.subject == "field":

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.trainer.step_hooks import attached, check_attached
 
-CALLS = []
+CALLS: list[object] = []
 
 
 def gradients(optimizer):
