@@ -8,6 +8,7 @@ On GPUs leave out `--use_cpu`. In one process: `python examples/bare_loop.py --s
 
 import argparse
 import json
+from itertools import islice
 
 import torch
 from accelerate import Accelerator
@@ -35,11 +36,10 @@ def main() -> None:
     rows = [{"input_ids": i, "labels": i} for i in tokenizer(texts, truncation=True, max_length=1024).input_ids]
     sampler = DistributedSampler(rows, accelerator.num_processes, accelerator.process_index)
     loader = DataLoader(rows, options.rows, sampler=sampler, collate_fn=DataCollatorForSeq2Seq(tokenizer))
-    optimizer = torch.optim.AdamW(model.engine.parameter_groups(weight_decay=0.1), lr=1e-2)
-    step = 0
+    optimizer, step = torch.optim.AdamW(model.engine.parameter_groups(weight_decay=0.1), lr=1e-2), 0
     while step < options.steps:
         sampler.set_epoch(step)
-        for batch in model.batches(loader):  # a process whose rows have ended takes part without any
+        for batch in islice(model.batches(loader), options.steps - step):  # a process may have no more rows
             model(**batch).loss.backward()
             model.clip_grad_norm_(1.0)  # by the norm over all processes: parameters are shares
             optimizer.step()
@@ -48,8 +48,6 @@ def main() -> None:
             report = model.report
             phases = "  ".join(f"{p.strategy}: {p.num_packs} packs, {p.compute_s:.2f} s" for p in report.phases)
             accelerator.print(f"step {step:3d}  loss {report.loss:.4f}  switching {report.switch_share:.1%}  {phases}")
-            if step == options.steps:
-                break
     model.write_back()
     if accelerator.is_main_process:
         model.module.save_pretrained(options.output_dir)

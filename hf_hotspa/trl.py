@@ -38,8 +38,9 @@ from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import guard, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.events import CallbackEvents
+from hf_hotspa.trainer.replaced import unless_stock
 from hf_hotspa.trainer.resuming import Resumption
-from hf_hotspa.trainer.start import or_stock, unless_stock
+from hf_hotspa.trainer.start import or_stock
 from hf_hotspa.trainer.trainer import SwitchedMixin, switched
 from hf_hotspa.typed import reading_state
 

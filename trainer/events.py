@@ -32,6 +32,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
@@ -144,6 +145,8 @@ STARTS = ("on_train_begin", "on_epoch_begin")
 STEP_EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end")
 """The events of a step; ranks communicate before and after those in which a callback may look at the model."""
 
+_OF_STEP = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
 PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")
 """The events inside a mini-batch."""
 
@@ -195,7 +198,7 @@ class CallbackEvents(CallbackHandler):
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
         error: The error that ranks have yet to agree on; it then ends training.
-        before_step: Called after the callbacks of `on_pre_optimizer_step`.
+        before_step: Called after the callbacks of `on_pre_optimizer_step`, if others are attached to the optimizer than before.
         looked_at: The events of a step in which a callback of any rank may look at the model.
         after: Called with the name of each of these when the callbacks have been called.
     """
@@ -213,6 +216,7 @@ class CallbackEvents(CallbackHandler):
         self.__dict__.update(handler.__dict__)
         self._before, self._apart = before, apart
         self.before_step: Callable[[], None] = lambda: None
+        self._attached: tuple[Any, ...] = ()
         self._own: dict[type[TrainerCallback], TrainerCallback] = {}
         self.seconds: dict[str, float] = defaultdict(float)
         self._logged_s, self._steps_since_log = 0.0, 0
@@ -337,7 +341,15 @@ class CallbackEvents(CallbackHandler):
         if is_looked_at:
             self.after(event)
         if event == "on_pre_optimizer_step":
-            self.before_step()
+            bare = getattr(self.optimizer, "optimizer", self.optimizer)
+            tables = [getattr(bare, name, ()) for name in _OF_STEP] + [
+                _global_optimizer_pre_hooks,
+                _global_optimizer_post_hooks,
+            ]
+            attached = vars(self.optimizer).get("step"), vars(bare).get("step"), *map(tuple, tables)
+            if attached != self._attached:  # keys of hooks are used once
+                self.before_step()
+                self._attached = attached
         return control
 
     def may_look(self) -> list[float]:

@@ -60,14 +60,9 @@ class Preemption:
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
-        self.agreed = False
+        self.requested = self.agreed = False
         self._first, self._first_at = 0, 0.0  # the first signal, and when it came
         self._before: dict[int, Any] = {}
-
-    @property
-    def requested(self) -> bool:
-        """Whether this process has received a signal."""
-        return bool(self._first)
 
     @property
     def name(self) -> str:
@@ -75,7 +70,7 @@ class Preemption:
         return {0: "SIGTERM or Ctrl-C", signal.SIGINT: "Ctrl-C"}.get(self._first, "SIGTERM")
 
     def __enter__(self) -> "Preemption":
-        self.agreed, self._first = False, 0
+        self.requested, self.agreed, self._first = False, False, 0
         if threading.current_thread() is threading.main_thread():
             both = (signal.SIGTERM, signal.SIGINT)
             before: dict[int, Any] = {number: signal.getsignal(number) for number in both}
@@ -100,7 +95,7 @@ class Preemption:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._first:
-            self._first, self._first_at = number, time.monotonic()
+            self.requested, self._first, self._first_at = True, number, time.monotonic()
             signal_came()
             if number == signal.SIGINT and self._args.process_index == 0:
                 saves = " and saves" if self._args.save_strategy != SaveStrategy.NO else ""

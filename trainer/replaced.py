@@ -5,6 +5,8 @@ of TRL, stand in front of it and reach it by `super()`.
 """
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import new_class
@@ -22,9 +24,25 @@ from hf_hotspa.trainer.checkpoints import contents_of, tokenizer_of
 from hf_hotspa.trainer.events import SAVE, WRITERS, is_overridden
 from hf_hotspa.trainer.model_source import argument_files, save_whole, tokenizer_files
 from hf_hotspa.trainer.resuming import Restorer, load_random_state
-from hf_hotspa.trainer.start import unless_stock
 
 _Base: Any = Trainer
+
+
+def unless_stock(mixin: Any) -> None:
+    """Makes the overrides of a mixin call the class behind if that class trains alone."""
+
+    def aside(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            if trainer._hotspa_refusal is None:
+                return own(trainer, *args, **kwargs)
+            return getattr(super(mixin, trainer), name)(*args, **kwargs)
+
+        return method
+
+    for name, own in list(vars(mixin).items()):
+        if callable(own) and hasattr(Trainer, name) and not name.startswith("__"):
+            setattr(mixin, name, aside(name, own))
 
 
 class Replaced(_Base):
@@ -69,7 +87,7 @@ class Replaced(_Base):
         switched, watchers = self.switched, self._hotspa_watchers
         report = switched.report
         if report is not None:
-            if not watchers.are_none:
+            if watchers.devices is not None or not watchers.plan.is_idle:
                 report = watchers.trained(self.state.global_step, switched.passes, report)
             if next(self.model.parameters()).is_meta:  # all are, or none
                 self._hotspa_source.trained()

@@ -261,16 +261,17 @@ class RowOrder:
 
     Attributes:
         places: What it has given since the last step.
+        watches: Whether ranks read parts of one order.
     """
 
     def __init__(self) -> None:
         self.places, self._code = list[Any](), 0
         self._probe: Probe | None = None
-        self._watches = False
+        self.watches = False
 
     def watch(self, loader: Any, dataset: Any) -> None:
         """Notes the order of a loader, of which each rank reads its part."""
-        self._watches = False
+        self.watches = False
         if not isinstance(loader, DataLoaderShard) or is_stream(dataset):
             return
         sampler: Any = loader.batch_sampler
@@ -283,7 +284,7 @@ class RowOrder:
                 sampler.__class__ = _recorded(kind)
             except TypeError:  # a list, a range, or no sampler
                 return
-        sampler._hotspa_order, self._watches = self, True
+        sampler._hotspa_order, self.watches = self, True
         self._probe = None if _is_whole(dataset) else Probe.of(dataset)
 
     def begin(self) -> None:
@@ -292,7 +293,7 @@ class RowOrder:
 
     def words(self) -> str:
         """The order so far, and a row of the coming step, as text for the meeting of all ranks."""
-        if not self._watches:
+        if not self.watches:
             return ""
         places, self.places = self.places, list[Any]()
         self._code = zlib.crc32(repr(places).encode(), self._code)

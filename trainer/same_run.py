@@ -62,7 +62,7 @@ _ENVIRONMENT = (
 
 _COMPARED_ELSEWHERE = {
     "model", "args", "callbacks", *DATA_SETS, "model_wrapped", "accelerator", "state", "control", "callback_handler",
-    "optimizer", "optimizers", "lr_scheduler", "hub_model_id", "_memory_tracker", "is_in_train",
+    "optimizer", "optimizers", "lr_scheduler", "hub_model_id", "push_in_progress", "_memory_tracker", "is_in_train",
 }  # fmt: skip
 """Names given to a trainer, or of its attributes, that are compared elsewhere, or belong to the loop."""
 

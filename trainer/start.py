@@ -18,7 +18,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer
 
 from hf_hotspa.checkpoint.format.folder import write_error
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
@@ -128,11 +127,6 @@ class Watchers:
     plan: RunPlan = field(default_factory=RunPlan)
     devices: DeviceWatch | None = None
 
-    @property
-    def are_none(self) -> bool:
-        """Whether nothing chooses, predicts or watches."""
-        return self.plan.is_idle and self.devices is None
-
     def choose(self, step: int, lengths: Sequence[int]) -> Any:
         """The buckets of a mini-batch, and the device speeds that divide its packs. Also called in a thread."""
         speeds = self.devices.speeds if self.devices is not None else None
@@ -212,7 +206,8 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     engine.stop, engine.failures.predicted_bytes = trainer._hotspa_preemption, plan.predicted_bytes
     plan.begin(engine.description)
     watchers.devices = watch_devices(engine, args, plan)
-    choose, evaluated_by = None if watchers.are_none else watchers.choose, watchers.evaluated(args)
+    idle = plan.is_idle and watchers.devices is None  # nothing chooses, predicts or watches
+    choose, evaluated_by = None if idle else watchers.choose, watchers.evaluated(args)
     switched.runs_by(choose, trainer._hotspa_optimizer.settings, evaluated_by)
     lengths.take_longest(switched.longest)
     switched.in_training(False)
@@ -370,20 +365,3 @@ def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> 
         if trainer.state.global_step:
             raise
         raise reason from failure
-
-
-def unless_stock(mixin: Any) -> None:
-    """Makes the overrides of a mixin call the class behind if that class trains alone."""
-
-    def aside(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(own)
-        def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            if trainer._hotspa_refusal is None:
-                return own(trainer, *args, **kwargs)
-            return getattr(super(mixin, trainer), name)(*args, **kwargs)
-
-        return method
-
-    for name, own in list(vars(mixin).items()):
-        if callable(own) and hasattr(Trainer, name) and not name.startswith("__"):
-            setattr(mixin, name, aside(name, own))

@@ -74,7 +74,7 @@ from hf_hotspa.trainer.preemption import (
     take_sigterm_from,
     unreadable,
 )
-from hf_hotspa.trainer.replaced import Replaced, inserted, library_of, passed_over, replaced_behind
+from hf_hotspa.trainer.replaced import Replaced, inserted, library_of, passed_over, replaced_behind, unless_stock
 from hf_hotspa.trainer.resuming import (
     BaseDigest,
     Resumption,
@@ -99,7 +99,6 @@ from hf_hotspa.trainer.start import (
     opened,
     or_stock,
     start,
-    unless_stock,
 )
 
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -551,8 +550,8 @@ class SwitchedMixin(_Base):
             error = error or unreadable(failure, self.args.process_index)
             release_others(handler.train_dataloader)
         read = [*map(without_padded_from, batches)]
-        changed = any(map(is_not, read, batches))
-        if switched.same_batches(len(batches), error, changed, self._hotspa_rows.order.words()):
+        changed, order = any(map(is_not, read, batches)), self._hotspa_rows.order
+        if switched.same_batches(len(batches), error, changed, order.words() if order.watches else ""):
             say_left_out()
         batches, self._hotspa_has_ended = read, not read
         self._hotspa_place["batches"] += len(batches)
@@ -638,7 +637,8 @@ class SwitchedMixin(_Base):
             if self.control.should_save:  # an overridden _save_checkpoint may read the model before it calls ours
                 self._hotspa_show(SAVE)
             super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._hotspa_checkpoints.amend(self.state)
+        if self._hotspa_checkpoints.writer is not None:
+            self._hotspa_checkpoints.amend(self.state)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 

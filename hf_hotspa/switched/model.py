@@ -76,6 +76,7 @@ from hf_hotspa.switched.model_object import (
     before_steps,
     fused_head,
     guard,
+    nothing_to_train,
     refuse_losses,
     refuse_other_forward,
     release,
@@ -290,19 +291,19 @@ class SwitchedModel(DistributedDataParallel):
             HotspaError: on every rank: a change is not supported, or ranks have changed different things.
         """
         words, error = self._changes.inspect_modules(inside)
-        _, more, adapters_error = self._adapters.inspect()
+        _, more, adapters_error = self._adapters.inspect(inside)
         words, error = words + more, error or adapters_error or (self._changes.inspect_hooks() if anew else None)
         if any(self._meet(f"continue{words}", None if anew else error, error is not None)):
             return True
-        self._apply_changes(words)
+        if words:
+            self._apply_changes()
         return False
 
-    def _apply_changes(self, words: str) -> None:
-        if words:
-            self._passes.let_go()
-            self._adapters.apply()
-            if self._store is None:
-                self._changes.apply()
+    def _apply_changes(self) -> None:
+        self._passes.let_go()
+        self._adapters.apply()
+        if self._store is None:
+            self._changes.apply()
 
     def weights_are(self, current: bool) -> None:
         """Notes new weights in the engine; `current`: the model has them, too. On all ranks."""
@@ -494,18 +495,11 @@ class SwitchedModel(DistributedDataParallel):
         if begins or (self.looks and not request.trains):
             request.changes, change_error = self._changes.inspect_modules()
             error = error or change_error
-            if begins and error is None and self._changes.all_frozen:
-                error = UnsupportedError(
-                    "requires_grad is False for all parameters", fix="keep one that is trained, or end the training"
-                )
-        request.adapters, words, adapters_error = self._adapters.inspect(bool(self._calls))
-        request.changes, error = request.changes + words, error or adapters_error
-        if error is None and request.trains and not request.adapters:
-            error = UnsupportedError(
-                "a forward with gradients while adapters are switched off, or merged",
-                where=f"rank {self.engine.rank}",
-                fix="call it under torch.no_grad(), as a reference",
-            )
+        if self._adapters.exist:
+            request.adapters, words, adapters_error = self._adapters.inspect(bool(self._calls))
+            request.changes, error = request.changes + words, error or adapters_error
+        if error is None and request.trains and (not request.adapters or (begins and self._changes.all_frozen)):
+            error = nothing_to_train(request.adapters, self.engine.rank)
         coming, window = list[Window](), None
         if error is None and request.trains:
             coming = self._announcements.windows
@@ -525,7 +519,8 @@ class SwitchedModel(DistributedDataParallel):
         finally:
             if is_new and coming:
                 coming.pop(0)
-        self._apply_changes(request.changes)
+        if request.changes:
+            self._apply_changes()
         if begins:  # the weights are old until the step has ended and the object is shown again
             self._changes.digest = None
             if self._guards and self._written == self._version:  # else it is guarded
@@ -584,7 +579,8 @@ class SwitchedModel(DistributedDataParallel):
 
     def _run(self, call: Call, request: Request) -> None:
         """Computes the caller's results in the cheapest way, the same on all ranks."""
-        self._adapters.set_replicas(request.adapters)
+        if self._adapters.exist:
+            self._adapters.set_replicas(request.adapters)
         mode = self.training, request.trains
         if not request.trains:
             self._expects_logits[mode] = self._used_logits.pop(mode, False)
@@ -777,7 +773,8 @@ class SwitchedModel(DistributedDataParallel):
         self.flush()
         self._passes.let_go()
         self._version += 1
-        self._changes.hide(self._guards)  # if callbacks have seen it in this step
+        if self._changes.digest is not None:  # callbacks have seen it in this step
+            self._changes.hide(self._guards)
 
     def flush(self) -> None:
         """Completes the gradients of all calls since the last step. Collective; does nothing if there are no new calls.
@@ -798,7 +795,8 @@ class SwitchedModel(DistributedDataParallel):
             self._drop()
             self.report, self.step = None, self.step + 1
             return
-        self._adapters.set_replicas(True)
+        if self._adapters.exist:
+            self._adapters.set_replicas(True)
         exchange = self._passes.exchange
         counts = exchange.sent | self.cut  # fields of the report
         scale, seeds, of_all = self.assumptions.compare(calls, self._documents, map(float, counts.values()))

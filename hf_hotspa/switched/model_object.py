@@ -126,6 +126,7 @@ class Route:
         self.is_on, self.is_empty, self._is_closed = False, not has_weights(model), False
         self._own: Any = None  # TRL's forward on the object
         self._routed: Any = None
+        self._made: tuple[Any, Any] | None = None  # a forward of the object, and what routes its calls
 
     def set(self, on: bool) -> bool:
         """Routes calls or leaves them to the object; returns how it was."""
@@ -140,7 +141,9 @@ class Route:
             self._routed = None
         elif self._routed is None:
             self._own = own.get("forward")
-            self._routed = own["forward"] = types.MethodType(self._over(self._own), model)
+            if self._made is None or self._made[0] is not self._own:
+                self._made = self._own, self._over(self._own)
+            self._routed = own["forward"] = types.MethodType(self._made[1], model)
         return was
 
     def close(self) -> None:
@@ -178,6 +181,9 @@ class AdapterLayers:
     """How the LoRA layers of a model object act; the LoRA layers of the replicas do the same.
 
     A callback may change factors (`set_scale`, `scale_layer`, the dict `scaling`): calls use them from the next step.
+
+    Attributes:
+        exist: Whether there are any.
     """
 
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
@@ -186,6 +192,7 @@ class AdapterLayers:
         self._layers: dict[str, Any] = {
             path: bare.get_submodule(path) for path in (adapters.scalings if adapters else ())
         }
+        self.exist = bool(self._layers)
         every = (named for part in engine.part_models for named in part.named_modules()) if adapters else ()
         self._replicas: list[tuple[str, Any]] = [(path, layer) for path, layer in every if path in self._layers]
         self._scalings = self._now()
@@ -232,6 +239,19 @@ class AdapterLayers:
         for path, layer in self._replicas:
             layer._disable_adapters = not on
             layer.scaling[self._name] = self._scalings[path]
+
+
+def nothing_to_train(adapters: bool, rank: int) -> HotspaError:
+    """The error for a forward with gradients that reaches no trained parameter: adapters are off, or all is frozen."""
+    if not adapters:
+        return UnsupportedError(
+            "a forward with gradients while adapters are switched off, or merged",
+            where=f"rank {rank}",
+            fix="call it under torch.no_grad(), as a reference",
+        )
+    return UnsupportedError(
+        "requires_grad is False for all parameters", fix="keep one that is trained, or end the training"
+    )
 
 
 def before_steps(switched: Any) -> RemovableHandle:
@@ -291,29 +311,31 @@ class ObjectChanges:
 
     Attributes:
         frozen: The trained parameters that the caller has frozen since, by the engine's names.
+        all_frozen: Whether the last inspection saw no parameter that is trained.
         digest: Of the object's weights while they are current; None while they are old.
     """
 
     def __init__(self, model: nn.Module, engine: HotSPaEngine) -> None:
         self._model, self._engine, self._bare = model, engine, bare_model(model)[0]
-        self._parameters, self._layout = self._by_name(), self._laid_out()
+        specs = engine.description.vector.specs
+        self._known = {name: spec for spec in specs for name in (spec.name, *spec.tied_names)}
+        self._layout, self._parameters = self._named()
         self._is_of_text = of_text(self._bare) if text_base(self._bare) is not None else None
         self._config = _as_text(deciding_values(self._bare.config))
         self._facts = module_facts(self._bare, self._is_of_text)
         self._buffers = {name: buffer.clone() for name, buffer in self._bare.named_buffers()}
-        self.frozen = frozenset[str]()
+        self.frozen, self.all_frozen = frozenset[str](), False
         self.digest: str | None = None
         self._changed = dict[str, Tensor](), self.frozen, False
 
-    def _by_name(self) -> dict[str, tuple[nn.Parameter, bool]]:
-        specs = self._engine.description.vector.specs
-        known = {name: spec for spec in specs for name in (spec.name, *spec.tied_names)}
-        named = self._model.named_parameters(remove_duplicate=False)
-        return {known[name].name: (p, known[name].trainable) for name, p in named if name in known}
-
-    def _laid_out(self) -> dict[str, tuple[Any, ...]]:
-        named = self._model.named_parameters(remove_duplicate=False)
-        return {n: (tuple(p.shape), p.dtype, getattr(type(p), "_true_class", type(p))) for n, p in named}
+    def _named(self) -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[nn.Parameter, bool]]]:
+        """Shape, dtype and class of each parameter, and each of the engine's with whether it was trained at the start."""
+        layout, parameters = dict[str, tuple[Any, ...]](), dict[str, tuple[nn.Parameter, bool]]()
+        for name, p in self._model.named_parameters(remove_duplicate=False):
+            layout[name] = tuple(p.shape), p.dtype, getattr(type(p), "_true_class", type(p))
+            if (spec := self._known.get(name)) is not None:
+                parameters[spec.name] = p, spec.trainable
+        return layout, parameters
 
     def show(self, digest: str | None = None) -> None:
         """Notes that the object has the current weights, of this digest if known. Not collective."""
@@ -327,16 +349,11 @@ class ObjectChanges:
             if guards:
                 guard(self._model)
 
-    @property
-    def all_frozen(self) -> bool:
-        """Whether `inspect_modules` saw no parameter that is trained."""
-        frozen = self._changed[1]
-        return bool(frozen) and len(frozen) == sum(at_start for _, at_start in self._parameters.values())
-
     def inspect_modules(self, inside: bool = False) -> tuple[str, HotspaError | None]:
         """Returns the changes since the last step, as text (equal on all ranks with equal changes), and an error for
         unsupported ones: all if more batches of the step follow (`inside`). Not collective."""
-        if (layout := self._laid_out()) != self._layout:
+        layout, parameters = self._named()
+        if layout != self._layout:
             names = sorted(n for n in layout.keys() | self._layout.keys() if layout.get(n) != self._layout.get(n))
             return "", UnsupportedError(
                 f"the parameters {_some(names)} were changed (name, shape, dtype or class) after the training had started",
@@ -348,10 +365,12 @@ class ObjectChanges:
             known = self._buffers.get(name)
             if known is None or known.shape != buffer.shape or not torch.equal(known, buffer):
                 buffers[name] = buffer
-        self._parameters = self._by_name()
-        for name, (parameter, at_start) in self._parameters.items():
+        self._parameters, num_trained = parameters, 0
+        for name, (parameter, at_start) in parameters.items():
+            num_trained += parameter.requires_grad
             if parameter.requires_grad != at_start:
                 (frozen.add if at_start else thawed.append)(name)
+        self.all_frozen = bool(frozen) and not num_trained
         weights = self.digest is not None and weights_digest(self._model) != self.digest
         self._changed = buffers, frozenset(frozen), weights
         words = f", with other buffers {_some(sorted(buffers))}" if buffers else ""
