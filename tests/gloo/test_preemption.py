@@ -163,6 +163,15 @@ def alone(folder, signals, **options):
     return make_trainer(str(folder), 1, **{"save_steps": 100, "callbacks": callbacks, **options})
 
 
+@pytest.fixture
+def interruptible():
+    """A background job of a shell ignores SIGINT, and so do its tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_saves_and_says_so_at_once(folder, capfd):
     trainer = alone(folder, (signal.SIGINT,))
     train(trainer)
@@ -177,6 +186,7 @@ def test_ctrl_c_saves_and_says_so_at_once(folder, capfd):
     assert "training stops after this step; press again" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_the_second_press_of_ctrl_c_ends_training_at_once(folder, monkeypatch, caplog):
     monkeypatch.setattr(preemption, "FORWARD_S", -1.0)
     trainer = alone(folder, (signal.SIGINT, signal.SIGINT))
