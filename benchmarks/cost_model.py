@@ -32,8 +32,8 @@ from cost_report import TARGETS, compare_memory, print_memory, print_rows, proce
 from result_file import write_json
 from worlds import run_world
 
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.memory import MemoryOptions
-from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.search.tables import calibration_text
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
@@ -108,7 +108,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, name: str, 
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.calibrate.calibration import calibrate
+    from hf_hotspa.calibrate.calibrate import calibrate
     from hf_hotspa.engine.engine import HotSPaEngine
 
     model = make_model(name)
@@ -147,7 +147,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, name: str, 
 
 def calibrated(rank: int, world_size: int, options: argparse.Namespace, name: str) -> Any:
     """`(calibration, sizes of the model)`; the work of one rank."""
-    from hf_hotspa.calibrate.calibration import calibrate
+    from hf_hotspa.calibrate.calibrate import calibrate
     from hf_hotspa.model.specs import describe_model
 
     model = make_model(name)

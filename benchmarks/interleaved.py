@@ -27,9 +27,9 @@ from worlds import run_world
 from hf_hotspa.costs.time import Pipeline, pipeline_seconds
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.packing.pipeline_order import interleaved_order, reaches
-from hf_hotspa.parallel import token_chunks
 from hf_hotspa.strategy import Bucket, Strategy
 
 ROUNDS = (1, 2)

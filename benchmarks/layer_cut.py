@@ -24,12 +24,12 @@ from result_file import write_json
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from worlds import run_world
 
-from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.calibrate.calibrate import calibrate
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.parallel import token_chunks
 from hf_hotspa.strategy import Bucket, Strategy
 
 STAGES = 2

@@ -6,7 +6,7 @@
 One process, fp32 on CPU, lengths of the rows that `make train` trains. Both sides have the same weights and packs and take
 turns; seconds are CPU seconds of forward and backward, of a mini-batch and of one layer of linear attention alone, which
 other processes do not change. The losses must agree to 1e-4. One document at a time is how
-layers run whose forward is not known (`parallel.isolation`), and what a loop around transformers' own layers would do.
+layers run whose forward is not known (`features.isolation.isolation`), and what a loop around transformers' own layers would do.
 """
 
 import argparse
@@ -63,8 +63,8 @@ def layer_seconds(model: Any, lengths: Sequence[int], rounds: int) -> dict[str, 
     """By side the CPU seconds of forward and backward of one layer of linear attention, as transformers has it and ours."""
     import torch
 
+    from hf_hotspa.features.isolation.isolation import mix_packed, mixes_packed
     from hf_hotspa.parallel.attention import PackedSequences
-    from hf_hotspa.parallel.isolation import mix_packed, mixes_packed
 
     net: Any = next(module for module in model.modules() if mixes_packed(module))
     hidden, alone = torch.randn(1, sum(lengths), net.hidden_size, requires_grad=True), net.forward
@@ -89,8 +89,8 @@ def run_sides(rank: int, world_size: int, options: argparse.Namespace, lengths: 
 
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.engine.engine import HotSPaEngine
+    from hf_hotspa.features.isolation import isolation
     from hf_hotspa.model.options import EngineOptions
-    from hf_hotspa.parallel import isolation
     from hf_hotspa.strategy import Bucket, Strategy
 
     bucket = Bucket(Strategy(), max(lengths), max(options.pack_tokens, *lengths))

@@ -42,25 +42,25 @@ from straggler_trace import measured_seconds, read_trace, replica_seconds
 from written_plans import traffic_of
 
 from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.divided import ulysses_unsupported_reason
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryOptions
-from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.plan.plan import DST, LENGTH, SRC, START, SwitchPlan
 from hf_hotspa.plan.planner import plan_load
 from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.plan.switch_plan import DST, LENGTH, SRC, START, SwitchPlan
 from hf_hotspa.search.baselines import Pricing
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.estimate import packed
 from hf_hotspa.search.histogram import read_lengths, synthetic_lengths
 from hf_hotspa.search.offers import choose
-from hf_hotspa.search.planning import Setup
 from hf_hotspa.search.search import mini_batches
+from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,9 +11,9 @@ from typing import Any
 
 from planner_cases import cluster_of, gradients, llama_vector, master, weights
 
-from hf_hotspa.plan.plan import SwitchPlan, Wire, prove
 from hf_hotspa.plan.planner import plan_load, plan_return
 from hf_hotspa.plan.rounds import cut_rounds
+from hf_hotspa.plan.switch_plan import SwitchPlan, Wire, prove
 from hf_hotspa.strategy import Strategy
 
 CASES = {

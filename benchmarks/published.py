@@ -29,9 +29,9 @@ from typing import Any
 
 from result_file import write_json
 
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.hardware import PRESETS, Hardware
 from hf_hotspa.costs.memory import MemoryOptions
-from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.model_shape import ModelShape

@@ -29,10 +29,10 @@ from worlds import run_world
 
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.slow_devices import ColumnStatistics
+from hf_hotspa.features.slow_devices.columns import Resizing
+from hf_hotspa.features.slow_devices.reaction import ColumnStatistics
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.report import PhaseMeasure
-from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.strategy import parse_buckets
 
 

@@ -31,21 +31,21 @@ from worlds import run_world
 
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.slow_devices import ColumnStatistics, pretest
+from hf_hotspa.features.slow_devices import giving as rates
+from hf_hotspa.features.slow_devices.columns import Resizing
+from hf_hotspa.features.slow_devices.flexible_linear import Exchange
+from hf_hotspa.features.slow_devices.giving import GIVING
+from hf_hotspa.features.slow_devices.reaction import ColumnStatistics, pretest
+from hf_hotspa.features.slow_devices.speeds import Speeds, cut_by_speed, shares_by_speed
 from hf_hotspa.layout.shares import shard_widths
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.pass_through import PassThrough
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.parallel.collectives import PRODUCTS, ProductClock
-from hf_hotspa.parallel.flexible_linear import Exchange
 from hf_hotspa.report import PhaseMeasure
-from hf_hotspa.rows.features import DEFAULT_RULES, read_row
+from hf_hotspa.rows.read_row import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.stragglers import giving as rates
-from hf_hotspa.stragglers.columns import Resizing
-from hf_hotspa.stragglers.giving import GIVING
-from hf_hotspa.stragglers.speeds import Speeds, cut_by_speed, shares_by_speed
 from hf_hotspa.strategy import parse_buckets
 
 SLOW = "HOTSPA_BENCHMARK_SLOW"

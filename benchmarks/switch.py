@@ -47,7 +47,7 @@ from written_plans import transfers_of
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.engine.transport import ProcessGroupTransport
-from hf_hotspa.plan.plan import RELAY, SOURCE, TARGET
+from hf_hotspa.plan.switch_plan import RELAY, SOURCE, TARGET
 
 CHUNKS = {"whole": None, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
 OTHERS = ("per slice", "per slice, as stored", "all-gather", "checkpoint")

@@ -36,7 +36,7 @@ from written_plans import transfers_of
 
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import ParameterVector
-from hf_hotspa.plan.plan import SwitchPlan, Transfer
+from hf_hotspa.plan.switch_plan import SwitchPlan, Transfer
 
 MEMORY_FILES = Path("/dev/shm")
 """Where Linux keeps files in memory."""

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
-from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.switch_plan import SwitchPlan
 from hf_hotspa.strategy import Strategy
 
 PRELOAD = ("torch", "torch.distributed.checkpoint")

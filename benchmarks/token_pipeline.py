@@ -23,10 +23,10 @@ from worlds import run_world
 from hf_hotspa.costs.time import Pipeline, pipeline_seconds
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import choose_passes
-from hf_hotspa.parallel import token_chunks
 from hf_hotspa.strategy import Bucket, Strategy
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Interval, place
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.plan.plan import ANY, COLUMNS, DST, LENGTH, RELAY, SRC, SegmentPlan, SwitchPlan, Transfer
+from hf_hotspa.plan.switch_plan import ANY, COLUMNS, DST, LENGTH, RELAY, SRC, SegmentPlan, SwitchPlan, Transfer
 
 
 def layout_of(name: str, holdings: Sequence[Sequence[Interval]], sizes: Sequence[Sequence[int]]) -> Layout:

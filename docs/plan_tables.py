@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.search.baselines import DYNAMIC, MEGATRON
-from hf_hotspa.search.plan import Plan
-from hf_hotspa.search.planning import Setup, make_plan
+from hf_hotspa.search.bucket_plan import Plan
+from hf_hotspa.search.setup import Setup, make_plan
 
 PAGE = Path(__file__).parent / "predicted.md"
 BEGIN, END = "<!-- begin: python docs/plan_tables.py -->\n", "<!-- end -->\n"

@@ -10,7 +10,7 @@ from hf_hotspa.search.baselines import DataParallel
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.offers import CHUNK_SIZES
-from hf_hotspa.search.planning import Setup, make_plan
+from hf_hotspa.search.setup import Setup, make_plan
 
 PAGE = Path(__file__).parent / "lora.md"
 BEGIN, END = "<!-- begin: python docs/qlora_table.py -->\n", "<!-- end -->\n"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hf_hotspa._lazy import needs_training_libraries
-from hf_hotspa.commands import checkpoints, inputs
+from hf_hotspa.commands import checkpoint_files, inputs
 from hf_hotspa.commands.inputs import file_to_write, whole
 from hf_hotspa.commands.train_help import HELP, OVERVIEW
 from hf_hotspa.costs.adapter import KINDS, FrozenBase
@@ -37,8 +37,8 @@ from hf_hotspa.reporting.svg import short
 from hf_hotspa.reporting.terminal import CleanOutput, text_table
 from hf_hotspa.search.formula_table import formulas_text, make_table, pipedream
 from hf_hotspa.search.histogram import DISTRIBUTIONS, LONGEST, MOST_SEQUENCES
-from hf_hotspa.search.planning import DTYPE, Setup, make_estimate, make_plan
 from hf_hotspa.search.search import MOST_PHASES
+from hf_hotspa.search.setup import DTYPE, Setup, make_estimate, make_plan
 from hf_hotspa.search.tables import calibration_text, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.versions import LIBRARIES, TRAIN_LIBRARIES, version_of
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands, setup)
     _add_estimate(commands, setup)
     _add_calibrate(commands, model)
-    for add in (_add_formulas, inputs.add_parsers, _add_reports, checkpoints.add_parsers):
+    for add in (_add_formulas, inputs.add_parsers, _add_reports, checkpoint_files.add_parsers):
         add(commands)
     return parser
 

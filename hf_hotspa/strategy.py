@@ -58,14 +58,14 @@ class Strategy:
             tokens (Korthikanti et al., 2022, section 4.2.2). Needs tp > 1.
         rc: Recompute: every rc-th layer keeps only its input and runs again in the backward pass; 0 for none.
         ck: The most tokens of a chunk: packs, and sequences inside them, are computed a chunk at a time
-            (`parallel.token_chunks`), also through a pipeline; 0 for whole packs.
+            (`features.token_chunks.token_chunks`), also through a pipeline; 0 for whole packs.
         kg: How many chunks before the last one of a sequence keep their graphs, so that they run forward once.
         kh: Whether keys and values of earlier chunks, and their summed gradients, are in host memory.
         cp: Ranks that share the tokens of each pack, also inside a sequence (`parallel.context`).
         z: What is complete for one layer at a time only, and otherwise sharded over all ranks: 2 for gradients, 3 for
             gradients and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
         ep: Neighbouring ranks of a stage that divide the experts of a layer, each with whole experts
-            (`parallel.experts`). With 1, experts are held, or cut by tp, like other weights. Divides dp * cp * tp.
+            (`features.experts.experts`). With 1, experts are held, or cut by tp, like other weights. Divides dp * cp * tp.
         v: Stages on each rank of a pipeline: stage s of pp * v is on the rank with the pp coordinate s mod pp
             (interleaved 1F1B; Narayanan et al., SC'21, section 2.2).
         shard_order: The tp shard of each tp coordinate; empty for the identity. A pool of strategies chooses it to keep

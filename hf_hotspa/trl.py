@@ -32,8 +32,8 @@ from hf_hotspa.checkpoint.tensors import saved_tensors
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.collator import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, ResumeError, UnsupportedError
+from hf_hotspa.features.lora.adapters import bare_model, is_adapted
 from hf_hotspa.model.model_check import weights_digest
-from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import guard, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named

@@ -188,7 +188,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the size of a share decides whether it is quantized",
-        "hf_hotspa/engine/low_bit.py",
+        "hf_hotspa/features/low_bit_optimizers/adoption.py",
         "whole = self.wholes[id(share)]",
         "whole = share.numel()",
         UNIT + "test_low_bit.py",
@@ -216,14 +216,14 @@ MUTATIONS = [
     ),
     Mutation(
         "a recomputed layer drops what the pack of another layer does",
-        "hf_hotspa/parallel/dropout.py",
+        "hf_hotspa/features/dropout/dropout.py",
         "now, self.pack = self.pack, pack",
         "now = self.pack",
         "tests/gloo/test_dropout.py::test_every_strategy_drops_the_same_elements",
     ),
     Mutation(
         "the second part of a split row drops like the first",
-        "hf_hotspa/parallel/dropout.py",
+        "hf_hotspa/features/dropout/dropout.py",
         "(begin + micro_batch.position_ids[0])",
         "micro_batch.position_ids[0]",
         UNIT + "test_dropout.py::test_a_token_keeps_its_mask_in_every_pack",
@@ -302,7 +302,7 @@ MUTATIONS = [
     ),
     Mutation(
         "keys and values of a chunk have no gradients of later chunks",
-        "hf_hotspa/parallel/token_chunks.py",
+        "hf_hotspa/features/token_chunks/token_chunks.py",
         "            roots += [*self.carry.roots(), *self.carry.routers.roots()]\n",
         "            roots += self.carry.routers.roots()\n",
         "tests/gloo/test_token_chunks.py::test_other_attentions[gpt_neox]",
@@ -488,14 +488,14 @@ MUTATIONS = [
     # -- what would train wrongly in silence
     Mutation(
         "padding is trained",
-        "hf_hotspa/rows/features.py",
+        "hf_hotspa/rows/read_row.py",
         '    if example.get("attention_mask") is not None:\n        mask',
         '    if example.get("attention_mask") is not None and row < 0:\n        mask',
         UNIT + "test_rows.py::test_padding_is_cut_off",
     ),
     Mutation(
         "rows that are packed already are one sequence",
-        "hf_hotspa/rows/features.py",
+        "hf_hotspa/rows/read_row.py",
         "if not _CUTS.isdisjoint(example) and any(example.get(name) is not None for name in CUT_COLUMNS):",
         "if any(example.get(name) is not None for name in ()):",
         UNIT + "test_rows.py::test_documents_are_told_apart",

@@ -12,7 +12,7 @@ from torch.cuda import device_count
 MODULES = (
     "transformers.trainer",
     "hf_hotspa.trainer.trainer",
-    "hf_hotspa.calibrate.calibration",
+    "hf_hotspa.calibrate.calibrate",
     "tests.families",
     "tests.oracle",
 )

@@ -17,8 +17,8 @@ from hf_hotspa.engine.executor import Progress, SwitchExecutor, SwitchStats
 from hf_hotspa.layout.placement import Layout, gradient_layout, strategy_layout
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.plan import rounds
-from hf_hotspa.plan.plan import RELAY, SECOND, SOURCE, TARGET, WINDOW_ALIGNMENT, SwitchPlan
 from hf_hotspa.plan.planner import PLANNERS, plan_load, plan_return
+from hf_hotspa.plan.switch_plan import RELAY, SECOND, SOURCE, TARGET, WINDOW_ALIGNMENT, SwitchPlan
 from tests.loopback import LoopbackHub
 from tests.random_models import random_master_layout, random_model
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, set_seed
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.parallel.dropout import EmbeddingNoise
+from hf_hotspa.features.dropout.dropout import EmbeddingNoise
 from hf_hotspa.trl import ONLINE
 from tests.families import MIXTURE, tiny_model
 from tests.gloo.test_stock_equal import fetched_in_double

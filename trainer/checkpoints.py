@@ -82,8 +82,8 @@ from hf_hotspa.checkpoint.tensors import (
 )
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError
+from hf_hotspa.features.lora.adapters import is_adapted
 from hf_hotspa.model.specs import dtype_name
-from hf_hotspa.parallel.adapters import is_adapted
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import nodes_of
 from hf_hotspa.switched.model_object import structure_only

@@ -19,9 +19,9 @@ from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator, is_stream, 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError, printable
-from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.reporting.measured import MeasuredGain, known_as
-from hf_hotspa.rows.features import RowRules
+from hf_hotspa.rows.read_row import RowRules
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model_object import as_built

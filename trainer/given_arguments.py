@@ -28,12 +28,12 @@ from transformers.utils.generic import strtobool
 
 from hf_hotspa.data.collator import is_stream
 from hf_hotspa.errors import DataError, HotspaConfigError, LaunchError, UnsupportedError
+from hf_hotspa.features.slow_devices.columns import CHOICES, IMPUTATIONS
+from hf_hotspa.features.slow_devices.giving import GIVING, LOSSY, MODES
 from hf_hotspa.model.options import LONGEST_TIMEOUT_S
 from hf_hotspa.packing.pipeline_order import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.rows.formats import format_of
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.stragglers.columns import CHOICES, IMPUTATIONS
-from hf_hotspa.stragglers.giving import GIVING, LOSSY, MODES
 from hf_hotspa.strategy import Bucket
 
 OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"

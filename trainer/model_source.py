@@ -26,9 +26,9 @@ from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError, UnsupportedError
+from hf_hotspa.features.lora.adapters import bare_model, folder_of, is_adapted, save_config
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.specs import dtype_name
-from hf_hotspa.parallel.adapters import bare_model, folder_of, is_adapted, save_config
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import as_built, release, structure_only

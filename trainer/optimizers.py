@@ -2,7 +2,7 @@
 
 Each rank holds a flat share of every weight. An update from complete matrices, rows or norms of a tensor would depend
 on the cut, hence on the number of ranks; such an optimizer raises an error. Blocks of elements are never cut, so the
-8-bit and 4-bit optimizers of bitsandbytes and torchao run (`engine.low_bit`).
+8-bit and 4-bit optimizers of bitsandbytes and torchao run (`features.low_bit_optimizers.adoption`).
 """
 
 import logging
@@ -23,9 +23,11 @@ from transformers.training_args import OptimizerNames
 
 from hf_hotspa.checkpoint.tensors import Share, optimizer_to_json
 from hf_hotspa.costs.optimizer_state import LOW_BIT_STATES
-from hf_hotspa.engine.cpu_adam import CPU_ADAM, cpu_adam_class, load_cpu_adam
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.low_bit import (
+from hf_hotspa.engine.master import MasterShare, bare_optimizer
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.features.lora.adapters import bare_model
+from hf_hotspa.features.low_bit_optimizers.adoption import (
     BITSANDBYTES,
     TORCHAO,
     adopt,
@@ -36,11 +38,9 @@ from hf_hotspa.engine.low_bit import (
     library_of,
     overrides_of,
 )
-from hf_hotspa.engine.master import MasterShare, bare_optimizer
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.features.offload.cpu_adam import CPU_ADAM, cpu_adam_class, load_cpu_adam
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
-from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
 from hf_hotspa.trainer.described import text_of
 from hf_hotspa.trainer.step_hooks import attached, check_attached

@@ -44,8 +44,8 @@ from hf_hotspa.checkpoint.tensors import (
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import load_weights
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError, printable
+from hf_hotspa.features.lora.adapters import frozen_digest, is_adapted
 from hf_hotspa.model.weight_files import WeightFiles
-from hf_hotspa.parallel.adapters import frozen_digest, is_adapted
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.model import SwitchedModel

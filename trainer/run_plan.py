@@ -26,19 +26,22 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.calibrate.calibration import cached_calibration, calibrate, calibration_key
+from hf_hotspa.calibrate.calibrate import cached_calibration, calibrate, calibration_key
 from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
-from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
 from hf_hotspa.costs.optimizer_state import ADAM, OPTIMIZER_STATES
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.engine.device_memory import device_limit
 from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_known
-from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
+from hf_hotspa.features.dropout.dropout import without_attention_dropout
+from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit
+from hf_hotspa.features.slow_devices.giving import GIVING
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
@@ -46,20 +49,17 @@ from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.dropout import without_attention_dropout
-from hf_hotspa.parallel.four_bit import is_four_bit
 from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import NEAR, longest_wanted, make_auto_plan
+from hf_hotspa.search.bucket_plan import Plan, limit_text
 from hf_hotspa.search.chooser import PhaseChooser, predict_phases
 from hf_hotspa.search.histogram import LengthsSeen
 from hf_hotspa.search.offers import divided
-from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.race import Race
 from hf_hotspa.search.single import Singles, SingleStrategy, with_single
-from hf_hotspa.stragglers.giving import GIVING
 from hf_hotspa.strategy import Bucket, Strategy, as_written, strategies_with_options
 from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments, argument_options
 from hf_hotspa.typed import reading_state

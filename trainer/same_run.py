@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hotspa.parallel.adapters import is_adapted
+from hf_hotspa.features.lora.adapters import is_adapted
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.described import Reader, names_of_library, text_of
 from hf_hotspa.trainer.given_arguments import flags_of

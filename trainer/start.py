@@ -23,12 +23,13 @@ from hf_hotspa.checkpoint.format.folder import write_error
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.engine.faults import note
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
+from hf_hotspa.features.four_bit.four_bit_linear import refuse_quantized
+from hf_hotspa.features.lora.adapters import bare_model, is_adapted
+from hf_hotspa.features.slow_devices.device_watch import DeviceWatch, watch_devices
 from hf_hotspa.model.model_check import refuse_router_logits
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel import backends
-from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, lost_peer, typed_failures
-from hf_hotspa.parallel.four_bit import refuse_quantized
 from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.parallel.mesh import nodes_of
 from hf_hotspa.report import StepReport
@@ -40,7 +41,6 @@ from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_oth
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.run_plan import RunPlan, engine_options, find_calibration, prepare_auto
 from hf_hotspa.trainer.same_rows import DATA_SETS
-from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
 
 logger = logging.getLogger(__name__)
 

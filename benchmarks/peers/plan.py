@@ -107,9 +107,9 @@ class _Planner:
         import bf16_products
         import torch
 
-        from hf_hotspa.calibrate.calibration import calibrate
+        from hf_hotspa.calibrate.calibrate import calibrate
+        from hf_hotspa.costs.cost_model import CostModel
         from hf_hotspa.costs.memory import MemoryOptions
-        from hf_hotspa.costs.model import CostModel
         from hf_hotspa.costs.sizes import ModelSizes
         from hf_hotspa.model.specs import describe_model
         from hf_hotspa.strategy import legal_strategies

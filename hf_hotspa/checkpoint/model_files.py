@@ -53,9 +53,9 @@ from hf_hotspa.checkpoint.format.manifest import (
 )
 from hf_hotspa.checkpoint.tensors import ShareReader, named_tensors, saved_tensors, tensor_bytes
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
+from hf_hotspa.features.lora.adapters import folder_of
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.weight_files import WeightFiles
-from hf_hotspa.parallel.adapters import folder_of
 
 logger = logging.getLogger(__name__)
 

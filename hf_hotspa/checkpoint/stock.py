@@ -33,10 +33,10 @@ from hf_hotspa.checkpoint.format.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.checkpoint.rng import set_generators
 from hf_hotspa.checkpoint.tensors import HERE_AND_NOW, load_optimizer, names_in_groups
-from hf_hotspa.engine.cpu_adam import CPU_ADAM
-from hf_hotspa.engine.low_bit import BITSANDBYTES, TORCHAO, cut_state, kind_of, library_of
 from hf_hotspa.engine.master import MasterShare, MasterStore, bare_optimizer
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
+from hf_hotspa.features.low_bit_optimizers.adoption import BITSANDBYTES, TORCHAO, cut_state, kind_of, library_of
+from hf_hotspa.features.offload.cpu_adam import CPU_ADAM
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.weight_files import WeightFiles
 

@@ -26,10 +26,10 @@ from hf_hotspa.checkpoint.format.manifest import (
     rank_tensors,
     stored_as,
 )
-from hf_hotspa.engine.cpu_adam import CPU_ADAM
-from hf_hotspa.engine.low_bit import Stored, code_digest, kind_of, loaded_states, stored_states
 from hf_hotspa.engine.master import MasterStore, bare_optimizer
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
+from hf_hotspa.features.low_bit_optimizers.adoption import Stored, code_digest, kind_of, loaded_states, stored_states
+from hf_hotspa.features.offload.cpu_adam import CPU_ADAM
 from hf_hotspa.layout.placement import master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, trained_part
 from hf_hotspa.model.replica import from_storage, to_storage

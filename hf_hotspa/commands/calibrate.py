@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.calibrate.calibrate import calibrate
 from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.model_config import read_config

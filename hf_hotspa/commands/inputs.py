@@ -123,7 +123,7 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
         HotspaError: the data set or its tokenizer cannot be read, a row cannot be tokenised, or there are no rows.
     """
     from hf_hotspa.data.prepare import load_source, prepare_dataset
-    from hf_hotspa.rows.features import RowRules
+    from hf_hotspa.rows.read_row import RowRules
     from hf_hotspa.rows.scan import scan_dataset
 
     quiet = not sys.stderr.isatty()

@@ -1,11 +1,11 @@
 """LoRA and QLoRA in a plan: sizes of adapters and 4-bit linear layers, and their division by tensor parallelism.
 
 A linear layer of `inputs` and `outputs` has an adapter A [r, inputs], B [outputs, r]. Tensor parallelism cuts the
-factor along the cut dim of the base; every coordinate holds the complete other factor (`parallel/adapters.py`). The
+factor along the cut dim of the base; every coordinate holds the complete other factor (`features/lora/adapters.py`). The
 base is frozen: the master store keeps one copy in the compute dtype, without gradients and optimizer state.
 
 In 4 bits, a code is half a byte per weight, and each block of 64 weights of a row has an fp32 scale
-(`parallel/four_bit.py`); quantized scales are held as fp32. Embedding, head, norms and experts are not quantized.
+(`features/four_bit/four_bit_linear.py`); quantized scales are held as fp32. Embedding, head, norms and experts are not quantized.
 `prepare_model_for_kbit_training` makes an fp32 copy of them, which the master store keeps.
 """
 

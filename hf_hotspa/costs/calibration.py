@@ -1,7 +1,7 @@
 """A calibration: the measurements of one model on one machine, and the cost models fitted to them.
 
 Defines its key and measurements with valid ranges, its JSON file and the file's place in the cache. Raw measurements
-are stored and models are fitted on demand, so a better fit needs no new measurement. `calibrate/calibration.py`
+are stored and models are fitted on demand, so a better fit needs no new measurement. `calibrate/calibrate.py`
 measures.
 """
 
@@ -200,7 +200,7 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of one model on one machine. `calibrate/calibration.py` takes them.
+    """Measurements of one model on one machine. `calibrate/calibrate.py` takes them.
 
     Args:
         samples: Packs with embedding, head and loss, all ranks busy; core time if ranks share cores.

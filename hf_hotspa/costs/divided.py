@@ -13,7 +13,7 @@ The cp method is one of three:
 `ep`: a rank sends each token to the ranks of its k experts and gets k rows back: twice forward, twice backward. Loads
 count as equal, as the balance losses of families aim for; only the report of a step shows how unequal a router is.
 
-`+ck` (`parallel.token_chunks`): each layer keeps keys and values of the chunks before the last one in the compute
+`+ck` (`features.token_chunks.token_chunks`): each layer keeps keys and values of the chunks before the last one in the compute
 dtype, and sums of their gradients in at least fp32. The chunk in the graph has a second copy of these keys and values,
 joined to its own. Everything else exists for one chunk. All tokens run forward twice, except the last chunk. `+kg` adds
 the graphs of more chunks, which run forward once. `+kh` keeps stored keys and values in host memory, except of the

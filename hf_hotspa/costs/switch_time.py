@@ -5,7 +5,7 @@ bound: real transfers reach `efficiency` of its speed, and every switch has a fi
 
 Fully sharded strategies (`+z2`, `+z3`) move their units during computation instead (`Streams`). For every pack they
 load all units for the forward and the backward pass (`+z3`), and return their gradients (`+z2`, `+z3`), except for
-units that are already present (`plan.units`). Transfers of all stages run one after the other. They overlap with their
+units that are already present (`plan.unit_program`). Transfers of all stages run one after the other. They overlap with their
 pass, unless ranks share cores. Replicas run in lockstep with the slowest, pack by pack.
 
 `+z2` and `+z3` are never predicted to be faster than the same strategy without, load and return included: the only

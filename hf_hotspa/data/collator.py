@@ -32,11 +32,11 @@ from transformers.trainer_utils import has_length
 
 from hf_hotspa.data.prepare import tokenize_rows
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, TokenRangeError, UnsupportedError, check_choice
+from hf_hotspa.features.slow_devices.speeds import Speeds
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, MiniBatchPlan, Pack, plan_mini_batch
 from hf_hotspa.packing.cuts import Piece
-from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, Row, RowRules, read_row
+from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket, Strategy
 
 
@@ -270,7 +270,7 @@ class PackedBucketCollator:
 
         Args:
             features: The rows of one optimizer step, the same on every rank: mappings with `input_ids`, and optionally
-                `labels`, `attention_mask`, `position_ids` or `seq_lengths` (`hf_hotspa.rows.features`).
+                `labels`, `attention_mask`, `position_ids` or `seq_lengths` (`hf_hotspa.rows.read_row`).
         """
         try:
             return self.of_rows([read_row(example, row, self.rules) for row, example in enumerate(features)])

@@ -24,8 +24,8 @@ from typing import Any
 
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows.chat_text import ChatTemplate, Tokens
-from hf_hotspa.rows.features import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
 from hf_hotspa.rows.formats import Chat, Format, Strings, format_of
+from hf_hotspa.rows.read_row import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
 
 logger = logging.getLogger(__name__)
 

@@ -30,25 +30,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
-from hf_hotspa.engine.device_step_time import DeviceStepTime
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.faults import PhaseFailures, raise_non_finite
 from hf_hotspa.engine.loading import fill_from_model, load_below_adapter, load_weights, write_to_model
-from hf_hotspa.engine.low_bit import adopt, needs_adopting
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import Observer, PhaseRunner, peak_memory
-from hf_hotspa.engine.pipedream import PipeDreamRunner, stage_updates
 from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, with_step_times
 from hf_hotspa.errors import DataError, HotspaConfigError
+from hf_hotspa.features.lora.adapters import bare_model
+from hf_hotspa.features.low_bit_optimizers.adoption import adopt, needs_adopting
+from hf_hotspa.features.pipedream.stage_updates import PipeDreamRunner, stage_updates
+from hf_hotspa.features.slow_devices.device_step_time import DeviceStepTime
+from hf_hotspa.features.slow_devices.flexible_linear import FlexibleWork
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.model_check import check_same_build
 from hf_hotspa.model.options import EngineOptions, default_device
 from hf_hotspa.model.replica import Attachment, Replica
 from hf_hotspa.model.specs import ModelDescription
-from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, check_mini_batch, hotspa_cause, packed_flags
-from hf_hotspa.parallel.flexible_linear import FlexibleWork
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
 from hf_hotspa.report import PhaseMeasure, PhaseReport, RankMeasures, StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_launch
@@ -224,7 +224,7 @@ class HotSPaEngine:
 
         Args:
             shares: By strategy, for each rank.
-            resized: Likewise, of columns that are left out, which is not exact (`parallel/flexible_linear.py`).
+            resized: Likewise, of columns that are left out, which is not exact (`features/slow_devices/flexible_linear.py`).
         """
         for strategy, work in self.flexible_works().items():
             if str(strategy) in shares:
@@ -546,7 +546,7 @@ class HotSPaEngine:
 
 
 def adopt_before_steps(master: MasterStore) -> RemovableHandle:
-    """Adopts low-bit optimizers (`engine/low_bit.py`) with shares of the master store before their first step, which
+    """Adopts low-bit optimizers (`features/low_bit_optimizers/adoption.py`) with shares of the master store before their first step, which
     raises the errors of `adopt`.
 
     Returns:

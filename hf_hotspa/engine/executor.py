@@ -24,7 +24,8 @@ import torch
 
 from hf_hotspa.engine.transport import TransferHandle, Transport
 from hf_hotspa.errors import HotspaError, PlanError, TransferError
-from hf_hotspa.plan.plan import (
+from hf_hotspa.plan.rounds import cut_rounds
+from hf_hotspa.plan.switch_plan import (
     INTRA,
     RELAY,
     RELAY_SLOTS,
@@ -39,7 +40,6 @@ from hf_hotspa.plan.plan import (
     SwitchPlan,
     Wire,
 )
-from hf_hotspa.plan.rounds import cut_rounds
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 

@@ -42,15 +42,23 @@ from transformers.utils.loading_report import LoadStateDictInfo
 
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
+from hf_hotspa.features.four_bit.four_bit_linear import (
+    SCALES,
+    FourBit,
+    is_four_bit,
+    put_back,
+    read_four_bit,
+    scales_of,
+    stored_tensors,
+)
+from hf_hotspa.features.lora.adapters import bare_model, bit_sum
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.weight_files import WeightFiles
-from hf_hotspa.parallel.adapters import bare_model, bit_sum
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.four_bit import SCALES, FourBit, is_four_bit, put_back, read_four_bit, scales_of, stored_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -22,12 +22,12 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
+from hf_hotspa.features.dropout.dropout import attention_dropouts
+from hf_hotspa.features.four_bit.four_bit_linear import products, stored_tensors
+from hf_hotspa.features.lora.adapters import bare_model, without_adapters
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
-from hf_hotspa.parallel.adapters import bare_model, without_adapters
-from hf_hotspa.parallel.dropout import attention_dropouts
-from hf_hotspa.parallel.four_bit import products, stored_tensors
 from hf_hotspa.parallel.loss import IGNORE, SequenceLoss, TokenLoss, TokenSlice, WholeSequence
 
 _TOLERANCE = 1e-4

@@ -20,25 +20,25 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch, PhaseBatch, idle_micro_batch
+from hf_hotspa.engine.device_memory import MemoryForecast
 from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchJob
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.memory import MemoryForecast
 from hf_hotspa.engine.overlap import GradientWatch, UnitStream, WeightGuard
 from hf_hotspa.engine.switching import Switching
+from hf_hotspa.features.token_chunks.token_chunks import PackRunner
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions, Overlap
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.bucketing import MiniBatchPlan, PhasePlan
-from hf_hotspa.packing.passes import beats, joint_passes, pack_lengths
+from hf_hotspa.packing.joint_passes import beats, joint_passes, pack_lengths
 from hf_hotspa.packing.pipeline_order import Operation
 from hf_hotspa.parallel.collectives import CLOCK, PRODUCTS
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
-from hf_hotspa.parallel.token_chunks import PackRunner
-from hf_hotspa.plan.plan import SwitchPlan
-from hf_hotspa.plan.units import make_program
+from hf_hotspa.plan.switch_plan import SwitchPlan
+from hf_hotspa.plan.unit_program import make_program
 from hf_hotspa.report import PhaseEvent, PhaseMeasure, PhaseReport, SwitchEvent
 from hf_hotspa.strategy import Strategy
 

@@ -16,18 +16,18 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loss_check import check_loss
 from hf_hotspa.engine.phase import PhaseRunner
-from hf_hotspa.engine.pipedream import check_pipedream_model
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.features.experts.experts import recordable_routers
+from hf_hotspa.features.lora.adapters import bare_model, is_adapted
+from hf_hotspa.features.pipedream.stage_updates import check_pipedream_model
 from hf_hotspa.layout.shares import have_same_shards
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model
-from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.parallel.experts import recordable_routers
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh, nodes_of
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets
 from hf_hotspa.versions import library_facts

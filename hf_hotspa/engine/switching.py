@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.engine.device_memory import MemoryForecast, device_limit
 from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchExecutor, SwitchJob, SwitchStats, Wires
-from hf_hotspa.engine.memory import MemoryForecast, device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.engine.worker import SwitchWorker
 from hf_hotspa.errors import check_choice
@@ -24,9 +24,9 @@ from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.plan.phase_order import order_phases
-from hf_hotspa.plan.plan import RELAY, SECOND, SOURCE, TARGET, SwitchPlan
 from hf_hotspa.plan.planner import PLANNERS, plan_load, plan_return
 from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.plan.switch_plan import RELAY, SECOND, SOURCE, TARGET, SwitchPlan
 from hf_hotspa.strategy import Strategy
 
 # -- the plans --------------------------------------------------------------------------------------------------------

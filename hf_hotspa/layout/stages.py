@@ -1,7 +1,7 @@
 """Which pipeline stage holds which layer (used by layouts, replicas and checkpoints), and the nested shard order.
 
 Stage partition: layers are weighed by measured seconds if present, otherwise by parameters (`StageCosts`). Stages with
-slow devices (`stragglers.speeds`) are weighed with their relative step time. `partition` is the full PipeDream
+slow devices (`features.slow_devices.speeds`) are weighed with their relative step time. `partition` is the full PipeDream
 programme with unequally replicated stages. Layouts have one dp for all stages and cannot run its result; it shows how
 much that costs.
 

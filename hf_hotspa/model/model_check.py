@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.features.dropout.dropout import attention_dropouts
+from hf_hotspa.features.four_bit.four_bit_linear import stored_tensors
+from hf_hotspa.features.lora.adapters import INTEGERS, bare_model, bit_sum
 from hf_hotspa.model.model_kind import TextForward, of_text
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
-from hf_hotspa.parallel.adapters import INTEGERS, bare_model, bit_sum
-from hf_hotspa.parallel.dropout import attention_dropouts
-from hf_hotspa.parallel.four_bit import stored_tensors
 
 _OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
 """Fields that a call of a forward may override, or that say where a config is from."""

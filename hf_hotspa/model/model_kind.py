@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
-from hf_hotspa.parallel.adapters import bare_model, base_layer
+from hf_hotspa.features.lora.adapters import bare_model, base_layer
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
 

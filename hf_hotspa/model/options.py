@@ -68,12 +68,12 @@ class EngineOptions:
         memory_limit: The most bytes of weights, gradients, master store and switch buffers on this rank. None: the free
             memory of an accelerator; no limit on CPU.
         label_smoothing: As `label_smoothing_factor` of transformers.
-        neftune_alpha: Magnitude of NEFTune's noise on embeddings in training (`parallel/dropout.py`); None for none.
+        neftune_alpha: Magnitude of NEFTune's noise on embeddings in training (`features/dropout/dropout.py`); None for none.
         seed: Of this noise, and of dropout.
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None: as many as fit in 256 MiB.
         gradients: The dtypes in which gradients accumulate and travel.
         offload_master: Whether the master store (weights, gradients, optimizer state) is in host memory.
-        flexible: Whether linears that tp cuts can offload columns (`parallel/flexible_linear.py`).
+        flexible: Whether linears that tp cuts can offload columns (`features/slow_devices/flexible_linear.py`).
         loss: A custom loss instead of the cross entropy; the mini-batches must have its columns.
         pair_costs: By tp, the measured cost of a pair of tokens relative to one token, for chunks of equal time in
             pipelines; by default from the model's arithmetic.

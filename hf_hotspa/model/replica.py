@@ -24,23 +24,14 @@ from transformers.initialization import no_init_weights
 from hf_hotspa.costs.sizes import loss_chunk_tokens
 from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.layout.placement import Slot, rank_slots
-from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
-from hf_hotspa.model.model_kind import keep_text
-from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.model.pass_through import PassThrough, take_hidden_state
-from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
-from hf_hotspa.parallel.adapters import base_layer, inject, without_adapters
-from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
-from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens, divided_pack
-from hf_hotspa.parallel.dropout import (
+from hf_hotspa.features.dropout.dropout import (
     DropoutMasks,
     EmbeddingNoise,
     recompute_layers,
     use_attention_dropout,
     use_keyed_dropout,
 )
-from hf_hotspa.parallel.experts import (
+from hf_hotspa.features.experts.experts import (
     ChunkPrefix,
     ExpertCapacity,
     ExpertParallel,
@@ -48,8 +39,18 @@ from hf_hotspa.parallel.experts import (
     attach_loss,
     fits_grouped_kernels,
 )
-from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
-from hf_hotspa.parallel.four_bit import products, put_four_bit
+from hf_hotspa.features.four_bit.four_bit_linear import products, put_four_bit
+from hf_hotspa.features.isolation.isolation import lend_pack, mixes_packed, set_heads_of_shard, take_packs
+from hf_hotspa.features.lora.adapters import base_layer, inject, without_adapters
+from hf_hotspa.features.slow_devices.flexible_linear import FlexibleWork, make_flexible
+from hf_hotspa.layout.placement import Slot, rank_slots
+from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
+from hf_hotspa.model.model_kind import keep_text
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.pass_through import PassThrough, take_hidden_state
+from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
+from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
+from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens, divided_pack
 from hf_hotspa.parallel.head_loss import (
     LogitLoss,
     LossOfLogits,
@@ -59,7 +60,6 @@ from hf_hotspa.parallel.head_loss import (
     chunks_of_sequences,
     chunks_of_tokens,
 )
-from hf_hotspa.parallel.isolation import lend_pack, mixes_packed, set_heads_of_shard, take_packs
 from hf_hotspa.parallel.loss import (
     SequenceLoss,
     TokenLoss,

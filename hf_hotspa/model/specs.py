@@ -14,6 +14,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.features.dropout.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
+from hf_hotspa.features.experts import experts
+from hf_hotspa.features.experts.experts import router_layers
+from hf_hotspa.features.four_bit.four_bit_linear import FourBit, packed_specs, read_four_bit
+from hf_hotspa.features.isolation.isolation import LayerKind, layer_kinds
+from hf_hotspa.features.lora.adapters import LORA_A, LORA_B, Adapters, bare_model, plain_parameters, unwrap
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model.model_kind import (
     of_text,
@@ -25,13 +31,7 @@ from hf_hotspa.model.model_kind import (
 from hf_hotspa.model.pass_through import order_unsupported_reason, stage_unsupported_reason
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.parallel import experts
-from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, bare_model, plain_parameters, unwrap
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends
-from hf_hotspa.parallel.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
-from hf_hotspa.parallel.experts import router_layers
-from hf_hotspa.parallel.four_bit import FourBit, packed_specs, read_four_bit
-from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
 

@@ -13,11 +13,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit
+from hf_hotspa.features.isolation.isolation import mixes_packed, projections
+from hf_hotspa.features.lora.adapters import base_layer, plain_parameters, without_adapters
 from hf_hotspa.layout.vector import Part
-from hf_hotspa.parallel.adapters import base_layer, plain_parameters, without_adapters
 from hf_hotspa.parallel.attention import calls_attention
-from hf_hotspa.parallel.four_bit import is_four_bit
-from hf_hotspa.parallel.isolation import mixes_packed, projections
 from hf_hotspa.parallel.tensor_parallel import (
     COLWISE,
     COLWISE_GATHER,

@@ -26,8 +26,8 @@ from functools import partial
 from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, OverlongError, check_choice
+from hf_hotspa.features.slow_devices.speeds import Speeds
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket, Strategy
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class MiniBatchPlan:
 # 5. A pipeline of three packs or more begins with its second cheapest: later stages wait for the complete first forward
 #    pass, earlier ones for the complete last backward pass (1 to 5 % of a phase, by `costs.time`).
 #
-# If replicas differ in speed (`stragglers/`), each sequence, longest first, goes to the replica that would finish it
+# If replicas differ in speed (`Speeds`), each sequence, longest first, goes to the replica that would finish it
 # first; each replica then packs its own.
 #
 # In a pipeline a sequence above the capacity, up to a given length, has a pack to itself.

@@ -345,7 +345,7 @@ class AttentionCall:
 
 
 DropsAttention = Callable[[nn.Module, float, int, "PackedSequences"], AttentionDropout]
-"""Returns which attention probabilities stay (`parallel.dropout`) in the next call of a module, for the probability of
+"""Returns which attention probabilities stay (`features.dropout.dropout`) in the next call of a module, for the probability of
 dropping, its heads here, and the row."""
 
 AttendsDivided = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionCall, "PackedSequences"], Tensor]
@@ -365,12 +365,12 @@ class PackedSequences:
         divided: How to attend if the row is a part of a pack; None if it is the pack.
         gathered_keys: With `divided`, the keys of each piece of a sequence, if they are gathered.
         num_calls: How often a layer attended to this pack, to check that a family really calls this attention.
-        token_keys: The keys of dropout's draws, see `parallel.dropout`; None without dropout.
+        token_keys: The keys of dropout's draws, see `features.dropout.dropout`; None without dropout.
         calls: How often each dropout module has drawn for the tokens that it saw.
         visible: The tokens of the row that the running layer sees, `(first, last + 1)`; None for all.
         attention_dropout: Decides which attention probabilities stay; None without such dropout.
         first_tokens: The place of each sequence's first token in its row, for that.
-        carried: Linear attention's states before and behind the row (`parallel.isolation`); None for whole sequences.
+        carried: Linear attention's states before and behind the row (`features.isolation.isolation`); None for whole sequences.
         division: How the pack is divided if the row is a part of it.
         plans: Cached plans of linear-attention layers, by the width of their convolution.
     """

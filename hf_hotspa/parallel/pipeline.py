@@ -9,7 +9,7 @@
 * `torch.distributed.pipelining` (GPipe, 1F1B, interleaved 1F1B) serves micro-batches that share one shape, after padding. A
   schedule object is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every
   micro-batch, so it is made for one run. That costs nothing more: the shapes are given, so torch need not infer them.
-* Packs cut into chunks of tokens (`+ck`, `parallel.token_chunks`) run in the package's schedule chunk by chunk (Li et al., 2021,
+* Packs cut into chunks of tokens (`+ck`, `features.token_chunks.token_chunks`) run in the package's schedule chunk by chunk (Li et al., 2021,
   "TeraPipe"; Sun et al., 2024, "Seq1F1B"), so one long sequence fills a pipeline, too.
 * Ranks with several stages each (`+v2`) run them in interleaved 1F1B: `InterleavedRun`, also for chunks of packs, or torch's.
 
@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.features.token_chunks.token_chunks import Chunk, PackRunner, Stage, loss_of_packs
 from hf_hotspa.packing.pipeline_order import (
     SCHEDULES,
     InterleavedPasses,
@@ -49,7 +50,6 @@ from hf_hotspa.packing.pipeline_order import (
 )
 from hf_hotspa.parallel.collectives import CLOCK
 from hf_hotspa.parallel.mesh import StrategyMesh
-from hf_hotspa.parallel.token_chunks import Chunk, PackRunner, Stage, loss_of_packs
 
 logger = logging.getLogger(__name__)
 

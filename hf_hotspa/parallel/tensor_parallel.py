@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.parallel.adapters import base_layer
+from hf_hotspa.features.lora.adapters import base_layer
 from hf_hotspa.parallel.collectives import CLOCK, gather, scatter_sum, with_gradient
 from hf_hotspa.parallel.mesh import TensorGroup
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Numbers, Placement
-from hf_hotspa.plan.plan import SECOND, SOURCE, TARGET, SegmentPlan, canonical
+from hf_hotspa.plan.switch_plan import SECOND, SOURCE, TARGET, SegmentPlan, canonical
 
 
 @dataclass(frozen=True, eq=False)

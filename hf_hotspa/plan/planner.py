@@ -19,9 +19,9 @@ from hf_hotspa.errors import PlanError, check_choice
 from hf_hotspa.layout.intervals import Placement, place
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.direct import Pieces, cut_pieces, plan_direct
-from hf_hotspa.plan.plan import ANY, INTER, INTRA, SwitchPlan, prove
-from hf_hotspa.plan.relay.plan import plan_relay
+from hf_hotspa.plan.relay.relay_plan import plan_relay
 from hf_hotspa.plan.relay.routing import relay_pays
+from hf_hotspa.plan.switch_plan import ANY, INTER, INTRA, SwitchPlan, prove
 
 PLANNERS = ("relay", "algorithm1", "round_robin", "first_owner")
 """The planners, the default first."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from hf_hotspa.errors import HotspaConfigError, PlanError
 from hf_hotspa.layout.intervals import Numbers
-from hf_hotspa.plan.plan import (
+from hf_hotspa.plan.switch_plan import (
     DST,
     DST_OFFSET,
     DST_STORE,

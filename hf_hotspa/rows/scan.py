@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hf_hotspa.errors import DataError, UnsupportedError
-from hf_hotspa.rows.features import (
+from hf_hotspa.rows.formats import SKIPPED
+from hf_hotspa.rows.read_row import (
     DEFAULT_RULES,
     IGNORED_LABEL,
     TOKEN_COLUMNS,
@@ -30,7 +31,6 @@ from hf_hotspa.rows.features import (
     refuse_columns,
     unequal,
 )
-from hf_hotspa.rows.formats import SKIPPED
 from hf_hotspa.rows.table import SequenceTable, TableBuilder
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, check_left_padding
+from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, check_left_padding
 
 _none: Any = partial(np.zeros, 0, np.int64)
 

@@ -11,15 +11,15 @@ from dataclasses import replace
 
 import numpy as np
 
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.memory import MemoryBreakdown
-from hf_hotspa.costs.model import CostModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import check_lengths, cut_rows
 from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.bucket_plan import Plan, all_buckets
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.offers import MARGIN, choose
-from hf_hotspa.search.plan import Plan, all_buckets
 from hf_hotspa.search.search import Choice
 from hf_hotspa.strategy import Bucket, Strategy
 

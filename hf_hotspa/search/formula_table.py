@@ -14,7 +14,7 @@ from hf_hotspa.costs.formulas import STAGES, model_state_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.layout.stages import Partition, StageCosts, partition
 from hf_hotspa.reporting.terminal import text_table
-from hf_hotspa.search.planning import Setup
+from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy
 
 KIND, SCHEMA_VERSION = "hf_hotspa formulas", 1

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.pipeline_order import runs_chunks, runs_rounds

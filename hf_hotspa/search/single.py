@@ -13,9 +13,9 @@ from hf_hotspa.errors import DeviceMemoryError, HotspaError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import StepReport
+from hf_hotspa.search.bucket_plan import Plan
 from hf_hotspa.search.chooser import predict_phases
 from hf_hotspa.search.estimate import Evaluator
-from hf_hotspa.search.plan import Plan
 from hf_hotspa.strategy import Bucket, Strategy
 
 

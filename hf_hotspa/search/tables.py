@@ -12,8 +12,8 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.page import lengths_figure, picture
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.reporting.terminal import text_table
-from hf_hotspa.search.plan import limit_text, memory_table, wrapped
-from hf_hotspa.search.planning import Estimate, PlannedSetup, Setup
+from hf_hotspa.search.bucket_plan import limit_text, memory_table, wrapped
+from hf_hotspa.search.setup import Estimate, PlannedSetup, Setup
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.whole_file import write_whole
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
+from hf_hotspa.features.experts.experts import RouterLoss
 from hf_hotspa.parallel.agreement import Agreement, rank_names
-from hf_hotspa.parallel.experts import RouterLoss
-from hf_hotspa.rows.features import IGNORED_LABEL
+from hf_hotspa.rows.read_row import IGNORED_LABEL
 from hf_hotspa.switched.passes import (
     FLAT_COLUMNS,
     ROW_COLUMNS,

@@ -20,14 +20,14 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DataError, OverlongError, TokenRangeError, UnsupportedError
+from hf_hotspa.features.experts.experts import RouterLoss
+from hf_hotspa.features.slow_devices.speeds import Speeds
 from hf_hotspa.model.replica import Tape, TapedReplica, Taping
 from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, replica_ranks
-from hf_hotspa.parallel.experts import RouterLoss
 from hf_hotspa.report import RankMeasures, StepReport
-from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
+from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket, Strategy
 
 # -- documents --------------------------------------------------------------------------------------------------------

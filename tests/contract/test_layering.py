@@ -24,6 +24,9 @@ from tests.contract.layers import (
 
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 900
+FEATURES = "hf_hotspa/features/"
+DIRECT = 200
+"""Imports of a feature from outside of its folder; may only fall."""
 FILES = [file for file in source_files(*PACKAGE_FOLDERS) if file not in ROOT_FILES]
 
 
@@ -43,12 +46,23 @@ def test_a_file_imports_its_own_layer_or_lower() -> None:
     wrong = []
     for found in _imports(FILES):
         target = known.get(found.module)
-        if target is None or target in ROOT_FILES:
+        if target is None or target in ROOT_FILES or target.startswith(FEATURES):
             continue
         layer, target_layer = layer_of(found.file), layer_of(target)
         if layer is not None and target_layer is not None and target_layer > layer:
             wrong.append(f"{found.file}:{found.line} (layer {layer}) imports {found.module} (layer {target_layer})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_features_are_imported_by_the_seam_alone() -> None:
+    known = modules()
+    direct = [
+        f"{found.file}:{found.line} imports {found.module}"
+        for found in _imports(FILES)
+        if (target := known.get(found.module, "")).startswith(FEATURES)
+        and Path(target).parent != Path(found.file).parent
+    ]
+    assert len(direct) <= DIRECT, "\n".join(direct)
 
 
 def test_the_table_is_short() -> None:
@@ -84,7 +98,12 @@ def test_folders_import_one_way() -> None:
     needs: dict[str, set[str]] = {}
     for found in _imports(FILES):
         target = known.get(found.module)
-        if target is not None and target not in ROOT_FILES and found.file not in LAYERS:
+        if (
+            target is not None
+            and target not in ROOT_FILES
+            and found.file not in LAYERS
+            and not target.startswith(FEATURES)
+        ):
             folder, other = (str(Path(f).parent).removesuffix("/relay") for f in (found.file, target))
             needs.setdefault(folder, set()).update({other} - {folder})
     TopologicalSorter(needs).prepare()  # raises CycleError, which names a circle

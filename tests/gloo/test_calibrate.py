@@ -16,13 +16,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_hotspa.calibrate import calibration as measured
-from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.calibrate import calibrate as measured
+from hf_hotspa.calibrate.calibrate import calibrate
 from hf_hotspa.calibrate.probe import layer_counts, small_copy
 from hf_hotspa.cli import main
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.memory import MemoryOptions
-from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.model.specs import describe_model

@@ -23,7 +23,7 @@ from transformers.trainer_callback import ExportableState
 from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, check_step, checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
-from hf_hotspa.commands.checkpoints import add_parsers
+from hf_hotspa.commands.checkpoint_files import add_parsers
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError, UnsavableError
 from tests.checkpoints import FaultyDisk, die, memory_folder, tiny_manifest, write_rank
 from tests.families import FAMILIES, tiny_model

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.features.token_chunks.token_chunks import Chunk
 from hf_hotspa.model.pass_through import PassThrough
-from hf_hotspa.parallel.token_chunks import Chunk
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows

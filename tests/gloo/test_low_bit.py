@@ -11,9 +11,9 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from hf_hotspa.checkpoint.format.manifest import STATE_FOLDER, read_manifest
-from hf_hotspa.engine.low_bit import adopt
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import ResumeError, UnsupportedError
+from hf_hotspa.features.low_bit_optimizers.adoption import adopt
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model

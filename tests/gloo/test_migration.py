@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_hotspa.parallel.flexible_linear import Exchange
+from hf_hotspa.features.slow_devices.flexible_linear import Exchange
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows

@@ -69,7 +69,7 @@ def test_label_smoothing_is_exact_over_a_cut_vocabulary():
 
 def noise_world(rank, world_size):
     from hf_hotspa.data.collator import MicroBatch
-    from hf_hotspa.parallel.dropout import EmbeddingNoise
+    from hf_hotspa.features.dropout.dropout import EmbeddingNoise
 
     model = tiny_model("llama_gqa_bias", torch.float64)
     rows = [row for row in random_rows(14, model.config.vocab_size, longest=60, seed=5) if row["input_ids"]]

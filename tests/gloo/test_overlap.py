@@ -13,7 +13,7 @@ from transformers.models.llama import LlamaForCausalLM
 from hf_hotspa.engine.overlap import GradientWatch
 from hf_hotspa.errors import TransferError
 from hf_hotspa.parallel import agreement
-from hf_hotspa.plan.plan import TARGET
+from hf_hotspa.plan.switch_plan import TARGET
 from tests.families import tiny_config, tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows, reference_step, relative_error

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.pipedream import PipeDreamRunner
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.features.pipedream.stage_updates import PipeDreamRunner
 from hf_hotspa.packing.pipeline_order import PipeDream, choose_passes
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from hf_hotspa.features.four_bit.four_bit_linear import stored_tensors
 from hf_hotspa.model.replica import Attachment, to_storage
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.parallel.four_bit import stored_tensors
 from hf_hotspa.strategy import strategies_of
 from tests.gloo.test_lora import trained_gradients
 from tests.harness import run_ranks

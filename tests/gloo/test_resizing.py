@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from hf_hotspa.engine.slow_devices import pretest
-from hf_hotspa.parallel.flexible_linear import Exchange, FlexibleWork
-from hf_hotspa.stragglers.columns import LayerColumns, kept_variation, most_varying, num_kept
+from hf_hotspa.features.slow_devices.columns import LayerColumns, kept_variation, most_varying, num_kept
+from hf_hotspa.features.slow_devices.flexible_linear import Exchange, FlexibleWork
+from hf_hotspa.features.slow_devices.reaction import pretest
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -101,7 +101,7 @@ def runs_of(rank, world_size, runs):
         said = []
         handler = logging.Handler()
         handler.emit = lambda record, said=said: said.append(record.getMessage())
-        logger = logging.getLogger("hf_hotspa.trainer.slow_devices")
+        logger = logging.getLogger("hf_hotspa.features.slow_devices.device_watch")
         logger.addHandler(handler)
         with said_to_take(rank, is_slow, product_share=0.8):
             trainer = make_trainer(folder, world_size, max_steps=STEPS, **options)

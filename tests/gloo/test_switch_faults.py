@@ -24,8 +24,8 @@ from hf_hotspa.engine.executor import SwitchExecutor
 from hf_hotspa.engine.transport import ProcessGroupTransport, TransferHandle
 from hf_hotspa.errors import HotspaError, TransferError
 from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.plan.plan import LENGTH, SwitchPlan
 from hf_hotspa.plan.planner import plan_load
+from hf_hotspa.plan.switch_plan import LENGTH, SwitchPlan
 from tests.families import tiny_model
 from tests.harness import Outcome, run_ranks
 from tests.switch_cases import poisoned

@@ -16,8 +16,8 @@ from hf_hotspa.errors import PlanMismatchError, TransferError
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.planner import plan_load
+from hf_hotspa.plan.switch_plan import SwitchPlan
 from tests.harness import run_ranks
 from tests.loopback import LoopbackHub
 from tests.switch_cases import bits, check_rank, direct_messages, make_case, poisoned, random_bits

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
-from hf_hotspa.plan.plan import SECOND, SRC_STORE
+from hf_hotspa.plan.switch_plan import SECOND, SRC_STORE
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.harness import run_ranks

@@ -10,9 +10,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_hotspa.errors import StrategyError, UnsupportedError
+from hf_hotspa.features.token_chunks import token_chunks
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.parallel import token_chunks
 from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.strategy import Strategy, strategies_of
 from tests.families import FAMILIES, tiny_model
@@ -178,7 +178,7 @@ def objectives(rank, world_size):
 
 def noisy(model, rows):
     from hf_hotspa.data.collator import MicroBatch
-    from hf_hotspa.parallel.dropout import EmbeddingNoise
+    from hf_hotspa.features.dropout.dropout import EmbeddingNoise
 
     drawn, empty = EmbeddingNoise(objective.ALPHA, objective.SEED), torch.empty(0)
     drawn.step = objective.STEP

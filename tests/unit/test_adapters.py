@@ -9,9 +9,9 @@ from transformers import BitsAndBytesConfig
 
 from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.features.lora.adapters import bare_model, frozen_digest, is_adapted, read_adapters, unwrap
 from hf_hotspa.model.model_check import check_model
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.parallel.adapters import bare_model, frozen_digest, is_adapted, read_adapters, unwrap
 from tests.families import MIXTURE, tiny_model
 from tests.lora import FAMILIES, tiny_lora
 

@@ -7,8 +7,8 @@ import pytest
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
-from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
@@ -17,12 +17,12 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import fitting_beside, make_auto_plan
+from hf_hotspa.search.bucket_plan import Plan, limit_text
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.chooser import Selector
 from hf_hotspa.search.offers import CHUNK_SIZES, MARGIN, chunks_alone, with_chunks
-from hf_hotspa.search.plan import Plan, limit_text
-from hf_hotspa.search.planning import Setup
 from hf_hotspa.search.search import MOST_SINGLES, _Search
+from hf_hotspa.search.setup import Setup
 from hf_hotspa.search.single import Singles
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from hf_hotspa.trainer import run_plan

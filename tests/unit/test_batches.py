@@ -34,7 +34,7 @@ from hf_hotspa.data.collator import (
     without_padded_from,
 )
 from hf_hotspa.errors import DataError, TokenRangeError, UnsupportedError
-from hf_hotspa.rows.features import RowRules
+from hf_hotspa.rows.read_row import RowRules
 from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.trainer.batches import DispatchedShard
 from tests.training_runs import make_trainer

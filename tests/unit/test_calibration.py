@@ -22,8 +22,8 @@ from hf_hotspa.costs.calibration import (
     config_digest,
 )
 from hf_hotspa.costs.coefficients import Cost, Hop, Sample
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.memory import MemoryOptions
-from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.optimizer_state import OptimizerState
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import port_seconds

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hf_hotspa.checkpoint.format.folder import RunFolder
-from hf_hotspa.commands.checkpoints import DAMAGED, add_parsers
+from hf_hotspa.commands.checkpoint_files import DAMAGED, add_parsers
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
 from tests.checkpoints import write_checkpoint
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hf_hotspa.data.collator import MicroBatch, PackedBucketCollator
 from hf_hotspa.packing.cuts import cut_into_chains, num_chunks, squared_lengths
 from hf_hotspa.parallel.loss import tokens_of
-from hf_hotspa.rows.features import RowRules
+from hf_hotspa.rows.read_row import RowRules
 from hf_hotspa.strategy import parse_buckets
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)

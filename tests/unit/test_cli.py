@@ -17,7 +17,7 @@ from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model, model_from, 
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.search.histogram import Counts
-from hf_hotspa.search.planning import Setup, make_plan
+from hf_hotspa.search.setup import Setup, make_plan
 from hf_hotspa.strategy import parse_buckets
 from tests.contract.layers import ROOT
 from tests.families import FAMILIES, tiny_config, tiny_model

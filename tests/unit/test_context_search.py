@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-import hf_hotspa.search.planning as planning
+import hf_hotspa.search.setup as planning
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.search.estimate import Evaluator, LengthTable
 from hf_hotspa.search.offers import context_strategies, divided, that_pay
-from hf_hotspa.search.planning import Setup, make_plan
+from hf_hotspa.search.setup import Setup, make_plan
 from hf_hotspa.strategy import Strategy, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B
 

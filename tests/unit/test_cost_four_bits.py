@@ -10,9 +10,9 @@ import torch
 from hf_hotspa.cli import main
 from hf_hotspa.costs.adapter import WEIGHT_BYTES, Adapter, FourBits, FrozenBase
 from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.cost_model import check_calibration
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel
-from hf_hotspa.costs.model import check_calibration
 from hf_hotspa.costs.model_config import load_model
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate

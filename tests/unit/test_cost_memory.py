@@ -20,7 +20,7 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import SCHEDULES, choose_passes, interleaved_order
 from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.planning import Setup
+from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from tests.random_models import random_model
 

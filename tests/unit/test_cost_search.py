@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
-from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.time import TimeModel

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.formulas import model_state_bytes
 from hf_hotspa.costs.memory import MemoryOptions
-from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.engine.switching import arena_bytes, lay_out
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import strategy_layout
 from hf_hotspa.layout.units import Units
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.search.planning import Setup
+from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy, strategies_with_options
 from tests.families import FAMILIES, tiny_model
 

@@ -9,9 +9,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.features.dropout.dropout import DropoutMasks, KeyedDropout, feature_keys, kept, token_keys
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import BLOCK_ELEMENTS, AttentionDropout, PackedSequences, Scores, explicit_attention
-from hf_hotspa.parallel.dropout import DropoutMasks, KeyedDropout, feature_keys, kept, token_keys
 from tests.families import tiny_model
 from tests.tiny_families import tiny_model_of
 
@@ -56,7 +56,7 @@ def test_the_hash_is_the_documented_one():
     """32-bit and 64-bit products wrap around in torch as they do in the definition."""
     golden = 0x9E3779B97F4A7C15
     low, high = feature_keys("m", torch.arange(5))
-    from hf_hotspa.parallel.dropout import _key
+    from hf_hotspa.features.dropout.dropout import _key
 
     for index in range(5):
         expected = _plain_mix(_key("m") + index * golden)
@@ -73,7 +73,7 @@ def test_the_hash_is_the_documented_one():
 
 def test_a_mask_does_not_depend_on_how_much_is_hashed_at_a_time(monkeypatch):
     whole = mask()
-    monkeypatch.setattr("hf_hotspa.parallel.dropout._AT_A_TIME", 700)
+    monkeypatch.setattr("hf_hotspa.features.dropout.dropout._AT_A_TIME", 700)
     assert torch.equal(mask(), whole)
 
 

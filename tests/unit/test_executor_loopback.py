@@ -18,8 +18,8 @@ from hf_hotspa.errors import HotspaConfigError, PlanError, TransferError
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.model.specs import describe_model, dtype_name
-from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.switch_plan import SwitchPlan
 from hf_hotspa.strategy import legal_strategies
 from tests.families import tiny_model
 from tests.loopback import LoopbackHub

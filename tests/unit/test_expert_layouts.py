@@ -18,8 +18,8 @@ from hf_hotspa.layout.placement import gradient_layout, master_layout, rank_slot
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model.replica import from_storage, to_storage
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.plan.plan import prove
 from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.switch_plan import prove
 from hf_hotspa.strategy import Strategy, parse_buckets
 from tests.tiny_families import tiny_model_of
 

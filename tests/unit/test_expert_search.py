@@ -13,7 +13,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.search.offers import divided, experts_that_pay, longest_by_strategy, with_chunks
-from hf_hotspa.search.planning import Setup, make_plan
+from hf_hotspa.search.setup import Setup, make_plan
 from hf_hotspa.strategy import Strategy, check_buckets, expert_strategies, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B
 

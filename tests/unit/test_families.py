@@ -11,10 +11,10 @@ from transformers.models.llama import LlamaForCausalLM, LlamaModel
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, StrategyError, UnsupportedError
+from hf_hotspa.features.isolation.isolation import LayerKind, run_alone
 from hf_hotspa.model.pass_through import stage_unsupported_reason
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention
-from hf_hotspa.parallel.isolation import LayerKind, run_alone
 from hf_hotspa.parallel.rope import counted_positions, counting_from
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 from tests.families import tiny_model

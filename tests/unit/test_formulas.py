@@ -12,7 +12,7 @@ from hf_hotspa.costs import formulas
 from hf_hotspa.costs.formulas import Matmul
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.search.formula_table import FormulaTable, Row, divisions, make_table
-from hf_hotspa.search.planning import Setup
+from hf_hotspa.search.setup import Setup
 from tests.gpt_formulas import gpt_parameters
 
 MODEL, TOKENS = "llama2-7b", 2048

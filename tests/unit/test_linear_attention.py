@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.parallel import isolation
+from hf_hotspa.features.isolation import isolation
+from hf_hotspa.features.isolation.isolation import delta_rule, mix_packed, mixes_packed, projections, set_heads_of_shard
 from hf_hotspa.parallel.attention import PackedSequences
-from hf_hotspa.parallel.isolation import delta_rule, mix_packed, mixes_packed, projections, set_heads_of_shard
 from tests.oracle import exact_in_double
 from tests.tiny_families import tiny_model_of
 

@@ -33,9 +33,9 @@ from hf_hotspa.checkpoint.tensors import (
     share_of,
 )
 from hf_hotspa.engine.engine import adopt_before_steps
-from hf_hotspa.engine.low_bit import RELEASES, adopt, cut_state, disown, overrides_of
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, ResumeError, UnsupportedError
+from hf_hotspa.features.low_bit_optimizers.adoption import RELEASES, adopt, cut_state, disown, overrides_of
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.trainer.optimizers import check_optimizer, check_optimizer_name
@@ -287,7 +287,7 @@ def test_what_would_change_with_the_layout_is_refused(make, match):
 )
 def test_a_library_that_is_not_there_is_named_with_the_line_that_installs_it(monkeypatch, installed, said):
     check_optimizer_name(OptimizerNames.ADAMW_8BIT)
-    monkeypatch.setattr("hf_hotspa.engine.low_bit.version_of", lambda name: installed)
+    monkeypatch.setattr("hf_hotspa.features.low_bit_optimizers.adoption.version_of", lambda name: installed)
     for optim, library in ((OptimizerNames.ADAMW_8BIT, "bitsandbytes"), (OptimizerNames.ADAMW_TORCH_4BIT, "torchao")):
         with pytest.raises(HotspaConfigError, match=rf'{said}.*pip install "{library}>=') as caught:
             check_optimizer_name(optim)

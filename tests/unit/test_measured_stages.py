@@ -82,7 +82,7 @@ def test_orders_of_shards_follow_the_cut() -> None:
 
 
 def test_a_plan_with_a_calibration_cuts_as_training_does(tmp_path: object) -> None:
-    from hf_hotspa.search.planning import Setup
+    from hf_hotspa.search.setup import Setup
 
     model = tiny_model(FAMILY)
     calibration = made_calibration(model, 2, {1: Cost(b=1e-6), 2: Cost(b=6e-7)}, hop=Hop(1e-5, 1e-9))

@@ -15,7 +15,7 @@ from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.packing.pipeline_order import PipeDream, check_pipedream, choose_passes
-from hf_hotspa.plan.plan import DST, SRC
+from hf_hotspa.plan.switch_plan import DST, SRC
 from hf_hotspa.strategy import Bucket, Strategy, parse_buckets
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from tests.random_models import random_model

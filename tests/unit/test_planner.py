@@ -15,7 +15,9 @@ from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
 from hf_hotspa.plan.direct import SendLoads, choose_source
-from hf_hotspa.plan.plan import (
+from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.rounds import cut_rounds
+from hf_hotspa.plan.switch_plan import (
     COLUMNS,
     INTER,
     INTRA,
@@ -31,8 +33,6 @@ from hf_hotspa.plan.plan import (
     canonical,
     prove,
 )
-from hf_hotspa.plan.planner import plan_load, plan_return
-from hf_hotspa.plan.rounds import cut_rounds
 from hf_hotspa.strategy import Strategy
 from tests.random_models import plain, random_master_layout, random_model
 

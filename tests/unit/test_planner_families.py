@@ -18,7 +18,7 @@ from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.search.planning import Setup
+from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy, legal_strategies
 from tests.family_table import ONLY_TINY, default_config, described, facts_of, family_facts
 from tests.tiny_families import planned_families

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_hotspa.parallel.flexible_linear import GradientMemory, OwnColumns, RowProduct, imputed
-from hf_hotspa.stragglers.columns import LayerColumns, random_columns
+from hf_hotspa.features.slow_devices.columns import LayerColumns, random_columns
+from hf_hotspa.features.slow_devices.flexible_linear import GradientMemory, OwnColumns, RowProduct, imputed
 
 TOKENS, COLUMNS, OUTPUTS = 7, 12, 5
 

@@ -8,7 +8,7 @@ import pytest
 from hf_hotspa.cli import main
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.search.baselines import DYNAMIC, IN_NODE, MEGATRON
-from hf_hotspa.search.planning import Setup, make_plan
+from hf_hotspa.search.setup import Setup, make_plan
 
 CASE = ["--model", "llama2-7b", "--nodes", "1x8", "--hardware", "a800-80g"]
 

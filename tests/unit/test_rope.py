@@ -9,7 +9,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, Trainer, TrainingArgumen
 
 from hf_hotspa.errors import StrategyError, UnsupportedError
 from hf_hotspa.parallel.rope import length_borders, refuse_hidden_rope
-from hf_hotspa.rows.features import RowRules, read_row
+from hf_hotspa.rows.read_row import RowRules, read_row
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model

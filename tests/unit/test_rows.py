@@ -24,7 +24,7 @@ from hf_hotspa.errors import DataError, HotspaConfigError, OverlongError, Unsupp
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.packing.bucketing import check_lengths, plan_mini_batch
 from hf_hotspa.rows import scan as arrow_columns
-from hf_hotspa.rows.features import RowRules, read_row
+from hf_hotspa.rows.read_row import RowRules, read_row
 from hf_hotspa.rows.scan import cache_path, scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import parse_buckets

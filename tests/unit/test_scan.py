@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows import scan
 from hf_hotspa.rows import scan as arrow_columns
-from hf_hotspa.rows.features import integer_array
+from hf_hotspa.rows.read_row import integer_array
 from hf_hotspa.rows.scan import cache_path, scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.engine.slow_devices import StageCuts
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
-from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
-from hf_hotspa.layout.vector import ParameterVector
-from hf_hotspa.stragglers.speeds import (
+from hf_hotspa.features.slow_devices.reaction import StageCuts
+from hf_hotspa.features.slow_devices.speeds import (
     LEAST_GAIN,
     Speeds,
     StepTimes,
@@ -26,6 +24,8 @@ from hf_hotspa.stragglers.speeds import (
     step_times_of_ranks,
     throughput,
 )
+from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
+from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.strategy import Strategy
 
 EIGHT = StageCosts((1,) * 8)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.stragglers.columns import (
+from hf_hotspa.features.slow_devices.columns import (
     LayerColumns,
     choose_columns,
     kept_variation,
@@ -20,7 +20,7 @@ from hf_hotspa.stragglers.columns import (
     random_columns,
     renumbered,
 )
-from hf_hotspa.stragglers.giving import (
+from hf_hotspa.features.slow_devices.giving import (
     Giving,
     PhaseWork,
     PretestCurves,
@@ -38,7 +38,7 @@ from hf_hotspa.stragglers.giving import (
     tensor_groups,
     undone,
 )
-from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
+from hf_hotspa.features.slow_devices.speeds import SpeedHistory, Speeds
 from hf_hotspa.strategy import Strategy
 from tests.run_logs import of_earlier_releases
 

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.parallel.experts import is_fused
-from hf_hotspa.parallel.four_bit import is_four_bit, refuse_quantized, stored_tensors
+from hf_hotspa.features.experts.experts import is_fused
+from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit, refuse_quantized, stored_tensors
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 _BASE = "base_layer"

@@ -3,7 +3,7 @@
 Source: Wang et al., arXiv 2401.11469. A column is an index of the contraction, of the input and the weight of a linear.
 
 Migration (section IV-A) is exact: every product is computed once. A slow rank (the giver) offloads its last columns to the
-others of its group (helpers), numbered from it on (`stragglers/columns.py`), so that no rank has to send the assignment.
+others of its group (helpers), numbered from it on (`features/slow_devices/columns.py`), so that no rank has to send the assignment.
 
 * Column-parallel, `Y = X W^T`, X on all ranks. Forward: the giver broadcasts the weights of its columns, and the helpers'
   parts of Y are summed to it. Backward: it broadcasts the gradient G of Y. A helper adds `G W[:, c]` to the columns c of its
@@ -16,7 +16,7 @@ others of its group (helpers), numbered from it on (`stragglers/columns.py`), so
 For comparison, `Exchange.SCATTER` scatters and gathers from the giver alone, and merges nothing.
 
 ZERO-resizing (section III-A) is not exact: a resized rank leaves out some of the columns that it keeps, chosen by the paper's
-Rd, Pri or PriDiff (`stragglers/columns.py`), in all three products of a linear. Outside the linear every tensor has its usual
+Rd, Pri or PriDiff (`features/slow_devices/columns.py`), in all three products of a linear. Outside the linear every tensor has its usual
 size, so the gradients of these columns are imputed, and the weight stays complete. The forward passes its lineage (the columns
 it kept) to the backward, which selects the kept part of the input again instead of saving it.
 
@@ -36,11 +36,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.parallel.adapters import base_layer
+from hf_hotspa.features.lora.adapters import base_layer
+from hf_hotspa.features.slow_devices.columns import (
+    IMPUTATIONS,
+    LayerColumns,
+    Migration,
+    Resizing,
+    choose_columns,
+    migrate,
+)
 from hf_hotspa.parallel.collectives import CLOCK, PRODUCTS
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.tensor_parallel import COLWISE, ROWWISE
-from hf_hotspa.stragglers.columns import IMPUTATIONS, LayerColumns, Migration, Resizing, choose_columns, migrate
 
 
 class GradientMemory:

@@ -54,9 +54,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.data.collator import MicroBatch, is_idle
 from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.features.isolation.isolation import LayerKind
 from hf_hotspa.parallel.attention import Prefix, names_in_forward
 from hf_hotspa.parallel.collectives import CLOCK, gather_rows, with_gradient
-from hf_hotspa.parallel.isolation import LayerKind
 from hf_hotspa.parallel.loss import IGNORE
 from hf_hotspa.parallel.mesh import StrategyMesh
 

@@ -36,10 +36,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.features.isolation.isolation import LayerKind, keep_pack
+from hf_hotspa.features.lora.adapters import LORA_A, without_adapters
 from hf_hotspa.layout.vector import ParameterSpec
-from hf_hotspa.parallel.adapters import LORA_A, without_adapters
 from hf_hotspa.parallel.attention import AttentionDropout, PackedSequences, calls_attention
-from hf_hotspa.parallel.isolation import LayerKind, keep_pack
 from hf_hotspa.parallel.mesh import TensorGroup
 
 _GOLDEN = -7046029254386353131

@@ -16,13 +16,13 @@ from typing import Any
 from torch import Tensor
 
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.slow_devices import ColumnStatistics, StageCuts, pretest
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.features.slow_devices.columns import Resizing
+from hf_hotspa.features.slow_devices.giving import GIVING, LOSSY
+from hf_hotspa.features.slow_devices.reaction import ColumnStatistics, StageCuts, pretest
+from hf_hotspa.features.slow_devices.speeds import SpeedHistory, Speeds
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.report import StepReport
-from hf_hotspa.stragglers.columns import Resizing
-from hf_hotspa.stragglers.giving import GIVING, LOSSY
-from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.run_plan import RunPlan
 

@@ -22,10 +22,10 @@ import numpy as np
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Numbers
 from hf_hotspa.plan.direct import Pieces
-from hf_hotspa.plan.plan import RELAY, TARGET, SegmentPlan, canonical
 from hf_hotspa.plan.ports import PortLoads
 from hf_hotspa.plan.relay.balancing import Shares
 from hf_hotspa.plan.relay.routing import Demand, Pull, landing_shares, pulling_shares, sender_shares
+from hf_hotspa.plan.switch_plan import RELAY, TARGET, SegmentPlan, canonical
 
 SHARE_ALIGNMENT = 64
 """Shares of a stream of pieces begin on multiples of this many elements."""

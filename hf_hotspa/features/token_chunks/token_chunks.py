@@ -37,10 +37,10 @@ from torch import Tensor, nn
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
+from hf_hotspa.features.experts.experts import ChunkPrefix, ChunkRouters, RoutersOfChunks
 from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import Operation
 from hf_hotspa.parallel.collectives import with_gradient
-from hf_hotspa.parallel.experts import ChunkPrefix, ChunkRouters, RoutersOfChunks
 from hf_hotspa.parallel.fused_attention import TakesGradients
 from hf_hotspa.strategy import Strategy
 

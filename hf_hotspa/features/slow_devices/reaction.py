@@ -14,14 +14,10 @@ from torch import Tensor
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.phase import moment
 from hf_hotspa.errors import DeviceMemoryError
-from hf_hotspa.layout.shares import is_uneven, shard_rows, shard_widths, step_times_of_groups
-from hf_hotspa.layout.vector import ParameterVector
-from hf_hotspa.model.specs import ModelDescription
-from hf_hotspa.parallel.collectives import PRODUCTS
-from hf_hotspa.parallel.flexible_linear import Exchange, FlexibleWork, OwnColumns, Part, Product
-from hf_hotspa.stragglers.columns import Resizing, kept_variation, migrate
-from hf_hotspa.stragglers.giving import Giving, fitted_line
-from hf_hotspa.stragglers.speeds import (
+from hf_hotspa.features.slow_devices.columns import Resizing, kept_variation, migrate
+from hf_hotspa.features.slow_devices.flexible_linear import Exchange, FlexibleWork, OwnColumns, Part, Product
+from hf_hotspa.features.slow_devices.giving import Giving, fitted_line
+from hf_hotspa.features.slow_devices.speeds import (
     StepTimes,
     can_share,
     cut_by_speed,
@@ -30,6 +26,10 @@ from hf_hotspa.stragglers.speeds import (
     step_times_of_ranks,
     works_by_degree,
 )
+from hf_hotspa.layout.shares import is_uneven, shard_rows, shard_widths, step_times_of_groups
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.model.specs import ModelDescription
+from hf_hotspa.parallel.collectives import PRODUCTS
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import reading_state
 

@@ -1,6 +1,6 @@
 """The transfers of a phase that streams its units, in the one order in which every rank takes part.
 
-Turns the passes of a phase (`packing.passes`) into each stage's *visits*: a unit in a pass. A loaded unit is not loaded
+Turns the passes of a phase (`packing.joint_passes`) into each stage's *visits*: a unit in a pass. A loaded unit is not loaded
 again: the last two units of a forward pass serve the following backward pass, and the first two the next pack. A load
 starts when its memory is free, at most two visits ahead; a return follows the visit that made the gradient.
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_hotspa.layout.units import Units
-from hf_hotspa.packing.passes import Beat
+from hf_hotspa.packing.joint_passes import Beat
 from hf_hotspa.strategy import Strategy
 
 _AHEAD = 2

@@ -12,9 +12,9 @@ from typing import Any
 
 from hf_hotspa.costs.adapter import Adapter, FourBits, FrozenBase
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Hardware, load_hardware, parse_bytes, parse_nodes
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions, planned_limit
-from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
 from hf_hotspa.costs.run_options import RunOptions
@@ -24,10 +24,10 @@ from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
 from hf_hotspa.packing.pipeline_order import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.search.baselines import STAGES, DataParallel, Pricing, people_run
+from hf_hotspa.search.bucket_plan import Plan, memory_dict
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.histogram import Counts, read_lengths
 from hf_hotspa.search.offers import choose, divided, longest_by_strategy, with_chunks
-from hf_hotspa.search.plan import Plan, memory_dict
 from hf_hotspa.search.search import mini_batches
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 

@@ -23,13 +23,13 @@ from hf_hotspa.engine.executor import SwitchJob
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.features.token_chunks.token_chunks import Chunk
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.bucketing import PhasePlan
 from hf_hotspa.packing.pipeline_order import Passes, PipeDream, check_pipedream, choose_passes
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.pipeline import OneForwardOneBackward
-from hf_hotspa.parallel.token_chunks import Chunk
 from hf_hotspa.strategy import Bucket, Strategy
 
 

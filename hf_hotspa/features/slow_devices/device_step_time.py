@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from hf_hotspa.features.slow_devices.giving import Giving, PhaseWork, SlowDevices, SlowEvent
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import EMBEDDING, ParameterVector
 from hf_hotspa.packing.bucketing import MiniBatchPlan, sequence_cost
 from hf_hotspa.report import MEASURES, StepReport
-from hf_hotspa.stragglers.giving import Giving, PhaseWork, SlowDevices, SlowEvent
 from hf_hotspa.strategy import Strategy
 
 _COMPUTE, _OTHERS, _PRODUCTS, _LEFT_OUT = (

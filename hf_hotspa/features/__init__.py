@@ -1,0 +1,1 @@
+"""Features of a run: one folder each, behind the hooks of `hf_hotspa.seam`."""
