@@ -52,8 +52,7 @@ from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.plan.planner import plan_load
-from hf_hotspa.plan.ports import overlapped_seconds
-from hf_hotspa.plan.switch_plan import DST, LENGTH, SRC, START, SwitchPlan
+from hf_hotspa.plan.switch_plan import DST, LENGTH, SRC, START, SwitchPlan, overlapped_seconds
 from hf_hotspa.search.baselines import Pricing
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.estimate import packed

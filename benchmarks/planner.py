@@ -5,7 +5,7 @@
     python benchmarks/planner.py --parts pairs irregular
     python benchmarks/planner.py --quick --json out/planner.json
 
-Seconds of switches follow from the fluid port model (`hf_hotspa.plan.ports`), never measured ones; only planning is
+Seconds of switches follow from the fluid port model (`hf_hotspa.plan.switch_plan`), never measured ones; only planning is
 timed. Nothing is moved, no process is started, no GPU is needed.
 """
 
@@ -37,7 +37,7 @@ from result_file import write_json
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.planner import PLANNERS, plan_load, plan_return
-from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.plan.switch_plan import overlapped_seconds
 from hf_hotspa.strategy import Strategy
 
 PARTS = ("pairs", "irregular", "modelled", "chains", "times")

@@ -2,7 +2,7 @@
 
 Run `python benchmarks/planner_bounds.py` for the table of how near the planner's decisions come to the optimum.
 The programmes are solved by HiGHS through scipy. Everything is counted in bytes and seconds of the fluid port model
-(`hf_hotspa.plan.ports`); nothing here is measured on a device.
+(`hf_hotspa.plan.switch_plan`); nothing here is measured on a device.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.stages import StageCosts, nested_orders
-from hf_hotspa.plan.ports import PortLoads, nic_bandwidth
-from hf_hotspa.plan.relay.routing import landing_shares, pulling_shares
+from hf_hotspa.plan.relay import landing_shares, pulling_shares
+from hf_hotspa.plan.switch_plan import PortLoads, nic_bandwidth
 from hf_hotspa.strategy import Coord, Strategy, strategies_of
 
 NUM_LAYERS, HIDDEN, FFN, VOCABULARY = 60, 6656, 17920, 32000

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.layout.intervals import Placement, place
-from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout
+from hf_hotspa.layout.placement import Layout, Placement, gradient_layout, master_layout, place, strategy_layout
 from hf_hotspa.layout.stages import StageCosts, nested_orders
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.strategy import Strategy, strategies_of

@@ -24,10 +24,8 @@ from port_bounds import sequential_seconds
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.plan.phase_order import order_phases
-from hf_hotspa.plan.planner import plan_load, plan_return
-from hf_hotspa.plan.ports import overlapped_seconds
-from hf_hotspa.plan.switch_plan import SwitchPlan
+from hf_hotspa.plan.planner import order_phases, plan_load, plan_return
+from hf_hotspa.plan.switch_plan import SwitchPlan, overlapped_seconds
 from hf_hotspa.strategy import Strategy
 
 MODEL = "32B"

@@ -15,9 +15,8 @@ import numpy.typing as npt
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.planner import segment_kinds
-from hf_hotspa.plan.ports import Bytes, PortLoads, nic_bandwidth, node_bandwidths
-from hf_hotspa.plan.relay.balancing import Shares, shares_of
-from hf_hotspa.plan.relay.routing import Demand, Pull, sender_shares
+from hf_hotspa.plan.relay import Demand, Pull, Shares, sender_shares, shares_of
+from hf_hotspa.plan.switch_plan import Bytes, PortLoads, nic_bandwidth, node_bandwidths
 
 _MOST_SETS = 512
 """Owner-node sets for which the egress bound is evaluated (all pairs of sets are compared)."""

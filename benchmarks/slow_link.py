@@ -44,8 +44,7 @@ from worlds import run_world
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.engine.transport import ProcessGroupTransport, Transport
-from hf_hotspa.plan.ports import PortLoads
-from hf_hotspa.plan.switch_plan import Schedule, SwitchPlan
+from hf_hotspa.plan.switch_plan import PortLoads, Schedule, SwitchPlan
 
 PLANNERS = ("algorithm1", "relay")
 PAIRS = "master->dp8,master->dp4tp2,tp8->dp8,tp4pp2->dp8,dp8->master"

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.layout.intervals import Interval, place
-from hf_hotspa.layout.placement import Layout
+from hf_hotspa.layout.placement import Interval, Layout, place
 from hf_hotspa.plan.switch_plan import ANY, COLUMNS, DST, LENGTH, RELAY, SRC, SegmentPlan, SwitchPlan, Transfer
 
 

@@ -19,9 +19,9 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
 from hf_hotspa.layout.shares import is_uneven, largest_share, shard_rows, stored_rows
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.layout.units import Room, Units, sizes_of_neighbours
 from hf_hotspa.layout.vector import EMBEDDING, IN_FP32, GradientDtypes, ParameterSpec, ParameterVector, Segment
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.plan.units import Room, Units, sizes_of_neighbours
 from hf_hotspa.strategy import Strategy
 
 LOSS_CHUNK_BYTES = 256 << 20

@@ -5,7 +5,7 @@ bound: real transfers reach `efficiency` of its speed, and every switch has a fi
 
 Fully sharded strategies (`+z2`, `+z3`) move their units during computation instead (`Streams`). For every pack they
 load all units for the forward and the backward pass (`+z3`), and return their gradients (`+z2`, `+z3`), except for
-units that are already present (`plan.unit_program`). Transfers of all stages run one after the other. They overlap with their
+units that are already present (`plan.units`). Transfers of all stages run one after the other. They overlap with their
 pass, unless ranks share cores. Replicas run in lockstep with the slowest, pack by pack.
 
 `+z2` and `+z3` are never predicted to be faster than the same strategy without, load and return included: the only
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.plan.ports import nic_bandwidth
+from hf_hotspa.plan.switch_plan import nic_bandwidth
 from hf_hotspa.strategy import Strategy
 
 EFFICIENCY = 0.6

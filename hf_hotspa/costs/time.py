@@ -31,12 +31,12 @@ from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import cut_for, cut_into_chains, squared_lengths
-from hf_hotspa.packing.joint_passes import joint_passes
 from hf_hotspa.packing.pipeline_order import (
     Turn,
     backward_order,
     choose_interleaved,
     choose_passes,
+    joint_passes,
     most_ahead,
     operations,
 )

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.layout.placement import Layout, master_layout
+from hf_hotspa.layout.placement import Interval, Layout, master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
 from hf_hotspa.model.replica import from_storage, to_storage
 from hf_hotspa.strategy import Strategy

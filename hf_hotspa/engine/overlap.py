@@ -21,11 +21,10 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import ModelError
 from hf_hotspa.layout.placement import Slot
-from hf_hotspa.layout.units import Units, name_of_unit
 from hf_hotspa.layout.vector import EMBEDDING, HEAD
 from hf_hotspa.model.pass_through import modules_of_units
 from hf_hotspa.model.replica import Replica
-from hf_hotspa.plan.unit_program import Program, StagePass, Visit
+from hf_hotspa.plan.units import Program, StagePass, Units, Visit, name_of_unit
 
 # -- the weights and gradients of a phase ------------------------------------------------------------------------------
 
@@ -162,7 +161,7 @@ class GradientWatch:
 
 # Streams a replica's units through memory for two of them: weights come just in time, gradients leave once made.
 #
-# `UnitStream` runs the program of a phase (`plan.unit_program`) on one rank. It submits all transfers to the switch worker at
+# `UnitStream` runs the program of a phase (`plan.units`) on one rank. It submits all transfers to the switch worker at
 # the start, in the agreed order, each with a gate. The computation walks through its visits; at the border between two
 # units it opens the gates of what waited for the first and waits for the weights of the second.
 #

@@ -32,13 +32,12 @@ from hf_hotspa.model.options import EngineOptions, Overlap
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.bucketing import MiniBatchPlan, PhasePlan
-from hf_hotspa.packing.joint_passes import beats, joint_passes, pack_lengths
-from hf_hotspa.packing.pipeline_order import Operation
+from hf_hotspa.packing.pipeline_order import Operation, beats, joint_passes, pack_lengths
 from hf_hotspa.parallel.collectives import CLOCK, PRODUCTS
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
 from hf_hotspa.plan.switch_plan import SwitchPlan
-from hf_hotspa.plan.unit_program import make_program
+from hf_hotspa.plan.units import make_program
 from hf_hotspa.report import PhaseEvent, PhaseMeasure, PhaseReport, SwitchEvent
 from hf_hotspa.strategy import Strategy
 

@@ -19,14 +19,12 @@ from hf_hotspa.engine.worker import SwitchWorker
 from hf_hotspa.errors import check_choice
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
 from hf_hotspa.layout.stages import nested_orders
-from hf_hotspa.layout.units import Room, Units, name_of_unit, sizes_of_neighbours
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.mesh import ProcessGroups
-from hf_hotspa.plan.phase_order import order_phases
-from hf_hotspa.plan.planner import PLANNERS, plan_load, plan_return
-from hf_hotspa.plan.ports import overlapped_seconds
-from hf_hotspa.plan.switch_plan import RELAY, SECOND, SOURCE, TARGET, SwitchPlan
+from hf_hotspa.plan.planner import PLANNERS, order_phases, plan_load, plan_return
+from hf_hotspa.plan.switch_plan import RELAY, SECOND, SOURCE, TARGET, SwitchPlan, overlapped_seconds
+from hf_hotspa.plan.units import Room, Units, name_of_unit, sizes_of_neighbours
 from hf_hotspa.strategy import Strategy
 
 # -- the plans --------------------------------------------------------------------------------------------------------
@@ -232,7 +230,7 @@ class Places(NamedTuple):
 
 
 Shared = Sequence[Room | None]
-"""Which segments share memory (`layout.units.Rooms`); None for separate memory."""
+"""Which segments share memory (`plan.units.Rooms`); None for separate memory."""
 
 
 def lay_out(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared) -> Places:

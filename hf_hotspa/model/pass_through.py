@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hotspa.layout.units import Units, name_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_kind import keep_text
 from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
+from hf_hotspa.plan.units import Units, name_of_unit
 from hf_hotspa.strategy import Strategy
 
 # -- later stages ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.layout.intervals import Numbers, Placement
+from hf_hotspa.layout.placement import Numbers, Placement
 from hf_hotspa.plan.switch_plan import SECOND, SOURCE, TARGET, SegmentPlan, canonical
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_hotspa.errors import HotspaConfigError, PlanError
-from hf_hotspa.layout.intervals import Numbers
+from hf_hotspa.layout.placement import Numbers
 from hf_hotspa.plan.switch_plan import (
     DST,
     DST_OFFSET,

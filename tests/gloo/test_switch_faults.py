@@ -23,7 +23,7 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.executor import SwitchExecutor
 from hf_hotspa.engine.transport import ProcessGroupTransport, TransferHandle
 from hf_hotspa.errors import HotspaError, TransferError
-from hf_hotspa.layout.intervals import Interval
+from hf_hotspa.layout.placement import Interval
 from hf_hotspa.plan.planner import plan_load
 from hf_hotspa.plan.switch_plan import LENGTH, SwitchPlan
 from tests.families import tiny_model

@@ -13,7 +13,7 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.engine.transport import ProcessGroupTransport, Transport
 from hf_hotspa.errors import PlanMismatchError, TransferError
-from hf_hotspa.layout.intervals import Interval
+from hf_hotspa.layout.placement import Interval
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.plan.planner import plan_load

@@ -14,8 +14,8 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.engine.switching import arena_bytes, lay_out
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import strategy_layout
-from hf_hotspa.layout.units import Units
 from hf_hotspa.model.specs import describe_model
+from hf_hotspa.plan.units import Units
 from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy, strategies_with_options
 from tests.families import FAMILIES, tiny_model

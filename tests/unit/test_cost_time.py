@@ -27,7 +27,7 @@ from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from hf_hotspa.packing.cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import choose_passes, operations, reaches
-from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.plan.switch_plan import overlapped_seconds
 from hf_hotspa.search.histogram import synthetic_lengths
 from hf_hotspa.strategy import Strategy, legal_strategies
 from tests.random_models import plain

@@ -15,8 +15,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError, PlanError, TransferError
-from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.layout.placement import Layout
+from hf_hotspa.layout.placement import Interval, Layout
 from hf_hotspa.model.specs import describe_model, dtype_name
 from hf_hotspa.plan.planner import plan_load, plan_return
 from hf_hotspa.plan.switch_plan import SwitchPlan

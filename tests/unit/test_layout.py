@@ -9,9 +9,9 @@ import pytest
 from written_plans import layout_of  # type: ignore[import-not-found]
 
 from hf_hotspa.errors import ModelError, StrategyError
-from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import (
     MASTER_ALIGNMENT,
+    Interval,
     Layout,
     Slot,
     gradient_layout,

@@ -26,10 +26,9 @@ from port_bounds import classes_of, lower_bound, sequential_seconds  # type: ign
 from written_plans import layout_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.layout.placement import Layout
+from hf_hotspa.layout.placement import Interval, Layout
 from hf_hotspa.plan.planner import plan_load, plan_return
-from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.plan.switch_plan import overlapped_seconds
 from hf_hotspa.strategy import Strategy
 
 PAIRS = targets()

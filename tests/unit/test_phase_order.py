@@ -6,7 +6,7 @@ from itertools import pairwise, permutations
 import pytest
 
 from hf_hotspa.errors import PlanError
-from hf_hotspa.plan.phase_order import EXACT_PHASES, order_phases
+from hf_hotspa.plan.planner import EXACT_PHASES, order_phases
 
 
 def cost(order, first, switch):

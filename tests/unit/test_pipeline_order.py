@@ -7,7 +7,6 @@ import pytest
 
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.packing.cuts import cut_for
-from hf_hotspa.packing.joint_passes import joint_passes
 from hf_hotspa.packing.pipeline_order import (
     SCHEDULES,
     Passes,
@@ -15,6 +14,7 @@ from hf_hotspa.packing.pipeline_order import (
     check_runs,
     choose_passes,
     delays,
+    joint_passes,
     most_packs,
     operations,
     reaches,
@@ -264,7 +264,7 @@ def test_no_stage_waits_for_itself_with_chunks_where_sends_block() -> None:
 
 
 def test_no_stage_of_a_replica_that_sits_chunks_out_waits_for_itself_where_sends_block() -> None:
-    """Replicas that keep step (`packing.joint_passes`) run what they have of the joint order."""
+    """Replicas that keep step (`packing.pipeline_order`) run what they have of the joint order."""
     for seed in range(300):
         rng = random.Random(seed)
         strategy = Strategy(dp=3, pp=rng.randint(2, 6), ck=rng.choice([3, 5, 100]), z=3)

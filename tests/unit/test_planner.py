@@ -11,8 +11,7 @@ from written_plans import Traffic, layout_of, plan_of, traffic_of, transfers_of 
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanError
-from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout
+from hf_hotspa.layout.placement import Interval, Layout, gradient_layout, master_layout, strategy_layout
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
 from hf_hotspa.plan.direct import SendLoads, choose_source
 from hf_hotspa.plan.planner import plan_load, plan_return

@@ -12,8 +12,7 @@ from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import trained_layout
 from hf_hotspa.layout.vector import build_vector
-from hf_hotspa.plan.ports import overlapped_seconds
-from hf_hotspa.plan.switch_plan import SECOND, SRC_STORE, SwitchPlan
+from hf_hotspa.plan.switch_plan import SECOND, SRC_STORE, SwitchPlan, overlapped_seconds
 from hf_hotspa.strategy import Strategy
 from tests.random_models import random_model
 from tests.unit.test_planner import cut_vector

@@ -20,9 +20,8 @@ from written_plans import layout_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanError
-from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.layout.placement import Layout
-from hf_hotspa.plan.ports import PortLoads, node_bandwidths, overlapped_seconds
+from hf_hotspa.layout.placement import Interval, Layout
+from hf_hotspa.plan.switch_plan import PortLoads, node_bandwidths, overlapped_seconds
 from hf_hotspa.strategy import Strategy
 
 PER_DEVICE = Cluster(4, 2)

@@ -20,8 +20,8 @@ from port_bounds import (  # type: ignore[import-not-found]
 )
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.plan.ports import overlapped_seconds
-from hf_hotspa.plan.relay.routing import Demand, Pull, landing_shares, pulling_shares, relay_pays
+from hf_hotspa.plan.relay import Demand, Pull, landing_shares, pulling_shares, relay_pays
+from hf_hotspa.plan.switch_plan import overlapped_seconds
 
 TWO_NODES = Cluster(8, 4)
 

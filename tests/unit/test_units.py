@@ -8,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hotspa.errors import StrategyError
-from hf_hotspa.layout.units import Units
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, build_vector
-from hf_hotspa.packing.joint_passes import beats, joint_passes
-from hf_hotspa.packing.pipeline_order import backward_order
-from hf_hotspa.plan.unit_program import Program, make_program
+from hf_hotspa.packing.pipeline_order import backward_order, beats, joint_passes
+from hf_hotspa.plan.units import Program, Units, make_program
 from hf_hotspa.strategy import Strategy
 
 
