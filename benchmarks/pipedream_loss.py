@@ -24,8 +24,8 @@ from worlds import run_world
 
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.features.pipedream.mode import PipeDream
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.packing.pipeline_order import PipeDream
 from hf_hotspa.strategy import parse_buckets
 
 ONE_UPDATE, EVERY_PACK = "1F1B, one update a step", "1F1B, one update a pack"
@@ -67,7 +67,7 @@ def train(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, 
     for name, mode in SIDES.items():
         model = make_model(options.hidden, options.layers, vocab_size=256, longest=LENGTH)
         buckets = parse_buckets(f"pp{world_size}:{LENGTH}@{options.rows * LENGTH}")
-        engine = HotSPaEngine(model, buckets, EngineOptions(pipedream=mode))
+        engine = HotSPaEngine(model, buckets, EngineOptions(features=(mode,) if mode else ()))
         collate = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=256)
         optimizer = torch.optim.AdamW(engine.parameter_groups(), lr=options.learning_rate)
         if engine.updates is not None:

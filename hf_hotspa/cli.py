@@ -28,14 +28,15 @@ from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
-from hf_hotspa.packing.pipeline_order import PIPEDREAM, PIPELINE_MODES, SCHEDULES, SYNCHRONOUS, PipeDream
+from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.reporting.compare import compare, compare_page, sentences, strategy_rows
 from hf_hotspa.reporting.page import PAGE_NAME, SUFFIX, report_page, save_pictures
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import short
 from hf_hotspa.reporting.terminal import CleanOutput, text_table
-from hf_hotspa.search.formula_table import formulas_text, make_table, pipedream
+from hf_hotspa.seam import add_command_flags, settings_of_command
+from hf_hotspa.search.formula_table import formulas_text, make_table
 from hf_hotspa.search.histogram import DISTRIBUTIONS, LONGEST, MOST_SEQUENCES
 from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.search.setup import DTYPE, Setup, make_estimate, make_plan
@@ -225,12 +226,7 @@ def _add_estimate(commands: Any, setup: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="tokens of a pack",
     )
-    parser.add_argument(
-        "--pipeline-mode",
-        default=SYNCHRONOUS,
-        choices=PIPELINE_MODES,
-        help="hotspa_pipeline_mode: with pipedream each stage keeps several versions of its weights",
-    )
+    add_command_flags("estimate", parser)
 
 
 def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
@@ -294,8 +290,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _estimate(args: argparse.Namespace) -> None:
-    mode = PipeDream() if args.pipeline_mode == PIPEDREAM else None
-    estimate = make_estimate(replace(_setup(args), pipedream=mode), args.strategy, args.pack_tokens)
+    estimate = make_estimate(replace(_setup(args), features=settings_of_command(args)), args.strategy, args.pack_tokens)
     _print(estimate, args, estimate_text)
     if not estimate.fits:
         bucket = Bucket(estimate.strategy, estimate.pack_tokens, estimate.pack_tokens)
@@ -355,19 +350,15 @@ def _add_formulas(commands: Any) -> None:
         metavar="TOKENS",
         help="of each (default: %(default)s)",
     )
-    parser.add_argument(
-        "--partition",
-        action="store_true",
-        help="also PipeDream's partition, with unequally replicated stages, beside the best that layouts can run",
-    )
+    add_command_flags("formulas", parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _formulas(args: argparse.Namespace) -> None:
     setup = Setup.read(args.model, args.nodes, args.hardware, dtype=DTYPE)
     result = make_table(setup, args.batch, args.micro_batch, args.sequence)
-    if args.partition:
-        result = replace(result, pipedream=pipedream(setup, args.micro_batch, args.sequence))
+    more = (each.of_formulas(setup, args.micro_batch, args.sequence) for each in settings_of_command(args))
+    result = replace(result, more=tuple(more))
     print(json.dumps(result.to_dict(), indent=1) if args.json else formulas_text(result))
 
 

@@ -188,8 +188,7 @@ class TokenRangeError(DataError):
 
 
 class NonFiniteError(HotspaError):
-    """A loss or a gradient is NaN or infinite; the weights are unchanged (except with
-    `hotspa_pipeline_mode=pipedream`)."""
+    """A loss or a gradient is NaN or infinite; the weights are unchanged (except if stages update after every pack)."""
 
     code = "HSP-310"
 

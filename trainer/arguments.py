@@ -28,6 +28,7 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.parallel.agreement import typed_failures
 from hf_hotspa.plan.planner import PLANNERS
+from hf_hotspa.seam import Options, argument_classes
 from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.strategy import Bucket, Strategy, check_launch, parse_buckets
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, take_fsdp, with_batch_size
@@ -35,7 +36,6 @@ from hf_hotspa.trainer.given_arguments import (
     CHANGED,
     SECONDS,
     Number,
-    PipelineModeArguments,
     StragglerArguments,
     check_processes,
     check_values,
@@ -69,7 +69,7 @@ ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 
 
 @dataclass
-class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, TrainingArguments):
+class HotSPaTrainingArguments(*argument_classes(), StragglerArguments, TrainingArguments):  # type: ignore[misc]
     """The arguments of `HotSPaTrainer`.
 
     Accumulated batches are one mini-batch, packed and trained together.
@@ -361,7 +361,9 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         self._given = {name: vars(self)[name] for name in CHANGED}
         explain_arguments(self)
         _ = self.hotspa_recompute_every
-        self.check_pipeline_mode(self.hotspa_buckets)
+        for part in argument_classes():
+            if hasattr(part, "check_feature"):
+                part.check_feature(self, self.hotspa_buckets)
         if (mapping := self.hotspa_deepspeed) is not None:
             self._deepspeed = with_batch_size(mapping, vars(self), self.world_size)
         if self.hotspa_mini_batch_size is not None:
@@ -416,6 +418,12 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         return self.hotspa_empty_rows == SKIP
 
     @property
+    def hotspa_features(self) -> tuple[Options, ...]:
+        """The settings of the features that the flags switch on."""
+        made = (part.feature_settings(self) for part in argument_classes() if hasattr(part, "feature_settings"))
+        return tuple(settings for settings in made if settings is not None)
+
+    @property
     def hotspa_gradients(self) -> GradientDtypes:
         """`hotspa_grad_accum_dtype` and `hotspa_grad_wire_dtype`."""
         return GradientDtypes(self.hotspa_grad_accum_dtype, self.hotspa_grad_wire_dtype)
@@ -423,7 +431,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     def _check_types(self) -> None:
         """Flags may come from Python or YAML, with values that cannot be compared with a number."""
         # not the types of the dataclass fields, which HfArgumentParser rewrites
-        parts = (StragglerArguments, PipelineModeArguments, HotSPaTrainingArguments)
+        parts = (StragglerArguments, *argument_classes(), HotSPaTrainingArguments)
         own = {name: kind for part in parts for name, kind in part.__annotations__.items()}
         for name, kind in own.items():
             value, wanted = getattr(self, name), int | float if kind is float else kind

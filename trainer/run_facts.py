@@ -22,6 +22,7 @@ from hf_hotspa.parallel.mesh import known_nodes
 from hf_hotspa.report import ModelFlops, RunFacts
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.seam import SYNCHRONOUS
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.given_arguments import flags_of
 from hf_hotspa.trainer.run_plan import RunPlan
@@ -191,6 +192,8 @@ def model_flops(shape: ModelShape, model: Any, peak: float) -> ModelFlops:
 
 
 def pipeline_mode(args: HotSPaTrainingArguments) -> str:
-    """How the stages of a run update; with `pipedream`, including by how many packs their weights are behind."""
-    mode = args.hotspa_pipedream
-    return args.hotspa_pipeline_mode if mode is None else mode.text(args.hotspa_buckets[0].strategy.pp)
+    """How the stages of a run update; if they do so by themselves, including by how many packs their weights are behind."""
+    features = args.hotspa_features
+    strategy = args.hotspa_buckets[0].strategy if features and args.hotspa_buckets else None
+    shown = {name: text for settings in features for name, text in settings.shown(strategy).items()}
+    return shown.get("pipeline_mode", SYNCHRONOUS)

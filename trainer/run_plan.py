@@ -109,7 +109,7 @@ def engine_options(
         neftune_alpha=args.neftune_noise_alpha,
         seed=args.seed,
         gradients=args.hotspa_gradients,
-        pipedream=args.hotspa_pipedream,
+        features=args.hotspa_features,
         stage_costs=stage_costs,
         pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {},
         **argument_options(args),
@@ -694,7 +694,7 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
         weight_copies=2 if second else 1,
         schedule=engine.pipeline_schedule,
         context_parallel=engine.context_parallel,
-        pipedream=engine.pipedream,
+        features=engine.features,
         offload_master=engine.offload_master and on_gpu,
         scoring=args.scoring,
     )

@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 from hf_hotspa.costs.divided import carried_bytes, gathered_bytes, repeated_bytes, returned_bytes, tokens_at_a_time
 from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
@@ -26,7 +27,7 @@ from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_byt
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import num_chunks
-from hf_hotspa.packing.pipeline_order import PipeDream, most_packs
+from hf_hotspa.packing.pipeline_order import most_packs
 from hf_hotspa.strategy import Bucket, Strategy
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -165,8 +166,7 @@ class MemoryOptions:
         schedule: One of `pipeline_order.SCHEDULES`.
         offload_master: Whether the master store and the optimizer state are in host memory.
         context_parallel: The cp method, one of `costs.divided.WAYS`.
-        pipedream: Asynchronous updates: each stage has a separate master store and several versions of its weights.
-            None for synchronous updates.
+        features: Settings of features (`hf_hotspa.seam`).
         scoring: Forward passes of a step besides training.
     """
 
@@ -180,8 +180,13 @@ class MemoryOptions:
     schedule: str = "auto"
     offload_master: bool = False
     context_parallel: str = "auto"
-    pipedream: PipeDream | None = None
+    features: tuple[Any, ...] = ()
     scoring: Scoring = field(default_factory=Scoring)
+
+    @property
+    def by_stage(self) -> Any:
+        """Settings under which stages have separate master stores and several versions of their weights, if any."""
+        return next((each for each in self.features if hasattr(each, "most_versions")), None)
 
 
 @dataclass(frozen=True)
@@ -287,9 +292,9 @@ class MemoryModel:
         own, sizes = self._stage_of(bucket.strategy, stage), self.sizes.stages(bucket.strategy)[stage]
         options, master, weights = self.options, self._master, self.options.weight_copies * sizes.weight_bytes
         num_packs, chain = self._packs_or_chunks(bucket, num_packs)
-        if options.pipedream is not None:
+        if options.by_stage is not None:
             master = self.sizes.master_of_stage(bucket.strategy, stage, options.optimizer)
-            versions = options.pipedream.most_versions(bucket.strategy.pp, stage, num_packs)
+            versions = options.by_stage.most_versions(bucket.strategy.pp, stage, num_packs)
             weights += (versions - 1) * sizes.trained_bytes
         in_flight, held_tokens = self._in_flight(bucket, stage, num_packs, chain)
         activations, logits = self._of_packs(own, bucket, in_flight, held_tokens)
@@ -456,7 +461,7 @@ class MemoryModel:
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         # another arena shifts all totals by a constant, so all arenas share one cache
-        shifts = self.options.pipedream is None
+        shifts = self.options.by_stage is None
         most = UNLIMITED_TOKENS
         for stage, sizes, risings in self._fullest(strategy):
             key = longest, num_packs, 0 if shifts else arena_bytes
@@ -476,7 +481,7 @@ class MemoryModel:
         def bucket_of(tokens: int) -> Bucket:
             return Bucket(strategy, tokens, 1) if longest is None else Bucket(strategy, longest, tokens)
 
-        if self.options.pipedream is not None:  # weights depend on the packs
+        if self.options.by_stage is not None:  # weights depend on the packs
             return lambda tokens: self._breakdown(bucket_of(tokens), stage, num_packs, arena).total
         of = self._breakdown(bucket_of(1), stage, num_packs, arena)
         states = of.master_weights + of.master_gradients + of.optimizer + of.weights + of.gradients + of.arena

@@ -39,7 +39,6 @@ from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, 
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.features.low_bit_optimizers.adoption import adopt, needs_adopting
-from hf_hotspa.features.pipedream.stage_updates import PipeDreamRunner, stage_updates
 from hf_hotspa.features.slow_devices.device_step_time import DeviceStepTime
 from hf_hotspa.features.slow_devices.flexible_linear import FlexibleWork
 from hf_hotspa.layout.placement import Layout
@@ -73,7 +72,7 @@ class HotSPaEngine:
         model_digest: `weights_digest` of the model, if read when the engine was made.
         had_equal_weights: Whether all ranks' models had the same weights then; else the engine has rank 0's.
         base_digest: `frozen_digest` of a base that was read by slices below an adapter; else None.
-        updates: The optimizer steps of this rank's stage, if stages update by themselves (`EngineOptions.pipedream`):
+        updates: The optimizer steps of this rank's stage, if a feature updates stages by themselves:
             set its `step`. None if the caller steps once per mini-batch.
         grad_norm: Global 2-norm of the last mini-batch's gradient, before clipping; if stages update by themselves, the
             root mean square over the updates.
@@ -112,7 +111,8 @@ class HotSPaEngine:
         )
         home = options.master_device(device)
         strategies = self._switching.pool.strategies
-        by_stage = strategies[0] if options.pipedream is not None else None
+        self._phase_runner = options.runner
+        by_stage = strategies[0] if self._phase_runner is not None and self._phase_runner.by_stage else None
         self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device, by_stage)
         self.model_digest: str | None = None
         self.had_equal_weights = True
@@ -129,7 +129,9 @@ class HotSPaEngine:
             if self.had_equal_weights:
                 self._frozen_in = weakref.ref(model), self.master.frozen_version
         self._adopting = adopt_before_steps(self.master)
-        self.updates = stage_updates(options.pipedream, strategies[0], self._groups, self.master)
+        self.updates: Any = None
+        if self._phase_runner is not None:
+            self.updates = self._phase_runner.updates(strategies[0], self._groups, self.master)
         self._buffers, self._options = dict(bare_model(model)[0].named_buffers()), options
         self._attached: list[Callable[[Replica], Attachment]] = []
         self.phases = {strategy: self._runner(self.description, self._groups.mesh(strategy)) for strategy in strategies}
@@ -145,9 +147,11 @@ class HotSPaEngine:
 
     def _runner(self, description: ModelDescription, mesh: StrategyMesh) -> PhaseRunner:
         shared = self._switching, self.master, self._buffers, self.overlap, self._options
-        if self.updates is not None:
-            return PipeDreamRunner(description, mesh, *shared, updates=self.updates)
-        runner = PhaseRunner(description, mesh, *shared)
+        runner: PhaseRunner
+        if self._phase_runner is not None:
+            runner = self._phase_runner.of_phase(description, mesh, *shared, updates=self.updates)
+        else:
+            runner = PhaseRunner(description, mesh, *shared)
         for make in self._attached:
             _attach(make, runner)
         return runner
@@ -177,9 +181,7 @@ class HotSPaEngine:
             HotspaConfigError: stages update by themselves: the master store has their partition.
         """
         if self.updates is not None:
-            raise HotspaConfigError(
-                "stages that update by themselves cannot be partitioned anew", fix="use hotspa_stragglers=watch"
-            )
+            self.updates.refuse_recut()
         description = with_step_times(self.description, step_times, self._options.stage_costs, of_ranks)
         meshes = {s: self.phases[s].mesh for s in changed(self.description, description, self.phases)}
         if meshes:
@@ -286,11 +288,7 @@ class HotSPaEngine:
             HotspaConfigError: stages update by themselves, and have already updated.
         """
         if self.updates is not None:
-            raise HotspaConfigError(
-                "gradients cannot be clipped by their global norm, because stages update by themselves",
-                why="the gradients of all stages never exist at the same time",
-                fix="clip on each stage: EngineOptions(pipedream=PipeDream(max_norm=...))",
-            )
+            self.updates.refuse_clipping()
         factor = max_norm / (self.grad_norm + 1e-6)
         if factor < 1.0:
             self.master.scale_gradients(factor)

@@ -20,7 +20,6 @@ from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.features.experts.experts import recordable_routers
 from hf_hotspa.features.lora.adapters import bare_model, is_adapted
-from hf_hotspa.features.pipedream.stage_updates import check_pipedream_model
 from hf_hotspa.layout.shares import have_same_shards
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
@@ -29,6 +28,7 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh, nodes_of
+from hf_hotspa.seam import by_name
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets
 from hf_hotspa.versions import library_facts
 
@@ -62,8 +62,8 @@ def describe(
             description = replace(description, router_layers=recordable_routers(bare_model(model)[0]))
         check_buckets(buckets, groups.world_size, description.shape)
         options.of_run(groups.device.type).check(buckets, description.shape)
-        if options.pipedream is not None:
-            check_pipedream_model(buckets, description, options)
+        for settings in options.features:
+            settings.check_model(description, buckets, options)
         if options.flexible and description.four_bit:
             raise UnsupportedError(
                 "columns of slow devices are handed over, and the model has weights in 4 bits",
@@ -75,7 +75,8 @@ def describe(
         return description
 
     facts = {"list of strategies (hotspa_strategies)": ",".join(map(str, buckets))}
-    facts |= {f"engine option {name}": repr(value) for name, value in vars(options).items()} | model_facts(model)
+    values = {name: value for name, value in vars(options).items() if name != "features"} | by_name(options.features)
+    facts |= {f"engine option {name}": repr(value) for name, value in values.items()} | model_facts(model)
     return agreement.run("set-up", described, lambda d: {"model": d.digest()}, facts=lambda _: facts)
 
 

@@ -394,7 +394,7 @@ class Switching:
         options: EngineOptions,
         on_failure: Callable[[Exception], object],
     ) -> None:
-        device, rank = groups.device, groups.rank
+        device, rank, runner = groups.device, groups.rank, options.runner
         self.weight_dtypes = [getattr(torch, s.dtype) for s in vector.segments]
         trained = [segment.dtype if segment.trainable else None for segment in vector.segments]
         self.gradient_dtypes = [dtype and getattr(torch, options.gradients.accumulated(dtype)) for dtype in trained]
@@ -410,7 +410,7 @@ class Switching:
             weight_sizes=weight_sizes,
             gradient_sizes=gradient_sizes,
             planner=options.planner,
-            by_stage=options.pipedream is not None,
+            by_stage=runner is not None and runner.by_stage,
         )
         self.pool = self._make_pool(vector)
         largest = max(
@@ -433,7 +433,7 @@ class Switching:
         self.executor = SwitchExecutor(
             transport, rank, options.staging_bytes, device, forward, native, bool(overlap), master_device
         )
-        self._rank, self._pipedream = rank, options.pipedream
+        self._rank, self._runner = rank, runner
         self.arenas = Arenas(device, 2 if self.pool.second_source else 1)
         self.forecast = self._forecast(vector)
         self._frozen_sizes = [
@@ -447,13 +447,13 @@ class Switching:
 
     def _forecast(self, vector: ParameterVector) -> MemoryForecast:
         """This rank's memory with the current pool of plans."""
-        strategies, rank, mode = self.pool.strategies, self._rank, self._pipedream
+        strategies, rank, runner = self.pool.strategies, self._rank, self._runner
         own = [0] * len(vector.segments) if self._is_apart else self.pool.master.rank_sizes(rank)
         masters = [getattr(torch, segment.master_dtype) for segment in vector.segments]
         of_weights, of_gradients = zip(*map(self.places, strategies), strict=True)
         weights = (2 if self.pool.second_source else 1) * arena_bytes(of_weights)
-        if mode is not None:  # there are more versions of the trained weights
-            versions = mode.most_versions(strategies[0].pp, strategies[0].coord(rank).pp)
+        if runner is not None:  # there may be more versions of the trained weights
+            versions = runner.weight_copies(strategies[0], rank)
             sizes = self.pool.layout(strategies[0]).rank_sizes(rank)
             weights += (versions - 1) * _num_bytes(sizes, _of_trained(self.weight_dtypes, vector))
         return MemoryForecast(

@@ -1,7 +1,7 @@
 """Which pipeline stage holds which layer (used by layouts, replicas and checkpoints), and the nested shard order.
 
 Stage partition: layers are weighed by measured seconds if present, otherwise by parameters (`StageCosts`). Stages with
-slow devices (`features.slow_devices.speeds`) are weighed with their relative step time. `partition` is the full PipeDream
+slow devices (`features.slow_devices.speeds`) are weighed with their relative step time. `partition` is the full
 programme with unequally replicated stages. Layouts have one dp for all stages and cannot run its result; it shows how
 much that costs.
 
@@ -57,7 +57,7 @@ class StageCosts:
     def stages(self, num_stages: int) -> tuple[range, ...]:
         """Cuts the layers into consecutive stages so that the slowest stage is as fast as possible.
 
-        The dynamic programme of PipeDream (Narayanan et al., SOSP'19, section 3.1) for stages of one rank each: `A(j,
+        The dynamic programme of Narayanan et al. (SOSP'19, section 3.1) for stages of one rank each: `A(j,
         m) = min over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, with C_i
         the cost of sending the hidden state after layer i. Ties: the smallest sum of squared stage costs, then the
         earliest cut points. Each stage gets at least one layer. A stage's cost is multiplied by its relative step time.
@@ -129,62 +129,6 @@ def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
         }
     cuts = best[num_layers][2]
     return tuple(range(start, stop) for start, stop in zip((0, *cuts[:-1]), cuts, strict=True))
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Stages as (layers, replicas), and the steady-state seconds of a micro-batch (of the slowest stage or send)."""
-
-    seconds: float
-    stages: tuple[tuple[range, int], ...]
-
-
-_Candidate = tuple[float, int, tuple[tuple[int, int], ...]]
-"""Seconds, number of stages, and (last layer + 1, replicas) of each."""
-
-
-def partition(
-    layers: Sequence[float], machines: int, sends: Sequence[float] = (), syncs: Sequence[Sequence[float]] = ()
-) -> Partition:
-    """Finds the best partition over all cuts and replications: PipeDream's programme (SOSP'19, section 3.1).
-
-        T(i -> j, m) = max(sum of layers i..j, sum of their syncs) / m
-        A(j, m) = min of T(1 -> j, m) and min over i, m' of max(A(i, m - m'), 2 C_i, T(i + 1 -> j, m'))
-
-    Uses every machine. Ties: the fewest stages, then the earliest cuts.
-
-    Args:
-        layers: Seconds of each layer, T_l.
-        sends: C_l, seconds of sending the hidden state after each layer; free if empty.
-        syncs: `syncs[l][m - 1]`: W_l^m, seconds of summing the gradients of a layer over m replicas; free if empty.
-
-    Raises:
-        HotspaConfigError: there is no layer or no machine.
-    """
-    count = len(layers)
-    if not count or machines < 1:
-        raise HotspaConfigError(f"{count} layers on {machines} machines do not form a pipeline")
-    prefix = [0.0, *accumulate(layers)]
-    synced = [[0.0, *accumulate(sync[m] for sync in syncs)] if syncs else [0.0] * (count + 1) for m in range(machines)]
-
-    def stage(start: int, stop: int, m: int) -> float:
-        return max(prefix[stop] - prefix[start], synced[m - 1][stop] - synced[m - 1][start]) / m
-
-    best: dict[tuple[int, int], _Candidate] = {}
-    for j in range(1, count + 1):
-        for m in range(1, machines + 1):
-            candidate: _Candidate = (stage(0, j, m), 1, ((j, m),))
-            for i in range(1, j):
-                passing = 2 * sends[i - 1] if sends else 0.0
-                for own in range(1, m):
-                    before = best[i, m - own]
-                    slowest = max(before[0], passing, stage(i, j, own))
-                    if slowest <= candidate[0]:
-                        candidate = min(candidate, (slowest, before[1] + 1, (*before[2], (j, own))))
-            best[j, m] = candidate
-    seconds, _, ends = best[count, machines]
-    starts = [0, *(stop for stop, _ in ends[:-1])]
-    return Partition(seconds, tuple((range(start, stop), m) for start, (stop, m) in zip(starts, ends, strict=True)))
 
 
 Order = tuple[int, ...]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 
@@ -11,9 +12,11 @@ from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.errors import HotspaConfigError, check_choice
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
-from hf_hotspa.packing.pipeline_order import SCHEDULES, PipeDream
+from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.plan.planner import PLANNERS
+from hf_hotspa.seam import Options, hooks
+from hf_hotspa.strategy import Strategy
 
 LONGEST_TIMEOUT_S = 1e8
 """Three years: a longer one is a mistake, and overflows in process groups."""
@@ -43,6 +46,25 @@ class Overlap:
         return self.load or self.return_gradients
 
 
+class Runner(Protocol):
+    """Another way to run phases (hook `runner`), with the switches of its own; nothing overlaps them.
+
+    Attributes:
+        by_stage: Whether each stage of the one strategy has its part of the master store on its own ranks.
+    """
+
+    by_stage: bool
+
+    def weight_copies(self, strategy: Strategy, rank: int) -> int:
+        """The most versions of trained weights that a rank holds."""
+
+    def updates(self, strategy: Strategy, groups: Any, master: Any) -> Any:
+        """Makes the optimizer steps that replace the caller's (`HotSPaEngine.updates`), or None. Collective."""
+
+    def of_phase(self, *shared: Any, updates: Any) -> Any:
+        """Makes a strategy's `engine.phase.PhaseRunner`, with its arguments and the result of `updates`."""
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """How an engine trains. The same on all ranks. Options of one strategy (`+sp`, `+rc`) are in its name.
@@ -50,8 +72,7 @@ class EngineOptions:
     Args:
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
-        pipedream: How stages update after every pack, instead of after the mini-batch (`packing.weight_versions`); None
-            for the synchronous update. Disables overlapped switches.
+        features: Settings of features (`hf_hotspa.seam`), such as `PipeDream()`.
         record_routers: Whether replicas always record router choices; for a tape.
         expert_capacity: The most tokens of a pack for one expert, times the mean (`parallel.expert_capacity`); None for
             all, which is exact.
@@ -108,7 +129,7 @@ class EngineOptions:
     pair_costs: Mapping[int, float] = field(default_factory=dict)
     context_parallel: str = "auto"
     expert_capacity: float | None = None
-    pipedream: PipeDream | None = None
+    features: tuple[Options, ...] = ()
     record_routers: bool = False
 
     def __post_init__(self) -> None:
@@ -131,12 +152,8 @@ class EngineOptions:
                 why="a custom loss replaces the smoothed cross entropy",
                 fix="leave label smoothing at 0",
             )
-        if self.pipedream is not None and (self.overlap_load or self.overlap_return or self.offload_master):
-            raise HotspaConfigError(
-                "stages that update by themselves, with switches beside the computation or a master store in host memory",
-                why="a stage loads its weights anew after every pack, and waits for that",
-                fix="leave overlap_load, overlap_return and offload_master out, or pipedream",
-            )
+        for settings in self.features:
+            settings.check_engine(self)
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise HotspaConfigError(
                 f"the loss is computed in chunks of {self.loss_chunk_tokens} tokens", fix="leave it out, or use 1024"
@@ -151,9 +168,14 @@ class EngineOptions:
         way, capacity = self.context_parallel, self.expert_capacity
         return RunOptions(self.pipeline_schedule, way, device_type, self.flexible, capacity)
 
+    @property
+    def runner(self) -> "Runner | None":
+        """What runs phases in the place of the engine's own runner, if a feature has its own way."""
+        return next((made for hook in hooks("runner") if (made := hook(self)) is not None), None)
+
     def overlap(self, device: torch.device) -> Overlap:
         """Which switches run beside the computation."""
-        if self.pipedream is not None:
+        if self.runner is not None:
             return Overlap()
         beside = device.type != "cpu"  # on CPU the copies of a switch would take cores from the computation
         load, gradients = self.overlap_load, self.overlap_return

@@ -6,7 +6,7 @@ Used by the stages and by the cost model that predicts their time and memory. Pu
 a chain by itself. No schedule lets a stage hold more tokens than the limit, including padding, except for a single
 longer pack.
 
-**One stage on each rank.** Stage s of p in our 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) runs a
+**One stage on each rank.** Stage s of p in our 1F1B (Narayanan et al., SC'21, section 2.2) runs a
 forward pass as long as fewer than p - s packs are in flight, else the oldest backward pass. Packs in flight hold their
 activations, so for packs of different sizes a number of tokens limits them, too: a long pack then runs with few or no
 others. GPipe runs groups of packs within the limit, one after the other; torch's 1F1B, which knows no limit, is
@@ -38,30 +38,18 @@ torch's `ScheduleInterleaved1F1B` sends packs of one shape round in m // p equal
 begins with (v - 1) g + 2 (p - 1 - r) forward passes for groups of g, then alternates forward and backward passes
 (`torch_order`). Ours replaces it for fewer packs than ranks, without equal groups, and if the padded packs in flight
 would exceed the limit.
-
-**PipeDream**: asynchronous 1F1B with weight stashing (Narayanan et al., SOSP'19, section 3.3), a separate training mode
-and *not* the synchronous update of everything else here. Stages update after every backward pass: when stage s of p
-(from 0) runs a pack forward, it has run p - 1 - s fewer backward passes than a sequential optimizer would have. It
-keeps those weights until the pack's backward pass, so that both use the same bits. With vertical sync all stages use
-the version of the first.
-
-* Update k of a stage (k = 0, 1, ...) uses the k-th packs of all replicas: the gradient of the mean loss over their
-  label tokens. Without label tokens nothing is updated.
-* Version v of its weights has seen the updates 0 to v - 1 of the mini-batch. Version 0 is the same point on all stages:
-  a pipeline runs empty at the end of every mini-batch.
 """
 
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import isfinite
 from typing import NamedTuple
 
-from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
+from hf_hotspa.errors import StrategyError
 from hf_hotspa.packing.bucketing import PhasePlan
 from hf_hotspa.packing.cuts import cut_for, cut_into_chains
-from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.strategy import Strategy
 
 SCHEDULES = ("auto", "own", "1f1b", "gpipe")
 """`own`: our 1F1B, for packs of any sizes; `auto` is the same. `1f1b`, `gpipe`: the schedules of
@@ -647,110 +635,3 @@ def _of_stages(strategy: Strategy, joint: JointPasses, is_trained: bool) -> list
         tuple(Pass(turn.stage, turn.is_backward, joint.replicas[turn.unit]) for turn in turns)
         for turns in at_a_time(orders, strategy.pp)
     ]
-
-
-SYNCHRONOUS, PIPEDREAM = "synchronous", "pipedream"
-PIPELINE_MODES = (SYNCHRONOUS, PIPEDREAM)
-"""`synchronous`: one update a mini-batch, the same on all stages. `pipedream`: one a pack and stage, delayed."""
-
-
-@dataclass(frozen=True)
-class PipeDream:
-    """How stages update in this mode.
-
-    Args:
-        vertical_sync: Whether all stages use, for each pack, the weight version of the first stage.
-        max_norm: The 2-norm to which each stage by itself clips the gradient of each update; None for no clipping.
-
-    Raises:
-        HotspaConfigError: the norm is not a positive number.
-    """
-
-    vertical_sync: bool = False
-    max_norm: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_norm is not None and not (isfinite(self.max_norm) and self.max_norm > 0):
-            raise HotspaConfigError(
-                f"stages clip to the norm {self.max_norm}", fix="use for example 1.0, or None for no clipping"
-            )
-
-    def delays(self, num_stages: int) -> tuple[int, ...]:
-        """Returns, by stage, how many updates a full pipeline's pack misses, compared with a sequential run."""
-        return tuple(num_stages - 1 - (0 if self.vertical_sync else stage) for stage in range(num_stages))
-
-    def most_versions(self, num_stages: int, stage: int, num_packs: int | None = None) -> int:
-        """Returns the most versions of its weights that a stage holds, for so many packs (None: any number)."""
-        most = num_stages if self.vertical_sync else num_stages - stage
-        if num_packs is None:
-            return most
-        return max(
-            1, min(most, num_packs - self.delays(num_stages)[stage])
-        )  # the last updates come after the last forward
-
-    def pack_versions(self, passes: Passes, stage: int) -> list[int]:
-        """Returns the weight version that a stage runs each pack with, forward and backward. Never falls."""
-        done, versions = 0, list[int]()
-        for _, is_backward in passes.operations(0 if self.vertical_sync else stage):
-            if is_backward:
-                done += 1
-            else:
-                versions.append(done)
-        return versions
-
-    def text(self, num_stages: int) -> str:
-        """Describes the mode, for a run's log."""
-        synced = ", all stages with the weights of the first" if self.vertical_sync else ""
-        delays = ", ".join(map(str, self.delays(num_stages)))
-        return (
-            f"PipeDream: asynchronous 1F1B with weight stashing{synced}; not the synchronous update. Each stage updates after "
-            f"the backward pass of every pack. Weights are behind by {delays} packs on stages 0 to {num_stages - 1} (fewer at "
-            "the beginning of a mini-batch: the pipeline runs empty at its end)"
-        )
-
-
-def check_pipedream(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedule: str = "auto") -> Strategy:
-    """Returns the strategy, if its stages can update by themselves.
-
-    Args:
-        tied: The weights that embedding and head share.
-
-    Raises:
-        StrategyError: several strategies, no pipeline, or an incompatible option.
-        UnsupportedError: a weight on two stages, or another schedule.
-    """
-    strategy = buckets[0].strategy
-    named = f"hotspa_pipeline_mode={PIPEDREAM}"
-    back = f"or hotspa_pipeline_mode={SYNCHRONOUS}"
-    if len(buckets) > 1:
-        raise StrategyError(
-            f"{named} with the strategies {', '.join(str(bucket.strategy) for bucket in buckets)}",
-            why="stages update by themselves and at different times, so there is no single state to switch from",
-            fix=f"give one strategy with pp of at least 2, such as pp2:{buckets[-1].longest}, {back}",
-        )
-    if strategy.pp < 2:
-        raise StrategyError(
-            f"{named} with the strategy {strategy}",
-            why="without stages nothing is in flight",
-            fix=f"use pp of at least 2, {back}",
-        )
-    allowed = Strategy(strategy.dp, strategy.tp, strategy.pp, strategy.sp, strategy.rc)
-    if strategy != allowed:
-        raise StrategyError(
-            f"{named} with the strategy {strategy}",
-            why="only dp, tp, pp, +sp and +rc run uncut packs with weights that are kept for them",
-            fix=f"use {allowed}, {back}",
-        )
-    if not runs_chunks(schedule):
-        raise UnsupportedError(
-            f"{named} with the pipeline schedule {schedule}",
-            why="torch's schedules do not say when a stage may update",
-            fix=f"use the schedule own, {back}",
-        )
-    if tied:
-        raise UnsupportedError(
-            f"{named} with the tied weight {tied[0]!r}",
-            why="first and last stage both hold it, and would update it at different times to different values",
-            fix=f"set tie_word_embeddings=False in the model's config, {back}",
-        )
-    return strategy

@@ -3,7 +3,7 @@
 `PipelineRunner` runs the micro-batches of one replica through its stages, forward and backward, and returns the loss.
 `packing.pipeline_order` chooses the schedule, the order and the padding.
 
-* The package's 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different shapes, fewer
+* The package's 1F1B (Narayanan et al., SC'21, section 2.2) takes micro-batches of different shapes, fewer
   than stages, or none: the plan gives every shape, so nothing is negotiated. It limits the tokens in flight, so that few
   micro-batches are in flight beside a long one.
 * `torch.distributed.pipelining` (GPipe, 1F1B, interleaved 1F1B) serves micro-batches that share one shape, after padding. A

@@ -12,7 +12,6 @@ from typing import Any
 from hf_hotspa.costs import formulas
 from hf_hotspa.costs.formulas import STAGES, model_state_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError
-from hf_hotspa.layout.stages import Partition, StageCosts, partition
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.setup import Setup
 from hf_hotspa.strategy import Strategy
@@ -73,38 +72,6 @@ class Row:
 
 
 @dataclass(frozen=True)
-class PipeDream:
-    """What unequal replication of stages would give, beside what layouts can run.
-
-    Args:
-        best: The best partition of the layers on all devices, each stage with its own replication.
-        equal_seconds: Of a micro-batch, with the best single dp for all stages.
-        equal: `(p, d)` of that.
-    """
-
-    best: Partition
-    equal_seconds: float
-    equal: tuple[int, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        stages = [{"layers": [s.start, s.stop - 1], "replicas": m} for s, m in self.best.stages]
-        return {
-            "seconds": self.best.seconds,
-            "stages": stages,
-            "equal_seconds": self.equal_seconds,
-            "equal": self.equal,
-        }
-
-    def __str__(self) -> str:
-        stages = ", ".join(f"layers {s.start}-{s.stop - 1} on {m}" for s, m in self.best.stages)
-        pp, dp = self.equal
-        return (
-            f"PipeDream's partition, t = 1: {self.best.seconds * 1e3:,.3g} ms a micro-batch in the steady state ({stages}); "
-            f"with one d for all stages, which is what layouts can run, {self.equal_seconds * 1e3:,.3g} ms (p {pp}, d {dp})"
-        )
-
-
-@dataclass(frozen=True)
 class FormulaTable:
     """The rows and their inputs.
 
@@ -112,7 +79,7 @@ class FormulaTable:
         batch: Sequences of an optimizer step, B.
         micro: Sequences of a micro-batch, b.
         tokens: Tokens of a sequence, s.
-        pipedream: If requested.
+        more: What features add (`of_formulas` of their settings): each has `to_dict`, of parts of the JSON, and a text.
     """
 
     setup: Setup
@@ -120,7 +87,7 @@ class FormulaTable:
     micro: int
     tokens: int
     rows: tuple[Row, ...]
-    pipedream: PipeDream | None = None
+    more: tuple[Any, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -132,7 +99,7 @@ class FormulaTable:
             "sequence_tokens": self.tokens,
             "misprints": list(MISPRINTS),
             "rows": [asdict(row) for row in self.rows],
-            "pipedream": self.pipedream.to_dict() if self.pipedream is not None else None,
+            **{name: part for each in self.more for name, part in each.to_dict().items()},
         }
 
 
@@ -217,39 +184,6 @@ def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp
     )
 
 
-def pipedream(setup: Setup, micro: int, tokens: int) -> PipeDream:
-    """Runs PipeDream's dynamic programme for a model on a cluster, without tensor parallelism, by our time model.
-
-    Layer seconds are forward and backward; the first layer includes the embedding, the last one the head. A pass
-    between stages uses the links between nodes if there are several; a stage of m replicas sums the gradients of its
-    layers by a ring.
-    """
-    shape, time, hardware = setup.model.shape, setup.cost.time, setup.hardware
-    assert hardware is not None
-    whole = Strategy(pp=shape.num_layers)
-    pack = (tokens,) * micro
-    seconds = [cost.of(pack) for cost in time.stage_costs(whole)]
-    hop = time.hop_inter if setup.nodes > 1 else time.hop_intra
-    sends = [hop.seconds(micro * tokens)] * shape.num_layers
-    link = hardware.inter_bandwidth if setup.nodes > 1 else hardware.intra_bandwidth
-    sync = [
-        formulas.data_seconds(formulas.ELEMENT_BYTES * shape.layer_parameters, link, m)
-        for m in range(1, setup.world_size + 1)
-    ]
-    best = partition(seconds, setup.world_size, sends, [sync] * shape.num_layers)
-    costs = StageCosts(tuple(round(s * 1e9) for s in seconds), sends=tuple(round(s * 1e9) for s in sends))
-    equal = []
-    for pp in range(1, shape.num_layers + 1):
-        if setup.world_size % pp:
-            continue
-        dp = setup.world_size // pp
-        stages = costs.stages(pp)
-        sums = max(len(stage) for stage in stages) * sync[dp - 1] / dp
-        passing = 2 * sends[0] if pp > 1 else 0.0
-        equal.append((max(max(costs.of_stages(stages)) * 1e-9 / dp, sums, passing), (pp, dp)))
-    return PipeDream(best, *min(equal))
-
-
 def _ours(
     setup: Setup, strategy: Strategy, micro: int, tokens: int, m: int
 ) -> tuple[float | None, float | None, str | None]:
@@ -317,7 +251,7 @@ def formulas_text(result: FormulaTable) -> str:
             "intensity: operations a byte of a product under t, over those without: 3/(2+t).",
             "ours: the models that `hf-hotspa plan` uses, for the same micro-batches with +rc; the master store is always "
             "divided over all devices.",
-            *([str(result.pipedream)] if result.pipedream is not None else []),
+            *map(str, result.more),
             *(f"- : {text}" for text in reasons),
             *(f"misprint in a source: {text}" for text in MISPRINTS),
         ]

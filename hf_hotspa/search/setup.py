@@ -22,7 +22,7 @@ from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
-from hf_hotspa.packing.pipeline_order import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
+from hf_hotspa.seam import SYNCHRONOUS, Options
 from hf_hotspa.search.baselines import STAGES, DataParallel, Pricing, people_run
 from hf_hotspa.search.bucket_plan import Plan, memory_dict
 from hf_hotspa.search.capacities import Capacities
@@ -54,7 +54,7 @@ class Setup:
         gradients: The dtypes in which gradients accumulate and travel.
         schedule: One of `pipeline_order.SCHEDULES`.
         adapter: None to train the model.
-        pipedream: How stages update by themselves; None for the synchronous update.
+        features: Settings of features (`hf_hotspa.seam`).
         optim: The optimizer, by the name of `--optim`.
         task: One of `scoring.TASKS`.
         four_bits: The layers of a frozen model that are in 4 bits.
@@ -73,7 +73,7 @@ class Setup:
     gradients: GradientDtypes = IN_FP32
     schedule: str = "auto"
     adapter: Adapter | None = None
-    pipedream: PipeDream | None = None
+    features: tuple[Options, ...] = ()
     optim: str = "adamw_torch"
     task: str = "sft"
     four_bits: FourBits | None = None
@@ -179,7 +179,7 @@ class Setup:
         if self.adapter is not None:  # the model without its adapter is the reference
             scoring = replace(scoring, reference=False)
         optimizer = OPTIMIZER_STATES[self.optim]
-        return MemoryOptions(optimizer, self.dtype, schedule=self.schedule, pipedream=self.pipedream, scoring=scoring)
+        return MemoryOptions(optimizer, self.dtype, schedule=self.schedule, features=self.features, scoring=scoring)
 
     def strategies(self) -> list[Strategy]:
         """Returns every legal strategy with every choice of options, except options that are fixed for all."""
@@ -217,10 +217,11 @@ class Setup:
             "sequence_parallel": self.sequence_parallel,
             "gradients": asdict(self.gradients),
             "pipeline_schedule": self.schedule,
-            "pipeline_mode": SYNCHRONOUS if self.pipedream is None else PIPEDREAM,
+            "pipeline_mode": SYNCHRONOUS,
             "lora": {"r": self.adapter.rank, "targets": list(self.adapter.linears)} if self.adapter else None,
             "quantization": self.four_bits.kind if self.four_bits else None,
             "trained_parameters": self.sizes.num_trained,
+            **{name: text for each in self.features for name, text in each.shown().items()},
         }
 
 
@@ -404,8 +405,8 @@ def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
     bucket = Bucket(asked, pack_tokens, pack_tokens)
     check_buckets((bucket,), setup.world_size, shape)
     RunOptions(setup.schedule).check((bucket,), shape)
-    if setup.pipedream is not None:
-        check_pipedream([bucket], ["of embedding and head"] if setup.model.tied else [], setup.schedule)
+    for settings in setup.features:
+        settings.check_plan([bucket], ["of embedding and head"] if setup.model.tied else [], setup.schedule)
     memory = setup.memory.breakdown(asked, pack_tokens)
     if setup.limit_bytes is None:
         return Estimate(setup, asked, pack_tokens, memory, None)

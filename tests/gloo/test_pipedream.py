@@ -17,8 +17,9 @@ from transformers import PreTrainedModel, TrainerCallback
 from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.features.pipedream.mode import PipeDream
 from hf_hotspa.features.pipedream.stage_updates import PipeDreamRunner
-from hf_hotspa.packing.pipeline_order import PipeDream, choose_passes
+from hf_hotspa.packing.pipeline_order import choose_passes
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.harness import run_ranks
@@ -37,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def start(model: PreTrainedModel, buckets: str, mode: PipeDream, optimizer: str = "adamw") -> tuple[HotSPaEngine, Any]:
     """An engine whose stages update by themselves, and the optimizer that they step."""
-    engine = make_engine(model, buckets, pipedream=mode)
+    engine = make_engine(model, buckets, features=(mode,) if mode else ())
     made = OPTIMIZERS[optimizer]([p for _, p in engine.named_parameters()])
     assert engine.updates is not None
     engine.updates.step = made.step
@@ -213,7 +214,7 @@ def one_in_flight(rank: int, world_size: int) -> list[bool]:
     ends = []
     for mode in (None, PipeDream()):
         model = tiny_model(FAMILY)
-        engine = make_engine(model, "pp2:40@400", pipedream=mode)
+        engine = make_engine(model, "pp2:40@400", features=(mode,) if mode else ())
         optimizer = OPTIMIZERS["adamw"]([p for _, p in engine.named_parameters()])
         if engine.updates is not None:
             engine.updates.step = optimizer.step
@@ -245,14 +246,14 @@ def refusals(rank: int, world_size: int) -> list[str]:
         messages.append(str(caught.value))
 
     for buckets in ("dp2:40", "pp2:8,dp2:40", "pp2+ck8:40", "pp2+z2:40"):
-        note(partial(make_engine, model, buckets, pipedream=PipeDream()))
+        note(partial(make_engine, model, buckets, features=(PipeDream(),)))
     tied = tiny_model("qwen3_qk_norm_tied")
-    note(lambda: make_engine(tied, "pp2:40", pipedream=PipeDream()))
-    note(lambda: make_engine(model, "pp2:40", pipedream=PipeDream(), pipeline_schedule="1f1b"))
-    note(lambda: make_engine(model, "pp2:40", pipedream=PipeDream(), overlap_load=True))
-    note(lambda: make_engine(model, "pp2:40", pipedream=PipeDream(vertical_sync=rank == 0)))
+    note(lambda: make_engine(tied, "pp2:40", features=(PipeDream(),)))
+    note(lambda: make_engine(model, "pp2:40", features=(PipeDream(),), pipeline_schedule="1f1b"))
+    note(lambda: make_engine(model, "pp2:40", features=(PipeDream(),), overlap_load=True))
+    note(lambda: make_engine(model, "pp2:40", features=(PipeDream(vertical_sync=rank == 0),)))
     note(lambda: PipeDream(max_norm=0.0))
-    engine = make_engine(model, "pp2:40@44", pipedream=PipeDream())
+    engine = make_engine(model, "pp2:40@44", features=(PipeDream(),))
     mini_batch = make_mini_batch(engine, random_rows(9, model.config.vocab_size, longest=40))
     note(lambda: engine.forward_backward(mini_batch))  # without an optimizer
     note(lambda: engine.clip_grad_norm_(1.0))
@@ -275,7 +276,7 @@ REFUSED = [
     ("schedule 1f1b", "schedule own"),
     ("beside the computation", "leave overlap_load"),
     ("engine option pipedream", "rank"),
-    ("norm 0.0", "use 1.0"),
+    ("norm 0.0", "use for example 1.0"),
     ("no optimizer", "engine.updates.step"),
     ("global norm", "max_norm"),
     ("is not finite", "have already changed the weights"),

@@ -13,8 +13,9 @@ from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.features.pipedream.mode import PipeDream, check_strategies
 from hf_hotspa.layout.placement import master_layout, strategy_layout
-from hf_hotspa.packing.pipeline_order import PipeDream, check_pipedream, choose_passes
+from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.plan.switch_plan import DST, SRC
 from hf_hotspa.strategy import Bucket, Strategy, parse_buckets
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -104,7 +105,7 @@ def test_memory_counts_versions_and_the_masters_of_a_stage(capsys: pytest.Captur
     strategy = Strategy(2, 1, 3)
     sizes = ModelSizes(model.shape, vector=model.vector)
     plain, synced = (
-        MemoryModel(sizes, 6, MemoryOptions(pipedream=PipeDream(vertical))).stages(Bucket(strategy, 0, 64))
+        MemoryModel(sizes, 6, MemoryOptions(features=(PipeDream(vertical),))).stages(Bucket(strategy, 0, 64))
         for vertical in (False, True)
     )
     own, layout = sizes.stages(strategy), master_layout(model.vector, 6, strategy)
@@ -160,21 +161,21 @@ def test_what_does_not_go_together_is_refused_by_name(
 ) -> None:
     args = arguments(tmp_path, **options)
     with pytest.raises(HotspaError) as caught:
-        args.check_pipeline_mode(() if strategies == "auto" else parse_buckets(strategies))
+        args.check_feature(() if strategies == "auto" else parse_buckets(strategies))
     assert what in str(caught.value)
     assert fix in str(caught.value)
 
 
 def test_flags_become_the_mode(tmp_path: Any) -> None:
-    assert arguments(tmp_path, hotspa_pipeline_mode="synchronous").hotspa_pipedream is None
+    assert arguments(tmp_path, hotspa_pipeline_mode="synchronous").feature_settings() is None
     for options, mode in (
         ({}, PipeDream()),
         ({"hotspa_vertical_sync": True}, PipeDream(True)),
         ({"max_grad_norm": 0.5, "hotspa_clip_per_stage": True}, PipeDream(max_norm=0.5)),
     ):
         args = arguments(tmp_path, **options)
-        args.check_pipeline_mode(parse_buckets("pp2:64"))
-        assert args.hotspa_pipedream == mode
-    assert check_pipedream(parse_buckets("tp2pp2+sp+rc:64")) == Strategy(1, 2, 2, True, 1)
+        args.check_feature(parse_buckets("pp2:64"))
+        assert args.feature_settings() == mode
+    assert check_strategies(parse_buckets("tp2pp2+sp+rc:64")) == Strategy(1, 2, 2, True, 1)
     assert "behind by 3, 2, 1, 0 packs on stages 0 to 3" in PipeDream().text(4)
     assert "behind by 3, 3, 3, 3 packs" in PipeDream(True).text(4)

@@ -7,7 +7,8 @@ from itertools import combinations
 import pytest
 
 from hf_hotspa.errors import HotspaConfigError, StrategyError
-from hf_hotspa.layout.stages import Partition, StageCosts, partition
+from hf_hotspa.features.pipedream.partition import Partition, partition
+from hf_hotspa.layout.stages import StageCosts
 
 
 def cuts(num_layers: int, num_stages: int) -> Iterator[tuple[range, ...]]:

@@ -1,6 +1,6 @@
 """PipeDream on one rank: a stage that updates its weights after every backward pass, and keeps versions of them.
 
-`packing.weight_versions` decides which pack uses which version. Here `StageUpdates` makes the next version in the
+`PipeDream.pack_versions` decides which pack uses which version. Here `StageUpdates` makes the next version in the
 master store (each stage has its own part, `MasterStore.by_stage`). `PipeDreamRunner` keeps the versions that packs in
 flight need, and runs our 1F1B with them.
 
@@ -12,7 +12,7 @@ flight need, and runs our 1F1B with them.
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,15 +22,14 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.executor import SwitchJob
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.features.pipedream.mode import PipeDream
 from hf_hotspa.features.token_chunks.token_chunks import Chunk
-from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.bucketing import PhasePlan
-from hf_hotspa.packing.pipeline_order import Passes, PipeDream, check_pipedream, choose_passes
+from hf_hotspa.packing.pipeline_order import Passes, choose_passes
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.pipeline import OneForwardOneBackward
-from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.strategy import Strategy
 
 
 class StageUpdates:
@@ -90,6 +89,18 @@ class StageUpdates:
         self._master.bind_gradients({name for name, is_own, count in steps if count or not is_own})
         self.step()
 
+    def refuse_clipping(self) -> NoReturn:
+        raise HotspaConfigError(
+            "gradients cannot be clipped by their global norm, because stages update by themselves",
+            why="the gradients of all stages never exist at the same time",
+            fix="clip on each stage: EngineOptions(features=(PipeDream(max_norm=...),))",
+        )
+
+    def refuse_recut(self) -> NoReturn:
+        raise HotspaConfigError(
+            "stages that update by themselves cannot be partitioned anew", fix="use hotspa_stragglers=watch"
+        )
+
     def end(self) -> None:
         """Ends the mini-batch: an optimizer step of the caller's loop then changes nothing."""
         self._master.bind_gradients(())
@@ -101,15 +112,27 @@ class StageUpdates:
         return self._squares / max(self._num, 1)
 
 
-def stage_updates(
-    mode: PipeDream | None, strategy: Strategy, groups: ProcessGroups, master: MasterStore
-) -> StageUpdates | None:
-    """The updates of this rank's stage, collective; None if stages do not update by themselves."""
-    if mode is None:
-        return None
-    size, mine = strategy.stage_size, strategy.coord(groups.rank).pp
-    of_stages = [groups.of(range(first, first + size)) for first in range(0, strategy.world_size, size)]
-    return StageUpdates(master, mode, of_stages[mine])
+class StageRunner:
+    """Runs the phases of the one strategy whose stages update by themselves (`model.options.Runner`)."""
+
+    by_stage = True
+
+    def __init__(self, mode: PipeDream) -> None:
+        self._mode = mode
+
+    def weight_copies(self, strategy: Strategy, rank: int) -> int:
+        """The most versions of trained weights that a rank holds."""
+        return self._mode.most_versions(strategy.pp, strategy.coord(rank).pp)
+
+    def updates(self, strategy: Strategy, groups: ProcessGroups, master: MasterStore) -> StageUpdates:
+        """The updates of this rank's stage. Collective."""
+        size, mine = strategy.stage_size, strategy.coord(groups.rank).pp
+        of_stages = [groups.of(range(first, first + size)) for first in range(0, strategy.world_size, size)]
+        return StageUpdates(master, self._mode, of_stages[mine])
+
+    def of_phase(self, *shared: Any, updates: StageUpdates) -> PhaseRunner:
+        """Takes the arguments of `PhaseRunner`."""
+        return PipeDreamRunner(*shared, updates=updates)
 
 
 class _Run(OneForwardOneBackward):
@@ -237,26 +260,3 @@ class PipeDreamRunner(PhaseRunner):
             for own, dtype in zip(self.weights, trained, strict=True)
         ])  # fmt: skip
         return self._extra[-1]
-
-
-def check_pipedream_model(buckets: Sequence[Bucket], description: ModelDescription, options: EngineOptions) -> None:
-    """Raises for what stages cannot update by themselves, and for what needs the complete mini-batch's gradient.
-
-    Raises:
-        StrategyError: see `check_pipedream`.
-        UnsupportedError: a tied weight, a balance loss of routers, product columns that slow ranks hand over.
-    """
-    tied = [spec.name for spec in description.vector.specs if spec.in_head]
-    check_pipedream(buckets, tied, options.pipeline_schedule)
-    if description.router_layers:
-        raise UnsupportedError(
-            "hotspa_pipeline_mode=pipedream with a model whose routers have a balance loss",
-            why="it covers the complete mini-batch, and stages update after every pack",
-            fix="set output_router_logits=False in the model's config, or hotspa_pipeline_mode=synchronous",
-        )
-    if options.flexible:
-        raise UnsupportedError(
-            "hotspa_pipeline_mode=pipedream with slow ranks that hand over columns of their products",
-            why="the columns are agreed on for a complete mini-batch",
-            fix="use hotspa_stragglers=watch, or hotspa_pipeline_mode=synchronous",
-        )

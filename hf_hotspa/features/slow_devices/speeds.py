@@ -6,7 +6,7 @@ every rank divides the same way, and so does a run that resumes from `state_dict
 
 Stages: a stage with a slow device gets fewer layers. All replicas of a strategy share one partition, and packs are
 divided over them by speed (`Speeds`). So the best partition has the highest throughput of all replicas together: the
-sum of the inverses of their slowest stages. With one replica that is PipeDream's objective, with stages weighted by
+sum of the inverses of their slowest stages. With one replica that is the objective of Narayanan et al. (SOSP'19), with stages weighted by
 relative step time. With several, the even partition is often better: others slow the replicas that are not slow.
 
 MLPs: `layout.shares` divides them per tensor-parallel group. Other replicas' groups stay even and lose nothing, so the

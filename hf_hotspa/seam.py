@@ -1,0 +1,147 @@
+"""The seam between the core and its features: the list of features, and the hooks that a feature may define.
+
+A feature is a folder, `hf_hotspa/features/<name>/`. Its `feature.py` defines any of eight names (`HOOKS`). The core asks for
+them with `hooks` and does not know who answers; no other file imports a feature. `feature.py`, and what it imports at module
+level, imports no torch: plans are also made where none is installed. Hooks import the folder's other files when called.
+
+* `options`: a subclass of `Options`: the settings of the feature in a run, with its grammar and its rules.
+* `flags`: a `Flags`: arguments of the Trainer and of commands, and the settings that follow from them.
+* `describe(model, compute_dtype)`: layers of the user's model whose weights are kept in another form, by name.
+* `attach(replica, description, options)`: adds to a strategy's model; returns an `Attachment` of `model.replica`, or None.
+* `runner(options)`: another way to run phases (`model.options.Runner`); None if the engine's own runs.
+* `terms`: named terms of the bytes and seconds of plans (`costs.terms`).
+* `measures`: counted numbers of a phase, and how reports show them (`Measure`).
+* `state(run)`: a part of the Trainer's run that lasts from step to step and is saved in checkpoints; None without one.
+
+A hook is called while a run is set up, in the order of `FEATURES`. What a step needs is bound then.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+FEATURES = ("pipedream",)
+"""Names of folders. Attachments of a replica are made in this order."""
+
+HOOKS = ("options", "flags", "describe", "attach", "runner", "terms", "measures", "state")
+
+SYNCHRONOUS = "synchronous"
+"""The `pipeline_mode` of records without a feature that says otherwise: all stages update together."""
+
+S = TypeVar("S")
+
+
+@cache
+def hooks(name: str) -> tuple[Any, ...]:
+    """The hooks of a name, in the order of `FEATURES`; features without it are left out."""
+    assert name in HOOKS
+    modules = [import_module(f"hf_hotspa.features.{feature}.feature") for feature in FEATURES]
+    return tuple(getattr(module, name) for module in modules if hasattr(module, name))
+
+
+@dataclass(frozen=True)
+class StrategyOption:
+    """An option of a strategy that a feature adds to the grammar: `+name`, or `+name4`.
+
+    Args:
+        help: What it does, as a part of a sentence.
+        numbered: Whether a number follows the name.
+        unsupported_reason: Called with a strategy that has the option and a `ModelShape`: why the model cannot run it, or
+            None.
+    """
+
+    name: str
+    help: str
+    numbered: bool = False
+    unsupported_reason: Callable[[Any, Any], str | None] = lambda strategy, shape: None
+
+
+class Options:
+    """The settings of a feature in a run: a frozen dataclass with rules, each of which raises a `HotspaError`.
+
+    `EngineOptions`, `MemoryOptions` and `Setup` hold a run's settings as `features`; a feature finds its own by their type
+    (`settings`).
+    """
+
+    grammar: ClassVar[tuple[StrategyOption, ...]] = ()
+
+    def check_engine(self, options: Any) -> None:
+        """Checks other `EngineOptions`."""
+
+    def check_plan(self, buckets: Sequence[Any], tied: Sequence[str], schedule: str) -> None:
+        """Checks strategies.
+
+        Args:
+            tied: The weights that embedding and head share.
+            schedule: The pipeline schedule.
+        """
+
+    def check_model(self, description: Any, buckets: Sequence[Any], options: Any) -> None:
+        """Checks a `ModelDescription` and `EngineOptions`, on all ranks alike."""
+
+    def shown(self, strategy: Any = None) -> Mapping[str, str]:
+        """What records and plans say of the settings, by the name of the fact; `strategy` is the run's if it has one."""
+        return {}
+
+
+def settings(features: Iterable[object], kind: type[S]) -> S | None:
+    """A run's settings of one kind; None if the run does not use the feature."""
+    return next((each for each in features if isinstance(each, kind)), None)
+
+
+def by_name(features: Iterable[object]) -> dict[str, object]:
+    """Every feature's settings in a run, by the feature's name; None if the run does not use it."""
+    used = {type(each).__module__.split(".")[-2]: each for each in features}
+    return {name: used.get(name) for name in FEATURES}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The arguments of a feature.
+
+    Args:
+        arguments: `module:Class` of a dataclass of the Trainer's flags, which `HotSPaTrainingArguments` inherits. Its
+            method `feature_settings()` returns an `Options` or None; `check_feature(buckets)`, if it has one, raises for
+            flags that do not go together (`buckets` is empty with `auto`).
+        commands: Adds arguments to the parser of a command, by its name.
+        of_command: Settings from a command's arguments, or None.
+    """
+
+    arguments: str = ""
+    commands: Mapping[str, Callable[[Any], None]] = field(default_factory=dict)
+    of_command: Callable[[Any], Any] = lambda args: None
+
+
+def argument_classes() -> tuple[type, ...]:
+    """The dataclasses of the Trainer's flags of all features."""
+    named = [flags.arguments.split(":") for flags in hooks("flags") if flags.arguments]
+    return tuple(getattr(import_module(module), name) for module, name in named)
+
+
+def add_command_flags(command: str, parser: Any) -> None:
+    """Adds the features' arguments to a command's parser."""
+    for flags in hooks("flags"):
+        if command in flags.commands:
+            flags.commands[command](parser)
+
+
+def settings_of_command(args: Any) -> tuple[Any, ...]:
+    """The settings that follow from a command's arguments."""
+    return tuple(made for flags in hooks("flags") if (made := flags.of_command(args)) is not None)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that each rank counts in a phase (`Attachment.measures` returns it by name), as reports show it.
+
+    Args:
+        name: Of the field in records.
+        total: Whether ranks are added up; otherwise the largest counts.
+        title: Of its column; empty for none.
+    """
+
+    name: str
+    total: bool = True
+    title: str = ""
