@@ -47,7 +47,7 @@ class Overlap:
 
 
 class Runner(Protocol):
-    """Another way to run phases (hook `runner`), with the switches of its own; nothing overlaps them.
+    """Another way to run phases (hook `runner`), with separate switches, which nothing overlaps.
 
     Attributes:
         by_stage: Whether each stage of the one strategy has its part of the master store on its own ranks.
