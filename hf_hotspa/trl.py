@@ -32,8 +32,8 @@ from hf_hotspa.checkpoint.tensors import saved_tensors
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.collator import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, ResumeError, UnsupportedError
-from hf_hotspa.features.lora.adapters import bare_model, is_adapted
 from hf_hotspa.model.model_check import weights_digest
+from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import guard, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
@@ -117,7 +117,7 @@ class OverTRL(SwitchedMixin, _ByName):
         kwargs = named(given, kwargs, super(_ByName, self).__init__, first=())
         model, args = kwargs.pop("model", None), kwargs.pop("args", None)
         args = _arguments(kind, base, model, args)
-        if kind in PAIRED and is_adapted(model) and kwargs.get("ref_model") is None:
+        if kind in PAIRED and is_wrapped(model) and kwargs.get("ref_model") is None:
             kwargs["ref_model"] = deepcopy(model)  # TRL's reference, a second adapter in the model: replicas have one
         args.scoring = _scoring(kind, model, args, kwargs)
         super().__init__(model, args, **kwargs)
@@ -434,7 +434,7 @@ def _check_supported(kind: str, model: Any, args: HotSPaTrainingArguments, given
     for name, (nothing, why, fix) in _UNSUPPORTED_FIELDS.items():
         if (value := getattr(args, name, nothing)) != nothing:
             raise UnsupportedError(f"{type(args).__name__} has {name}={value!r}", why=why, fix=fix)
-    if kind in ONLINE and is_adapted(model) and args.beta != 0.0:  # type: ignore[attr-defined]
+    if kind in ONLINE and is_wrapped(model) and args.beta != 0.0:  # type: ignore[attr-defined]
         raise UnsupportedError(
             f"{kind} with beta of a model that has an adapter already",
             why="TRL adds a second adapter as the reference, and replicas have one",
@@ -453,7 +453,7 @@ def _scoring(kind: str, model: Any, args: HotSPaTrainingArguments, given: Mappin
     values = vars(args)
     if kind == "SFT":  # one pass for logits, one for metrics
         return Scoring(2 if values["label_smoothing_factor"] or given.get("compute_loss_func") is not None else 0)
-    adapted = is_adapted(model) or given.get("peft_config") is not None
+    adapted = is_wrapped(model) or given.get("peft_config") is not None
     if kind in ONLINE:
         has_routers = hasattr(getattr(model, "config", None), "output_router_logits")
         return _scoring_online(kind, values, adapted, has_routers and values["router_aux_loss_coef"] != 0.0)

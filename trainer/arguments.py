@@ -21,12 +21,12 @@ from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.data.collator import EMPTY_POLICIES, ERROR, SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError, check_choice
-from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.vector import AUTO as AUTO_DTYPE
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.parallel.agreement import typed_failures
+from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.plan.planner import PLANNERS
 from hf_hotspa.seam import Options, argument_classes
 from hf_hotspa.search.search import MOST_PHASES

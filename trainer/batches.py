@@ -37,11 +37,11 @@ from hf_hotspa.data.collator import (
 from hf_hotspa.data.prepare import prepare_dataset, refuse_guessed, tokenize_rows
 from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import DataError, UnsupportedError
-from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.packing.bucketing import check_lengths
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.rope import length_borders
+from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.rows.read_row import TOKEN_COLUMNS, RowRules
 from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable

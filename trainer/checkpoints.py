@@ -82,10 +82,10 @@ from hf_hotspa.checkpoint.tensors import (
 )
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError
-from hf_hotspa.features.lora.adapters import is_adapted
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import nodes_of
+from hf_hotspa.parallel.wrapped_model import is_wrapped
 from hf_hotspa.switched.model_object import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.free_space import check_room, check_run, rank_bytes
@@ -377,7 +377,7 @@ class CheckpointContents:
         model, disk = self._model, self._folder.disk
         write_each(side_files(model, self._tokenizer), temporary)
         records = disk.adopt(temporary, {STATE_FOLDER, *weights})
-        if is_adapted(model) or self._args.save_only_model:  # an adapter's buffers are the base model's
+        if is_wrapped(model) or self._args.save_only_model:  # an adapter's buffers are the base model's
             return records
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         with structure_only():
@@ -597,7 +597,7 @@ def _texts(trainer: Any, share: Share) -> dict[str, str]:
             "data": {"order": trainer._hotspa_order, "epoch": state.epoch, "mini_batches": state.global_step},
             "hotspa": trainer.hotspa_state(),
         }
-        if is_adapted(trainer.model):
+        if is_wrapped(trainer.model):
             saved["base model"] = trainer._hotspa_base.of(trainer.switched.engine, trainer.model)
         texts[STATE] = json.dumps(saved) + "\n"
     return texts
@@ -614,7 +614,7 @@ def try_files(trainer: Any) -> None:
     """
     args, engine = trainer.args, trainer.switched.engine
     check_shared(Path(args.output_dir), engine.agreement)
-    optimizer, adapted = None if args.save_only_model else trainer.optimizer, is_adapted(trainer.model)
+    optimizer, adapted = None if args.save_only_model else trainer.optimizer, is_wrapped(trainer.model)
     vector = saved_vector(engine.description.vector, adapted)
 
     def measured() -> tuple[Share, int]:

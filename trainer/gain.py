@@ -19,7 +19,7 @@ from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator, is_stream, 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError, printable
-from hf_hotspa.features.lora.adapters import bare_model
+from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.reporting.measured import MeasuredGain, known_as
 from hf_hotspa.rows.read_row import RowRules
 from hf_hotspa.search.single import Singles

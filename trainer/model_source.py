@@ -26,10 +26,11 @@ from hf_hotspa.checkpoint.stock import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError, UnsupportedError
-from hf_hotspa.features.lora.adapters import bare_model, folder_of, is_adapted, save_config
+from hf_hotspa.features.lora.adapters import folder_of, save_config
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import as_built, release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -59,7 +60,7 @@ class ModelSource:
             if model is not None:
                 refuse_other_models(model)
             return model
-        if path is not None and is_adapted(model) and not has_weights(model):  # a model of `open_qlora`
+        if path is not None and is_wrapped(model) and not has_weights(model):  # a model of `open_qlora`
             self.folder = Path(path).expanduser()
             return model
 
@@ -115,7 +116,7 @@ class ModelSource:
         Raises:
             UnsupportedError: it is below an adapter.
         """
-        if is_adapted(model):
+        if is_wrapped(model):
             raise UnsupportedError(
                 "the base in 4 bits was read by slices, and no process can hold it",
                 fix="save_model() writes the adapter; load it with PeftModel.from_pretrained on a base loaded elsewhere",
@@ -142,7 +143,7 @@ class ModelSource:
         Raises:
             CheckpointError: on every rank: it cannot be written.
         """
-        adapted = is_adapted(model)
+        adapted = is_wrapped(model)
         weights = engine.weights(frozen=not adapted)
 
         def write() -> None:
@@ -170,7 +171,7 @@ class ModelSource:
         disk.make_directory(beside)
         try:
             with structure_only():
-                adapted = is_adapted(model)
+                adapted = is_wrapped(model)
                 specs = [spec for spec in engine.description.vector.specs if spec.trainable or not adapted]
                 files = ModelWeights(model, specs, adapted)
             files.write(disk, beside, weights)
@@ -201,7 +202,7 @@ SideFiles = dict[str, Callable[[Path], object]]
 def side_files(model: PreTrainedModel, tokenizer: Any) -> SideFiles:
     """Config, generation config and tokenizer (if any), as transformers writes them; for an adapter, its config."""
     files: SideFiles = {}
-    if is_adapted(model):
+    if is_wrapped(model):
         try:
             check_name(f"{folder_of(model)}{ADAPTER_CONFIG}", "a checkpoint")
         except HotspaError as failure:

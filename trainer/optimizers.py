@@ -26,7 +26,6 @@ from hf_hotspa.costs.optimizer_state import LOW_BIT_STATES
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterShare, bare_optimizer
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.features.low_bit_optimizers.adoption import (
     BITSANDBYTES,
     TORCHAO,
@@ -41,6 +40,7 @@ from hf_hotspa.features.low_bit_optimizers.adoption import (
 from hf_hotspa.features.offload.cpu_adam import CPU_ADAM, cpu_adam_class, load_cpu_adam
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
+from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
 from hf_hotspa.trainer.described import text_of
 from hf_hotspa.trainer.step_hooks import attached, check_attached

@@ -44,9 +44,10 @@ from hf_hotspa.checkpoint.tensors import (
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import load_weights
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError, printable
-from hf_hotspa.features.lora.adapters import frozen_digest, is_adapted
+from hf_hotspa.model.model_check import frozen_digest
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.wrapped_model import is_wrapped
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import structure_only
@@ -132,7 +133,7 @@ def _verified(
 
 def _adapter(model: Any) -> str | None:
     """The name of a model's adapter."""
-    return next(iter(model.peft_config)) if is_adapted(model) else None
+    return next(iter(model.peft_config)) if is_wrapped(model) else None
 
 
 def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model: PreTrainedModel) -> Manifest:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_hotspa.features.lora.adapters import is_adapted
+from hf_hotspa.parallel.wrapped_model import is_wrapped
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.described import Reader, names_of_library, text_of
 from hf_hotspa.trainer.given_arguments import flags_of
@@ -101,7 +101,7 @@ def _libraries(trainer: Any, given: Mapping[str, Any]) -> list[str]:
     quantized = getattr(getattr(model, "config", None), "quantization_config", None) is not None
     used = {
         "trl": any(c.__module__.partition(".")[0] == "trl" for c in type(trainer).__mro__),
-        "peft": given.get("peft_config") is not None or (isinstance(model, nn.Module) and is_adapted(model)),
+        "peft": given.get("peft_config") is not None or (isinstance(model, nn.Module) and is_wrapped(model)),
         "bitsandbytes": quantized or any(part in optim for part in ("bnb", "8bit", "paged", "bitsandbytes")),
         "torchao": "torch_" in optim or "torchao" in optim,
         "deepspeed": args.hotspa_deepspeed is not None or args.hotspa_offload != "none",

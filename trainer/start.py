@@ -24,7 +24,6 @@ from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.engine.faults import note
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.features.four_bit.four_bit_linear import refuse_quantized
-from hf_hotspa.features.lora.adapters import bare_model, is_adapted
 from hf_hotspa.features.slow_devices.device_watch import DeviceWatch, watch_devices
 from hf_hotspa.model.model_check import refuse_router_logits
 from hf_hotspa.packing.bucketing import MiniBatchPlan
@@ -32,6 +31,7 @@ from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, lost_peer, typed_failures
 from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.parallel.mesh import nodes_of
+from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel
@@ -305,7 +305,7 @@ def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreem
             check_elementwise(*chosen)
         if isinstance(model, nn.Module):
             # before the stock Trainer, whose message has another fix; TRL's trainers add an adapter later
-            refuse_quantized(bare_model(model)[0], is_adapted(model) or given.get("peft_config") is not None)
+            refuse_quantized(bare_model(model)[0], is_wrapped(model) or given.get("peft_config") is not None)
         if isinstance(model, str) and not trainer._hotspa_prepares and args.hotspa_model_path is None:
             return model  # the class behind loads it
         made = trainer._hotspa_source.opened(model, given.get("model_init") is not None, agreement)

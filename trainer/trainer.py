@@ -39,10 +39,10 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.engine.master import bare_optimizer
 from hf_hotspa.errors import HotspaError, printable
-from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.parallel.loss import TokenSlice
+from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built, structure_only

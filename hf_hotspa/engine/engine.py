@@ -37,7 +37,6 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import Observer, PhaseRunner, peak_memory
 from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, with_step_times
 from hf_hotspa.errors import DataError, HotspaConfigError
-from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.features.low_bit_optimizers.adoption import adopt, needs_adopting
 from hf_hotspa.features.slow_devices.device_step_time import DeviceStepTime
 from hf_hotspa.features.slow_devices.flexible_linear import FlexibleWork
@@ -49,6 +48,7 @@ from hf_hotspa.model.replica import Attachment, Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, any_flag, check_mini_batch, hotspa_cause, packed_flags
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
+from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.report import PhaseMeasure, PhaseReport, RankMeasures, StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_launch
 

@@ -51,14 +51,14 @@ from hf_hotspa.features.four_bit.four_bit_linear import (
     scales_of,
     stored_tensors,
 )
-from hf_hotspa.features.lora.adapters import bare_model, bit_sum
 from hf_hotspa.layout.vector import ParameterSpec
-from hf_hotspa.model.model_check import weights_digest
+from hf_hotspa.model.model_check import bit_sum, weights_digest
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.wrapped_model import bare_model
 
 logger = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from torch.nn import functional
 from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
 from hf_hotspa.features.dropout.dropout import attention_dropouts
 from hf_hotspa.features.four_bit.four_bit_linear import products, stored_tensors
-from hf_hotspa.features.lora.adapters import bare_model, without_adapters
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.parallel.loss import IGNORE, SequenceLoss, TokenLoss, TokenSlice, WholeSequence
+from hf_hotspa.parallel.wrapped_model import bare_model, unwrapped_modules
 
 _TOLERANCE = 1e-4
 """Relative, between a loss's parts and total: fp32 arithmetic differs by less, errors by more."""
@@ -285,7 +285,7 @@ def _check_logits(model: nn.Module, description: ModelDescription, ids: Tensor, 
     if attention_dropouts(bare.config) != attention_dropouts(description.config):
         return  # turned off for this run
     fresh = build_skeleton(description)
-    products(without_adapters(fresh), description.four_bit)
+    products(unwrapped_modules(fresh), description.four_bit)
     tensors = chain(stored_tensors(bare, remove_duplicate=False), bare.named_buffers(remove_duplicate=False))
     state = {name: tensor.detach() for name, tensor in tensors}
     try:

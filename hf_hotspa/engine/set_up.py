@@ -19,7 +19,6 @@ from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.features.experts.experts import recordable_routers
-from hf_hotspa.features.lora.adapters import bare_model, is_adapted
 from hf_hotspa.layout.shares import have_same_shards
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
@@ -28,6 +27,7 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh, nodes_of
+from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
 from hf_hotspa.seam import by_name
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets
 from hf_hotspa.versions import library_facts
@@ -50,7 +50,7 @@ def describe(
         HotspaError: on every rank: one rank's error, or what differs between ranks.
     """
     libraries = [
-        name for name, used in {"peft": is_adapted(model), "deepspeed": options.offload_master}.items() if used
+        name for name, used in {"peft": is_wrapped(model), "deepspeed": options.offload_master}.items() if used
     ]
     # first, because another error may be due to another release
     agreement.check({}, None, "set-up", facts=library_facts(*libraries))

@@ -19,10 +19,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.features.dropout.dropout import attention_dropouts
 from hf_hotspa.features.four_bit.four_bit_linear import stored_tensors
-from hf_hotspa.features.lora.adapters import INTEGERS, bare_model, bit_sum
 from hf_hotspa.model.model_kind import TextForward, of_text
 from hf_hotspa.model.replica import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
+from hf_hotspa.parallel.wrapped_model import bare_model
 
 _OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
 """Fields that a call of a forward may override, or that say where a config is from."""
@@ -345,3 +345,26 @@ def _placed_bits(tensor: Tensor) -> tuple[int, ...]:
     )
     sums = [integers.sum(dim, dtype=torch.int64) for dim in (0, 1)]
     return tuple(int((s * torch.arange(1, len(s) + 1, device=s.device)).sum()) for s in sums)
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and bit sums of the frozen parameters: distinguishes base models.
+
+    Names are as in `stored_tensors`. Bits are summed as integers, as in `model_check.weights_digest`.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in stored_tensors(model, only_frozen=True):
+        facts = name, tuple(tensor.shape), str(tensor.dtype), bit_sum(tensor)
+        digest.update(repr(facts).encode())
+    return digest.hexdigest()
+
+
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+"""The integer type for a number of bytes."""
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits as integers of its element size, modulo 2^64; 0 on the meta device."""
+    if tensor.is_meta or not tensor.numel():
+        return 0
+    return int(tensor.contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))

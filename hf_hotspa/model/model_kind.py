@@ -20,9 +20,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
-from hf_hotspa.features.lora.adapters import bare_model, base_layer
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.head_loss import BaseOutput
+from hf_hotspa.parallel.wrapped_model import bare_model, base_layer
 
 _FIX = "pass what AutoModelForCausalLM.from_config or from_pretrained returns, or a subclass of such a model"
 

@@ -41,7 +41,7 @@ from hf_hotspa.features.experts.experts import (
 )
 from hf_hotspa.features.four_bit.four_bit_linear import products, put_four_bit
 from hf_hotspa.features.isolation.isolation import lend_pack, mixes_packed, set_heads_of_shard, take_packs
-from hf_hotspa.features.lora.adapters import base_layer, inject, without_adapters
+from hf_hotspa.features.lora.adapters import inject
 from hf_hotspa.features.slow_devices.flexible_linear import FlexibleWork, make_flexible
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
@@ -77,6 +77,7 @@ from hf_hotspa.parallel.tensor_parallel import (
     same_tokens,
     set_local_heads,
 )
+from hf_hotspa.parallel.wrapped_model import base_layer, unwrapped_modules
 
 logger = logging.getLogger(__name__)
 
@@ -448,7 +449,7 @@ class Replica:
     def _use_four_bit(self, description: ModelDescription) -> None:
         """Replaces products by ones with this rank's shards of 4-bit weights."""
         specs, whole = {slot.spec.name: slot.spec for slot in self.slots}, list[str]()
-        for name, product in products(without_adapters(self.model), description.four_bit).items():
+        for name, product in products(unwrapped_modules(self.model), description.four_bit).items():
             spec = specs[description.weight_of(name)]
             if spec.shard_dim is not None and self.mesh.strategy.tp > 1:
                 place = description.vector, self.mesh.strategy, spec, self.mesh.rank

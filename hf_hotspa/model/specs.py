@@ -19,7 +19,7 @@ from hf_hotspa.features.experts import experts
 from hf_hotspa.features.experts.experts import router_layers
 from hf_hotspa.features.four_bit.four_bit_linear import FourBit, packed_specs, read_four_bit
 from hf_hotspa.features.isolation.isolation import LayerKind, layer_kinds
-from hf_hotspa.features.lora.adapters import LORA_A, LORA_B, Adapters, bare_model, plain_parameters, unwrap
+from hf_hotspa.features.lora.adapters import LORA_A, LORA_B, Adapters, unwrap
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model.model_kind import (
     of_text,
@@ -34,6 +34,7 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
 from hf_hotspa.parallel.tensor_parallel import sequence_parallel_refusal
+from hf_hotspa.parallel.wrapped_model import bare_model, plain_parameters
 
 _RANDOM_ROUTERS = {"phimoe"}
 _ADAPTED_EXPERTS = (

@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit
 from hf_hotspa.features.isolation.isolation import mixes_packed, projections
-from hf_hotspa.features.lora.adapters import base_layer, plain_parameters, without_adapters
 from hf_hotspa.layout.vector import Part
 from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.tensor_parallel import (
@@ -29,6 +28,7 @@ from hf_hotspa.parallel.tensor_parallel import (
     VOCABULARY_EMBEDDING,
     VOCABULARY_HEAD,
 )
+from hf_hotspa.parallel.wrapped_model import base_layer, plain_parameters, unwrapped_modules
 
 _OLDER_NAMES = {"colwise_rep": COLWISE_GATHER, "rowwise_rep": ROWWISE_SPLIT}
 """Older names of styles in `parallel.tensor_parallel`."""
@@ -138,7 +138,7 @@ class TensorPlan:
 
     def __init__(self, model: PreTrainedModel, layer_prefixes: tuple[str, ...], embedding: str, head: str) -> None:
         # a LoRA layer is treated like its base; the adapter follows (`model.specs`)
-        self.modules = without_adapters(model)
+        self.modules = unwrapped_modules(model)
         self.layer_prefixes = layer_prefixes
         text = model.config.get_text_config()
         self.has_plan = has_tensor_plan(text)

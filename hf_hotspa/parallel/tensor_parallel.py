@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.features.lora.adapters import base_layer
 from hf_hotspa.parallel.collectives import CLOCK, gather, scatter_sum, with_gradient
 from hf_hotspa.parallel.mesh import TensorGroup
+from hf_hotspa.parallel.wrapped_model import base_layer
 
 COLWISE, COLWISE_GATHER = "colwise", "colwise_gather_output"
 ROWWISE, ROWWISE_SPLIT = "rowwise", "rowwise_split_input"

@@ -44,11 +44,11 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
-from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.loss import FIELDS, TokenLoss
+from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.read_row import RowRules
 from hf_hotspa.strategy import Bucket

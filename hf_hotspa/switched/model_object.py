@@ -27,11 +27,11 @@ from hf_hotspa.checkpoint.tensors import copy_buffers
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.errors import HotspaError, UnsupportedError
-from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.model.model_check import changed_facts, check_hooks, deciding_values, module_facts, weights_digest
 from hf_hotspa.model.model_kind import of_text, text_base
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.loss import SequenceLoss
+from hf_hotspa.parallel.wrapped_model import bare_model
 
 
 def only_requires_grad(hook: Any) -> bool:

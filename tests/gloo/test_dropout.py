@@ -12,9 +12,9 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.features.dropout.dropout import DropoutMasks, KeyedDropout, feature_keys, kept, use_keyed_dropout
-from hf_hotspa.features.lora.adapters import bare_model
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import PackedSequences, calls_attention
+from hf_hotspa.parallel.wrapped_model import bare_model
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.lora import tiny_lora

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_hotspa.engine.loading import open_qlora
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.features.lora.adapters import frozen_digest
+from hf_hotspa.model.model_check import frozen_digest
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows

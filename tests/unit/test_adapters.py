@@ -9,9 +9,10 @@ from transformers import BitsAndBytesConfig
 
 from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.features.lora.adapters import bare_model, frozen_digest, is_adapted, read_adapters, unwrap
-from hf_hotspa.model.model_check import check_model
+from hf_hotspa.features.lora.adapters import read_adapters, unwrap
+from hf_hotspa.model.model_check import check_model, frozen_digest
 from hf_hotspa.model.specs import describe_model
+from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
 from tests.families import MIXTURE, tiny_model
 from tests.lora import FAMILIES, tiny_lora
 
@@ -181,7 +182,7 @@ def test_adapters_of_other_parameters_are_refused(family, parameter, module):
 def test_names():
     model = tiny_lora("llama_gqa_bias")
     bare, prefix, adapters = unwrap(model)
-    assert is_adapted(model)
+    assert is_wrapped(model)
     assert (bare, prefix) == (model.get_base_model(), "base_model.model.")
     up = "model.layers.0.mlp.up_proj"
     assert adapters.adapted(f"{up}.lora_A.default.weight") == (f"{up}.weight", "lora_A")

@@ -37,10 +37,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.features.isolation.isolation import LayerKind, keep_pack
-from hf_hotspa.features.lora.adapters import LORA_A, without_adapters
+from hf_hotspa.features.lora.adapters import LORA_A
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.parallel.attention import AttentionDropout, PackedSequences, calls_attention
 from hf_hotspa.parallel.mesh import TensorGroup
+from hf_hotspa.parallel.wrapped_model import unwrapped_modules
 
 _GOLDEN = -7046029254386353131
 """2^64 divided by the golden ratio, as int64: the step of SplitMix64."""
@@ -370,7 +371,7 @@ def refuse_dropout(
         UnsupportedError: naming the setting of the config.
     """
     text = model.config.get_text_config()
-    modules = without_adapters(model).values()
+    modules = unwrapped_modules(model).values()
     served = {module.p for module in modules if isinstance(module, nn.Dropout)}
     called = {
         rate

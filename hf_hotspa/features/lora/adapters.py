@@ -19,21 +19,20 @@ imported only when a model uses it.
 import copy
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.features.experts.experts import is_fused
-from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit, refuse_quantized, stored_tensors
+from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit, refuse_quantized
+from hf_hotspa.parallel.wrapped_model import BASE, bare_model, base_layer, is_wrapped
 
 LORA_A, LORA_B = "lora_A", "lora_B"
-_BASE = "base_layer"
 _WHY = "training of this kind is not known to be exact when the layers are cut and moved"
 
 _REFUSED: dict[str, tuple[str, str]] = {
@@ -100,56 +99,9 @@ class Adapters:
         return f"{self._without_base(module)}.{leaf}" if module else name, None
 
     def _without_base(self, module: str) -> str:
-        while (layer := module.removesuffix(f".{_BASE}")) != module and layer in self.scalings:
+        while (layer := module.removesuffix(f".{BASE}")) != module and layer in self.scalings:
             module = layer
         return module
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Whether a model is one of PEFT's wrappers."""
-    peft = sys.modules.get("peft")  # an object of a package that was never imported does not exist
-    return peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
-
-
-def bare_model(model: nn.Module) -> tuple[Any, str]:
-    """The model inside PEFT's wrapper, and its name prefix in the wrapper; any other model unchanged, and ``""``."""
-    if not is_adapted(model):
-        return model, ""
-    bare: nn.Module = model.base_model.model if hasattr(model.base_model, "peft_config") else model.base_model
-    return bare, next((f"{name}." for name, module in model.named_modules() if module is bare), "")
-
-
-def base_layer(module: nn.Module) -> nn.Module:
-    """The layer inside one or several nested LoRA layers; any other module unchanged."""
-    return module if (inside := getattr(module, _BASE, None)) is None else base_layer(inside)
-
-
-def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module without adapters: of a LoRA layer its base's, under the layer's name."""
-    layers = {name: base_layer(child) for name, child in module.named_modules() if name}  # parents come first
-    bases = {
-        name: next(n for n, m in module.get_submodule(name).named_modules() if m is b) for name, b in layers.items()
-    }
-    for name, parameter in module.named_parameters():
-        layer = next((layer for layer, base in bases.items() if base and name.startswith(f"{layer}.")), None)
-        if layer is None:
-            yield name, parameter
-        elif name.startswith(inside := f"{layer}.{bases[layer]}."):
-            yield f"{layer}.{name.removeprefix(inside)}", parameter
-
-
-def without_adapters(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by name without adapters: a LoRA layer is replaced by its base."""
-    modules: dict[str, nn.Module] = {}
-    inside: tuple[str, ...] = ()
-    for name, module in model.named_modules():  # parents come first
-        if not name.startswith(inside or ("\0",)):
-            base = base_layer(module)
-            modules[name] = base
-            if base is not module:
-                inside = (*inside, f"{name}.")
-                modules |= {f"{name}.{inner}": child for inner, child in base.named_modules() if inner}
-    return modules
 
 
 def read_adapters(model: nn.Module) -> Adapters | None:
@@ -160,7 +112,7 @@ def read_adapters(model: nn.Module) -> Adapters | None:
     """
     if "peft" not in sys.modules:
         return None
-    if not is_adapted(model):
+    if not is_wrapped(model):
         _refuse_bare_tuners(model)
         return None
     from peft import LoraConfig, PeftModel
@@ -335,26 +287,3 @@ def save_config(model: Any, folder: Path) -> None:
     config.inference_mode = True
     mapping = {"base_model_class": type(bare).__name__, "parent_library": type(bare).__module__}
     config.save_pretrained(str(folder), auto_mapping_dict=mapping if config.task_type is None else None)
-
-
-def frozen_digest(model: nn.Module) -> str:
-    """SHA-256 over names, shapes, dtypes and bit sums of the frozen parameters: distinguishes base models.
-
-    Names are as in `stored_tensors`. Bits are summed as integers, as in `model_check.weights_digest`.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in stored_tensors(model, only_frozen=True):
-        facts = name, tuple(tensor.shape), str(tensor.dtype), bit_sum(tensor)
-        digest.update(repr(facts).encode())
-    return digest.hexdigest()
-
-
-INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-"""The integer type for a number of bytes."""
-
-
-def bit_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits as integers of its element size, modulo 2^64; 0 on the meta device."""
-    if tensor.is_meta or not tensor.numel():
-        return 0
-    return int(tensor.contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))

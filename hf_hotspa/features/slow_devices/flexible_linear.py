@@ -36,7 +36,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_hotspa.features.lora.adapters import base_layer
 from hf_hotspa.features.slow_devices.columns import (
     IMPUTATIONS,
     LayerColumns,
@@ -48,6 +47,7 @@ from hf_hotspa.features.slow_devices.columns import (
 from hf_hotspa.parallel.collectives import CLOCK, PRODUCTS
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.tensor_parallel import COLWISE, ROWWISE
+from hf_hotspa.parallel.wrapped_model import base_layer
 
 
 class GradientMemory:

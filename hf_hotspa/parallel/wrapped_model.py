@@ -1,0 +1,57 @@
+"""Models and layers inside wrappers: PEFT's models around a transformers model, and its layers around a frozen layer."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+BASE = "base_layer"
+"""The name of the layer inside a wrapper."""
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether a model is one of PEFT's wrappers."""
+    peft = sys.modules.get("peft")  # an object of a package that was never imported does not exist
+    return peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
+
+
+def bare_model(model: nn.Module) -> tuple[Any, str]:
+    """The model inside PEFT's wrapper, and its name prefix in the wrapper; any other model unchanged, and ``""``."""
+    if not is_wrapped(model):
+        return model, ""
+    bare: nn.Module = model.base_model.model if hasattr(model.base_model, "peft_config") else model.base_model
+    return bare, next((f"{name}." for name, module in model.named_modules() if module is bare), "")
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """The layer inside one or several nested wrappers; any other module unchanged."""
+    return module if (inside := getattr(module, BASE, None)) is None else base_layer(inside)
+
+
+def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module without wrappers: of a wrapped layer its base's, under the layer's name."""
+    layers = {name: base_layer(child) for name, child in module.named_modules() if name}  # parents come first
+    bases = {
+        name: next(n for n, m in module.get_submodule(name).named_modules() if m is b) for name, b in layers.items()
+    }
+    for name, parameter in module.named_parameters():
+        layer = next((layer for layer, base in bases.items() if base and name.startswith(f"{layer}.")), None)
+        if layer is None:
+            yield name, parameter
+        elif name.startswith(inside := f"{layer}.{bases[layer]}."):
+            yield f"{layer}.{name.removeprefix(inside)}", parameter
+
+
+def unwrapped_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by name without wrappers: a wrapped layer is replaced by its base."""
+    modules: dict[str, nn.Module] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():  # parents come first
+        if not name.startswith(inside or ("\0",)):
+            base = base_layer(module)
+            modules[name] = base
+            if base is not module:
+                inside = (*inside, f"{name}.")
+                modules |= {f"{name}.{inner}": child for inner, child in base.named_modules() if inner}
+    return modules
