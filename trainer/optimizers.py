@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
-from hf_hotspa.checkpoint.tensors import Share, optimizer_to_json
+from hf_hotspa.checkpoint.tensors import CPU_ADAM, Share, optimizer_to_json
 from hf_hotspa.costs.optimizer_state import LOW_BIT_STATES
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterShare, bare_optimizer
@@ -37,10 +37,10 @@ from hf_hotspa.features.low_bit_optimizers.adoption import (
     library_of,
     overrides_of,
 )
-from hf_hotspa.features.offload.cpu_adam import CPU_ADAM, cpu_adam_class, load_cpu_adam
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.parallel.wrapped_model import bare_model
+from hf_hotspa.trainer.cpu_adam import cpu_adam_class, load_cpu_adam
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
 from hf_hotspa.trainer.described import text_of
 from hf_hotspa.trainer.step_hooks import attached, check_attached

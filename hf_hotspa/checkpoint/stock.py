@@ -32,11 +32,10 @@ from hf_hotspa.checkpoint.format.disk import read_object
 from hf_hotspa.checkpoint.format.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, STATE_FOLDER, TRAINER_STATE
 from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.checkpoint.rng import set_generators
-from hf_hotspa.checkpoint.tensors import HERE_AND_NOW, load_optimizer, names_in_groups
+from hf_hotspa.checkpoint.tensors import CPU_ADAM, HERE_AND_NOW, load_optimizer, names_in_groups
 from hf_hotspa.engine.master import MasterShare, MasterStore, bare_optimizer
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.features.low_bit_optimizers.adoption import BITSANDBYTES, TORCHAO, cut_state, kind_of, library_of
-from hf_hotspa.features.offload.cpu_adam import CPU_ADAM
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.model.weight_files import WeightFiles
 

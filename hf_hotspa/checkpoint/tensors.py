@@ -29,7 +29,6 @@ from hf_hotspa.checkpoint.format.manifest import (
 from hf_hotspa.engine.master import MasterStore, bare_optimizer
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.features.low_bit_optimizers.adoption import Stored, code_digest, kind_of, loaded_states, stored_states
-from hf_hotspa.features.offload.cpu_adam import CPU_ADAM
 from hf_hotspa.layout.placement import master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, trained_part
 from hf_hotspa.model.replica import from_storage, to_storage
@@ -39,6 +38,8 @@ from hf_hotspa.versions import version_of
 
 HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, not what: the present run's apply."""
+CPU_ADAM = "CpuAdamW"
+"""DeepSpeed's AdamW for a master store in host memory (`trainer/cpu_adam.py`), by its class name."""
 _SAME_STATE = {"AdamW", CPU_ADAM}
 """Optimizers that can load one another's state."""
 

@@ -10,7 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hf_hotspa.features.offload.cpu_adam import CPU_ADAM, load_cpu_adam
+from hf_hotspa.checkpoint.tensors import CPU_ADAM
+from hf_hotspa.trainer.cpu_adam import load_cpu_adam
 from tests.harness import run_ranks
 from tests.training_runs import contents, make_trainer, newest, one_run, same_bits, several_runs, train, whole_state
 

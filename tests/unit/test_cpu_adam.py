@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.cpp_extension import get_default_build_root
 
-from hf_hotspa.features.offload.cpu_adam import cpu_adam_class, load_cpu_adam
+from hf_hotspa.trainer.cpu_adam import cpu_adam_class, load_cpu_adam
 
 SIZES = (1, 7, 64, 1001, 0)
 

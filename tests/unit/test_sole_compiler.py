@@ -8,8 +8,8 @@ import time
 
 from torch.utils.file_baton import FileBaton
 
-from hf_hotspa.features.offload import cpu_adam
-from hf_hotspa.features.offload.cpu_adam import load_cpu_adam
+from hf_hotspa.trainer import cpu_adam
+from hf_hotspa.trainer.cpu_adam import load_cpu_adam
 
 FORK = multiprocessing.get_context("fork")
 

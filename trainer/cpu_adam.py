@@ -20,12 +20,10 @@ from torch.optim import Optimizer
 # private, but nothing else knows where torch compiles
 from torch.utils.cpp_extension import _get_build_directory
 
+from hf_hotspa.checkpoint.tensors import CPU_ADAM
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 
 logger = logging.getLogger(__name__)
-
-CPU_ADAM = "CpuAdamW"
-"""The class name in checkpoints."""
 
 
 def load_cpu_adam() -> str | None:
