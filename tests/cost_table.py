@@ -28,10 +28,10 @@ from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import Streams, estimate
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.features.pipedream.mode import PipeDream
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import GradientDtypes
 from hf_hotspa.model.specs import describe_model, dtype_name
+from hf_hotspa.seam import FEATURES
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.families import MIXTURE, tiny_model
 from tests.qlora import WIDE, tiny_qlora
@@ -111,9 +111,12 @@ def memory_cases() -> Iterator[tuple[str, ModelSizes, MemoryOptions]]:
     yield "7b r=8 on two", _with_adapter("7b", "r=8,targets=q_proj+v_proj"), MemoryOptions(compute_dtype="float32")
     yield "7b nf4", _with_adapter("7b", "16", "nf4"), MemoryOptions()
     yield "70b nf4", _with_adapter("70b", "64", "nf4"), MemoryOptions(offload_master=True)
-    for model, pipedream in (("7b", PipeDream()), ("tiny", PipeDream(True)), ("7b nf4", PipeDream())):
-        sizes = _with_adapter("7b", "16", "nf4") if "nf4" in model else models()[model]
-        yield f"{model} pipedream", sizes, MemoryOptions(features=(pipedream,))
+    if "pipedream" in FEATURES:
+        from hf_hotspa.features.pipedream.mode import PipeDream
+
+        for model, pipedream in (("7b", PipeDream()), ("tiny", PipeDream(True)), ("7b nf4", PipeDream())):
+            sizes = _with_adapter("7b", "16", "nf4") if "nf4" in model else models()[model]
+            yield f"{model} pipedream", sizes, MemoryOptions(features=(pipedream,))
     for optim in ("adamw_8bit", "adamw_torch_4bit", "sgd", "ademamix_8bit"):
         for model in ("gemma", "tiny tied") if optim == "adamw_8bit" else ("70b",):
             yield f"{model} {optim}", models()[model], MemoryOptions(OPTIMIZER_STATES[optim])

@@ -103,17 +103,6 @@ def test_other_figures_of_resizing(part: str, tmp_path: Path) -> None:
             assert side["losses"] != exact["losses"]
 
 
-def test_pipedream_loss(tmp_path: Path) -> None:
-    found = run_quick("pipedream_loss", tmp_path / "out" / "pipedream.json", "--svg", str(tmp_path / "curves.svg"))
-    assert (tmp_path / "curves.svg").read_text().count("<polyline") == len(found["sides"]) == 4
-    one, every, *asynchronous = found["sides"].values()
-    assert [side["updates"] for side in found["sides"].values()] == [2, 6, 6, 6]
-    assert (
-        len({side["losses"][0] for side in (one, every, *asynchronous)}) >= 3
-    )  # with two stages, syncing delays the last
-    assert every["idle"] == 0.5 > one["idle"] == asynchronous[0]["idle"]
-
-
 @pytest.mark.slow
 def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("long_sequences", tmp_path / "out" / "long.json")

@@ -6,6 +6,7 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from hf_hotspa.features.pipedream.stage_updates import PipeDreamRunner
 from hf_hotspa.packing.pipeline_order import choose_passes
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
+from tests.gloo.test_benchmarks_run import run_quick
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
 from tests.training_runs import contents, make_trainer, newest, same_bits, train, whole_state
@@ -395,3 +397,14 @@ def test_a_run_goes_on_on_another_number_of_ranks() -> None:
         first, *others = run_ranks(4, resumed_run, str(folder / "four"), checkpoint, options)
         assert list(first) == [4, 5]
         assert all(found == first for found in others)
+
+
+def test_pipedream_loss(tmp_path: Path) -> None:
+    found = run_quick("pipedream_loss", tmp_path / "out" / "pipedream.json", "--svg", str(tmp_path / "curves.svg"))
+    assert (tmp_path / "curves.svg").read_text().count("<polyline") == len(found["sides"]) == 4
+    one, every, *asynchronous = found["sides"].values()
+    assert [side["updates"] for side in found["sides"].values()] == [2, 6, 6, 6]
+    assert (
+        len({side["losses"][0] for side in (one, every, *asynchronous)}) >= 3
+    )  # with two stages, syncing delays the last
+    assert every["idle"] == 0.5 > one["idle"] == asynchronous[0]["idle"]

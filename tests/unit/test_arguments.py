@@ -110,8 +110,6 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_strategies": "dp1"}, StrategyError, "longest"),
         ({"hotspa_overlong": "cut"}, HotspaConfigError, "split"),
         ({"hotspa_pipeline_schedule": "zb"}, HotspaConfigError, "1f1b"),
-        ({"hotspa_pipeline_mode": "asynchronous"}, HotspaConfigError, "is 'asynchronous'"),
-        ({"hotspa_pipeline_mode": "both"}, HotspaConfigError, "use one of synchronous, pipedream"),
         ({"hotspa_context_parallel": "rings"}, HotspaConfigError, "use one of auto, ulysses, allgather, ring"),
         ({"hotspa_mini_batch_size": 0}, HotspaConfigError, "hotspa_mini_batch_size is 0"),
         ({"hotspa_staging_mb": 0}, HotspaConfigError, "hotspa_staging_mb"),

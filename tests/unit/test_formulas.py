@@ -206,15 +206,3 @@ def test_no_torch_is_imported() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
-
-
-def test_the_partition_of_pipedream_is_at_least_as_good_as_what_layouts_can_run() -> None:
-    from hf_hotspa.features.pipedream.partition import of_formulas
-
-    for nodes in ("1x2", "1x8", "1x5"):
-        found = of_formulas(Setup.read(MODEL, nodes, "a100-80g"), 1, TOKENS)
-        assert found.best.seconds <= found.equal_seconds * (1 + 1e-6)
-        assert sum(replicas for _, replicas in found.best.stages) == found.equal[0] * found.equal[1]
-    data = found.to_dict()["pipedream"]
-    assert data["stages"][0]["layers"][0] == 0
-    assert "with one d for all stages" in str(found)

@@ -12,7 +12,8 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.engine.switching import PlanPool
-from hf_hotspa.errors import HotspaError
+from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.features.pipedream.arguments import PipelineModeArguments
 from hf_hotspa.features.pipedream.mode import PipeDream, check_strategies
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.packing.pipeline_order import choose_passes
@@ -161,21 +162,29 @@ def test_what_does_not_go_together_is_refused_by_name(
 ) -> None:
     args = arguments(tmp_path, **options)
     with pytest.raises(HotspaError) as caught:
-        args.check_feature(() if strategies == "auto" else parse_buckets(strategies))
+        PipelineModeArguments.check_feature(args, () if strategies == "auto" else parse_buckets(strategies))
     assert what in str(caught.value)
     assert fix in str(caught.value)
 
 
 def test_flags_become_the_mode(tmp_path: Any) -> None:
-    assert arguments(tmp_path, hotspa_pipeline_mode="synchronous").feature_settings() is None
+    assert PipelineModeArguments.feature_settings(arguments(tmp_path, hotspa_pipeline_mode="synchronous")) is None
     for options, mode in (
         ({}, PipeDream()),
         ({"hotspa_vertical_sync": True}, PipeDream(True)),
         ({"max_grad_norm": 0.5, "hotspa_clip_per_stage": True}, PipeDream(max_norm=0.5)),
     ):
         args = arguments(tmp_path, **options)
-        args.check_feature(parse_buckets("pp2:64"))
-        assert args.feature_settings() == mode
+        PipelineModeArguments.check_feature(args, parse_buckets("pp2:64"))
+        assert PipelineModeArguments.feature_settings(args) == mode
     assert check_strategies(parse_buckets("tp2pp2+sp+rc:64")) == Strategy(1, 2, 2, True, 1)
     assert "behind by 3, 2, 1, 0 packs on stages 0 to 3" in PipeDream().text(4)
     assert "behind by 3, 3, 3, 3 packs" in PipeDream(True).text(4)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("asynchronous", "is 'asynchronous'"), ("both", "use one of synchronous, pipedream")]
+)
+def test_an_unknown_mode_is_an_error(value: str, text: str, tmp_path: Any) -> None:
+    with pytest.raises(HotspaConfigError, match=text):
+        HotSPaTrainingArguments(output_dir=str(tmp_path), use_cpu=True, hotspa_pipeline_mode=value)

@@ -1,4 +1,4 @@
-"""PipeDream (`mode`): the stages of a pipeline update by themselves, after every pack. Its hooks; see `hf_hotspa.seam`."""
+"""PipeDream: the stages of a pipeline update by themselves, after every pack (`mode`)."""
 
 from typing import Any
 

@@ -1,0 +1,72 @@
+"""What names each feature outside of its folder, and the page of features: `python -m tests.contract.features` rewrites it.
+
+The page, docs/features.md, is made from `hf_hotspa.seam`: each feature, its hooks and its folder.
+"""
+
+import ast
+import re
+from importlib import import_module
+from typing import NamedTuple
+
+from hf_hotspa.seam import FEATURES, HOOKS
+from tests.contract.layers import PACKAGE_FOLDERS, ROOT, source_files
+
+PAGE = ROOT / "docs" / "features.md"
+
+
+class Named(NamedTuple):
+    """How files name a feature (in any case); how many of all files did before there was a seam (commit 343786a2); and how
+    many outside of its folder may, which may only fall."""
+
+    pattern: str
+    at_first: int
+    most: int
+
+
+NAMED = {
+    "pipedream": Named(r"pipe_?dream", 17, 3),
+    "four_bit": Named(r"four_?bits?|4[- ]bits?\b|four bits|\bnf4\b|\bfp4\b|linear4bit|in_4bit", 30, 30),
+    "low_bit_optimizers": Named(r"low_?bit|8[- ]?bit|torchao", 13, 13),
+    "slow_devices": Named(r"straggl|slow[ _-]?(device|rank)|flexible", 33, 33),
+    "lora": Named(r"\blora|lora_|adapter|\bpeft", 54, 54),
+    "experts": Named(r"expert|router", 43, 43),
+    "token_chunks": Named(r"token_?chunk|chunk_|_chunks?\b|chunks? of tokens|\+ck|\.ck\b|\.kh\b|\.kg\b", 35, 35),
+    "dropout": Named(r"drop_?out|neftune|embedding_?noise", 20, 20),
+    "isolation": Named(r"isolat|delta_?net|mixes_packed", 11, 11),
+}
+"""By the feature's folder."""
+
+_LIST = re.compile(r"^FEATURES = \([^)]*\)", re.MULTILINE)
+
+
+def naming(feature: str) -> list[str]:
+    """The files outside of a feature's folder that name it. The one line of the list does not count."""
+    files = source_files(*PACKAGE_FOLDERS)
+    outside = (file for file in files if not file.startswith(f"hf_hotspa/features/{feature}/"))
+    pattern = re.compile(NAMED[feature].pattern, re.IGNORECASE)
+    return [file for file in outside if pattern.search(_LIST.sub("", (ROOT / file).read_text()))]
+
+
+def page() -> str:
+    """The text of docs/features.md."""
+    lines = [
+        "# Features",
+        "",
+        "A feature is a folder behind the seam (`hf_hotspa/seam.py`): the core asks for hooks and names no feature. [Adding a feature](adding.md)",
+        "shows how one is made. This page is made from the code: `python -m tests.contract.features`.",
+        "",
+        "| feature | folder | hooks |",
+        "|---|---|---|",
+    ]
+    for feature in FEATURES:
+        module = import_module(f"hf_hotspa.features.{feature}.feature")
+        text = (
+            ast.get_docstring(ast.parse((ROOT / f"hf_hotspa/features/{feature}/feature.py").read_text())) or ""
+        ).splitlines()[0]
+        hooks = ", ".join(f"`{name}`" for name in HOOKS if hasattr(module, name))
+        lines.append(f"| {text.rstrip('.')} | `hf_hotspa/features/{feature}/` | {hooks} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
