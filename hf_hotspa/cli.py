@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoint_files, inputs
-from hf_hotspa.commands.inputs import file_to_write, whole
+from hf_hotspa.commands.inputs import add_flags, file_to_write, whole
 from hf_hotspa.commands.train_help import HELP, OVERVIEW
 from hf_hotspa.costs.adapter import KINDS, FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
@@ -77,8 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # `main` passes its flags on: they include those from TrainingArguments, which only torch and transformers know
     commands.add_parser(TRAIN, add_help=False, help="fine-tune a model on a data set")
-    model = _model_arguments()
-    setup = _setup_arguments(model)
+    model = argparse.ArgumentParser(add_help=False)
+    presets = ", ".join(preset_names())
+    add_flags(
+        model,
+        {"--model MODEL": f"a name on the hub, a config.json, its folder, or one of: {presets}", "--json": _JSON},
+        model={"required": True},
+    )
+    setup = argparse.ArgumentParser(add_help=False, parents=[model])
+    add_flags(setup, _SETUP, **_SETUP_VALUES)
     _add_plan(commands, setup)
     _add_estimate(commands, setup)
     _add_calibrate(commands, model)
@@ -87,144 +94,76 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _model_arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument(
-        "--model",
-        required=True,
-        help=f"a name on the hub, a config.json, its folder, or one of: {', '.join(preset_names())}",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    return parser
-
-
-def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """What `_setup` reads, except the hardware."""
-    parser = argparse.ArgumentParser(add_help=False, parents=[model])
-    parser.add_argument("--nodes", metavar="NODESxDEVICES", help="the cluster, such as 4x8")
-    parser.add_argument(
-        "--memory-limit",
-        metavar="SIZE",
-        help="device memory that a plan may use, such as 70GiB (default: 90 %% of the device's memory)",
-    )
-    parser.add_argument("--dtype", help="of weights and activations (default: the calibration's, else bfloat16)")
-    parser.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        help="all strategies with tp are sequence parallel (+sp): norms and residuals divided over tp; `plan` tries both",
-    )
-    parser.add_argument(
-        "--recompute",
-        action="store_true",
-        help="all strategies recompute (+rc): layers keep their input only; `plan` tries both",
-    )
-    parser.add_argument(
-        "--lora",
-        metavar="ADAPTER",
-        help="train a LoRA adapter, the model frozen: its r, such as 16, or r=16,targets=q_proj+v_proj (default: all-linear)",
-    )
-    _add_quantization(parser)
-    parser.add_argument(
-        "--optim",
-        default="adamw_torch",
-        choices=tuple(OPTIMIZER_STATES),
-        metavar="NAME",
-        help="the optimizer, as in TrainingArguments, such as adamw_8bit, for its state's size (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--task",
-        default="sft",
-        choices=list(TASKS),
-        help="what is trained; with dpo a step also scores its rows, and with a reference (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--grad-accum-dtype",
-        default=FP32,
-        choices=ACCUMULATION_DTYPES,
-        help="dtype in which micro-batches add up gradients",
-    )
-    parser.add_argument(
-        "--grad-wire-dtype",
-        default=AUTO,
-        choices=WIRE_DTYPES,
-        help="dtype in which gradients travel to the master store (auto: the accumulation dtype)",
-    )
-    parser.add_argument(
-        "--pipeline-schedule",
-        default="auto",
-        choices=SCHEDULES,
-        help="hotspa_pipeline_schedule: gpipe holds more tokens than the others, up to a bucket's limit",
-    )
-    return parser
-
-
-def _add_quantization(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--quantization", choices=KINDS, help="the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora"
-    )
+_JSON = "print JSON instead of tables"
+_QUANTIZATION = {"--quantization": "the frozen model is in 4 bits of bitsandbytes (QLoRA); with --lora"}
+_SETUP = {
+    "--nodes NODESxDEVICES": "the cluster, such as 4x8",
+    "--memory-limit SIZE": "device memory that a plan may use, such as 70GiB (default: 90 %% of the device's memory)",
+    "--dtype DTYPE": "of weights and activations (default: the calibration's, else bfloat16)",
+    "--sequence-parallel": "all strategies with tp are sequence parallel (+sp): norms and residuals divided over tp; "
+    "`plan` tries both",
+    "--recompute": "all strategies recompute (+rc): layers keep their input only; `plan` tries both",
+    "--lora ADAPTER": "train a LoRA adapter, the model frozen: its r, such as 16, or r=16,targets=q_proj+v_proj "
+    "(default: all-linear)",
+    **_QUANTIZATION,
+    "--optim NAME": "the optimizer, as in TrainingArguments, such as adamw_8bit, for its state's size (default: "
+    "%(default)s)",
+    "--task": "what is trained; with dpo a step also scores its rows, and with a reference (default: %(default)s)",
+    "--grad-accum-dtype": "dtype in which micro-batches add up gradients",
+    "--grad-wire-dtype": "dtype in which gradients travel to the master store (auto: the accumulation dtype)",
+    "--pipeline-schedule": "hotspa_pipeline_schedule: gpipe holds more tokens than the others, up to a bucket's limit",
+}
+"""What `_setup` reads, except the hardware."""
+_SETUP_VALUES: dict[str, dict[str, Any]] = {
+    "quantization": {"choices": KINDS},
+    "optim": {"default": "adamw_torch", "choices": tuple(OPTIMIZER_STATES)},
+    "task": {"default": "sft", "choices": list(TASKS)},
+    "grad_accum_dtype": {"default": FP32, "choices": ACCUMULATION_DTYPES},
+    "grad_wire_dtype": {"default": AUTO, "choices": WIRE_DTYPES},
+    "pipeline_schedule": {"default": "auto", "choices": SCHEDULES},
+}
 
 
 def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
     parser = commands.add_parser("plan", parents=[setup], help="choose strategies, buckets and packs")
     parser.set_defaults(answer=_plan)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--gpus", metavar="GPUS", help=_GPUS)
-    source.add_argument("--hardware", help=_MACHINES)
-    source.add_argument("--calibration", metavar="FILE", help="output of `hf-hotspa calibrate`, instead")
+    calibration = "output of `hf-hotspa calibrate`, instead"
+    add_flags(source, {"--gpus GPUS": _GPUS, "--hardware HARDWARE": _MACHINES, "--calibration FILE": calibration})
     rows = parser.add_mutually_exclusive_group(required=True)
     rows.add_argument("--lengths", help=f"{', '.join(DISTRIBUTIONS)}, or a JSON histogram from `hf-hotspa lengths`")
     inputs.add_data_arguments(rows, parser)
-    parser.add_argument(
-        "--longest",
-        type=inputs.whole(UNLIMITED_TOKENS - 1),
-        metavar="TOKENS",
-        help=f"the longest sequence that must fit (default: the histogram's longest; for named lengths {LONGEST}, or "
-        "the model's positions, if fewer)",
+    texts = {
+        "--longest TOKENS": "the longest sequence that must fit (default: the histogram's longest; for named lengths "
+        f"{LONGEST}, or the model's positions, if fewer)",
+        "--overlong": "hotspa_overlong: what to do with sequences above --longest (default: %(default)s)",
+        "--mini-batch SEQUENCES": "of one optimizer step (default: %(default)s)",
+        "--max-buckets N": f"the most buckets, up to {MOST_PHASES} (default: %(default)s)",
+        "--strategies LIST": "also predict these: as in hotspa_strategies, or names alone (tp16pp2,dp4tp2pp4), for which "
+        "the best edges and packs are chosen; may be given several times",
+        f"--plot FILE{SUFFIX}": "draw the histogram with the bucket edges",
+    }
+    add_flags(
+        parser,
+        texts,
+        longest={"type": whole(UNLIMITED_TOKENS - 1)},
+        overlong={"default": "error", "choices": OVERLONG_POLICIES},
+        mini_batch={"type": whole(MOST_SEQUENCES), "default": 512},
+        max_buckets={"type": whole(MOST_PHASES), "default": 3},
+        strategies={"action": "append", "default": []},
     )
-    parser.add_argument(
-        "--overlong",
-        default="error",
-        choices=OVERLONG_POLICIES,
-        help="hotspa_overlong: what to do with sequences above --longest (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--mini-batch",
-        type=inputs.whole(MOST_SEQUENCES),
-        default=512,
-        metavar="SEQUENCES",
-        help="of one optimizer step (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-buckets",
-        type=inputs.whole(MOST_PHASES),
-        default=3,
-        metavar="N",
-        help=f"the most buckets, up to {MOST_PHASES} (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--strategies",
-        action="append",
-        default=[],
-        metavar="LIST",
-        help="also predict these: as in hotspa_strategies, or names alone (tp16pp2,dp4tp2pp4), for which the best "
-        "edges and packs are chosen; may be given several times",
-    )
-    parser.add_argument("--plot", metavar=f"FILE{SUFFIX}", help="draw the histogram with the bucket edges")
 
 
 def _add_estimate(commands: Any, setup: argparse.ArgumentParser) -> None:
     parser = commands.add_parser("estimate", parents=[setup], help="memory of one strategy")
     parser.set_defaults(answer=_estimate)
-    machine = parser.add_mutually_exclusive_group()
-    machine.add_argument("--gpus", metavar="GPUS", help=_GPUS)
-    machine.add_argument("--hardware", help=f"{_MACHINES}; gives the limit")
-    parser.add_argument("--strategy", required=True, help="such as dp4tp2pp4")
-    parser.add_argument(
-        "--pack-tokens",
-        type=inputs.whole(UNLIMITED_TOKENS - 1),
-        required=True,
-        metavar="TOKENS",
-        help="tokens of a pack",
+    machine = {"--gpus GPUS": _GPUS, "--hardware HARDWARE": f"{_MACHINES}; gives the limit"}
+    add_flags(parser.add_mutually_exclusive_group(), machine)
+    add_flags(
+        parser,
+        {"--strategy STRATEGY": "such as dp4tp2pp4", "--pack-tokens TOKENS": "tokens of a pack"},
+        strategy={"required": True},
+        pack_tokens={"type": whole(UNLIMITED_TOKENS - 1), "required": True},
     )
     add_command_flags("estimate", parser)
 
@@ -238,19 +177,15 @@ def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
         "accelerate launch, or starts its own.",
     )
     parser.set_defaults(answer=_calibrate)
-    parser.add_argument(
-        "--processes",
-        type=inputs.whole(),
-        metavar="N",
-        help="processes to start without a launcher (default: GPUs, else cores)",
-    )
-    parser.add_argument("--dtype", help="of weights and activations (default: the config's, else float32)")
-    _add_quantization(parser)
-    parser.add_argument(
-        "--lora", type=inputs.whole(), metavar="R", help="the rank of the adapter, with --quantization (default: 16)"
-    )
-    parser.add_argument("--output", metavar="FILE", help="also write the calibration here")
-    parser.add_argument("--force", action="store_true", help="measure even if the cache has a result")
+    texts = {
+        "--processes N": "processes to start without a launcher (default: GPUs, else cores)",
+        "--dtype DTYPE": "of weights and activations (default: the config's, else float32)",
+        **_QUANTIZATION,
+        "--lora R": "the rank of the adapter, with --quantization (default: 16)",
+        "--output FILE": "also write the calibration here",
+        "--force": "measure even if the cache has a result",
+    }
+    add_flags(parser, texts, processes={"type": whole()}, quantization={"choices": KINDS}, lora={"type": whole()})
 
 
 def _setup(args: argparse.Namespace) -> Setup:
@@ -259,16 +194,13 @@ def _setup(args: argparse.Namespace) -> Setup:
         *inputs.machines(args),
         args.memory_limit,
         getattr(args, "calibration", None),
-        dtype=args.dtype,
-        lora=args.lora,
-        quantization=args.quantization,
-        recompute=args.recompute,
-        sequence_parallel=args.sequence_parallel,
         gradients=GradientDtypes(args.grad_accum_dtype, args.grad_wire_dtype),
         schedule=args.pipeline_schedule,
-        optim=args.optim,
-        task=args.task,
+        **{name: getattr(args, name) for name in _OPTIONS},
     )
+
+
+_OPTIONS = ("dtype", "lora", "quantization", "recompute", "sequence_parallel", "optim", "task")
 
 
 def _print(result: Any, args: argparse.Namespace, text: Callable[[Any], str]) -> None:
@@ -278,7 +210,7 @@ def _print(result: Any, args: argparse.Namespace, text: Callable[[Any], str]) ->
 def _plan(args: argparse.Namespace) -> None:
     if args.plot and not args.plot.endswith(SUFFIX):
         raise HotspaConfigError(f"--plot draws SVG, and the file is {args.plot!r}", fix=f"end its name in {SUFFIX}")
-    inputs.file_to_write("--plot", args.plot)
+    file_to_write("--plot", args.plot)
     setup = _setup(args)  # first, so that its errors come before a data set is read
     lengths = args.lengths if args.dataset is None else inputs.data_counts(args, args.model)
     limits = args.longest, args.mini_batch, args.max_buckets, args.overlong
@@ -300,7 +232,7 @@ def _estimate(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> None:
     from hf_hotspa.commands.calibrate import run  # imports torch
 
-    inputs.file_to_write("--output", args.output)
+    file_to_write("--output", args.output)
     if args.lora is not None and args.quantization is None:
         raise HotspaConfigError(
             f"--lora {args.lora} without --quantization",
@@ -332,26 +264,25 @@ def _add_formulas(commands: Any) -> None:
         "predictions of our time and memory models.",
     )
     parser.set_defaults(answer=_formulas)
-    parser.add_argument(
-        "model", metavar="CONFIG", help="a config.json, its folder, a bundled model or a name on the hub"
-    )
-    parser.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
-    parser.add_argument("--hardware", default="h100-80g", help="`hf-hotspa hardware` lists them (default: %(default)s)")
-    parser.add_argument(
-        "--batch", type=whole(), default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--micro-batch", type=whole(), default=1, metavar="SEQUENCES", help="of one micro-batch (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--sequence",
-        type=whole(UNLIMITED_TOKENS - 1),
-        default=2048,
-        metavar="TOKENS",
-        help="of each (default: %(default)s)",
+    texts = {
+        "model CONFIG": "a config.json, its folder, a bundled model or a name on the hub",
+        "--nodes NODESxDEVICES": "the cluster, such as 4x8",
+        "--hardware HARDWARE": "`hf-hotspa hardware` lists them (default: %(default)s)",
+        "--batch SEQUENCES": "of one optimizer step (default: %(default)s)",
+        "--micro-batch SEQUENCES": "of one micro-batch (default: %(default)s)",
+        "--sequence TOKENS": "of each (default: %(default)s)",
+    }
+    add_flags(
+        parser,
+        texts,
+        nodes={"required": True},
+        hardware={"default": "h100-80g"},
+        batch={"type": whole(), "default": 512},
+        micro_batch={"type": whole(), "default": 1},
+        sequence={"type": whole(UNLIMITED_TOKENS - 1), "default": 2048},
     )
     add_command_flags("formulas", parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_flags(parser, {"--json": "print JSON instead of a table"})
 
 
 def _formulas(args: argparse.Namespace) -> None:
@@ -368,14 +299,12 @@ _RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"
 def _add_reports(commands: Any) -> None:
     report = commands.add_parser("report", help="rebuild the page of a run from its record")
     report.set_defaults(answer=_report)
-    report.add_argument("run", metavar="RUN_DIR", help=_RUN)
-    report.add_argument("-o", "--output", metavar="FILE", help=f"the page (default: {PAGE_NAME} beside the record)")
-    report.add_argument("--pictures", metavar="FOLDER", help="also write the main charts as SVG files")
+    page = f"the page (default: {PAGE_NAME} beside the record)"
+    pictures = "also write the main charts as SVG files"
+    add_flags(report, {"run RUN_DIR": _RUN, "-o --output FILE": page, "--pictures FOLDER": pictures})
     both = commands.add_parser("compare", help="two runs side by side: losses and speed")
     both.set_defaults(answer=_compare)
-    both.add_argument("a", metavar="A", help=_RUN)
-    both.add_argument("b", metavar="B", help="the same for the other run")
-    both.add_argument("-o", "--output", metavar="FILE", help="also write a page")
+    add_flags(both, {"a A": _RUN, "b B": "the same for the other run", "-o --output FILE": "also write a page"})
 
 
 def _report(args: argparse.Namespace) -> None:

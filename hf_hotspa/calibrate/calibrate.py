@@ -12,6 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def calibrate(
     seconds: float | None = None,
     base: FrozenBase | None = None,
 ) -> Calibration:
-    """Measures a model, or reads an earlier calibration from the cache. Collective; takes seconds.
+    """Measures a model, or reads an earlier calibration from the cache; equal on all ranks. Collective; takes seconds.
 
     Args:
         strategies: Strategies that must be predictable; all legal ones if None.
@@ -103,14 +104,10 @@ def calibrate(
         cache: Folder of calibrations; `costs.calibration.cache_folder()` if None.
         force: Whether to measure even if the cache has the calibration.
         progress: Called on rank 0 with each step as text.
-        devices_per_node: Detected if None.
         pack_tokens: Tokens of the longest pack; determined by trial if None.
         longest: Most tokens of a pack; None for no limit.
         seconds: Approximate time limit, if any: packs are shorter, rounds fewer, and no complete phases are measured.
         base: The frozen 4-bit base of a trained adapter; None if the model is trained.
-
-    Returns:
-        The calibration, equal on all ranks.
 
     Raises:
         HotspaError: on every rank: the model cannot be laid out, a cached file is broken, ranks differ, or one failed.
@@ -119,11 +116,12 @@ def calibrate(
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
     groups = ProcessGroups(rank, world_size, device or default_device(), _TIMEOUT)
     try:
-        local = devices_per_node or nodes_of(Agreement(groups.agreement, rank)).devices_per_node
-        own_progress = progress if rank == 0 else None
+        agreement = Agreement(groups.agreement, rank)
+        local, say = devices_per_node or nodes_of(agreement).devices_per_node, progress if rank == 0 else None
+        dtype = compute_dtype or config_dtype(config)
         session = _Session(
-            config, compute_dtype, local, groups, own_progress, rounds, pack_tokens, longest, seconds, base
-        )  # fmt: skip
+            config, dtype, local, groups, agreement, say or logger.debug, rounds, pack_tokens, longest, seconds, base
+        )
         calibration = session.run(strategies, cache or cache_folder(), force)
         groups.close()
         return calibration
@@ -168,14 +166,8 @@ def config_dtype(config: PreTrainedConfig) -> torch.dtype:
 
 
 def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calibration | None:
-    """Returns the cached calibration of a key, or None. Does not measure or communicate.
-
-    Args:
-        folder: The folder of calibrations; the user's cache if None.
-
-    Raises:
-        HotspaConfigError: the file is broken.
-    """
+    """Returns the cached calibration of a key, or None, from a folder (None: the user's cache). Does not measure or
+    communicate. A broken file raises `HotspaConfigError`."""
     path = (folder or cache_folder()) / f"{key.digest()}.json"
     return Calibration.load(path, key) if path.exists() else None
 
@@ -196,27 +188,25 @@ def _same(facts: tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]) -
     }
 
 
+@dataclass
 class _Session:
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        compute_dtype: torch.dtype | None,
-        devices_per_node: int,
-        groups: ProcessGroups,
-        progress: Progress | None,
-        rounds: int,
-        pack_tokens: int | None,
-        longest: int | None,
-        seconds: float | None,
-        base: FrozenBase | None,
-    ) -> None:
-        self.longest, self.seconds, self.base = longest, seconds, base
-        self.config, self.groups, self.device = config, groups, groups.device
-        self.rank, self.world_size, self.devices_per_node = groups.rank, groups.world_size, devices_per_node
-        self.agreement = Agreement(groups.agreement, groups.rank)
-        self.say: Progress = progress or logger.debug
-        self.dtype, self.rounds, self.pack_tokens = compute_dtype or config_dtype(config), rounds, pack_tokens
-        self.notes: list[str] = []
+    """One call of `calibrate`, whose arguments these are."""
+
+    config: PreTrainedConfig
+    dtype: torch.dtype
+    devices_per_node: int
+    groups: ProcessGroups
+    agreement: Agreement
+    say: Progress
+    rounds: int
+    pack_tokens: int | None
+    longest: int | None
+    seconds: float | None
+    base: FrozenBase | None
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rank, self.world_size, self.device = self.groups.rank, self.groups.world_size, self.groups.device
 
     def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
         key, shape, degrees, whole = self.agreement.run(
@@ -267,13 +257,13 @@ class _Session:
             if why:
                 raise HotspaConfigError(f"tp{tp} cannot be measured", why=why, fix="leave its strategies out")
         machine = self.device, self.world_size, self.devices_per_node
-        key = calibration_key(self.config, self.dtype, *machine, self.base)
-        return key, shape, degrees, whole
+        return calibration_key(self.config, self.dtype, *machine, self.base), shape, degrees, whole
 
     def _copy(self, num_layers: int, device: torch.device) -> PreTrainedModel:
         return small_copy(self.config, num_layers, self.dtype, device)
 
-    def _trained(self, model: PreTrainedModel) -> nn.Module:
+    def _trained(self, num_layers: int) -> nn.Module:
+        model = self._copy(num_layers, self.device)
         return model if self.base is None else with_frozen_base(model, self.base)
 
     def _from_first(self, data: Any) -> Any:
@@ -299,7 +289,7 @@ class _Session:
         with freeing_at_once():
             few, more = self.agreement.run(
                 "calibration",
-                lambda: [self._trained(self._copy(count, self.device)) for count in layer_counts(self.config)],
+                lambda: list(map(self._trained, layer_counts(self.config))),
                 otherwise=_of_any_kind,
             )
             # an engine on each copy; complete phases run on the copy with more layers

@@ -9,11 +9,12 @@ import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig
 
 from hf_hotspa.calibrate.calibrate import calibrate
 from hf_hotspa.costs.adapter import FrozenBase
@@ -28,6 +29,31 @@ _TIMEOUT = timedelta(minutes=10)
 _RESULT, _ERROR = "calibration.json", "error.json"
 
 
+class _Request(NamedTuple):
+    """A model's config, and what `run` is asked for."""
+
+    config: dict[str, object]
+    dtype: str | None
+    force: bool
+    quiet: bool
+    base: FrozenBase | None
+
+    def measure(self) -> Calibration:
+        device = None
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        fields = {key: value for key, value in self.config.items() if key != "model_type"}
+        return calibrate(
+            AutoConfig.for_model(str(self.config["model_type"]), **fields),
+            compute_dtype=getattr(torch, self.dtype) if self.dtype is not None else None,
+            device=device,
+            force=self.force,
+            progress=None if self.quiet else lambda text: print(printable(text), file=sys.stderr, flush=True),
+            base=self.base,
+        )
+
+
 def run(
     model: str,
     processes: int | None,
@@ -37,7 +63,7 @@ def run(
     quiet: bool = False,
     base: FrozenBase | None = None,
 ) -> Calibration | None:
-    """Calibrates a model.
+    """Calibrates a model. Returns None on ranks above 0 of a launcher.
 
     Args:
         model: A preset, a config file or its folder.
@@ -46,99 +72,57 @@ def run(
         force: Whether to measure even if the cache has a result.
         quiet: Whether to print no progress.
 
-    Returns:
-        The calibration; None on ranks above 0 of a launcher.
-
     Raises:
         HotspaError: the input is wrong, or a rank failed.
     """
-    data = read_config(model)
+    request = _Request(read_config(model), dtype, force, quiet, base)
     if dtype is not None:
         dtype_bytes(dtype)
-    launched = int(os.environ.get("WORLD_SIZE", "0"))
+    launched, gpus = int(os.environ.get("WORLD_SIZE", "0")), torch.cuda.device_count()
     if launched:
         if processes not in (None, launched):
             raise HotspaConfigError(
                 f"--processes {processes}, and the launcher started {launched}", fix="leave --processes out"
             )
-        return _run_launched(data, dtype, force, quiet, base)
-    count = processes if processes is not None else torch.cuda.device_count() or os.cpu_count() or 1
+        return _run_launched(request)
+    count = processes if processes is not None else gpus or os.cpu_count() or 1
     if count < 1:
         raise HotspaConfigError(f"{count} processes cannot measure anything", fix="use at least 1")
-    if count > torch.cuda.device_count() > 0:
-        raise HotspaConfigError(
-            f"{count} processes on {torch.cuda.device_count()} GPUs", fix="use at most one process a GPU"
-        )
-    return _run_own(data, count, dtype, force, quiet, base)
-
-
-def _config(data: dict[str, object]) -> PreTrainedConfig:
-    fields = {key: value for key, value in data.items() if key != "model_type"}
-    config: PreTrainedConfig = AutoConfig.for_model(str(data["model_type"]), **fields)
-    return config
-
-
-def _measure(
-    data: dict[str, object], dtype: str | None, force: bool, quiet: bool, base: FrozenBase | None
-) -> Calibration:
-    device = None
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    return calibrate(
-        _config(data),
-        compute_dtype=getattr(torch, dtype) if dtype is not None else None,
-        device=device,
-        force=force,
-        progress=None if quiet else lambda text: print(printable(text), file=sys.stderr, flush=True),
-        base=base,
-    )
+    if count > gpus > 0:
+        raise HotspaConfigError(f"{count} processes on {gpus} GPUs", fix="use at most one process a GPU")
+    return _run_own(request, count)
 
 
 def _backend() -> str:
     return backends.of_device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _run_launched(
-    data: dict[str, object], dtype: str | None, force: bool, quiet: bool, base: FrozenBase | None
-) -> Calibration | None:
+def _run_launched(request: _Request) -> Calibration | None:
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group(_backend(), timeout=_TIMEOUT)
     rank = dist.get_rank()
     try:
-        calibration = _measure(data, dtype, force, quiet, base)
+        calibration = request.measure()
     finally:
         if ours:
             dist.destroy_process_group()
     return calibration if rank == 0 else None
 
 
-def _run_own(
-    data: dict[str, object], count: int, dtype: str | None, force: bool, quiet: bool, base: FrozenBase | None
-) -> Calibration:
+def _run_own(request: _Request, count: int) -> Calibration:
     with tempfile.TemporaryDirectory(prefix="hotspa-calibrate-") as folder:
+        result, error = Path(folder) / _RESULT, Path(folder) / _ERROR
         try:
-            multiprocessing.start_processes(
-                _rank_main, (count, folder, data, dtype, force, quiet, base), nprocs=count, start_method="spawn"
-            )
+            multiprocessing.start_processes(_rank_main, (count, folder, request), nprocs=count, start_method="spawn")
         except Exception as failure:
-            if (Path(folder) / _ERROR).exists():
-                raise HotspaError.from_dict(json.loads((Path(folder) / _ERROR).read_text())) from None
+            if error.exists():
+                raise HotspaError.from_dict(json.loads(error.read_text())) from None
             raise PeerError(f"a process failed: {failure}", where="calibration") from failure
-        return Calibration.load(Path(folder) / _RESULT)
+        return Calibration.load(result)
 
 
-def _rank_main(
-    rank: int,
-    count: int,
-    folder: str,
-    data: dict[str, object],
-    dtype: str | None,
-    force: bool,
-    quiet: bool,
-    base: FrozenBase | None,
-) -> None:
+def _rank_main(rank: int, count: int, folder: str, request: _Request) -> None:
     backends.prefer_loopback(os.environ)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)
@@ -149,7 +133,7 @@ def _rank_main(
         _backend(), init_method=f"file://{folder}/rendezvous", rank=rank, world_size=count, timeout=_TIMEOUT
     )
     try:
-        calibration = _measure(data, dtype, force, quiet, base)
+        calibration = request.measure()
     except HotspaError as error:
         # all ranks raise the same error, so any of them may write it; a reader never sees half a file
         write_whole(Path(folder) / _ERROR, json.dumps(error.to_dict()))

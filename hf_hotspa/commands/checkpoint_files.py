@@ -21,6 +21,7 @@ from hf_hotspa.checkpoint.format.manifest import (
     stored_as,
     verify,
 )
+from hf_hotspa.commands.inputs import add_flags
 from hf_hotspa.costs.adapter import KINDS
 from hf_hotspa.costs.hardware import parse_bytes
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
@@ -35,7 +36,7 @@ def add_parsers(commands: Any) -> None:
     inspect = commands.add_parser("inspect", help="list the contents of a checkpoint")
     inspect.set_defaults(answer=_inspect)
     inspect.add_argument("path", help=where)
-    inspect.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_flags(inspect, {"--json": "print JSON instead of tables"})
     check = commands.add_parser("verify", help="compare every file of a checkpoint with its manifest")
     check.set_defaults(answer=_verify)
     check.add_argument("path", help=where)
@@ -43,23 +44,18 @@ def add_parsers(commands: Any) -> None:
     export.set_defaults(answer=_export)
     export.add_argument("checkpoint", help="a checkpoint-<step> directory")
     export.add_argument("output", help="a new directory")
-    export.add_argument(
-        "--max-shard-size", default="5GB", metavar="SIZE", help="of each file of weights (default: %(default)s)"
-    )
-    export.add_argument("--dtype", help="of the weights, such as bfloat16 (default: the trained model's)")
-    export.add_argument(
-        "--merge", action="store_true", help="for an adapter: write the base model with the adapter merged in"
-    )
-    of_base = export.add_argument_group("with --merge")
-    of_base.add_argument("--base", metavar="NAME", help="the base model (default: as in the adapter's config)")
-    of_base.add_argument(
-        "--quantization",
-        choices=KINDS,
-        help="the quantization it was loaded with; not if its folder is already quantized",
-    )
-    of_base.add_argument(
-        "--double-quantization", action="store_true", help="it was loaded with bnb_4bit_use_double_quant"
-    )
+    texts = {
+        "--max-shard-size SIZE": "of each file of weights (default: %(default)s)",
+        "--dtype DTYPE": "of the weights, such as bfloat16 (default: the trained model's)",
+        "--merge": "for an adapter: write the base model with the adapter merged in",
+    }
+    add_flags(export, texts, max_shard_size={"default": "5GB"})
+    of_base = {
+        "--base NAME": "the base model (default: as in the adapter's config)",
+        "--quantization": "the quantization it was loaded with; not if its folder is already quantized",
+        "--double-quantization": "it was loaded with bnb_4bit_use_double_quant",
+    }
+    add_flags(export.add_argument_group("with --merge"), of_base, quantization={"choices": KINDS})
 
 
 def _targets(path: Path) -> list[Path]:

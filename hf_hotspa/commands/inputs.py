@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,23 @@ def whole(most: int = 2**31 - 1) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def add_flags(parser: Any, texts: Mapping[str, str], **options: Mapping[str, Any]) -> None:
+    """Adds arguments to a parser or a group of it.
+
+    Args:
+        texts: Help by `--flag METAVAR`, `-f --flag METAVAR` or `name METAVAR`; without a metavar and options a switch.
+        options: More arguments of `add_argument`, by the name of the attribute.
+    """
+    for words, text in texts.items():
+        *names, last = words.split()
+        if metavar := None if not names or last.startswith("-") else last:
+            more: Mapping[str, Any] = {"metavar": metavar}
+        else:
+            names, more = [*names, last], {}
+        more = {**more, **options.get(names[-1].strip("-").replace("-", "_"), {})}
+        parser.add_argument(*names, help=text, **(more or {"action": "store_true"}))
 
 
 def file_to_write(flag: str, path: str | None) -> None:
@@ -86,7 +103,7 @@ def add_parsers(commands: Any) -> None:
         description="Counts the tokens of each row as training will see it, and saves the counts for `hf-hotspa plan --lengths`.",
     )
     add_data_arguments(lengths, lengths, required=True)
-    lengths.add_argument("-o", "--output", metavar="FILE", help="save the counts by length here, for plan --lengths")
+    add_flags(lengths, {"-o --output FILE": "save the counts by length here, for plan --lengths"})
     lengths.set_defaults(answer=_lengths)
     machines = commands.add_parser(
         "hardware",
@@ -98,19 +115,16 @@ def add_parsers(commands: Any) -> None:
     machines.set_defaults(answer=_hardware)
 
 
-def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None:
+def add_data_arguments(source: Any, parser: Any, **of_dataset: Any) -> None:
     """Adds the flags of a data set; `source`, the parser or its group of sources, gets `--dataset`."""
-    source.add_argument(
-        "--dataset",
-        metavar="DATA",
-        **({"required": True} if required else {}),
-        help="a .jsonl, .json, .csv, .parquet or .txt file, a folder of them, a saved data set, or a name on the hub",
-    )
-    parser.add_argument("--split", default="train", help="of the data set, such as train[:1000] (default: %(default)s)")
-    parser.add_argument(
-        "--tokenizer", metavar="NAME", help="a name on the hub or a folder; not needed for rows with input_ids"
-    )
-    parser.add_argument("--rows", type=whole(), metavar="N", help="read only N rows, drawn at random")
+    files = "a .jsonl, .json, .csv, .parquet or .txt file, a folder of them, a saved data set, or a name on the hub"
+    add_flags(source, {"--dataset DATA": files}, dataset=of_dataset)
+    texts = {
+        "--split SPLIT": "of the data set, such as train[:1000] (default: %(default)s)",
+        "--tokenizer NAME": "a name on the hub or a folder; not needed for rows with input_ids",
+        "--rows N": "read only N rows, drawn at random",
+    }
+    add_flags(parser, texts, split={"default": "train"}, rows={"type": whole()})
 
 
 def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
