@@ -101,11 +101,8 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
 
 def measure_link(transport: ProcessGroupTransport, world_size: int, apart: int, measuring: Measuring) -> Link:
-    """Measures latency and bandwidth while every rank sends to the rank `apart` after it. Collective.
-
-    Args:
-        apart: 1 for the neighbour on the node; the devices of a node for the neighbour on the next node.
-    """
+    """Measures latency and bandwidth while every rank sends to the rank `apart` after it. Collective. `apart`: 1 for
+    the neighbour on the node; the devices of a node for the neighbour on the next node."""
     rank = transport.rank
     peer, source = (rank + apart) % world_size, (rank - apart) % world_size
     out, into = (torch.zeros(max(_SIZES), dtype=torch.uint8, device=measuring.device) for _ in range(2))
@@ -451,11 +448,8 @@ class Probe:
         return self._measuring.timed(self.engine.phases[strategy].return_gradients)[0]
 
     def run(self, strategy: Strategy, lengths: tuple[int, ...], times: int) -> tuple[float, float]:
-        """Runs forward and backward of a pack on every replica, `times` in a row.
-
-        Returns:
-            Cost of one run on this rank: seconds by the clock, and core time of this process's threads.
-        """
+        """Runs forward and backward of a pack on every replica, `times` in a row. Returns cost of one run on this rank:
+        seconds by the clock, and core time of this process's threads."""
         clock, on_core = self._timed(strategy, [lengths] * times)
         return clock / times, on_core / times
 

@@ -40,12 +40,9 @@ def whole(most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def add_flags(parser: Any, texts: Mapping[str, str], **options: Mapping[str, Any]) -> None:
-    """Adds arguments to a parser or a group of it.
-
-    Args:
-        texts: Help by `--flag METAVAR`, `-f --flag METAVAR` or `name METAVAR`; without a metavar and options a switch.
-        options: More arguments of `add_argument`, by the name of the attribute.
-    """
+    """Adds arguments to a parser or a group of it. `texts`: help by `--flag METAVAR`, `-f --flag METAVAR` or `name
+    METAVAR`; without a metavar and options a switch. `options`: more arguments of `add_argument`, by the name of the
+    attribute."""
     for words, text in texts.items():
         *names, last = words.split()
         if metavar := None if not names or last.startswith("-") else last:
@@ -57,11 +54,8 @@ def add_flags(parser: Any, texts: Mapping[str, str], **options: Mapping[str, Any
 
 
 def file_to_write(flag: str, path: str | None) -> None:
-    """Creates the folder of a command's output file, so that errors come before the work.
-
-    Raises:
-        HotspaConfigError: naming the flag.
-    """
+    """Creates the folder of a command's output file, so that errors come before the work. Raises `HotspaConfigError`:
+    naming the flag."""
     if not path:
         return
     try:
@@ -78,11 +72,8 @@ def file_to_write(flag: str, path: str | None) -> None:
 
 
 def machines(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Returns `--nodes` and `--hardware`, given directly or by `--gpus`.
-
-    Raises:
-        HotspaConfigError: neither `--gpus` nor `--nodes` is given, or both are.
-    """
+    """Returns `--nodes` and `--hardware`, given directly or by `--gpus`. Raises `HotspaConfigError`: neither `--gpus`
+    nor `--nodes` is given, or both are."""
     example = "give --gpus 8xh100-80g, or --nodes 1x8 and --hardware h100-80g"
     if args.gpus is None:
         if args.nodes is None:
@@ -128,14 +119,9 @@ def add_data_arguments(source: Any, parser: Any, **of_dataset: Any) -> None:
 
 
 def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
-    """Returns the sequence lengths of the data set of `add_data_arguments`.
-
-    Args:
-        model: The model of a plan, whose tokenizer is the default.
-
-    Raises:
-        HotspaError: the data set or its tokenizer cannot be read, a row cannot be tokenised, or there are no rows.
-    """
+    """Returns the sequence lengths of the data set of `add_data_arguments`. `model`: the model of a plan, whose
+    tokenizer is the default. Raises `HotspaError`: the data set or its tokenizer cannot be read, a row cannot be
+    tokenised, or there are no rows."""
     from hf_hotspa.data.prepare import load_source, prepare_dataset
     from hf_hotspa.rows.read_row import RowRules
     from hf_hotspa.rows.scan import scan_dataset

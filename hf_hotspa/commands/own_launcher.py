@@ -44,14 +44,8 @@ rendezvous_handler_registry.register(LOOPBACK, lambda parameters: _Loopback(para
 
 
 def main(words: Sequence[str]) -> int:
-    """Starts the processes and waits for them.
-
-    Args:
-        words: Arguments of `torchrun`.
-
-    Returns:
-        The exit code: 0; 1 if a process failed; 128 plus the signal that ended this launcher.
-    """
+    """Starts the processes and waits for them. `words`: arguments of `torchrun`. Returns the exit code: 0; 1 if a
+    process failed; 128 plus the signal that ended this launcher."""
     for name in [name for name in logging.root.manager.loggerDict if name.startswith(_TORCH)]:
         logging.getLogger(name).setLevel(logging.CRITICAL)  # the failed process is reported below
     try:

@@ -27,17 +27,9 @@ _PROCESSES, _ALL = "--processes", "--help-all"
 
 
 def main(words: Sequence[str]) -> int:
-    """Runs the command. If it starts processes, this process becomes their launcher.
-
-    Args:
-        words: The arguments after `hf-hotspa train`.
-
-    Returns:
-        The exit code, 0; 2 when the input is wrong.
-
-    Raises:
-        HotspaError: in a process of a launcher, which shows it.
-    """
+    """Runs the command. If it starts processes, this process becomes their launcher. `words`: the arguments after
+    `hf-hotspa train`. Returns the exit code, 0; 2 when the input is wrong. Raises `HotspaError`: in a process of a
+    launcher, which shows it."""
     own = argparse.ArgumentParser(prog="hf-hotspa train", add_help=False, allow_abbrev=False)
     own.add_argument(_PROCESSES, type=whole(), default=None)
     ours, rest = own.parse_known_args(list(words))
@@ -69,14 +61,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
-    """Returns how many processes to start.
-
-    Args:
-        asked: The value of --processes, or None.
-
-    Raises:
-        HotspaConfigError: there is no GPU and --use_cpu is not given, or there are too few GPUs.
-    """
+    """Returns how many processes to start. `asked`: the value of --processes, or None. Raises `HotspaConfigError`:
+    there is no GPU and --use_cpu is not given, or there are too few GPUs."""
     strategies = (given.hotspa_strategies or "").strip()
     needed = parse_buckets(strategies)[0].strategy.world_size if strategies not in ("", AUTO) else None
     if asked is not None and needed is not None and asked != needed:

@@ -78,13 +78,7 @@ class Placement:
 
     def check(self, name: str, segment: int, base: int = 0) -> None:
         """Checks that no rank holds an element twice, and that intervals neither overlap in a buffer nor exceed it.
-
-        Args:
-            base: Start of the segment in the vector.
-
-        Raises:
-            PlanError: naming the layout, the rank and the interval.
-        """
+        `base`: start of the segment in the vector. Raises `PlanError`: naming the layout, the rank and the interval."""
 
         def interval(i: int) -> Interval:
             row = [int(column[i]) for column in (self.starts, self.stops, self.offsets)]
@@ -394,10 +388,7 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
 
 def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy | None = None) -> Layout:
     """Returns the layout of the master store: segments are cut evenly over all ranks, so all help to load a layer.
-
-    Args:
-        by_stage: A pipeline with independently updated stages: cuts each segment over its stage's ranks.
-    """
+    `by_stage`: a pipeline with independently updated stages: cuts each segment over its stage's ranks."""
     known: dict[tuple[range, int, tuple[int, ...]], Placement] = {}
     placements = []
     for segment in vector.segments:

@@ -53,11 +53,8 @@ def have_same_shards(before: ParameterVector, after: ParameterVector, strategy: 
 def shard_rows(
     vector: ParameterVector, strategy: Strategy, spec: ParameterSpec, rank: int, shard: int | None = None
 ) -> tuple[tuple[int, int], ...]:
-    """Returns a rank's row ranges of a parameter along its `shard_dim`, in storage order.
-
-    Args:
-        shard: A shard of the rank's group; the rank's own shard when None.
-    """
+    """Returns a rank's row ranges of a parameter along its `shard_dim`, in storage order. `shard`: a shard of the
+    rank's group; the rank's own shard when None."""
     shard = strategy.shard_index(strategy.coord(rank).tp) if shard is None else shard
     step_times = step_times_of_group(vector, strategy, rank) if any(part.by_step_time for part in spec.parts) else ()
     costs = vector.unit_costs.get(spec.unit) if step_times else None

@@ -80,11 +80,8 @@ class StageCosts:
         return replace(self, step_times=tuple(sorted(step_times)))
 
     def ranks(self, pp: int, v: int = 1) -> tuple[tuple[int, ...], ...]:
-        """Layers of each pipeline rank, ascending: stage s of pp * v is on rank s mod pp.
-
-        Raises:
-            StrategyError: more stages than layers.
-        """
+        """Layers of each pipeline rank, ascending: stage s of pp * v is on rank s mod pp. Raises `StrategyError`: more
+        stages than layers."""
         stages = self.stages(pp * v)
         return tuple(tuple(layer for stage in stages[rank::pp] for layer in stage) for rank in range(pp))
 

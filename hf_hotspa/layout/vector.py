@@ -284,11 +284,8 @@ class ParameterVector:
         return costs
 
     def with_step_times(self, step_times: Iterable[int]) -> "ParameterVector":
-        """Returns a copy whose MLPs are divided by these relative step times of the ranks; evenly if empty.
-
-        Raises:
-            HotspaConfigError: a relative step time is not positive.
-        """
+        """Returns a copy whose MLPs are divided by these relative step times of the ranks; evenly if empty. Raises
+        `HotspaConfigError`: a relative step time is not positive."""
         given = tuple(step_times)
         if min(given, default=1) < 1:
             raise HotspaConfigError(
@@ -297,11 +294,8 @@ class ParameterVector:
         return replace(self, step_times=given)
 
     def with_measured(self, costs: StageCosts | None) -> "ParameterVector":
-        """Returns a copy whose stages are cut by measured costs; by parameter count if None.
-
-        Raises:
-            HotspaConfigError: the costs are of another number of layers.
-        """
+        """Returns a copy whose stages are cut by measured costs; by parameter count if None. Raises
+        `HotspaConfigError`: the costs are of another number of layers."""
         if costs is not None and len(costs.layers) != self.num_layers:
             raise HotspaConfigError(
                 f"costs of {len(costs.layers)} layers for a model of {self.num_layers}", fix="measure this model"
@@ -349,14 +343,9 @@ def _unit_order(unit: int, num_layers: int) -> int:
 
 
 def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], head_cost: int) -> ParameterVector:
-    """Orders the parameters by unit (embedding, layers, head), then by segment, and assigns offsets.
-
-    Args:
-        specs: The parameters in the model's order; their offsets are ignored.
-
-    Raises:
-        ModelError: a sharded parameter is empty or scalar, its parts do not add up, or two share a name.
-    """
+    """Orders the parameters by unit (embedding, layers, head), then by segment, and assigns offsets. `specs`: the
+    parameters in the model's order; their offsets are ignored. Raises `ModelError`: a sharded parameter is empty or
+    scalar, its parts do not add up, or two share a name."""
     ordered: dict[tuple[int, str, bool, str], list[ParameterSpec]] = {}
     names: set[str] = set()
     for spec in specs:

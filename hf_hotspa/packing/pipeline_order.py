@@ -70,14 +70,9 @@ def runs_rounds(schedule: str) -> bool:
 
 
 def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> None:
-    """Rejects an unsupported schedule: torch's run whole packs, its GPipe one stage on each rank.
-
-    Args:
-        flexible: Whether ranks of tp may offload work.
-
-    Raises:
-        StrategyError: torch's schedule under `+ck` in a pipeline, GPipe under `+v`, or `+v` if ranks offload work.
-    """
+    """Rejects an unsupported schedule: torch's run whole packs, its GPipe one stage on each rank. `flexible`: whether
+    ranks of tp may offload work. Raises `StrategyError`: torch's schedule under `+ck` in a pipeline, GPipe under `+v`,
+    or `+v` if ranks offload work."""
     if strategy.ck and strategy.pp > 1 and not runs_chunks(schedule):
         raise StrategyError(
             f"strategy {strategy} has token chunks, and the pipeline schedule is {schedule}",

@@ -106,13 +106,8 @@ def _plan(
 
 def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False) -> tuple[list[Pieces], list[int]]:
     """Returns the pieces of each kind of segment, and each segment's kind; -1 if the target holds nothing of it.
-
-    Args:
-        sums: The target's holders contribute to what exactly one source rank owns.
-
-    Raises:
-        PlanError: a piece that is needed is held nowhere; or, with `sums`, does not have exactly one owner.
-    """
+    `sums`: the target's holders contribute to what exactly one source rank owns. Raises `PlanError`: a piece that is
+    needed is held nowhere; or, with `sums`, does not have exactly one owner."""
     kinds: list[Pieces] = []
     known: dict[tuple[object, ...], int] = {}
     kind_of = []

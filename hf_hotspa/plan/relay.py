@@ -211,15 +211,9 @@ def relay_pays(cluster: Cluster) -> bool:
 def pulling_shares(
     pulls: Iterable[Pull], forwarded: Mapping[int, float] | None = None
 ) -> dict[tuple[int, ...], Shares]:
-    """Which owners serve needs inside their node: balanced, with the least load of the busiest sender.
-
-    Args:
-        pulls: What moves inside nodes only.
-        forwarded: Bytes that each rank forwards inside its node after landing.
-
-    Returns:
-        For each owner set its ranks with their fractions; even in regular layouts.
-    """
+    """Which owners serve needs inside their node: balanced, with the least load of the busiest sender. `pulls`: what
+    moves inside nodes only. `forwarded`: bytes that each rank forwards inside its node after landing. Returns for each
+    owner set its ranks with their fractions; even in regular layouts."""
     amounts: dict[tuple[int, ...], float] = {(rank,): num_bytes for rank, num_bytes in (forwarded or {}).items()}
     for owners, _, num_bytes in pulls:
         amounts[owners] = amounts.get(owners, 0.0) + num_bytes

@@ -5,9 +5,9 @@ search, and the best static strategy if the pool's memory allows it, so that a m
 pure function of plain data, equal on all ranks. No torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -45,15 +45,12 @@ def make_auto_plan(
     limit_source: str = "",
     longest: int | None = None,
     policy: str = "error",
-    max_phases: int = 3,
     most_tokens: Mapping[Strategy, int] | None = None,
     evaluated: Sequence[SequenceTable] = (),
     sampled: bool = False,
-    may_chunk: bool = True,
-    has_host_memory: bool = True,
-    may_go_round: bool = False,
     near: float = 0.0,
     beside: Sequence[Strategy] = (),
+    **options: Any,
 ) -> Plan:
     """Plans a run.
 
@@ -65,6 +62,7 @@ def make_auto_plan(
         sampled: Whether longer rows than the scanned ones may come: all that model and memory allow must fit.
         near: Up to how much slower other plans are raced, as a share (`Plan.raced`); none if 0.
         beside: Strategies that share the arena.
+        options: As for `offers.choose`.
 
     Raises:
         DataError: there is nothing to train on.
@@ -78,14 +76,16 @@ def make_auto_plan(
 
     def chosen(lengths: Sequence[int], near: float = 0.0) -> Choice:
         return choose(
-            lengths, strategies, cost, capacities, mini_batch_size=size, longest=top, may_chunk=may_chunk,
-            has_host_memory=has_host_memory, may_go_round=may_go_round, max_phases=max_phases,
-            pack_margin=PACK_MARGIN, plain_margin=MARGIN, near=near,
+            lengths, strategies, cost, capacities, mini_batch_size=size, longest=top, pack_margin=PACK_MARGIN,
+            plain_margin=MARGIN, near=near, **{"may_go_round": False, **options},
         )  # fmt: skip
 
-    with _naming_limit(limit_source):
+    try:
         choice = chosen(sample, near)
         others = [chosen(_scaled(sample, by, top)).buckets for by in SCALES if sampled and not beside]
+    except DeviceMemoryError as error:
+        where = f"hotspa_memory_limit_mb: {limit_source}"
+        raise DeviceMemoryError(error.what, where=where, why=error.why, fix=error.fix) from None
     pool = pool_of(choice, capacities)
     (smaller,), raced = fitting_beside([pool], [plan.buckets for plan in choice.near], capacities, _PACK_SHARE)
     if smaller != pool:
@@ -147,24 +147,11 @@ def _within(pool: Sequence[Bucket], capacities: Capacities, arena: int, least: f
     return tuple(buckets)
 
 
-@contextmanager
-def _naming_limit(limit_source: str) -> Iterator[None]:
-    try:
-        yield
-    except DeviceMemoryError as error:
-        raise DeviceMemoryError(
-            error.what, where=f"hotspa_memory_limit_mb: {limit_source}", why=error.why, fix=error.fix
-        ) from None
-
-
 def longest_wanted(
     tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None = None, policy: str = "error"
 ) -> int | None:
-    """Returns the longest sequence that must fit, in tokens; None if the policy handles longer ones.
-
-    Args:
-        tables: The scans of the data sets.
-        asked: The user's value.
+    """Returns the longest sequence that must fit, in tokens; None if the policy handles longer ones. `asked` is the user's
+    value.
 
     Raises:
         DataError: there is no token.

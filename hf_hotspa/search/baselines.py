@@ -251,11 +251,8 @@ class Pricing:
         return Rival(name, choice.buckets, choice.seconds)
 
     def buckets(self, name: str, buckets: tuple[Bucket, ...]) -> Rival:
-        """Prices these buckets as they are: every sequence goes to the first one that is long enough.
-
-        Raises:
-            OverlongError: sequences are longer than the last one.
-        """
+        """Prices these buckets as they are: every sequence goes to the first one that is long enough. Raises
+        `OverlongError`: sequences are longer than the last one."""
         if buckets[-1].longest < max(self.lengths):
             raise OverlongError(
                 f"--strategies {name!r} takes sequences of {buckets[-1].longest} tokens, and the longest has {max(self.lengths)}",
@@ -275,11 +272,8 @@ class Pricing:
 
     def written(self, text: str, world_size: int, schedule: str = "auto") -> Rival:
         """Prices strategies in the syntax of `hotspa_strategies`: buckets as they are, or names, for which the best
-        edges and packs are searched.
-
-        Raises:
-            HotspaError: they are invalid, or cannot run this model on so many devices.
-        """
+        edges and packs are searched. Raises `HotspaError`: they are invalid, or cannot run this model on so many
+        devices."""
         shape: ModelShape = self.cost.sizes.shape
         as_given = ":" in text
         named = [Strategy.parse(part.strip()) for part in text.split(",")] if not as_given else []

@@ -100,15 +100,9 @@ class Selector:
         self.margin, self.max_phases = margin, max_phases
 
     def select(self, lengths: Iterable[int], previous: Iterable[Strategy] = ()) -> Selection:
-        """Chooses the phases for one mini-batch.
-
-        Args:
-            lengths: Tokens of its sequences, after the policy for over-long rows (`bucketing.cut_rows`).
-            previous: The strategies of the previous mini-batch; empty for none.
-
-        Raises:
-            OverlongError: a sequence is longer than the pool's longest bucket.
-        """
+        """Chooses the phases for one mini-batch. `lengths`: tokens of its sequences, after the policy for over-long
+        rows (`bucketing.cut_rows`). `previous`: the strategies of the previous mini-batch; empty for none. Raises
+        `OverlongError`: a sequence is longer than the pool's longest bucket."""
         batch = sorted(int(length) for length in lengths)
         if not batch:
             return Selection(self.pool[-1:], 0.0, 0.0, 0.0)
@@ -312,14 +306,8 @@ class PhaseChooser:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restores a state.
-
-        Returns:
-            Whether the time model is the same; corrections of another model are ignored.
-
-        Raises:
-            HotspaConfigError: the state is invalid.
-        """
+        """Restores a state. Returns whether the time model is the same; corrections of another model are ignored.
+        Raises `HotspaConfigError`: the state is invalid."""
         with reading_state("the choice of phases", "the choice starts anew"):
             num_trained = int(state["num_trained"])
             previous = tuple(Strategy.parse(name) for name in state["previous"])

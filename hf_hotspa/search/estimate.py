@@ -303,11 +303,8 @@ class Evaluator:
     def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int, shares: bool = False) -> float:
         """Returns a lower bound of `phase` in seconds, also with several stages on a rank: the largest of the busiest
         stage's work spread evenly over the replicas, the longest sequence through all stages, and all work spread over
-        shared cores; and the transfers that replace a switch (`+z2`, `+z3`).
-
-        Args:
-            shares: Whether replicas may share packs (cp), which divides one sequence's time: ignores that sequence.
-        """
+        shared cores; and the transfers that replace a switch (`+z2`, `+z3`). `shares`: whether replicas may share packs
+        (cp), which divides one sequence's time: ignores that sequence."""
         computed = self._bounds(strategy, low, high, pack_tokens, shares)
         return sum(computed.values()) + self.switch[strategy] * self._used(low, high)
 

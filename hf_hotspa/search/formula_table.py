@@ -117,14 +117,8 @@ def divisions(world_size: int, batch: int, micro: int, layers: int, heads: int) 
 
 
 def make_table(setup: Setup, batch: int, micro: int, tokens: int) -> FormulaTable:
-    """Makes the rows for a model on a cluster.
-
-    Args:
-        setup: With hardware.
-
-    Raises:
-        HotspaConfigError: a number is impossible, or nothing divides the devices and the batch.
-    """
+    """Makes the rows for a model on a cluster. `setup`: with hardware. Raises `HotspaConfigError`: a number is
+    impossible, or nothing divides the devices and the batch."""
     for what, number in (("--batch", batch), ("--micro-batch", micro), ("--sequence", tokens)):
         if not 1 <= number <= _MOST:
             raise HotspaConfigError(f"{what} is {number}", fix=f"use a number from 1 to {_MOST}")

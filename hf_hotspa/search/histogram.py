@@ -123,11 +123,8 @@ class Counts:
 
 
 def load_counts(path: str | os.PathLike[str]) -> Counts:
-    """Reads a histogram.
-
-    Raises:
-        HotspaConfigError: the file is missing, torn, of another kind or version, empty, or holds impossible numbers.
-    """
+    """Reads a histogram. Raises `HotspaConfigError`: the file is missing, torn, of another kind or version, empty, or
+    holds impossible numbers."""
     remedy = (
         "make it with `hf-hotspa lengths --dataset DATA -o FILE`, or write "
         '{"kind": "' + KIND + '", "schema_version": 1, "counts": {"length": count, ...}}'
@@ -249,11 +246,7 @@ class LengthsSeen:
         return {"basis": self._basis.tolist(), "recent": self._recent, "mini_batches": self._mini_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state.
-
-        Raises:
-            HotspaConfigError: the state is invalid.
-        """
+        """Restores a state. Raises `HotspaConfigError`: the state is invalid."""
         with reading_state("the lengths that were trained", "lengths are watched anew"):
             basis = np.array(state["basis"], np.float64)
             recent, number = [int(length) for length in state["recent"]], int(state["mini_batches"])

@@ -28,12 +28,14 @@ from hf_hotspa.strategy import Strategy, expert_strategies
 CHUNK_SIZES = (16384, 8192, 4096, 2048, 1024, 512, 256)
 """Chunk sizes tried, in tokens: below, launches and the second pass over keys and values cost more than they save."""
 _GRAPHS = (15, 7, 3, 1)
+Held = Callable[[Strategy], int]
+"""The longest sequence that a strategy holds, in tokens."""
 
 
 def with_chunks(
     strategies: Sequence[Strategy],
     longest: int,
-    tokens: Callable[[Strategy], int],
+    tokens: Held,
     shape: ModelShape,
     *,
     schedule: str = "auto",
@@ -60,7 +62,7 @@ def _that_may_chunk(strategies: Iterable[Strategy], schedule: str) -> list[Strat
 def chunks_alone(
     strategies: Sequence[Strategy],
     longest: int,
-    tokens: Callable[[Strategy], int],
+    tokens: Held,
     shape: ModelShape,
     *,
     schedule: str = "auto",
@@ -81,16 +83,11 @@ def chunks_alone(
 
 
 def longest_by_strategy(
-    asked: Strategy, shape: ModelShape, tokens: Callable[[Strategy], int], *, schedule: str = "auto"
+    asked: Strategy, shape: ModelShape, tokens: Held, *, schedule: str = "auto"
 ) -> list[tuple[Strategy, int]]:
     """Returns the longest sequence of some strategies: the requested one, dp alone, and the largest tp, cp and pp that
     divides the devices and runs the model. Each as it is, with `+rc`, and in the chunks that hold most, then with keys
-    and values in host memory.
-
-    Args:
-        asked: With its options, which its row has, too.
-        tokens: The longest sequence that a strategy holds.
-    """
+    and values in host memory. `asked`: with its options, which its row has, too."""
     longest = []
     for strategy in _shapes_beside(asked, shape):
         ways = [strategy, replace(strategy, rc=strategy.rc or 1)]
@@ -105,7 +102,7 @@ def longest_by_strategy(
     return longest
 
 
-def pipelines_alone(strategies: Iterable[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
+def pipelines_alone(strategies: Iterable[Strategy], longest: int, tokens: Held) -> list[Strategy]:
     """Returns cp with a pipeline, not sharded, to try as single strategies if plans are raced, although `that_pay`
     treats it as a last resort: on busy cores it was the fastest, although predicted 9 % behind."""
     return [s for s in strategies if s.cp > 1 and s.pp > 1 and s.is_common and tokens(s) >= longest]
@@ -124,9 +121,7 @@ def _shapes_beside(asked: Strategy, shape: ModelShape) -> list[Strategy]:
     return list(dict.fromkeys(shapes))
 
 
-def _that_hold(
-    strategies: Iterable[Strategy], longest: int, tokens: Callable[[Strategy], int], *, in_host: bool
-) -> list[Strategy]:
+def _that_hold(strategies: Iterable[Strategy], longest: int, tokens: Held, *, in_host: bool) -> list[Strategy]:
     """For each strategy the longest chunks that hold the sequence, with as many graphs as fit."""
     chunked = []
     for strategy in strategies:
@@ -190,7 +185,6 @@ def choose(
         may_chunk: Whether a sequence may be trained in chunks (`+ck`).
         has_host_memory: Whether their keys and values may go to host memory (`+kh`).
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`), if the schedule runs them.
-        evaluator: See `search`.
         options: And the other arguments: as for `search`.
     """
     shape, schedule, tokens = cost.sizes.shape, cost.memory.options.schedule, capacities.tokens
@@ -231,15 +225,11 @@ def sharing_layouts(
     strategies: Iterable[Strategy],
     cost: CostModel,
     longest: int,
-    tokens: Callable[[Strategy], int],
+    tokens: Held,
     evaluator: Evaluator,
 ) -> list[list[Strategy]]:
     """Returns the strategies of each layout whose replicas share the packs of long rows, for the layouts that could be
-    the fastest. As in Megatron and verl: without fully sharded strategies, chunks, or divided experts.
-
-    Args:
-        tokens: The longest sequence that a strategy holds.
-    """
+    the fastest. As in Megatron and verl: without fully sharded strategies, chunks, or divided experts."""
     layouts: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
         if strategy.is_common and cost.time.knows(strategy):
@@ -256,11 +246,11 @@ def that_pay(
     lengths: Sequence[int],
     mini_batch_size: int,
     longest: int,
-    tokens: Callable[[Strategy], int],
+    tokens: Held,
     quadratic_cost: float,
 ) -> list[Strategy]:
     """Drops strategies with cp that cannot pay, for drawn lengths (at least one); a strategy stays if its layout has no
-    other. `tokens` returns the longest sequence that a strategy holds."""
+    other."""
 
     def cost(length: int) -> float:
         return length * (1 + quadratic_cost * length)
@@ -280,26 +270,17 @@ def that_pay(
         return list(strategies)
     has_plain, has_whole = any(s.pp == 1 for s in holding), any(not s.z for s in holding)
 
-    def may_pay(s: Strategy) -> bool:
-        if s.cp == 1:
-            return True
-        is_last_resort = (s.pp > 1 and has_plain) or (s.z and has_whole) or (s.rc and replace(s, rc=0) in holding)
-        return not is_last_resort
+    def last_resort(s: Strategy) -> object:
+        return (s.pp > 1 and has_plain) or (s.z and has_whole) or (s.rc and replace(s, rc=0) in holding)
 
-    return [strategy for strategy in strategies if strategy in kept and may_pay(strategy)]
+    return [s for s in strategies if s in kept and (s.cp == 1 or not last_resort(s))]
 
 
-def _most(
-    whole: Strategy, family: Sequence[Strategy], share: float, longest: int, tokens: Callable[[Strategy], int]
-) -> int:
+def _most(whole: Strategy, family: Sequence[Strategy], share: float, longest: int, tokens: Held) -> int:
     """The largest cp of a family that can pay: with it no replica waits for the longest sequence, and that sequence
-    fits with room for one more division. If it never fits, the largest cp: others beside it may fit.
-
-    Args:
-        whole: The family's member without cp.
-        family: Strategies of one layout and the same options, in ascending order of cp.
-        share: Cost of the longest sequence over the cost of a mini-batch.
-    """
+    fits with room for one more division. If it never fits, the largest cp: others beside it may fit. `whole`: the
+    family's member without cp. `family`: strategies of one layout and the same options, in ascending order of cp.
+    `share`: cost of the longest sequence over the cost of a mini-batch."""
     degrees = [s.cp for s in family]
     if degrees[0] > 1 or len(degrees) == 1:
         return degrees[-1]
@@ -311,9 +292,8 @@ def _most(
     return max(most, *holding[:2]) if holding else degrees[-1]
 
 
-def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
-    """Drops strategies with ep that cannot pay; a strategy stays if it has no counterpart without ep. `tokens` returns
-    the longest sequence that a strategy holds."""
+def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Held) -> list[Strategy]:
+    """Drops strategies with ep that cannot pay; a strategy stays if it has no counterpart without ep."""
     divided: dict[Strategy, list[Strategy]] = {}
     for strategy in strategies:
         if strategy.ep > 1:

@@ -305,14 +305,8 @@ class Race:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restores a state.
-
-        Returns:
-            Whether its plans are these; otherwise the race starts from its beginning.
-
-        Raises:
-            HotspaConfigError: the state is invalid.
-        """
+        """Restores a state. Returns whether its plans are these; otherwise the race starts from its beginning. Raises
+        `HotspaConfigError`: the state is invalid."""
         with reading_state("the race of plans", "plans are raced anew"):
             if list(state["names"]) != list(self.names):
                 return False

@@ -13,7 +13,7 @@ Exactness:
   beat it by `margin`: the answer is never worse than the best static strategy, and may be not to switch. Packs are then
   made smaller if that costs at most `pack_margin`.
 * Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best
-  single pipeline that can have them (`going_round`). They do not change what is moved and hardly change what is held,
+  single pipeline that can have them. They do not change what is moved and hardly change what is held,
   so the best strategies and edges are taken to be the same; searching every pipeline both ways would take twice as
   long.
 * Memory: a pool shares an arena as large as its largest strategy needs, which reduces the others' capacity. The search
@@ -26,9 +26,10 @@ good choice of its strategy, too little to affect other choices. Deterministic; 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from typing import Any
 
 import numpy as np
 
@@ -39,16 +40,10 @@ from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack
 from hf_hotspa.search.partition import best_partitions
 from hf_hotspa.strategy import Bucket, Strategy
 
-# -- answers -----------------------------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Row:
-    """One bucket of the answer: numbers and seconds are means a mini-batch; packs are over all replicas.
-
-    Args:
-        bucket: Strategy, edges and pack size.
-    """
+    """One bucket of the answer: numbers and seconds are means a mini-batch; packs are over all replicas."""
 
     bucket: Bucket
     num_sequences: float
@@ -113,48 +108,10 @@ class Choice:
         return ",".join(map(str, self.buckets))
 
 
-Phases = tuple[tuple[Strategy, int, int, int], ...]
-"""`(strategy, low, high, pack tokens)` of each phase, by length."""
-
-
-def can_go_round(strategy: Strategy, num_layers: int) -> bool:
-    """Returns whether the ranks of its pipeline can have two stages each."""
-    return strategy.can_go_round and 2 * strategy.pp <= num_layers
-
-
-def going_round(
-    phases: Phases,
-    margin: float,
-    num_layers: int,
-    capacities: Capacities,
-    switch: dict[Strategy, float],
-    seconds: Callable[[Phases], float],
-) -> Phases:
-    """Returns the same phases, with two stages on each rank of the pipelines that are faster with them and fit.
-
-    Args:
-        margin: How much faster a phase must be, as a share.
-        switch: Load and return seconds of each strategy; tried strategies are added, with their one-stage seconds.
-        seconds: Total seconds of phases.
-    """
-    for index, (strategy, low, high, tokens) in enumerate(phases):
-        if not can_go_round(strategy, num_layers):
-            continue
-        twin = replace(strategy, v=2)
-        switch[twin] = switch[strategy]
-        arena = max(capacities.arena(other) for other in (twin, *(phase[0] for phase in phases)))
-        tokens = min(tokens, capacities.pack_tokens(twin, arena, high))
-        trial = (*phases[:index], (twin, low, high, tokens), *phases[index + 1 :])
-        fits = all(
-            end <= capacities.tokens(own, arena) and 0 < packs <= capacities.pack_tokens(own, arena, end)
-            for own, _, end, packs in trial
-        )
-        if fits and seconds(trial) < seconds(phases) - margin * seconds((phases[index],)):
-            phases = trial
-    return phases
-
-
-# -- the search --------------------------------------------------------------------------------------------------------
+Phase = tuple[Strategy, int, int, int]
+"""`(strategy, low, high, pack tokens)`."""
+Phases = tuple[Phase, ...]
+"""By length."""
 
 
 MOST_PHASES = 8
@@ -186,6 +143,32 @@ _RARE = 0.01
 """The weight of a mini-batch with a longest sequence that the histogram does not show."""
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """What a search may choose.
+
+    Args:
+        max_phases: The most buckets.
+        margin: How much better than the best single strategy a pool must be, as a share.
+        pack_margin: How much slower a bucket may be with smaller packs, which use less memory and are nearer to what
+            was measured.
+        plain_margin: How much better a single strategy must be than one with fewer ranks to a replica.
+        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
+        near: Up to how much slower other plans are reported: `MOST_SINGLES` with one strategy, `MOST_POOLS` with more.
+        families: Strategies of one layout each that are also searched separately: see `offers.sharing_layouts`.
+        alone: Strategies that are never in pools.
+    """
+
+    max_phases: int = 3
+    margin: float = 0.01
+    pack_margin: float = 0.0
+    plain_margin: float = 0.0
+    may_go_round: bool = False
+    near: float = 0.0
+    families: Sequence[Sequence[Strategy]] = ()
+    alone: Iterable[Strategy] = ()
+
+
 def search(
     lengths: Iterable[int],
     strategies: Iterable[Strategy],
@@ -196,42 +179,32 @@ def search(
     mini_batch_size: int | None = None,
     longest: int | None = None,
     quadratic_cost: float = 0.0,
-    max_phases: int = 3,
-    margin: float = 0.01,
-    pack_margin: float = 0.0,
-    plain_margin: float = 0.0,
-    may_go_round: bool = False,
-    near: float = 0.0,
-    families: Sequence[Sequence[Strategy]] = (),
-    alone: Iterable[Strategy] = (),
     evaluator: Evaluator | None = None,
+    **options: Any,
 ) -> Choice:
     """Chooses strategies, edges and pack sizes.
 
     Args:
         lengths: In random order, each at least 1: a sample of the data set.
         strategies: The legal ones; those without coefficients in the time model are left out.
-        capacities: How long packs may be.
         switch: Load and return seconds of each strategy.
         mini_batch_size: Sequences of a mini-batch; None for all lengths.
         longest: The longest sequence that must fit, if longer than the given ones.
         quadratic_cost: See `ModelShape.quadratic_cost`.
-        margin: How much better than the best single strategy a pool must be, as a share.
-        pack_margin: How much slower a bucket may be with smaller packs, which use less memory and are nearer to what
-            was measured.
-        plain_margin: How much better a single strategy must be than one with fewer ranks to a replica.
-        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
-        near: Up to how much slower other plans are reported: `MOST_SINGLES` with one strategy, `MOST_POOLS` with more.
-        families: Strategies of one layout each that are also searched separately: see `offers.sharing_layouts`.
-        alone: Strategies that are never in pools.
         evaluator: For the same lengths, mini-batches and models; knows what others have simulated.
+        options: See `SearchOptions`.
 
     Raises:
         HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
         HotspaError: no strategy holds the longest sequence; from `capacities`.
     """
-    sample = [int(length) for length in lengths]
-    _check(sample, max_phases, margin, mini_batch_size)
+    sample, asked = [int(length) for length in lengths], SearchOptions(**options)
+    if not sample or min(sample) < 1:
+        raise HotspaConfigError("there are no lengths, or some are below 1 token", fix="give a histogram with lengths")
+    if asked.max_phases < 1 or not 0 <= asked.margin < 1 or (mini_batch_size is not None and mini_batch_size < 1):
+        raise HotspaConfigError(
+            f"max_phases {asked.max_phases}, margin {asked.margin} or mini_batch_size {mini_batch_size} is wrong"
+        )
     pool = sorted({s for s in strategies if time.knows(s)})
     if not pool:
         raise HotspaConfigError(
@@ -243,18 +216,7 @@ def search(
     batches, weights = mini_batches(sample, mini_batch_size, longest)
     evaluator = evaluator or Evaluator(batches, time, {}, quadratic_cost, weights)
     evaluator.switch.update(switch)
-    searcher = _Search(pool, (batches, weights), time, capacities, evaluator, longest, max_phases)
-    searcher.take(families, alone)
-    return searcher.run(margin, pack_margin, plain_margin, may_go_round, near)
-
-
-def _check(sample: list[int], max_phases: int, margin: float, mini_batch_size: int | None) -> None:
-    if not sample or min(sample) < 1:
-        raise HotspaConfigError("there are no lengths, or some are below 1 token", fix="give a histogram with lengths")
-    if max_phases < 1 or not 0 <= margin < 1 or (mini_batch_size is not None and mini_batch_size < 1):
-        raise HotspaConfigError(
-            f"max_phases {max_phases}, margin {margin} or mini_batch_size {mini_batch_size} is wrong"
-        )
+    return _Search(pool, (batches, weights), time, capacities, evaluator, longest, asked).run()
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
@@ -274,10 +236,6 @@ _Estimated = tuple[tuple[Strategy, int, int, float], ...]
 """`(strategy, low, high, estimated seconds)` of each phase, by length."""
 
 
-def _total(phases: _Estimated) -> float:
-    return sum(seconds for *_, seconds in phases)
-
-
 class _Search:
     """One search; arguments as for `search`, `drawn` from `mini_batches`. `exact`: all ranges were simulated."""
 
@@ -289,13 +247,10 @@ class _Search:
         capacities: Capacities,
         evaluator: Evaluator,
         longest: int,
-        max_phases: int,
+        options: SearchOptions,
     ) -> None:
-        (self.batches, self.weights), self.evaluator = drawn, evaluator
-        self.time, self.capacities, self.switch = time, capacities, evaluator.switch
-        self.longest, self.max_phases = longest, max_phases
-        self.families: list[list[Strategy]] = []
-        self.alone: list[Strategy] = []
+        (self.batches, self.weights), self.evaluator, self.options = drawn, evaluator, options
+        self.time, self.capacities, self.switch, self.longest = time, capacities, evaluator.switch, longest
         self.most_tokens = max(longest, *map(sum, self.batches))
         # the same without `+z2` and `+z3` is never slower: shards are for limited memory
         unlimited = {s for s in pool if not s.z and capacities.tokens(s) >= self.most_tokens}
@@ -313,50 +268,62 @@ class _Search:
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
 
-    def take(self, families: Sequence[Sequence[Strategy]], alone: Iterable[Strategy]) -> None:
-        """Adds what is considered beside the pools, as far as the time model knows it; see `search`."""
-        self.alone = [s for s in alone if self.time.knows(s)]
-        self.families = [own for each in families if (own := sorted({s for s in each if self.time.knows(s)}))]
-
-    def run(self, margin: float, pack_margin: float, plain_margin: float, may_go_round: bool, near: float) -> Choice:
-        static = self._best_static(plain_margin, near)
-        pools = self._candidates() if self.max_phases > 1 and len(self.pool) > 1 else []
-        for phases in self._of_families(margin, min(map(self._seconds, (static, *pools)))):
+    def run(self) -> Choice:
+        margin, near = self.options.margin, self.options.near
+        static = self._best_static()
+        pools = self._candidates() if self.options.max_phases > 1 and len(self.pool) > 1 else []
+        for phases in self._of_families(min(map(self._seconds, (static, *pools)))):
             (self._singles if len(phases) == 1 else pools).append(phases)
             static = min(static, phases, key=self._seconds) if len(phases) == 1 else static
         best = min((static, *pools), key=self._seconds)
-        best_seconds, static_seconds = self._seconds(best), self._seconds(static)
-        if may_go_round:
-            known = margin, len(self.time.cut.layers), self.capacities, self.switch, self._seconds
+        if self.options.may_go_round:
             # another single pipeline may be the fastest then: not all strategies can have two stages on a rank
-            best, static, other = (going_round(phases, *known) for phases in (best, static, self._pipeline or static))
+            best, static, other = map(self._going_round, (best, static, self._pipeline or static))
             if self._seconds(other) < self._seconds(static) * (1 - margin):
                 static = other
             best = min(best, static, key=self._seconds)
-            best_seconds, static_seconds = self._seconds(best), self._seconds(static)
-        if len(best) > 1 and not best_seconds < static_seconds * (1 - margin):
+        if len(best) > 1 and not self._seconds(best) < self._seconds(static) * (1 - margin):
             best = static
         others = self._near(best, [static, *self._singles], pools, near) if near else []
-        best, static, *others = (
-            self._plainest([self._slim(each, pack_margin) for each in phases]) for phases in (best, static, *others)
-        )
+        best, static, *others = (self._plainest(map(self._slim, phases)) for phases in (best, static, *others))
         return self._choice(best, static, others)
 
-    def _of_families(self, margin: float, most: float) -> list[Phases]:
+    def _can_go_round(self, strategy: Strategy) -> bool:
+        """Whether the ranks of its pipeline can have two stages each."""
+        return strategy.can_go_round and 2 * strategy.pp <= len(self.time.cut.layers)
+
+    def _going_round(self, phases: Phases) -> Phases:
+        """The same phases, with two stages on each rank of the pipelines that are faster with them and fit."""
+        for index, (strategy, low, high, tokens) in enumerate(phases):
+            if not self._can_go_round(strategy):
+                continue
+            twin = replace(strategy, v=2)
+            self.switch[twin] = self.switch[strategy]
+            arena = max(map(self.capacities.arena, (twin, *(phase[0] for phase in phases))))
+            tokens = min(tokens, self.capacities.pack_tokens(twin, arena, high))
+            trial = (*phases[:index], (twin, low, high, tokens), *phases[index + 1 :])
+            fits = all(
+                end <= self.capacities.tokens(own, arena) and 0 < packs <= self.capacities.pack_tokens(own, arena, end)
+                for own, _, end, packs in trial
+            )
+            least = self.options.margin * self._seconds((phases[index],))
+            if fits and self._seconds(trial) < self._seconds(phases) - least:
+                phases = trial
+        return phases
+
+    def _of_families(self, most: float) -> list[Phases]:
         """The best of each family that may take less than so many seconds."""
         chosen: list[Phases] = []
-        for own in self.families:
-            holds = any(self.capacities.tokens(s) >= self.longest for s in own)
+        options = SearchOptions(self.options.max_phases, self.options.margin)
+        for each in self.options.families:
+            own = sorted({s for s in each if self.time.knows(s)})
             if (
-                holds
+                any(self.capacities.tokens(s) >= self.longest for s in own)
                 and min(self.evaluator.bound(s, 0, self.longest, self.most_tokens, shares=True) for s in own) < most
             ):
                 drawn = self.batches, self.weights
-                searched = _Search(
-                    own, drawn, self.time, self.capacities, self.evaluator, self.longest, self.max_phases
-                )
-                choice = searched.run(margin, 0.0, 0.0, False, 0.0)
-                chosen.append(tuple((b.strategy, b.low, b.longest, b.pack_tokens) for b in choice.buckets))
+                searched = _Search(own, drawn, self.time, self.capacities, self.evaluator, self.longest, options)
+                chosen.append(tuple((b.strategy, b.low, b.longest, b.pack_tokens) for b in searched.run().buckets))
         return chosen
 
     def _near(self, best: Phases, singles: Sequence[Phases], pools: Sequence[Phases], near: float) -> list[Phases]:
@@ -389,16 +356,17 @@ class _Search:
         """The strategies without options; `moving`: with `+z3`, if it is there."""
         return frozenset(replace(self.time.kind(s), rc=0, z=s.z if moving and s.z == 3 else 0, v=1) for s, *_ in phases)
 
-    def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
+    def _slim(self, phase: Phase) -> Phase:
         strategy, low, high, tokens = phase
-        most = self.evaluator.phase(*phase).seconds * (1 + pack_margin)
-        for smaller in pack_choices(tokens, high)[::-1] if pack_margin else ():
+        most = self.evaluator.phase(*phase).seconds * (1 + self.options.pack_margin)
+        for smaller in pack_choices(tokens, high)[::-1] if self.options.pack_margin else ():
             if self.evaluator.phase(strategy, low, high, smaller).seconds <= most:
                 return strategy, low, high, smaller
         return phase
 
-    def _plainest(self, phases: Sequence[tuple[Strategy, int, int, int]]) -> Phases:
+    def _plainest(self, slim: Iterable[Phase]) -> Phases:
         """The same without `+sp` if the packs fit without."""
+        phases = list(slim)
         arena, plainest = max(self.capacities.arena(phase[0]) for phase in phases), []
         for strategy, low, high, tokens in phases:
             plain = self.plain.get(strategy)
@@ -432,23 +400,24 @@ class _Search:
             self._known_packs[key] = sorted(sizes, reverse=True)
         return self._known_packs[key]
 
-    def _best_static(self, plain_margin: float, near: float) -> Phases:
+    def _best_static(self) -> Phases:
         """Tries all single strategies and pack sizes, lowest bound first, until no bound can win, or be near.
 
         Returns the fastest, or of those behind it by less than the margin one with the fewest ranks to a replica.
         """
-        whole = 0, self.longest
-        options = []
-        for strategy in [*self.pool, *self.alone]:
-            for tokens in self._packs(strategy, self.capacities.arena(strategy), self.longest):
-                options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
+        whole, near, plain_margin = (0, self.longest), self.options.near, self.options.plain_margin
+        options = [
+            (self.evaluator.bound(strategy, *whole, tokens), strategy, tokens)
+            for strategy in [*self.pool, *filter(self.time.knows, self.options.alone)]
+            for tokens in self._packs(strategy, self.capacities.arena(strategy), self.longest)
+        ]
         timed: list[tuple[float, Strategy, int]] = []
         most = far = round_s = math.inf
         kinds = dict[frozenset[Strategy], float]()  # the fastest of each
         for bound, strategy, tokens in sorted(options):
             if bound >= most and bound >= min([far, *sorted(kinds.values())[MOST_SINGLES:]]):
                 break
-            rounds = can_go_round(strategy, len(self.time.cut.layers))
+            rounds = self._can_go_round(strategy)
             asked = max(most, far, round_s if rounds else 0.0) if strategy.ranks_of_a_replica > 1 else math.inf
             seconds = self.evaluator.seconds_within(strategy, *whole, tokens, asked)
             if seconds > asked:
@@ -464,7 +433,7 @@ class _Search:
         unmoved = [each for each in options if each[1].z < 3]
         for known in (replicas, unmoved) if near else ():
             self._singles += [((strategy, *whole, tokens),) for _, strategy, tokens in sorted(known)[:1]]
-        pipelines = [each for each in timed if can_go_round(each[1], len(self.time.cut.layers))]
+        pipelines = [each for each in timed if self._can_go_round(each[1])]
         self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(pipelines)), None)
         winning = [each for each in timed if each[0] <= most]
         _, strategy, tokens = min(
@@ -473,6 +442,9 @@ class _Search:
         return ((strategy, *whole, tokens),)
 
     def _candidates(self) -> list[Phases]:
+        def total(phases: _Estimated) -> float:
+            return sum(seconds for *_, seconds in phases)
+
         candidates: dict[tuple[Strategy, ...], _Estimated] = {}
         self.exact = True
         for arena in self._arenas():
@@ -481,8 +453,7 @@ class _Search:
             if len(capacities) > 1 and max(capacities.values()) >= self.longest:
                 for each in self._partitions(capacities, arena):
                     strategies = tuple(strategy for strategy, *_ in each)
-                    if strategies not in candidates or _total(each) < _total(candidates[strategies]):
-                        candidates[strategies] = each
+                    candidates[strategies] = min(candidates.get(strategies, each), each, key=total)
         if self.exact:
             return [self._with_packs(each) for each in candidates.values()]
         return self._best_first(list(candidates.values()))
@@ -542,7 +513,7 @@ class _Search:
             costs = np.stack([self._estimated(table, strategy, capacities[strategy], arena) for strategy in strategies])
         return [
             tuple((strategies[s], edges[i], edges[j], float(costs[s, i, j])) for s, i, j in partition.ranges)
-            for partition in best_partitions(costs, self.max_phases, keep)
+            for partition in best_partitions(costs, self.options.max_phases, keep)
             if len(partition.ranges) > 1
         ]
 
@@ -566,7 +537,7 @@ class _Search:
                 costs[i, j] = self.evaluator.phase(*self._packed(strategy, edges[i], high, arena)).seconds
         return costs
 
-    def _packed(self, strategy: Strategy, low: int, high: int, arena: int) -> tuple[Strategy, int, int, int]:
+    def _packed(self, strategy: Strategy, low: int, high: int, arena: int) -> Phase:
         sizes = self._packs(strategy, arena, high)
         best, best_seconds = sizes[0], math.inf
         for tokens in sizes:
@@ -599,21 +570,12 @@ class _Search:
         return best
 
     def _choice(self, phases: Phases, static: Phases, others: Sequence[Phases]) -> Choice:
-        rows = []
+        rows, num = [], self.num_drawn
         for strategy, low, high, tokens in phases:
             cost = self.evaluator.phase(strategy, low, high, tokens)
-            num = self.num_drawn
-            lengths = [[length for length in batch if low < length <= high] for batch in self.batches[:num]]
-            rows.append(
-                Row(
-                    Bucket(strategy, high, tokens, low),
-                    sum(map(len, lengths)) / num,
-                    sum(map(sum, lengths)) / num,
-                    cost.num_packs,
-                    cost.compute_s,
-                    cost.switch_s,
-                )
-            )
+            lengths = [length for batch in self.batches[:num] for length in batch if low < length <= high]
+            counts = len(lengths) / num, sum(lengths) / num, cost.num_packs
+            rows.append(Row(Bucket(strategy, high, tokens, low), *counts, cost.compute_s, cost.switch_s))
         ((strategy, _, high, tokens),) = static
         return Choice(
             tuple(row.bucket for row in rows),

@@ -163,11 +163,8 @@ class Setup:
 
     @cached_property
     def cost(self) -> CostModel:
-        """The cost model, calibrated or from data sheets.
-
-        Raises:
-            HotspaConfigError: the hardware has no speed for the dtype.
-        """
+        """The cost model, calibrated or from data sheets. Raises `HotspaConfigError`: the hardware has no speed for the
+        dtype."""
         assert self.hardware is not None
         if self.calibration is not None:
             return CostModel.of_calibration(self.calibration, self.sizes, self._options, self.world_size)
@@ -279,15 +276,9 @@ def make_plan(
     overlong: str = "error",
     written: Sequence[str] = (),
 ) -> PlannedSetup:
-    """Chooses buckets for a setup with hardware.
-
-    Args:
-        lengths: See `read_lengths`, also for `longest` and `overlong`.
-        written: Strategies in the syntax of `hotspa_strategies`, to be priced beside the plan.
-
-    Raises:
-        HotspaError: no lengths, or nothing holds the longest one; the message names the smallest change that works.
-    """
+    """Chooses buckets for a setup with hardware. `lengths`: see `read_lengths`, also for `longest` and `overlong`.
+    `written`: strategies in the syntax of `hotspa_strategies`, to be priced beside the plan. Raises `HotspaError`: no
+    lengths, or nothing holds the longest one; the message names the smallest change that works."""
     assert setup.hardware is not None
     shape = setup.model.shape
     drawn, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings, overlong)
@@ -392,12 +383,9 @@ class Estimate:
 
 
 def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
-    """Estimates the memory of one strategy, alone in its pool.
-
-    Raises:
-        HotspaConfigError: no such strategy for this model and these machines, or an impossible pack.
-        UnsupportedError: a strategy that cannot run, see `RunOptions.check`.
-    """
+    """Estimates the memory of one strategy, alone in its pool. Raises `HotspaConfigError`: no such strategy for this
+    model and these machines, or an impossible pack. Raises `UnsupportedError`: a strategy that cannot run, see
+    `RunOptions.check`."""
     if not 1 <= pack_tokens < UNLIMITED_TOKENS:
         raise HotspaConfigError(f"a pack of {pack_tokens} tokens is impossible", fix="use at least 1 token")
     asked = setup.with_options(Strategy.parse(strategy))

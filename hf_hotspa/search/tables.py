@@ -203,11 +203,7 @@ def estimate_text(estimate: Estimate) -> str:
 
 
 def save_plot(planned: PlannedSetup, path: str | os.PathLike[str]) -> None:
-    """Writes the histogram with the edges of buckets as SVG.
-
-    Raises:
-        HotspaConfigError: the file cannot be written.
-    """
+    """Writes the histogram with the edges of buckets as SVG. Raises `HotspaConfigError`: the file cannot be written."""
     setup, buckets = planned.setup, planned.plan.choice.buckets
     figure = lengths_figure(length_histogram(planned.lengths), [(str(b.strategy), b.longest) for b in buckets])
     title = f"{setup.model.name}, {setup.nodes} x {setup.devices_per_node} devices: lengths in tokens"
