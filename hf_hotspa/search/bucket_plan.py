@@ -59,29 +59,28 @@ class Plan:
     links: tuple[tuple[float, float], ...] = ()
 
     @property
-    def _others(self) -> list[Baseline | Rival]:
-        """Alternatives that hold the longest sequence, fastest first."""
+    def _others(self) -> list[tuple[float, Baseline | Rival]]:
+        """Alternatives that hold the longest sequence, with their seconds, fastest first."""
         everything: list[Baseline | Rival] = [*self.baselines, *self.rivals]
-        fitting = [other for other in everything if other.seconds is not None]
-        return sorted(fitting, key=lambda other: other.seconds or 0.0)
+        fitting = [(other.seconds, other) for other in everything if other.seconds is not None]
+        return sorted(fitting, key=lambda each: each[0])
 
     @property
     def pays(self) -> bool:
         """Whether the plan is predicted to be faster than all alternatives."""
-        best = self._others[:1]
-        return not best or (best[0].seconds or 0.0) >= self.choice.seconds * (1 + _SAME)
+        return all(seconds >= self.choice.seconds * (1 + _SAME) for seconds, _ in self._others[:1])
 
     @property
     def answer(self) -> str:
         """One line: whether the plan is worth it, compared with what a user would run."""
         if not (others := self._others):
             return f"Yes: nothing that people run holds a sequence of {self.longest} tokens here"
-        gains = {other.name: (other.seconds or 0.0) / self.choice.seconds for other in others}
-        best = others[0].name
+        gains = {other.name: seconds / self.choice.seconds for seconds, other in others}
+        best = others[0][1].name
         if not self.pays:
             slower = f"{1 / gains[best]:.2f}x as fast as this plan"
             return f"No: use {best}, {slower if gains[best] < 1 - _SAME else 'within 2 % of this plan'}, predicted"
-        usual = next((other.name for other in others if isinstance(other, Baseline)), best)
+        usual = next((other.name for _, other in others if isinstance(other, Baseline)), best)
         return f"Yes: {gains[usual]:.2f}x over {usual}, predicted"
 
     @property
@@ -89,11 +88,9 @@ class Plan:
         """The reason for the answer, in a sentence or two."""
         choice, step = self.choice, self._seconds(self.choice.seconds)
         if not self.pays:
-            best = self._others[0]
-            best_holds = f"{best.name} holds the longest sequence ({self.longest} tokens)"
-            return (
-                f"{best_holds} and takes {self._seconds(best.seconds or 0.0)} s a step; the best plan takes {step} s."
-            )
+            seconds, best = self._others[0]
+            holds = f"{best.name} holds the longest sequence ({self.longest} tokens)"
+            return f"{holds} and takes {self._seconds(seconds)} s a step; the best plan takes {step} s."
         first, last = choice.rows[0], choice.rows[-1]
         if first is last:
             alone = f"{first.bucket.strategy} alone trains all rows in {step} s a step; switching would not gain more."
@@ -107,15 +104,15 @@ class Plan:
 
     @property
     def _beside(self) -> str:
-        best = self._others[0] if self._others else None
-        if best is None or isinstance(best, Baseline):
-            return ""
-        return f" The nearest alternative is {best.name}: {self._seconds(best.seconds or 0.0)} s."
+        for seconds, best in self._others[:1]:
+            if isinstance(best, Rival):
+                return f" The nearest alternative is {best.name}: {self._seconds(seconds)} s."
+        return ""
 
     @property
     def to_copy(self) -> str:
         """The line to copy into a script."""
-        best = self._others[0] if not self.pays else None
+        best = self._others[0][1] if not self.pays else None
         if isinstance(best, Baseline):
             return f"the stock Trainer: {best.arguments}"
         buckets = str(self.choice) if best is None else ",".join(map(str, best.buckets))
@@ -136,9 +133,8 @@ class Plan:
         most = min(seconds) * (1 + _NEAREST)
 
         def key(index: int) -> tuple[bool, int, float]:
-            pool = (self.pool, *self.raced)[index]
             near = seconds[index] <= most
-            together = max(b.strategy.ranks_of_a_layer for b in pool) if near else 0
+            together = max(b.strategy.ranks_of_a_layer for b in (self.pool, *self.raced)[index]) if near else 0
             return not near, together, seconds[index]
 
         return sorted(range(len(seconds)), key=key)
@@ -173,23 +169,17 @@ class Plan:
         """The buckets, seconds beside the alternatives, and memory."""
         rows = [_COLUMNS]
         for row in self.choice.rows:
-            bucket = row.bucket
-            place = [str(bucket.longest), str(bucket.strategy), str(bucket.pack_tokens)]
-            counts = [f"{row.num_sequences:,.1f}", f"{row.num_packs:,.1f}"]
+            place = map(str, (row.bucket.longest, row.bucket.strategy, row.bucket.pack_tokens))
+            counts = f"{row.num_sequences:,.1f}", f"{row.num_packs:,.1f}"
             rows.append([*place, *counts, self._seconds(row.compute_s), self._seconds(row.switch_s)])
-        chosen = {row.bucket.strategy for row in self.choice.rows}
-        spare = [bucket for bucket in self.pool if bucket.strategy not in chosen]
-        kept = (
-            [f"kept ready for mini-batches that are better off with it: {', '.join(map(str, spare))}"] if spare else []
-        )
-        links = [_LINKS] + [
-            [str(row.bucket.strategy), *map(self._seconds, seconds)]
-            for row, seconds in zip(self.choice.rows, self.links, strict=False)
-        ]
+        chosen = [str(row.bucket.strategy) for row in self.choice.rows]
+        spare = ", ".join(str(bucket) for bucket in self.pool if str(bucket.strategy) not in chosen)
+        kept = [f"kept ready for mini-batches that are better off with it: {spare}"] if spare else []
+        links = [[name, *map(self._seconds, each)] for name, each in zip(chosen, self.links, strict=False)]
         for pool in self.raced:
             kept.append(f"tried on the first mini-batches, too: {' + '.join(str(bucket.strategy) for bucket in pool)}")
         names = [str(bucket.strategy) for bucket in self.buckets]
-        tables = [text_table("", rows, 2), *([text_table("", links)] if self.links else []), self._comparison()]
+        tables = [text_table("", rows, 2), *([text_table("", [_LINKS, *links])] if links else []), self._comparison()]
         return "\n\n".join(
             [*tables[:-1], f"{tables[-1]}\n{self.verdict}", "\n".join([memory_table(names, self.memory), *kept])]
         )

@@ -38,6 +38,9 @@ DTYPE = "bfloat16"
 _MOST_DEVICES = 1 << 15
 NEAR = 0.02
 """Up to how much slower than the chosen plan others are reported, as a share: training would try them."""
+_SHOWN = (
+    "nodes", "devices_per_node", "limit_bytes", "limit_source", "dtype", "optim", "task", "recompute", "sequence_parallel"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,28 +94,28 @@ class Setup:
         quantization: str | None = None,
         **options: Any,
     ) -> "Setup":
-        """Reads a setup from the words of a command line.
+        """Reads a setup from the words of a command line; raises `HotspaConfigError` if one is unknown or impossible.
 
         Args:
-            model: See `load_model`.
-            nodes: See `parse_nodes`.
+            model: See `load_model`; likewise `nodes`: `parse_nodes`, `memory_limit`: `parse_bytes`, `lora`: `Adapter.read`.
             hardware: See `load_hardware`; not with a calibration.
-            memory_limit: See `parse_bytes`.
             calibration: A file of `hf-hotspa calibrate`.
             dtype: The dtype of computation; None for the calibration's, else bfloat16.
-            lora: See `Adapter.read`.
-            quantization: One of `costs.adapter.KINDS`, with an adapter; None if the frozen model is in the dtype of
-                computation.
-
-        Raises:
-            HotspaConfigError: a word is unknown or impossible.
+            quantization: One of `costs.adapter.KINDS`, with an adapter; None if the frozen model is in that dtype.
         """
         shape = load_model(model)
         count, devices = parse_nodes(nodes)
         if count * devices > _MOST_DEVICES:
             fix = f"plan for at most {_MOST_DEVICES} devices"
             raise HotspaConfigError(f"{nodes} are {count * devices} devices", fix=fix)
-        adapter, four_bits = _of_adapter(shape, lora, quantization)
+        adapter = Adapter.read(lora, shape.linears) if lora is not None else None
+        if quantization is not None and adapter is None:
+            raise HotspaConfigError(
+                f"--quantization {quantization} needs an adapter",
+                why="weights in 4 bits are frozen, and nothing would be trained",
+                fix="add --lora 16",
+            )
+        four_bits = FourBits(quantization, shape.linears) if quantization is not None else None
         machine = load_hardware(hardware) if hardware is not None else None
         measured = Calibration.load(calibration) if calibration is not None else None
         if measured is not None:
@@ -202,16 +205,8 @@ class Setup:
             },
             "hardware": self.hardware.name if self.hardware is not None else None,
             "calibrated": self.calibration.measured_at if self.calibration is not None else None,
-            "nodes": self.nodes,
-            "devices_per_node": self.devices_per_node,
-            "limit_bytes": self.limit_bytes,
-            "limit_source": self.limit_source,
-            "dtype": self.dtype,
-            "optim": self.optim,
-            "task": self.task,
+            **{name: getattr(self, name) for name in _SHOWN},
             "units_of_a_step": TASKS[self.task].units,
-            "recompute": self.recompute,
-            "sequence_parallel": self.sequence_parallel,
             "gradients": asdict(self.gradients),
             "pipeline_schedule": self.schedule,
             "pipeline_mode": SYNCHRONOUS,
@@ -220,21 +215,6 @@ class Setup:
             "trained_parameters": self.sizes.num_trained,
             **{name: text for each in self.features for name, text in each.shown().items()},
         }
-
-
-def _of_adapter(
-    model: ModelConfig, lora: str | None, quantization: str | None
-) -> tuple[Adapter | None, FourBits | None]:
-    adapter = Adapter.read(lora, model.linears) if lora is not None else None
-    if quantization is None:
-        return adapter, None
-    if adapter is None:
-        raise HotspaConfigError(
-            f"--quantization {quantization} needs an adapter",
-            why="weights in 4 bits are frozen, and nothing would be trained",
-            fix="add --lora 16",
-        )
-    return adapter, FourBits(quantization, model.linears)
 
 
 @dataclass(frozen=True)
@@ -251,10 +231,8 @@ class PlannedSetup:
         positions = self.setup.model.shape.max_position_embeddings
         if positions is None or self.plan.longest <= positions:
             return []
-        return [
-            f"The model has {positions} positions: the trainer rejects longer buckets until "
-            "max_position_embeddings is raised."
-        ]
+        until = "until max_position_embeddings is raised"
+        return [f"The model has {positions} positions: the trainer rejects longer buckets {until}."]
 
     def to_dict(self) -> dict[str, object]:
         return {
@@ -295,26 +273,29 @@ def make_plan(
     except DeviceMemoryError as error:
         raise DeviceMemoryError(error.what, where=error.where, why=error.why, fix=_what_would_fit(setup, top)) from None
     memory = cost.rank_bytes(choice.buckets)
-    others = DataParallel(cost.memory, time, setup.hardware)
-    batches = mini_batches(drawn, mini_batch_size, top)
+    others, batches = DataParallel(cost.memory, time, setup.hardware), mini_batches(drawn, mini_batch_size, top)
     stages = STAGES if time.knows(Strategy(setup.world_size)) else ()
-    rivals = tuple(others.best(stage, *batches, top, setup.limit_bytes) for stage in stages)
-    of_people = people_run(pricing, strategies, setup.devices_per_node)
-    limit = setup.limit_bytes, setup.limit_source
-    links = tuple(cost.seconds_of_links(row.bucket.strategy) for row in choice.rows) if setup.nodes > 1 else ()
-    pool = choice, choice.buckets, memory
-    plan = Plan(*pool, mini_batch_size, *limit, rivals, rivals=of_people, written=prices, links=links)
+    plan = Plan(
+        choice,
+        choice.buckets,
+        memory,
+        mini_batch_size,
+        setup.limit_bytes,
+        setup.limit_source,
+        tuple(others.best(stage, *batches, top, setup.limit_bytes) for stage in stages),
+        rivals=people_run(pricing, strategies, setup.devices_per_node),
+        written=prices,
+        links=tuple(cost.seconds_of_links(row.bucket.strategy) for row in choice.rows) if setup.nodes > 1 else (),
+    )
     return PlannedSetup(setup, tuple(drawn), str(lengths), plan)
 
 
 def _longest_held(setup: Setup, wanted: int, offload: bool = False) -> int:
     """The longest sequence, at most `wanted`, that any strategy holds; `offload`: with `hotspa_offload="master"`."""
     memory = setup.cost.memory
-    tokens = Capacities(
-        replace(memory, options=replace(memory.options, offload_master=offload)), setup.limit_bytes
-    ).tokens
-    strategies = setup.strategies()
-    strategies = with_chunks(strategies, wanted, tokens, setup.model.shape, schedule=setup.schedule)
+    memory = replace(memory, options=replace(memory.options, offload_master=offload))
+    tokens = Capacities(memory, setup.limit_bytes).tokens
+    strategies = with_chunks(setup.strategies(), wanted, tokens, setup.model.shape, schedule=setup.schedule)
     return min(wanted, max(map(tokens, strategies), default=0))
 
 
@@ -322,14 +303,13 @@ def _what_would_fit(setup: Setup, longest: int) -> str:
     """Changes with which the longest sequence fits, each tried on the memory model."""
     ways = []
     if setup.calibration is None:
+        lora, add = setup, ""
         if setup.adapter is None:
-            lora = replace(setup, adapter=Adapter.read("16", setup.model.linears))
-            ways += [("--lora 16", lora)]
-        else:
-            lora = setup
+            lora, add = replace(setup, adapter=Adapter.read("16", setup.model.linears)), "--lora 16 "
+            ways.append((add.strip(), lora))
         if setup.four_bits is None:
-            add = "--quantization nf4" if setup.adapter is not None else "--lora 16 --quantization nf4"
-            ways.append((add, replace(lora, four_bits=FourBits("nf4", setup.model.linears))))
+            four_bits = FourBits("nf4", setup.model.linears)
+            ways.append((f"{add}--quantization nf4", replace(lora, four_bits=four_bits)))
         if setup.adapter is None and setup.optim == "adamw_torch":
             ways.append(("--optim adamw_8bit", replace(setup, optim="adamw_8bit")))
     fitting = [text for text, changed in ways if _longest_held(changed, longest) >= longest]

@@ -5,9 +5,11 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from hf_hotspa.costs.adapter import WEIGHT_BYTES
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.coefficients import Hop
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.page import lengths_figure, picture
 from hf_hotspa.reporting.run_log import length_histogram
@@ -54,17 +56,15 @@ def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
     edges = {bucket.longest: str(bucket.strategy) for bucket in buckets}
     doubled = {first << i for i in range(64) if first << i < longest}
     highs = sorted(doubled | set(edges) | {longest})
-    rows, low, total = [], 0, sum(ordered)
-    for high in highs:
+    rows, total = [], sum(ordered)
+    for low, high in pairwise([0, *highs]):
         i, j = bisect_right(ordered, low), bisect_right(ordered, high)
         rows.append((low, high, (j - i) / len(ordered), sum(ordered[i:j]) / total))
-        low = high
     most, width = max(row[2] for row in rows), len(str(longest))
     lines = [f"{'tokens':>{2 * width + 3}}  sequences  tokens"]
     for low, high, share, tokens in rows:
         bar = "#" * round(_BAR * share / most)
-        line = f"{low + 1:>{width}} - {high:>{width}}  {share:9.1%}  {tokens:6.1%}  {bar}"
-        lines.append(line.rstrip())
+        lines.append(f"{low + 1:>{width}} - {high:>{width}}  {share:9.1%}  {tokens:6.1%}  {bar}".rstrip())
         if high in edges:
             lines.append(f"{'-' * (2 * width + 3)}  {edges[high]} up to {high}")
     return "\n".join(lines)
@@ -75,32 +75,18 @@ def calibration_text(calibration: Calibration) -> str:
     key = calibration.key
     layers, ends = calibration.fitted
     rows = [["tp", "a ns", "b us", "c ms", "head b us", "head c ms", "bytes/token", "head bytes"]]
-    activations, end_bytes = calibration.memory_per_token
     for tp, cost in layers.items():
-        end = ends.get(tp)
-        rows.append(
-            [
-                str(tp),
-                *_scaled(cost.a * 1e9, cost.b * 1e6, cost.c * 1e3),
-                *(_scaled(end.b * 1e6, end.c * 1e3) if end is not None else ("", "")),
-                *(f"{known[tp]:,.0f}" if tp in known else "" for known in (activations, end_bytes)),
-            ]
-        )
+        of_layer, end = _scaled(cost.a * 1e9, cost.b * 1e6, cost.c * 1e3), ends.get(tp)
+        of_end = _scaled(end.b * 1e6, end.c * 1e3) if end is not None else ["", ""]
+        num_bytes = (f"{known[tp]:,.0f}" if tp in known else "" for known in calibration.memory_per_token)
+        rows.append([str(tp), *of_layer, *of_end, *num_bytes])
     links = [["links", "latency us", "MB/s", "hop us", "hop ns/token"]]
     for name, link, hop in (
         ("in a node", calibration.intra, calibration.hop_intra),
         ("between nodes", calibration.inter, calibration.hop_inter),
     ):
         if link is not None and hop is not None:
-            links.append(
-                [
-                    name,
-                    f"{link.latency_s * 1e6:,.1f}",
-                    f"{link.bandwidth / 1e6:,.0f}",
-                    f"{hop.latency_s * 1e6:,.1f}",
-                    f"{hop.token_s * 1e9:,.1f}",
-                ]
-            )
+            links.append([name, f"{link.latency_s * 1e6:,.1f}", f"{link.bandwidth / 1e6:,.0f}", *_hop(hop)])
     efficiency, fixed_s = calibration.switch_fit
     slots = "" if math.isinf(calibration.slots) else f", {calibration.slots:.1f} of them at a time"
     return "\n".join(
@@ -126,14 +112,14 @@ def calibration_text(calibration: Calibration) -> str:
     )
 
 
+def _hop(hop: Hop) -> tuple[str, str]:
+    """Microseconds, and nanoseconds a token."""
+    return f"{hop.latency_s * 1e6:,.1f}", f"{hop.token_s * 1e9:,.1f}"
+
+
 def _exchanges(calibration: Calibration) -> list[str]:
     rows = [
-        [f"cp{cp}" + (f"tp{tp}" if tp > 1 else "")]
-        + [
-            text
-            for hop in (rates.all_to_all, rates.gather)
-            for text in (f"{hop.latency_s * 1e6:,.1f}", f"{hop.token_s * 1e9:,.1f}")
-        ]
+        [f"cp{cp}" + (f"tp{tp}" if tp > 1 else ""), *_hop(rates.all_to_all), *_hop(rates.gather)]
         for (cp, tp), rates in calibration.context_exchanges.items()
     ]
     heads = ["exchanges", "all-to-all us", "ns/token", "gather us", "ns/token"]
