@@ -51,22 +51,14 @@ _TIMES = 5
 
 @dataclass(frozen=True)
 class Measuring:
-    """The context of all measurements. Its methods are collective.
+    """The context of all measurements. Its methods are collective."""
 
-    Args:
-        agreement: Host-side barrier and gather.
-        share: Cores per rank. From 1 on, waiting is part of a cost; below, ranks take turns on a core.
-        rounds: How often everything is measured, after one warm-up round.
-        say: Called with each step as text.
-        until: Deadline of this rank on the clock of `time.perf_counter`; infinite for none.
-    """
-
-    agreement: Agreement
+    agreement: Agreement  # host-side barrier and gather
     device: torch.device
-    share: float
-    rounds: int
-    say: Callable[[str], object]
-    until: float = math.inf
+    share: float  # cores per rank. From 1 on, waiting is part of a cost; below, ranks take turns on a core
+    rounds: int  # how often everything is measured, after one warm-up round
+    say: Callable[[str], object]  # called with each step as text
+    until: float = math.inf  # deadline of this rank on the clock of `time.perf_counter`; infinite for none
 
     def is_late(self) -> bool:
         """Whether any rank is past its deadline; then optional measurements are skipped."""

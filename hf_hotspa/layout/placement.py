@@ -44,20 +44,13 @@ class Interval:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """The intervals of one segment on all ranks: sorted by rank and start, adjacent ones joined (see `place`).
-
-    Args:
-        starts: First element of each interval, relative to the segment.
-        stops: One past its last element.
-        offsets: Its position in the rank's buffer.
-        sizes: Elements of each rank's buffer, [world size].
-    """
+    """The intervals of one segment on all ranks: sorted by rank and start, adjacent ones joined (see `place`)."""
 
     ranks: Numbers
-    starts: Numbers
-    stops: Numbers
-    offsets: Numbers
-    sizes: Numbers
+    starts: Numbers  # first element of each interval, relative to the segment
+    stops: Numbers  # one past its last element
+    offsets: Numbers  # its position in the rank's buffer
+    sizes: Numbers  # elements of each rank's buffer, [world size]
 
     @cached_property
     def key(self) -> bytes:
@@ -151,21 +144,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter, or its shard, on one rank.
-
-    Args:
-        offset: Start in the rank's buffer for that segment.
-        shape: Local shape in the Hugging Face order of dims.
-        dim: The dim of `shape` that is outermost in storage (`ParameterSpec.storage_dim`).
-        runs: Its elements of the parameter vector, in local storage order (`shard_dim` outermost).
-    """
+    """One parameter, or its shard, on one rank."""
 
     spec: ParameterSpec
     segment: int
-    offset: int
-    shape: tuple[int, ...]
-    dim: int | None
-    runs: tuple[Run, ...]
+    offset: int  # start in the rank's buffer for that segment
+    shape: tuple[int, ...]  # local shape in the Hugging Face order of dims
+    dim: int | None  # the dim of `shape` that is outermost in storage (`ParameterSpec.storage_dim`)
+    runs: tuple[Run, ...]  # its elements of the parameter vector, in local storage order (`shard_dim` outermost)
 
     @property
     def numel(self) -> int:
@@ -184,18 +170,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """The intervals that each rank holds.
+    """The intervals that each rank holds."""
 
-    Args:
-        name: For messages and the names of plans.
-        bases: Start of each segment in the parameter vector.
-        placements: The placement of each segment, relative to its base.
-    """
-
-    name: str
+    name: str  # for messages and the names of plans
     world_size: int
-    bases: tuple[int, ...]
-    placements: tuple[Placement, ...]
+    bases: tuple[int, ...]  # start of each segment in the parameter vector
+    placements: tuple[Placement, ...]  # the placement of each segment, relative to its base
 
     @cached_property
     def holdings(self) -> tuple[tuple[Interval, ...], ...]:

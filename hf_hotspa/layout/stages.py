@@ -28,20 +28,13 @@ USUAL_STEP_TIME = 100
 
 @dataclass(frozen=True)
 class StageCosts:
-    """The costs that decide a stage partition, in one unit, such as nanoseconds. Integers, so all ranks cut alike.
+    """The costs that decide a stage partition, in one unit, such as nanoseconds. Integers, so all ranks cut alike."""
 
-    Args:
-        layers: Cost of each layer.
-        head: Cost of the head, on the last stage.
-        embedding: Cost of the embedding, on the first stage; a table look-up is nearly free.
-        sends: `sends[i]`: cost of sending the hidden state after layer i, one way; empty if free.
-        step_times: Relative step times of stages (see `USUAL_STEP_TIME`), a tuple for each depth with slow devices.
-    """
-
-    layers: tuple[int, ...]
-    head: int = 0
-    embedding: int = 0
-    sends: tuple[int, ...] = ()
+    layers: tuple[int, ...]  # cost of each layer
+    head: int = 0  # cost of the head, on the last stage
+    embedding: int = 0  # cost of the embedding, on the first stage; a table look-up is nearly free
+    sends: tuple[int, ...] = ()  # `sends[i]`: cost of sending the hidden state after layer i, one way; empty if free
+    # relative step times of stages (see `USUAL_STEP_TIME`), a tuple for each depth with slow devices
     step_times: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:

@@ -34,15 +34,13 @@ def master_dtype(dtype: str) -> str:
 class GradientDtypes:
     """The dtypes of the gradients of trained weights.
 
-    Args:
-        accumulation: Dtype of the buffer of a phase's sums: `fp32` (the master dtype: fp64 for fp64) or `bf16`.
-        wire: Dtype on the way to the master store: `fp32` (as above), `bf16`, or `auto` for the accumulation dtype.
-
     Raises:
         HotspaConfigError: another value.
     """
 
+    # dtype of the buffer of a phase's sums: `fp32` (the master dtype: fp64 for fp64) or `bf16`
     accumulation: str = FP32
+    # dtype on the way to the master store: `fp32` (as above), `bf16`, or `auto` for the accumulation dtype
     wire: str = AUTO
 
     def __post_init__(self) -> None:
@@ -70,21 +68,15 @@ EMBEDDING, HEAD = -1, -2
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of the sharded dim that is cut separately (q, k and v of a fused weight are three parts).
+    """A stretch of the sharded dim that is cut separately (q, k and v of a fused weight are three parts)."""
 
-    Args:
-        rows: Size along the sharded dim.
-        groups: Groups of rows that are not cut while tp is at most their number (key/value heads, for query heads).
-        items: Units that are never cut (heads); a multiple of `groups`.
-        replicate: If tp exceeds `groups`, neighbouring shards hold the same complete group (key/value heads); otherwise
-            they divide the group's items.
-        by_step_time: Ranks with slow devices may have fewer of these rows (columns of an MLP), see `layout.shares`.
-    """
-
-    rows: int
-    groups: int
-    items: int
+    rows: int  # size along the sharded dim
+    groups: int  # groups of rows that are not cut while tp is at most their number (key/value heads, for query heads)
+    items: int  # units that are never cut (heads); a multiple of `groups`
+    # if tp exceeds `groups`, neighbouring shards hold the same complete group (key/value heads); otherwise they
+    # divide the group's items
     replicate: bool = False
+    # ranks with slow devices may have fewer of these rows (columns of an MLP), see `layout.shares`
     by_step_time: bool = False
 
     def cut(self, tp: int, shard: int) -> tuple[int, int]:
@@ -106,53 +98,37 @@ class Packed:
 
     Blocks are consecutive weights in row-major order. If rows consist of complete blocks, the tensors are
     [out, blocks, bytes] and [out, blocks]; otherwise they have one dim and are not cut.
-
-    Args:
-        shape: Shape of the matrix, [out, in].
-        step: Rows (or columns) of the matrix in one index of the stored `shard_dim`: cuts at its multiples are at block
-            borders. 0 if not cut.
-        weights: Number of weights of the matrix, for costs; 0 for scales.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, int]  # shape of the matrix, [out, in]
+    # rows (or columns) of the matrix in one index of the stored `shard_dim`: cuts at its multiples are at block
+    # borders. 0 if not cut
     step: int
-    weights: int
+    weights: int  # number of weights of the matrix, for costs; 0 for scales
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter of the model as plain data.
+    """One parameter of the model as plain data."""
 
-    Args:
-        name: Its Hugging Face name (the first one if weights are tied).
-        shape: Its Hugging Face shape.
-        dtype: Dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``).
-        unit: The layer index, `EMBEDDING` or `HEAD`.
-        shard_dim: The dim that tensor parallelism cuts; None if every tp coordinate holds the complete parameter.
-        parts: How `shard_dim` is cut; empty exactly if `shard_dim` is None.
-        partial_gradient: Every tp coordinate holds it, and each gradient is only a part of the sum (q/k norms).
-        trainable: False for a frozen parameter: moved, but without gradient and optimizer state.
-        tied_names: Further names of the same parameter.
-        in_head: Also used by the head, so the last pipeline stage holds it too (tied embeddings).
-        experts: Number of experts along its first dim; 0 for other parameters.
-        frozen_dtype: Dtype in the master store while frozen: the given model's, without rounding. None for `dtype`.
-        packed: The 4-bit matrix that it is a part of, if any. `shape` is then of the stored bytes or scales, while
-            `parts` count rows (or columns) of the matrix.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    unit: int
+    name: str  # its Hugging Face name (the first one if weights are tied)
+    shape: tuple[int, ...]  # its Hugging Face shape
+    dtype: str  # dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``)
+    unit: int  # the layer index, `EMBEDDING` or `HEAD`
+    # the dim that tensor parallelism cuts; None if every tp coordinate holds the complete parameter
     shard_dim: int | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[Part, ...] = ()  # how `shard_dim` is cut; empty exactly if `shard_dim` is None
+    # every tp coordinate holds it, and each gradient is only a part of the sum (q/k norms)
     partial_gradient: bool = False
-    trainable: bool = True
-    tied_names: tuple[str, ...] = ()
-    in_head: bool = False
+    trainable: bool = True  # False for a frozen parameter: moved, but without gradient and optimizer state
+    tied_names: tuple[str, ...] = ()  # further names of the same parameter
+    in_head: bool = False  # also used by the head, so the last pipeline stage holds it too (tied embeddings)
     offset: int = 0
+    # dtype in the master store while frozen: the given model's, without rounding. None for `dtype`
     frozen_dtype: str | None = None
-    experts: int = 0
+    experts: int = 0  # number of experts along its first dim; 0 for other parameters
+    # the 4-bit matrix that it is a part of, if any. `shape` is then of the stored bytes or scales, while `parts`
+    # count rows (or columns) of the matrix
     packed: Packed | None = None
 
     @property
@@ -220,42 +196,29 @@ class Segment:
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """Work of a layer for one token, in parameters, with its part of the head.
+    """Work of a layer for one token, in parameters, with its part of the head."""
 
-    Args:
-        cut: Work that tensor parallelism divides evenly.
-        whole: Work that every tp coordinate does.
-        by_step_time: Work that may be divided by the relative step time of devices; 0 in layers with experts, whose
-            work depends on the tokens.
-        columns: Columns of the MLP with the `by_step_time` projections.
-    """
-
-    cut: int
-    whole: int
+    cut: int  # work that tensor parallelism divides evenly
+    whole: int  # work that every tp coordinate does
+    # work that may be divided by the relative step time of devices; 0 in layers with experts, whose work depends on
+    # the tokens
     by_step_time: int
-    columns: int
+    columns: int  # columns of the MLP with the `by_step_time` projections
 
 
 @dataclass(frozen=True)
 class ParameterVector:
-    """All parameters of a model in canonical order; made by `build_vector`.
+    """All parameters of a model in canonical order; made by `build_vector`."""
 
-    Args:
-        specs: Sorted by offset.
-        segments: Sorted by offset; they tile the vector.
-        layer_costs: Relative compute cost of each decoder layer for one token.
-        head_cost: The same for the head (final norm and vocabulary projection).
-        measured: Measured costs that replace both for the stage partition. They move layers between stages and change
-            no offset, segment or checkpoint.
-        step_times: Relative step time of each rank of the world, see `stages.USUAL_STEP_TIME`. Divides the MLP columns
-            of tensor-parallel groups and changes nothing else. Empty for even division.
-    """
-
-    specs: tuple[ParameterSpec, ...]
-    segments: tuple[Segment, ...]
-    layer_costs: tuple[int, ...]
-    head_cost: int
+    specs: tuple[ParameterSpec, ...]  # sorted by offset
+    segments: tuple[Segment, ...]  # sorted by offset; they tile the vector
+    layer_costs: tuple[int, ...]  # relative compute cost of each decoder layer for one token
+    head_cost: int  # the same for the head (final norm and vocabulary projection)
+    # measured costs that replace both for the stage partition. They move layers between stages and change no offset,
+    # segment or checkpoint
     measured: StageCosts | None = None
+    # relative step time of each rank of the world, see `stages.USUAL_STEP_TIME`. Divides the MLP columns of
+    # tensor-parallel groups and changes nothing else. Empty for even division
     step_times: tuple[int, ...] = ()
 
     @property

@@ -43,17 +43,13 @@ _count = object.__setattr__
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """The slice ``[start, stop)`` of one dataset row, trained as a separate sequence.
-
-    Args:
-        stop: Above `start`.
-        num_labels: Tokens that count in the loss: ``labels[start + 1:stop] != -100``. Nothing predicts the first token
-            of a sequence, so it never counts.
-    """
+    """The slice ``[start, stop)`` of one dataset row, trained as a separate sequence."""
 
     row: int
     start: int
-    stop: int
+    stop: int  # above `start`
+    # tokens that count in the loss: ``labels[start + 1:stop] != -100``. Nothing predicts the first token of a
+    # sequence, so it never counts
     num_labels: int
 
     @property
@@ -115,25 +111,15 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class MiniBatchPlan:
-    """What one optimizer step trains.
+    """What one optimizer step trains."""
 
-    Args:
-        phases: For each bucket with sequences, in the order of the buckets.
-        num_labels: Label tokens of the mini-batch: the N of the loss `sum(CE) / N`. May be zero.
-        num_rows: Rows of the mini-batch, including empty and dropped ones.
-        num_truncated: Rows (of packed rows: documents) of which only the beginning is trained.
-        num_split: Rows or documents cut into several sequences.
-        num_dropped: Over-long rows or documents left out.
-        num_empty: Rows without tokens, left out.
-    """
-
-    phases: tuple[PhasePlan, ...]
-    num_labels: int
-    num_rows: int
-    num_truncated: int = 0
-    num_split: int = 0
-    num_dropped: int = 0
-    num_empty: int = 0
+    phases: tuple[PhasePlan, ...]  # for each bucket with sequences, in the order of the buckets
+    num_labels: int  # label tokens of the mini-batch: the N of the loss `sum(CE) / N`. May be zero
+    num_rows: int  # rows of the mini-batch, including empty and dropped ones
+    num_truncated: int = 0  # rows (of packed rows: documents) of which only the beginning is trained
+    num_split: int = 0  # rows or documents cut into several sequences
+    num_dropped: int = 0  # over-long rows or documents left out
+    num_empty: int = 0  # rows without tokens, left out
 
     def __post_init__(self) -> None:
         counted = 0

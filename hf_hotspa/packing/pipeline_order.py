@@ -160,20 +160,13 @@ def operations(reach: Sequence[int], num_stages: int, stage: int, chains: Sequen
 
 @dataclass(frozen=True)
 class Passes:
-    """How a replica's packs run through its stages.
+    """How a replica's packs run through its stages."""
 
-    Args:
-        kind: `own`, `1f1b` or `gpipe`.
-        tokens: Of each unit, including padding.
-        reach: See `reaches`.
-        replaced: Whether our schedule runs because the requested one would exceed the limit.
-    """
-
-    kind: str
+    kind: str  # `own`, `1f1b` or `gpipe`
     num_stages: int
-    tokens: tuple[int, ...]
-    reach: tuple[int, ...]
-    replaced: bool = False
+    tokens: tuple[int, ...]  # of each unit, including padding
+    reach: tuple[int, ...]  # see `reaches`
+    replaced: bool = False  # whether our schedule runs because the requested one would exceed the limit
     chains: tuple[int, ...] = ()
 
     @property
@@ -440,19 +433,12 @@ class _Run:
 
 @dataclass(frozen=True)
 class InterleavedPasses:
-    """How a replica's packs run, with several stages on each rank.
+    """How a replica's packs run, with several stages on each rank."""
 
-    Args:
-        kind: `own` or `1f1b` (torch's).
-        tokens: Of each unit, including padding.
-        order: All passes, each after the passes it needs; each rank runs its own in this order.
-        replaced: Whether our schedule runs because the requested one would exceed the limit.
-    """
-
-    kind: str
-    tokens: tuple[int, ...]
-    order: tuple[Turn, ...]
-    replaced: bool = False
+    kind: str  # `own` or `1f1b` (torch's)
+    tokens: tuple[int, ...]  # of each unit, including padding
+    order: tuple[Turn, ...]  # all passes, each after the passes it needs; each rank runs its own in this order
+    replaced: bool = False  # whether our schedule runs because the requested one would exceed the limit
 
 
 def choose_interleaved(

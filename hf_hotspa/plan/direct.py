@@ -25,20 +25,13 @@ from hf_hotspa.plan.switch_plan import SECOND, SOURCE, TARGET, SegmentPlan, cano
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """Who has which piece: rows by piece, then rank.
-
-    Args:
-        rank: A holder.
-        offset: The piece's place in its buffer.
-        store: Which of its buffers.
-        first: The rows of piece p are `first[p]` to `first[p + 1]`.
-    """
+    """Who has which piece: rows by piece, then rank."""
 
     piece: Numbers
-    rank: Numbers
-    offset: Numbers
-    store: Numbers
-    first: Numbers
+    rank: Numbers  # a holder
+    offset: Numbers  # the piece's place in its buffer
+    store: Numbers  # which of its buffers
+    first: Numbers  # the rows of piece p are `first[p]` to `first[p + 1]`
     world_size: int
 
     @cached_property

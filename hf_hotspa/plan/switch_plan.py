@@ -40,26 +40,18 @@ COLUMNS = 8
 
 
 class Transfer(NamedTuple):
-    """A stretch of one segment that moves between two ranks' buffers, or inside a rank (`src == dst`).
-
-    Attributes:
-        src_offset: First element in the sender's buffer of the segment.
-        dst_offset: First element in the receiver's buffer of the segment.
-        start: First element in the parameter vector.
-        src_store: Of the sender's buffers: `SOURCE`, `SECOND`, `RELAY` or `TARGET`.
-        dst_store: Of the receiver's.
-    """
+    """A stretch of one segment that moves between two ranks' buffers, or inside a rank (`src == dst`)."""
 
     segment: int
     length: int
     src: int
-    src_offset: int
+    src_offset: int  # first element in the sender's buffer of the segment
     dst: int
-    dst_offset: int
-    start: int
+    dst_offset: int  # first element in the receiver's buffer of the segment
+    start: int  # first element in the parameter vector
     hop: int = 0
-    src_store: int = SOURCE
-    dst_store: int = TARGET
+    src_store: int = SOURCE  # of the sender's buffers: `SOURCE`, `SECOND`, `RELAY` or `TARGET`
+    dst_store: int = TARGET  # of the receiver's
 
     @property
     def stop(self) -> int:
@@ -83,15 +75,10 @@ def canonical(table: Numbers) -> Numbers:
 
 
 class SegmentPlan(NamedTuple):
-    """The transfers of one kind of segment.
+    """The transfers of one kind of segment."""
 
-    Attributes:
-        hops: A table for each hop, [transfers, 8] int64, in canonical order.
-        relay_sizes: Elements in each rank's relay buffer for one such segment, [world size].
-    """
-
-    hops: tuple[Numbers, ...]
-    relay_sizes: Numbers
+    hops: tuple[Numbers, ...]  # a table for each hop, [transfers, 8] int64, in canonical order
+    relay_sizes: Numbers  # elements in each rank's relay buffer for one such segment, [world size]
 
 
 def adjoint(table: Numbers) -> Numbers:
@@ -142,21 +129,16 @@ class Local(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Data to or from one peer in one round, in one dtype.
-
-    Args:
-        slices: Its places in this rank's buffers, in the order on the wire.
-        staging_offset: Its place in the staging buffer, in bytes; messages to several peers with the same content share
-            it. -1 for a message from buffer to buffer.
-        channel: Separates the messages of a pair and round; the same at both ends.
-    """
+    """Data to or from one peer in one round, in one dtype."""
 
     peer: int
     wire: Wire
-    slices: tuple[Slice, ...]
+    slices: tuple[Slice, ...]  # its places in this rank's buffers, in the order on the wire
     length: int
+    # its place in the staging buffer, in bytes; messages to several peers with the same content share it. -1 for a
+    # message from buffer to buffer
     staging_offset: int
-    channel: int = 0
+    channel: int = 0  # separates the messages of a pair and round; the same at both ends
 
     @property
     def num_bytes(self) -> int:
@@ -165,30 +147,18 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One rank's work in one round.
+    """One rank's work in one round."""
 
-    Args:
-        group: Index of the group of segments.
-        sends: In posting order: to rank + 1, rank + 2, ...; no two ranks start with the same peer.
-        receives: In posting order: from rank - 1, rank - 2, ...
-        local: Transfers inside the rank. A load has all of a group and hop in its first round.
-        send_bytes: Staging for the sends, if none can be sent in place.
-        receive_bytes: Staging for the receives, if none can be received in place.
-        needs: The round to complete before this one reads or overwrites buffers; -1 for none.
-        opens: It is the first round of the group.
-        closes: It completes the group.
-    """
-
-    group: int
+    group: int  # index of the group of segments
     hop: int
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    local: tuple[Local, ...]
-    send_bytes: int
-    receive_bytes: int
-    needs: int
-    opens: bool
-    closes: bool
+    sends: tuple[Message, ...]  # in posting order: to rank + 1, rank + 2, ...; no two ranks start with the same peer
+    receives: tuple[Message, ...]  # in posting order: from rank - 1, rank - 2, ...
+    local: tuple[Local, ...]  # transfers inside the rank. A load has all of a group and hop in its first round
+    send_bytes: int  # staging for the sends, if none can be sent in place
+    receive_bytes: int  # staging for the receives, if none can be received in place
+    needs: int  # the round to complete before this one reads or overwrites buffers; -1 for none
+    opens: bool  # it is the first round of the group
+    closes: bool  # it completes the group
 
     @property
     def is_empty(self) -> bool:
@@ -222,21 +192,13 @@ Bytes = npt.NDArray[np.float64]
 
 @dataclass
 class PortLoads:
-    """Bytes through every port: four float64 arrays with one entry per rank.
+    """Bytes through every port: four float64 arrays with one entry per rank."""
 
-    Args:
-        devices_per_node: Ranks of a full node.
-        sent_intra: Bytes sent to ranks of the same node.
-        received_intra: Bytes received from ranks of the same node.
-        sent_inter: Bytes sent to other nodes.
-        received_inter: Bytes received from other nodes.
-    """
-
-    devices_per_node: int
-    sent_intra: Bytes
-    received_intra: Bytes
-    sent_inter: Bytes
-    received_inter: Bytes
+    devices_per_node: int  # ranks of a full node
+    sent_intra: Bytes  # bytes sent to ranks of the same node
+    received_intra: Bytes  # bytes received from ranks of the same node
+    sent_inter: Bytes  # bytes sent to other nodes
+    received_inter: Bytes  # bytes received from other nodes
 
     @classmethod
     def zero(cls, cluster: Cluster) -> "PortLoads":
@@ -305,23 +267,15 @@ _INVERSE = "inverse of "
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
-    """All ranks' transfers between two layouts. Made and proved by the planner.
+    """All ranks' transfers between two layouts. Made and proved by the planner."""
 
-    Args:
-        name: For messages and logs; part of the digest.
-        bases: Where each segment begins in the parameter vector.
-        kind_of: Each segment's kind; -1 if nothing moves.
-        links: Each hop's links: `INTRA`, `INTER` or `ANY`.
-        accumulate: False copies (a load), True adds (a gradient return).
-    """
-
-    name: str
+    name: str  # for messages and logs; part of the digest
     world_size: int
-    bases: tuple[int, ...]
+    bases: tuple[int, ...]  # where each segment begins in the parameter vector
     kinds: tuple[SegmentPlan, ...]
-    kind_of: tuple[int, ...]
-    links: tuple[str, ...]
-    accumulate: bool
+    kind_of: tuple[int, ...]  # each segment's kind; -1 if nothing moves
+    links: tuple[str, ...]  # each hop's links: `INTRA`, `INTER` or `ANY`
+    accumulate: bool  # False copies (a load), True adds (a gradient return)
 
     @cached_property
     def digest(self) -> str:

@@ -132,18 +132,13 @@ class UnitTransfer(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """One unit in one pass of a stage.
-
-    Attributes:
-        load: The transfer that brings its weights, perhaps for an earlier visit of other replicas; -1 if they stay.
-        opens: The transfers that may start after it: loads into its memory, and the return of its gradient.
-        after: The return that must precede the next use of its gradient buffer; -1 for none.
-    """
+    """One unit in one pass of a stage."""
 
     unit: int
-    load: int
+    load: int  # the transfer that brings its weights, perhaps for an earlier visit of other replicas; -1 if they stay
+    # the transfers that may start after it: loads into its memory, and the return of its gradient
     opens: tuple[int, ...]
-    after: int
+    after: int  # the return that must precede the next use of its gradient buffer; -1 for none
 
 
 class StagePass(NamedTuple):

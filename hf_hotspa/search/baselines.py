@@ -52,21 +52,13 @@ _Packs = Sequence[Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Baseline:
-    """One way to run everything under data parallelism.
+    """One way to run everything under data parallelism."""
 
-    Args:
-        stage: Of ZeRO.
-        recompute: With gradient checkpointing.
-        pack_tokens: Of the largest pack that fits, if the longest sequence does not.
-        seconds: Predicted mean of a mini-batch; None if the longest sequence does not fit.
-        memory: Of a device with these packs.
-    """
-
-    stage: int
-    recompute: bool
-    pack_tokens: int
-    seconds: float | None
-    memory: MemoryBreakdown
+    stage: int  # of ZeRO
+    recompute: bool  # with gradient checkpointing
+    pack_tokens: int  # of the largest pack that fits, if the longest sequence does not
+    seconds: float | None  # predicted mean of a mini-batch; None if the longest sequence does not fit
+    memory: MemoryBreakdown  # of a device with these packs
 
     @property
     def name(self) -> str:

@@ -29,33 +29,24 @@ _LABEL = 54
 
 @dataclass(frozen=True)
 class Plan:
-    """Buckets for a model, a machine and lengths.
+    """Buckets for a model, a machine and lengths."""
 
-    Args:
-        choice: What the search chose.
-        pool: The buckets that mini-batches choose from, each with a different strategy; the last takes the longest. The
-            choice's buckets, and perhaps the best single strategy.
-        memory: What each bucket of `buckets` holds on its fullest rank with full packs.
-        limit_bytes: Of a device; None for no limit.
-        limit_source: Its origin, in words.
-        baselines: Data parallelism by others, by stage of ZeRO.
-        raced: Pools of other plans, which fit beside this one: the first mini-batches try them, too.
-        ready: Pools for other lengths, if lengths may shift.
-        rivals: What people run besides data parallelism; `written`: strategies that a user wants priced.
-        links: Seconds of each row's switch on links inside nodes and between them; empty on one node.
-    """
-
-    choice: Choice
+    choice: Choice  # what the search chose
+    # the buckets that mini-batches choose from, each with a different strategy; the last takes the longest. The
+    # choice's buckets, and perhaps the best single strategy
     pool: tuple[Bucket, ...]
-    memory: tuple[MemoryBreakdown, ...]
+    memory: tuple[MemoryBreakdown, ...]  # what each bucket of `buckets` holds on its fullest rank with full packs
     mini_batch_size: int
-    limit_bytes: float | None = None
-    limit_source: str = ""
-    baselines: tuple[Baseline, ...] = ()
+    limit_bytes: float | None = None  # of a device; None for no limit
+    limit_source: str = ""  # its origin, in words
+    baselines: tuple[Baseline, ...] = ()  # data parallelism by others, by stage of ZeRO
+    # pools of other plans, which fit beside this one: the first mini-batches try them, too
     raced: tuple[tuple[Bucket, ...], ...] = ()
-    ready: tuple[tuple[Bucket, ...], ...] = ()
+    ready: tuple[tuple[Bucket, ...], ...] = ()  # pools for other lengths, if lengths may shift
+    # what people run besides data parallelism; `written`: strategies that a user wants priced
     rivals: tuple[Rival, ...] = ()
     written: tuple[Rival, ...] = ()
+    # seconds of each row's switch on links inside nodes and between them; empty on one node
     links: tuple[tuple[float, float], ...] = ()
 
     @property

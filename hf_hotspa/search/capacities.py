@@ -13,17 +13,13 @@ from hf_hotspa.strategy import Strategy
 
 @dataclass(frozen=True)
 class Capacities:
-    """How many tokens a sequence and a pack of a strategy may have inside a pool.
-
-    Args:
-        most: The most tokens of a pack, for strategies that ran out of memory; 0 if not even the weights fitted.
-        least_arena: Bytes of the existing arena, for other strategies of the engine.
-    """
+    """How many tokens a sequence and a pack of a strategy may have inside a pool."""
 
     model: MemoryModel
     limit_bytes: float | None
+    # the most tokens of a pack, for strategies that ran out of memory; 0 if not even the weights fitted
     most: Mapping[Strategy, int] = field(default_factory=dict)
-    least_arena: int = 0
+    least_arena: int = 0  # bytes of the existing arena, for other strategies of the engine
     # answers of the memory model, by strategy, arena and longest sequence: searches ask repeatedly
     _known: dict[tuple[Strategy, int, int | None], int] = field(
         default_factory=dict, init=False, repr=False, compare=False

@@ -42,21 +42,13 @@ _MOST_PHASES = 3
 
 @dataclass(frozen=True)
 class Selection:
-    """The phases of one mini-batch.
+    """The phases of one mini-batch."""
 
-    Args:
-        buckets: By length, with the edges for this mini-batch: input of `plan_mini_batch`.
-        seconds: Predicted seconds, including switches.
-        switch_seconds: The switches in it.
-        single_seconds: Predicted seconds of the best single phase; infinite if none holds all sequences.
-        kept: Whether the previous phases were kept although others are faster.
-    """
-
-    buckets: tuple[Bucket, ...]
-    seconds: float
-    switch_seconds: float
-    single_seconds: float
-    kept: bool = False
+    buckets: tuple[Bucket, ...]  # by length, with the edges for this mini-batch: input of `plan_mini_batch`
+    seconds: float  # predicted seconds, including switches
+    switch_seconds: float  # the switches in it
+    single_seconds: float  # predicted seconds of the best single phase; infinite if none holds all sequences
+    kept: bool = False  # whether the previous phases were kept although others are faster
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:

@@ -30,63 +30,38 @@ _FULL = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One division. Elements, bytes and seconds are for the fullest device, or for all devices if "of a batch".
-
-    Args:
-        tp: Ranks that share a layer.
-        micro_batches: m = B / (b d), of a replica.
-        bubble: (p - 1) / m.
-        inter_elements: C_inter, of a micro-batch between two stages, there and back.
-        intra_elements: C_intra, of a micro-batch, sent by a device for the all-reduces of its stage.
-        tp_seconds: T_tp, of a batch.
-        dp_seconds: T_dp.
-        pp_seconds: T_pp.
-        parameters: Of a device, N / (p t).
-        state_bytes: 20 bytes for each parameter: gradients accumulate in fp32.
-        zero_bytes: 16 bytes for each, divided by ZeRO stage 0, 1, 2 and 3 over dp.
-        activation_bytes: M_transformer of as many micro-batches as there are stages (at most m), and M_emb of one.
-        intensity: Operations a byte of a product of h x h under t, relative to t = 1.
-        our_seconds: Of a batch, by our time model; None if we cannot train it.
-        our_bytes: Of the fullest device, by our memory model.
-        unsupported_reason: Why we cannot train it.
-    """
+    """One division. Elements, bytes and seconds are for the fullest device, or for all devices if "of a batch"."""
 
     pp: int
-    tp: int
+    tp: int  # ranks that share a layer
     dp: int
-    micro_batches: int
-    bubble: float
-    inter_elements: float
-    intra_elements: float
-    tp_seconds: float
-    dp_seconds: float
-    pp_seconds: float
-    parameters: float
-    state_bytes: float
-    zero_bytes: tuple[float, ...]
-    activation_bytes: float
-    intensity: float
-    our_seconds: float | None = None
-    our_bytes: float | None = None
-    unsupported_reason: str | None = None
+    micro_batches: int  # m = B / (b d), of a replica
+    bubble: float  # (p - 1) / m
+    inter_elements: float  # C_inter, of a micro-batch between two stages, there and back
+    intra_elements: float  # C_intra, of a micro-batch, sent by a device for the all-reduces of its stage
+    tp_seconds: float  # T_tp, of a batch
+    dp_seconds: float  # T_dp
+    pp_seconds: float  # T_pp
+    parameters: float  # of a device, N / (p t)
+    state_bytes: float  # 20 bytes for each parameter: gradients accumulate in fp32
+    zero_bytes: tuple[float, ...]  # 16 bytes for each, divided by ZeRO stage 0, 1, 2 and 3 over dp
+    activation_bytes: float  # M_transformer of as many micro-batches as there are stages (at most m), and M_emb of one
+    intensity: float  # operations a byte of a product of h x h under t, relative to t = 1
+    our_seconds: float | None = None  # of a batch, by our time model; None if we cannot train it
+    our_bytes: float | None = None  # of the fullest device, by our memory model
+    unsupported_reason: str | None = None  # why we cannot train it
 
 
 @dataclass(frozen=True)
 class FormulaTable:
-    """The rows and their inputs.
-
-    Args:
-        batch: Sequences of an optimizer step, B.
-        micro: Sequences of a micro-batch, b.
-        tokens: Tokens of a sequence, s.
-        more: What features add (`of_formulas` of their settings): each has `to_dict`, of parts of the JSON, and a text.
-    """
+    """The rows and their inputs."""
 
     setup: Setup
-    batch: int
-    micro: int
-    tokens: int
+    batch: int  # sequences of an optimizer step, B
+    micro: int  # sequences of a micro-batch, b
+    tokens: int  # tokens of a sequence, s
     rows: tuple[Row, ...]
+    # what features add (`of_formulas` of their settings): each has `to_dict`, of parts of the JSON, and a text
     more: tuple[Any, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:

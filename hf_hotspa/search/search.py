@@ -66,27 +66,17 @@ class Near:
 
 @dataclass(frozen=True)
 class Choice:
-    """The answer of a search.
-
-    Args:
-        seconds: Predicted mean seconds of a mini-batch, including switches.
-        switch_seconds: The switches in it.
-        static: The best single strategy, its packs and its lengths.
-        static_seconds: Its seconds, including its switch.
-        exact: Whether all ranges of lengths were simulated, see `search`.
-        num_simulated: Phases that were packed and simulated in the search.
-        near: Other plans, fastest first, if requested.
-    """
+    """The answer of a search."""
 
     buckets: tuple[Bucket, ...]
-    seconds: float
-    switch_seconds: float
-    static: Bucket
-    static_seconds: float
+    seconds: float  # predicted mean seconds of a mini-batch, including switches
+    switch_seconds: float  # the switches in it
+    static: Bucket  # the best single strategy, its packs and its lengths
+    static_seconds: float  # its seconds, including its switch
     rows: tuple[Row, ...]
-    exact: bool
-    num_simulated: int
-    near: tuple[Near, ...] = ()
+    exact: bool  # whether all ranges of lengths were simulated, see `search`
+    num_simulated: int  # phases that were packed and simulated in the search
+    near: tuple[Near, ...] = ()  # other plans, fastest first, if requested
 
     @property
     def switches(self) -> bool:
@@ -145,28 +135,19 @@ _RARE = 0.01
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What a search may choose.
+    """What a search may choose."""
 
-    Args:
-        max_phases: The most buckets.
-        margin: How much better than the best single strategy a pool must be, as a share.
-        pack_margin: How much slower a bucket may be with smaller packs, which use less memory and are nearer to what
-            was measured.
-        plain_margin: How much better a single strategy must be than one with fewer ranks to a replica.
-        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
-        near: Up to how much slower other plans are reported: `MOST_SINGLES` with one strategy, `MOST_POOLS` with more.
-        families: Strategies of one layout each that are also searched separately: see `offers.sharing_layouts`.
-        alone: Strategies that are never in pools.
-    """
-
-    max_phases: int = 3
-    margin: float = 0.01
+    max_phases: int = 3  # the most buckets
+    margin: float = 0.01  # how much better than the best single strategy a pool must be, as a share
+    # how much slower a bucket may be with smaller packs, which use less memory and are nearer to what was measured
     pack_margin: float = 0.0
-    plain_margin: float = 0.0
-    may_go_round: bool = False
+    plain_margin: float = 0.0  # how much better a single strategy must be than one with fewer ranks to a replica
+    may_go_round: bool = False  # whether the ranks of a pipeline may have two stages each (`+v2`)
+    # up to how much slower other plans are reported: `MOST_SINGLES` with one strategy, `MOST_POOLS` with more
     near: float = 0.0
+    # strategies of one layout each that are also searched separately: see `offers.sharing_layouts`
     families: Sequence[Sequence[Strategy]] = ()
-    alone: Iterable[Strategy] = ()
+    alone: Iterable[Strategy] = ()  # strategies that are never in pools
 
 
 def search(

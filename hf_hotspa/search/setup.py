@@ -45,41 +45,25 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Setup:
-    """A model on a number of machines.
-
-    Args:
-        hardware: The machines, with the given devices a node; None if only memory is needed.
-        limit_bytes: Of a device; None for no limit.
-        limit_source: Its origin, in words.
-        recompute: Whether layers keep their input only.
-        sequence_parallel: Whether norms and residuals are divided over tp.
-        calibration: Measurements of the model on such a machine; replaces all data sheets.
-        gradients: The dtypes in which gradients accumulate and travel.
-        schedule: One of `pipeline_order.SCHEDULES`.
-        adapter: None to train the model.
-        features: Settings of features (`hf_hotspa.seam`).
-        optim: The optimizer, by the name of `--optim`.
-        task: One of `scoring.TASKS`.
-        four_bits: The layers of a frozen model that are in 4 bits.
-    """
+    """A model on a number of machines."""
 
     model: ModelConfig
     nodes: int
     devices_per_node: int
-    hardware: Hardware | None = None
-    limit_bytes: int | None = None
-    limit_source: str = "as given"
+    hardware: Hardware | None = None  # the machines, with the given devices a node; None if only memory is needed
+    limit_bytes: int | None = None  # of a device; None for no limit
+    limit_source: str = "as given"  # its origin, in words
     dtype: str = "bfloat16"
-    recompute: bool = False
-    sequence_parallel: bool = False
-    calibration: Calibration | None = None
-    gradients: GradientDtypes = IN_FP32
-    schedule: str = "auto"
-    adapter: Adapter | None = None
-    features: tuple[Options, ...] = ()
-    optim: str = "adamw_torch"
-    task: str = "sft"
-    four_bits: FourBits | None = None
+    recompute: bool = False  # whether layers keep their input only
+    sequence_parallel: bool = False  # whether norms and residuals are divided over tp
+    calibration: Calibration | None = None  # measurements of the model on such a machine; replaces all data sheets
+    gradients: GradientDtypes = IN_FP32  # the dtypes in which gradients accumulate and travel
+    schedule: str = "auto"  # one of `pipeline_order.SCHEDULES`
+    adapter: Adapter | None = None  # None to train the model
+    features: tuple[Options, ...] = ()  # settings of features (`hf_hotspa.seam`)
+    optim: str = "adamw_torch"  # the optimizer, by the name of `--optim`
+    task: str = "sft"  # one of `scoring.TASKS`
+    four_bits: FourBits | None = None  # the layers of a frozen model that are in 4 bits
 
     @classmethod
     def read(
@@ -327,20 +311,14 @@ def _what_would_fit(setup: Setup, longest: int) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The answer of `hf-hotspa estimate`.
-
-    Args:
-        pack_tokens: Of the requested pack.
-        memory: Of its fullest rank.
-        largest_pack: The most tokens of a pack; None without a limit.
-        longest: Tokens of the longest sequence that fits, for this strategy and others; empty without a limit.
-    """
+    """The answer of `hf-hotspa estimate`."""
 
     setup: Setup
     strategy: Strategy
-    pack_tokens: int
-    memory: MemoryBreakdown
-    largest_pack: int | None
+    pack_tokens: int  # of the requested pack
+    memory: MemoryBreakdown  # of its fullest rank
+    largest_pack: int | None  # the most tokens of a pack; None without a limit
+    # tokens of the longest sequence that fits, for this strategy and others; empty without a limit
     longest: tuple[tuple[Strategy, int], ...] = ()
 
     @property

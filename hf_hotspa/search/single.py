@@ -61,16 +61,12 @@ def _kind(strategy: Strategy) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Singles:
-    """Single strategies to compare with.
+    """Single strategies to compare with."""
 
-    Args:
-        fitting: Strategies that hold every row, each with its best packs; the fastest as predicted first.
-        rejected: Why others do not fit.
-        otherwise: Why a strategy in neither is not measured.
-    """
-
+    # strategies that hold every row, each with its best packs; the fastest as predicted first
     fitting: tuple[Bucket, ...] = ()
-    rejected: Mapping[Strategy, str] = field(default_factory=dict)
+    rejected: Mapping[Strategy, str] = field(default_factory=dict)  # why others do not fit
+    # why a strategy in neither is not measured
     otherwise: str = "the flags or the calibration of this run leave it out"
 
     @classmethod
