@@ -82,32 +82,20 @@ Progress = Callable[[str], None]
 def calibrate(
     config: PreTrainedConfig,
     *,
-    strategies: Iterable[Strategy] | None = None,
-    compute_dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    cache: Path | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
+    strategies: Iterable[Strategy] | None = None,  # strategies that must be predictable; all legal ones if None
+    compute_dtype: torch.dtype | None = None,  # if None the config's, otherwise float32
+    device: torch.device | None = None,  # of this rank; if None its CUDA device if present, otherwise the CPU
+    cache: Path | None = None,  # folder of calibrations; `costs.calibration.cache_folder()` if None
+    force: bool = False,  # whether to measure even if the cache has the calibration
+    progress: Progress | None = None,  # called on rank 0 with each step as text
     devices_per_node: int | None = None,
     rounds: int = ROUNDS,
-    pack_tokens: int | None = None,
-    longest: int | None = None,
-    seconds: float | None = None,
-    base: FrozenBase | None = None,
+    pack_tokens: int | None = None,  # tokens of the longest pack; determined by trial if None
+    longest: int | None = None,  # most tokens of a pack; None for no limit
+    seconds: float | None = None,  # about the most, if any: packs are shorter, rounds fewer, complete phases left out
+    base: FrozenBase | None = None,  # the frozen 4-bit base of a trained adapter; None if the model is trained
 ) -> Calibration:
     """Measures a model, or reads an earlier calibration from the cache; equal on all ranks. Collective; takes seconds.
-
-    Args:
-        strategies: Strategies that must be predictable; all legal ones if None.
-        compute_dtype: If None the config's, otherwise float32.
-        device: Of this rank; if None its CUDA device if present, otherwise the CPU.
-        cache: Folder of calibrations; `costs.calibration.cache_folder()` if None.
-        force: Whether to measure even if the cache has the calibration.
-        progress: Called on rank 0 with each step as text.
-        pack_tokens: Tokens of the longest pack; determined by trial if None.
-        longest: Most tokens of a pack; None for no limit.
-        seconds: Approximate time limit, if any: packs are shorter, rounds fewer, and no complete phases are measured.
-        base: The frozen 4-bit base of a trained adapter; None if the model is trained.
 
     Raises:
         HotspaError: on every rank: the model cannot be laid out, a cached file is broken, ranks differ, or one failed.

@@ -55,22 +55,15 @@ class _Request(NamedTuple):
 
 
 def run(
-    model: str,
-    processes: int | None,
-    dtype: str | None,
-    force: bool,
+    model: str,  # a preset, a config file or its folder
+    processes: int | None,  # how many to start; None for the number of GPUs, else of cores. Not with a launcher
+    dtype: str | None,  # the dtype of computation; the config's when None
+    force: bool,  # whether to measure even if the cache has a result
     *,
-    quiet: bool = False,
+    quiet: bool = False,  # whether to print no progress
     base: FrozenBase | None = None,
 ) -> Calibration | None:
     """Calibrates a model. Returns None on ranks above 0 of a launcher.
-
-    Args:
-        model: A preset, a config file or its folder.
-        processes: How many to start; None for the number of GPUs, else of cores. Not with a launcher.
-        dtype: The dtype of computation; the config's when None.
-        force: Whether to measure even if the cache has a result.
-        quiet: Whether to print no progress.
 
     Raises:
         HotspaError: the input is wrong, or a rank failed.

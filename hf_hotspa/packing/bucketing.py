@@ -185,23 +185,16 @@ def sequence_cost(num_tokens: int, quadratic_cost: float) -> float:
 
 
 def pack_sequences(
-    lengths: abc.Sequence[int],
+    lengths: abc.Sequence[int],  # tokens of each sequence, each at least 1
     *,
-    capacity: int,
+    capacity: int,  # most tokens of a pack
     dp: int = 1,
     pp: int = 1,
-    quadratic_cost: float = 0.0,
-    longest: int = 0,
-    speeds: abc.Sequence[float] | None = None,
+    quadratic_cost: float = 0.0,  # cost of a pair of tokens relative to the cost of one token
+    longest: int = 0,  # a sequence above the capacity that is no longer than this has a pack to itself
+    speeds: abc.Sequence[float] | None = None,  # relative speed of each replica; None if they are equal
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Packs sequences and assigns the packs to replicas.
-
-    Args:
-        lengths: Tokens of each sequence, each at least 1.
-        capacity: Most tokens of a pack.
-        quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
-        longest: A sequence above the capacity that is no longer than this has a pack to itself.
-        speeds: Relative speed of each replica; None if they are equal.
 
     Returns:
         `replicas[dp coordinate][pack]` = indices into `lengths`. A replica may hold no pack.
@@ -471,23 +464,17 @@ def cut_rows(
 
 
 def plan_mini_batch(
-    rows: abc.Iterable[int],
+    rows: abc.Iterable[int],  # dataset rows, in order
     table: SequenceTable,
-    buckets: tuple[Bucket, ...],
+    buckets: tuple[Bucket, ...],  # in any order, which the phases keep
     *,
-    quadratic_cost: float = 0.0,
+    quadratic_cost: float = 0.0,  # see `ModelShape.quadratic_cost`
     policy: str = "error",
-    speeds: Speeds | None = None,
+    speeds: Speeds | None = None,  # if some ranks are slow: divides packs over replicas
 ) -> MiniBatchPlan:
     """Plans one mini-batch. Pure: the same arguments give the same plan on every rank.
 
     A sequence goes to the shortest bucket that takes it; a bucket's sequences stay in their order.
-
-    Args:
-        rows: Dataset rows, in order.
-        buckets: In any order, which the phases keep.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
-        speeds: If some ranks are slow: divides packs over replicas.
 
     Raises:
         HotspaConfigError: no bucket, or an unknown policy.

@@ -28,19 +28,13 @@ PLANNERS = ("relay", "algorithm1", "round_robin", "first_owner")
 
 
 def plan_load(
-    source: Layout | Sequence[Layout],
-    target: Layout,
+    source: Layout | Sequence[Layout],  # one layout, or two: master store, and weights of the last strategy
+    target: Layout,  # where the parameters are needed. It may leave out elements
     cluster: Cluster,
-    element_sizes: Sequence[int],
-    planner: str = "relay",
+    element_sizes: Sequence[int],  # bytes of one element of each segment on the wire, for balancing the links
+    planner: str = "relay",  # one of `PLANNERS`
 ) -> SwitchPlan:
     """Plans a load of everything that the target layout holds, from ranks that hold it in a source layout.
-
-    Args:
-        source: One layout, or two: master store, and weights of the last strategy.
-        target: Where the parameters are needed. It may leave out elements.
-        element_sizes: Bytes of one element of each segment on the wire, for balancing the links.
-        planner: One of `PLANNERS`.
 
     Raises:
         PlanError: the sources do not hold all that the target needs.
@@ -53,19 +47,13 @@ def plan_load(
 
 
 def plan_return(
-    contributions: Layout,
-    master: Layout,
-    cluster: Cluster | None = None,
-    element_sizes: Sequence[int] | None = None,
+    contributions: Layout,  # which elements each rank adds to
+    master: Layout,  # where each element is owned, exactly once
+    cluster: Cluster | None = None,  # as for `plan_load`; one node when None
+    element_sizes: Sequence[int] | None = None,  # as for `plan_load`; equal when None
     planner: str = "relay",
 ) -> SwitchPlan:
     """Plans a gradient return: every contribution of every rank, to the one owner of its element.
-
-    Args:
-        contributions: Which elements each rank adds to.
-        master: Where each element is owned, exactly once.
-        cluster: As for `plan_load`; one node when None.
-        element_sizes: As for `plan_load`; equal when None.
 
     Raises:
         PlanError: an element with contributions has no owner, or more than one.

@@ -489,25 +489,18 @@ def spill(
 
 
 def relieve(
-    parts: dict[tuple[int, ...], dict[int, float]],
-    served: Mapping[tuple[int, ...], float],
+    parts: dict[tuple[int, ...], dict[int, float]],  # bytes that land, by needers and device
+    served: Mapping[tuple[int, ...], float],  # bytes that are pulled inside the node, by owners
+    # bytes that each rank of the node needs and lacks; its intra-node port receives what does not land on it
     wanted: Mapping[int, float],
-    level_s: float,
-    nic: float,
-    intra: float,
+    level_s: float,  # seconds up to which a port is not a bottleneck
+    nic: float,  # bytes per second into a device from other nodes
+    intra: float,  # bytes per second out of a device inside the node
 ) -> None:
     """Improves one node's landing, in place, where forwarding keeps a device's intra-node port above `level_s`.
 
     Water-filling of the busier of a device's two ports (NIC in, intra-node out), over all devices, while the load of
     the node's busiest port falls. Between the rounds the pulls move to the owners that forward least.
-
-    Args:
-        parts: Bytes that land, by needers and device.
-        served: Bytes that are pulled inside the node, by owners.
-        wanted: Bytes that each rank of the node needs and lacks; its intra-node port receives what does not land on it.
-        level_s: Seconds up to which a port is not a bottleneck.
-        nic: Bytes per second into a device from other nodes.
-        intra: Bytes per second out of a device inside the node.
     """
     devices = sorted(wanted)
     cost = {needers: {d: (len(needers) - (d in needers)) / intra for d in devices} for needers in parts}

@@ -173,20 +173,13 @@ def choose(
     *,
     mini_batch_size: int,
     longest: int,
-    may_chunk: bool = True,
-    has_host_memory: bool = True,
-    may_go_round: bool = True,
+    may_chunk: bool = True,  # whether a sequence may be trained in chunks (`+ck`)
+    has_host_memory: bool = True,  # whether their keys and values may go to host memory (`+kh`)
+    may_go_round: bool = True,  # whether the ranks of a pipeline may have two stages (`+v2`), if the schedule runs them
     evaluator: Evaluator | None = None,
-    **options: Any,
+    **options: Any,  # and the other arguments: as for `search`
 ) -> Choice:
-    """Searches among those strategies that can pay, in chunks of tokens if nothing else holds the longest sequence.
-
-    Args:
-        may_chunk: Whether a sequence may be trained in chunks (`+ck`).
-        has_host_memory: Whether their keys and values may go to host memory (`+kh`).
-        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`), if the schedule runs them.
-        options: And the other arguments: as for `search`.
-    """
+    """Searches among those strategies that can pay, in chunks of tokens if nothing else holds the longest sequence."""
     shape, schedule, tokens = cost.sizes.shape, cost.memory.options.schedule, capacities.tokens
     evaluator = evaluator or make_evaluator(lengths, cost, mini_batch_size, longest)
     families = sharing_layouts(strategies, cost, longest, tokens, evaluator)

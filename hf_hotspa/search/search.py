@@ -151,29 +151,19 @@ class SearchOptions:
 
 
 def search(
-    lengths: Iterable[int],
-    strategies: Iterable[Strategy],
+    lengths: Iterable[int],  # in random order, each at least 1: a sample of the data set
+    strategies: Iterable[Strategy],  # the legal ones; those without coefficients in the time model are left out
     time: TimeModel,
     capacities: Capacities,
-    switch: Mapping[Strategy, float],
+    switch: Mapping[Strategy, float],  # load and return seconds of each strategy
     *,
-    mini_batch_size: int | None = None,
-    longest: int | None = None,
-    quadratic_cost: float = 0.0,
-    evaluator: Evaluator | None = None,
-    **options: Any,
+    mini_batch_size: int | None = None,  # sequences of a mini-batch; None for all lengths
+    longest: int | None = None,  # the longest sequence that must fit, if longer than the given ones
+    quadratic_cost: float = 0.0,  # see `ModelShape.quadratic_cost`
+    evaluator: Evaluator | None = None,  # for the same lengths, mini-batches and models; knows what others simulated
+    **options: Any,  # see `SearchOptions`
 ) -> Choice:
     """Chooses strategies, edges and pack sizes.
-
-    Args:
-        lengths: In random order, each at least 1: a sample of the data set.
-        strategies: The legal ones; those without coefficients in the time model are left out.
-        switch: Load and return seconds of each strategy.
-        mini_batch_size: Sequences of a mini-batch; None for all lengths.
-        longest: The longest sequence that must fit, if longer than the given ones.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
-        evaluator: For the same lengths, mini-batches and models; knows what others have simulated.
-        options: See `SearchOptions`.
 
     Raises:
         HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
