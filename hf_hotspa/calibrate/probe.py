@@ -392,20 +392,15 @@ def _resident(name: str) -> int:
 
 
 class Probe:
-    """An engine on a small copy of a model.
-
-    Args:
-        degrees: Tensor-parallel degrees; each runs on as many replicas as fit the world.
-        others: Strategies for complete phases.
-    """
+    """An engine on a small copy of a model."""
 
     def __init__(
         self,
         model: nn.Module,
-        degrees: Sequence[int],
+        degrees: Sequence[int],  # tensor-parallel degrees; each runs on as many replicas as fit the world
         compute_dtype: torch.dtype,
         measuring: Measuring,
-        others: Sequence[Strategy] = (),
+        others: Sequence[Strategy] = (),  # strategies for complete phases
     ) -> None:
         world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         self.strategies = {tp: Strategy(world_size // tp, tp, 1) for tp in degrees}

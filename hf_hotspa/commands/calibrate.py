@@ -63,11 +63,8 @@ def run(
     quiet: bool = False,  # whether to print no progress
     base: FrozenBase | None = None,
 ) -> Calibration | None:
-    """Calibrates a model. Returns None on ranks above 0 of a launcher.
-
-    Raises:
-        HotspaError: the input is wrong, or a rank failed.
-    """
+    """Calibrates a model. Returns None on ranks above 0 of a launcher. Raises `HotspaError`: the input is wrong, or a
+    rank failed."""
     request = _Request(read_config(model), dtype, force, quiet, base)
     if dtype is not None:
         dtype_bytes(dtype)

@@ -32,11 +32,7 @@ def master_dtype(dtype: str) -> str:
 
 @dataclass(frozen=True)
 class GradientDtypes:
-    """The dtypes of the gradients of trained weights.
-
-    Raises:
-        HotspaConfigError: another value.
-    """
+    """The dtypes of the gradients of trained weights. Raises `HotspaConfigError`: another value."""
 
     # dtype of the buffer of a phase's sums: `fp32` (the master dtype: fp64 for fp64) or `bf16`
     accumulation: str = FP32

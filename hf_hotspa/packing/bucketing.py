@@ -194,14 +194,9 @@ def pack_sequences(
     longest: int = 0,  # a sequence above the capacity that is no longer than this has a pack to itself
     speeds: abc.Sequence[float] | None = None,  # relative speed of each replica; None if they are equal
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Packs sequences and assigns the packs to replicas.
-
-    Returns:
-        `replicas[dp coordinate][pack]` = indices into `lengths`. A replica may hold no pack.
-
-    Raises:
-        OverlongError: a sequence is longer than both the capacity and `longest`.
-    """
+    """Packs sequences and assigns the packs to replicas. Returns `replicas[dp coordinate][pack]` = indices into
+    `lengths`. A replica may hold no pack. Raises `OverlongError`: a sequence is longer than both the capacity and
+    `longest`."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # equal lengths in their order
     if order and lengths[order[0]] > max(capacity, longest):
         raise OverlongError(
@@ -394,16 +389,10 @@ OVERLONG_POLICIES = ("error", "truncate", "split", "drop")
 
 
 def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool = False) -> None:
-    """Checks the table before training starts, under the policy `error`; other policies accept any length.
-
-    Args:
-        longest: The longest bucket.
-        chosen: Whether `hotspa_strategies="auto"` chose the buckets, which changes the fix in the message.
-
-    Raises:
-        HotspaConfigError: unknown policy.
-        OverlongError: naming the longest row, and how many are over the limit.
-    """
+    """Checks the table before training starts, under the policy `error`; other policies accept any length. `longest`:
+    the longest bucket. `chosen`: whether `hotspa_strategies="auto"` chose the buckets, which changes the fix in the
+    message. Raises `HotspaConfigError`: unknown policy. Raises `OverlongError`: naming the longest row, and how many
+    are over the limit."""
     check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
     lengths = table.longest_of_rows
     if policy == "error" and int(lengths.max()) > longest:

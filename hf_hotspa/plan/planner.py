@@ -34,12 +34,9 @@ def plan_load(
     element_sizes: Sequence[int],  # bytes of one element of each segment on the wire, for balancing the links
     planner: str = "relay",  # one of `PLANNERS`
 ) -> SwitchPlan:
-    """Plans a load of everything that the target layout holds, from ranks that hold it in a source layout.
-
-    Raises:
-        PlanError: the sources do not hold all that the target needs.
-        HotspaConfigError: there is no such planner.
-    """
+    """Plans a load of everything that the target layout holds, from ranks that hold it in a source layout. Raises
+    `PlanError`: the sources do not hold all that the target needs. Raises `HotspaConfigError`: there is no such
+    planner."""
     sources = [source] if isinstance(source, Layout) else list(source)
     plan = _plan(sources, target, cluster, element_sizes, planner, False)
     prove(plan, sources, target)
@@ -53,12 +50,9 @@ def plan_return(
     element_sizes: Sequence[int] | None = None,  # as for `plan_load`; equal when None
     planner: str = "relay",
 ) -> SwitchPlan:
-    """Plans a gradient return: every contribution of every rank, to the one owner of its element.
-
-    Raises:
-        PlanError: an element with contributions has no owner, or more than one.
-        HotspaConfigError: there is no such planner.
-    """
+    """Plans a gradient return: every contribution of every rank, to the one owner of its element. Raises `PlanError`:
+    an element with contributions has no owner, or more than one. Raises `HotspaConfigError`: there is no such
+    planner."""
     cluster = cluster or Cluster(contributions.world_size, contributions.world_size)
     num_segments = max(len(contributions.placements), len(master.placements))
     load = _plan([master], contributions, cluster, element_sizes or [1] * num_segments, planner, True)

@@ -591,16 +591,9 @@ def shares_of(part: Mapping[int, float]) -> Shares:
 def split_streams(
     lengths: Numbers, streams: Numbers, shares: Sequence[Shares]
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
-    """Divides streams of pieces between ranks: each stream is laid end to end and cut in consecutive shares.
-
-    Args:
-        lengths: Elements of each row.
-        streams: The stream of each row, ascending.
-        shares: Of each stream.
-
-    Returns:
-        `(row, offset in the row, length, rank)` of each part, by row and offset.
-    """
+    """Divides streams of pieces between ranks: each stream is laid end to end and cut in consecutive shares. `lengths`:
+    elements of each row. `streams`: the stream of each row, ascending. `shares`: of each stream. Returns `(row, offset
+    in the row, length, rank)` of each part, by row and offset."""
     ends = np.cumsum(lengths)
     begins = ends - lengths
     present, first_row = np.unique(streams, return_index=True)

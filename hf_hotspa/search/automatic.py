@@ -150,13 +150,9 @@ def _within(pool: Sequence[Bucket], capacities: Capacities, arena: int, least: f
 def longest_wanted(
     tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None = None, policy: str = "error"
 ) -> int | None:
-    """Returns the longest sequence that must fit, in tokens; None if the policy handles longer ones. `asked` is the user's
-    value.
-
-    Raises:
-        DataError: there is no token.
-        OverlongError: it exceeds the model's positions or the user's value, and no policy handles it.
-    """
+    """Returns the longest sequence that must fit, in tokens; None if the policy handles longer ones. `asked` is the
+    user's value. Raises `DataError`: there is no token. Raises `OverlongError`: it exceeds the model's positions or the
+    user's value, and no policy handles it."""
     data = max(int(table.longest_of_rows.max(initial=0)) for table in tables)
     positions = shape.max_position_embeddings
     if not data:

@@ -61,18 +61,12 @@ _Phases = tuple[tuple[int, int, int], ...]
 
 
 class Selector:
-    """Chooses among the buckets of a pool.
-
-    Args:
-        pool: Longest lengths define the order only; `Bucket.capacity` decides what fits.
-
-    Raises:
-        HotspaConfigError: no bucket, a strategy without coefficients or switch seconds, or a negative margin.
-    """
+    """Chooses among the buckets of a pool. Raises `HotspaConfigError`: no bucket, a strategy without coefficients or
+    switch seconds, or a negative margin."""
 
     def __init__(
         self,
-        pool: Sequence[Bucket],
+        pool: Sequence[Bucket],  # longest lengths define the order only; `Bucket.capacity` decides what fits
         time: TimeModel,
         switch: Mapping[Strategy, float],
         *,
@@ -182,32 +176,19 @@ def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: Mini
 
 
 class PhaseChooser:
-    """Chooses the buckets of mini-batches.
-
-    Args:
-        pool: Each bucket has a different strategy.
-        refit: Whether measured seconds correct the time model.
-        delay: See the head of the file.
-        options: For `Selector`.
-
-    Attributes:
-        num_trained: Mini-batches trained so far: the number of the next one.
-        previous: The strategies of the last trained mini-batch.
-
-    Raises:
-        HotspaConfigError: see `Selector`.
-    """
+    """Chooses the buckets of mini-batches. `num_trained`: mini-batches trained so far: the number of the next one.
+    `previous`: the strategies of the last trained mini-batch. Raises `HotspaConfigError`: see `Selector`."""
 
     def __init__(
         self,
-        pool: Sequence[Bucket],
+        pool: Sequence[Bucket],  # each bucket has a different strategy
         time: TimeModel,
         switch: Mapping[Strategy, float],
         *,
         quadratic_cost: float = 0.0,
-        refit: bool = True,
-        delay: int = 2,
-        **options: Any,
+        refit: bool = True,  # whether measured seconds correct the time model
+        delay: int = 2,  # see the head of the file
+        **options: Any,  # for `Selector`
     ) -> None:
         self.pool, self.delay = tuple(pool), delay
         self._time, self._switch = time, dict(switch)

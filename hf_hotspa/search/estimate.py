@@ -52,12 +52,9 @@ def packed(
 
 
 class LengthTable:
-    """Sums over the lengths of some mini-batches between edges.
-
-    Args:
-        edges: Ascending lengths, the first one 0; range (i, j) holds the lengths in `(edges[i], edges[j]]`.
-        weights: Weight of each mini-batch; None for equal weights with sum 1.
-    """
+    """Sums over the lengths of some mini-batches between edges. `edges`: ascending lengths, the first one 0; range (i,
+    j) holds the lengths in `(edges[i], edges[j]]`. `weights`: weight of each mini-batch; None for equal weights with
+    sum 1."""
 
     def __init__(
         self, batches: Sequence[Sequence[int]], edges: Sequence[int], weights: Sequence[float] | None = None
@@ -210,21 +207,15 @@ class PhaseCost:
 
 
 class Evaluator:
-    """Packs and simulates phases of some mini-batches, and caches the result.
-
-    Args:
-        switch: Load and return seconds of each strategy; more may be added.
-        quadratic_cost: See `ModelShape.quadratic_cost`; balances the packs.
-        weights: Weight of each mini-batch; None for equal weights with sum 1.
-    """
+    """Packs and simulates phases of some mini-batches, and caches the result."""
 
     def __init__(
         self,
         batches: Sequence[Sequence[int]],
         time: TimeModel,
-        switch: Mapping[Strategy, float],
-        quadratic_cost: float,
-        weights: Sequence[float] | None = None,
+        switch: Mapping[Strategy, float],  # load and return seconds of each strategy; more may be added
+        quadratic_cost: float,  # see `ModelShape.quadratic_cost`; balances the packs
+        weights: Sequence[float] | None = None,  # weight of each mini-batch; None for equal weights with sum 1
     ) -> None:
         equal = [1 / len(batches)] * len(batches)
         self._batches = [(sorted(b), w) for b, w in zip(batches, weights or equal, strict=True)]

@@ -123,16 +123,9 @@ class Race:
         return len(self.names) > 1 and (self.is_on or self._since % _WATCHED == 0)
 
     def observe(self, seconds: float, predicted: Sequence[float], warm: bool) -> RaceReport | None:
-        """Records the next mini-batch.
-
-        Args:
-            seconds: The same on all ranks.
-            predicted: Under each plan if it `wants` them; else under its plan only. All positive.
-            warm: Whether all strategies of the mini-batch have run before.
-
-        Returns:
-            The result of the race, if it ends with this mini-batch.
-        """
+        """Records the next mini-batch. `seconds`: the same on all ranks. `predicted`: under each plan if it `wants`
+        them; else under its plan only. All positive. `warm`: whether all strategies of the mini-batch have run before.
+        Returns the result of the race, if it ends with this mini-batch."""
         if len(self.names) < 2 or not seconds > 0 or not all(each > 0 for each in predicted):
             return None
         if not self.is_on:

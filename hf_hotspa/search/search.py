@@ -163,12 +163,9 @@ def search(
     evaluator: Evaluator | None = None,  # for the same lengths, mini-batches and models; knows what others simulated
     **options: Any,  # see `SearchOptions`
 ) -> Choice:
-    """Chooses strategies, edges and pack sizes.
-
-    Raises:
-        HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
-        HotspaError: no strategy holds the longest sequence; from `capacities`.
-    """
+    """Chooses strategies, edges and pack sizes. Raises `HotspaConfigError`: there are no lengths, no strategy with
+    coefficients, or an argument is impossible. Raises `HotspaError`: no strategy holds the longest sequence; from
+    `capacities`."""
     sample, asked = [int(length) for length in lengths], SearchOptions(**options)
     if not sample or min(sample) < 1:
         raise HotspaConfigError("there are no lengths, or some are below 1 token", fix="give a histogram with lengths")
