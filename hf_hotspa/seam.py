@@ -7,7 +7,8 @@ level, imports no torch: plans are also made where none is installed. Hooks impo
 * `options`: a subclass of `Options`: the settings of the feature in a run, with its grammar and its rules.
 * `flags`: a `Flags`: arguments of the Trainer and of commands, and the settings that follow from them.
 * `describe(model, compute_dtype)`: layers of the user's model whose weights are kept in another form, by name.
-* `attach(replica, description, options)`: adds to a strategy's model; returns an `Attachment` of `model.replica`, or None.
+* `attach(replica, description, options)`: adds to a strategy's model, whose parameters exist and are not yet divided over the
+  ranks of tp; returns its `Attachment`s (`model.replica`), in order.
 * `runner(options)`: another way to run phases (`model.options.Runner`); None if the engine's own runs.
 * `terms`: named terms of the bytes and seconds of plans (`costs.terms`).
 * `measures`: counted numbers of a phase, and how reports show them (`Measure`).
@@ -22,7 +23,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
-FEATURES = ("pipedream",)
+FEATURES = ("experts", "pipedream")
 """Names of folders. Attachments of a replica are made in this order."""
 
 HOOKS = ("options", "flags", "describe", "attach", "runner", "terms", "measures", "state")

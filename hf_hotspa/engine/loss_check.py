@@ -50,7 +50,7 @@ def check_loss(
         UnsupportedError: naming the loss.
     """
     loss = options.loss
-    if isinstance(loss, SequenceLoss) and description.router_layers:
+    if isinstance(loss, SequenceLoss) and description.auxiliary_layers:
         raise UnsupportedError(
             f"the loss {loss.name} beside output_router_logits=True",
             why="where a loss is computed from logits, the stock Trainer adds no balance loss of the routers",
@@ -269,7 +269,7 @@ def check_model_loss(model: nn.Module, description: ModelDescription, loss: Sequ
         raise _replaced(model, "returns no loss and logits for rows with labels")
     _check_logits(model, description, ids, labels, logits)
     expected = _expected(logits, ids, labels, loss)
-    if loss is None and description.router_layers and out.get("aux_loss") is not None:
+    if loss is None and description.auxiliary_layers and out.get("aux_loss") is not None:
         expected = expected + float(bare_model(model)[0].router_aux_loss_coef) * out["aux_loss"].double()
     own, expected = float(own), float(expected)
     tolerance = _OF_MODEL if out["loss"].dtype in (torch.float32, torch.float64) else 1e-2

@@ -400,7 +400,7 @@ class PhaseRunner:
         """Whether graphs can outlive a forward: one stage always has all layers, weights, and complete packs."""
         strategy = self.mesh.strategy
         return not (
-            strategy.num_stages > 1 or strategy.ck or strategy.z or self._keeps_step or self.replica.routers is not None
+            strategy.num_stages > 1 or strategy.ck or strategy.z or self._keeps_step or self.replica.calls["loss"]
         )
 
     def _begin_units(
@@ -439,8 +439,8 @@ class PhaseRunner:
         if self.mesh.coord.tp:
             return torch.zeros_like(loss)
         for part in self.parts:
-            if not part.is_last:  # the last stage's loss already includes its routers' balance loss
-                loss = loss + part.balance_loss.to(loss)
+            if not part.is_last and part.auxiliary is not None:  # the last stage's loss already includes it
+                loss = loss + part.auxiliary.value.to(loss)
         return loss
 
     def report(self, phase: PhasePlan, measured: Tensor) -> PhaseReport:

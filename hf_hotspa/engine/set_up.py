@@ -18,7 +18,7 @@ from hf_hotspa.engine.loss_check import check_loss
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.features.experts.experts import recordable_routers
+from hf_hotspa.features.experts.routers import recordable_routers
 from hf_hotspa.layout.shares import have_same_shards
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
@@ -59,7 +59,7 @@ def describe(
         description = describe_model(model, options.compute_dtype, options.attention_dropout)
         description = replace(description, vector=description.vector.with_measured(options.stage_costs))
         if options.record_routers:
-            description = replace(description, router_layers=recordable_routers(bare_model(model)[0]))
+            description = replace(description, auxiliary_layers=recordable_routers(bare_model(model)[0]))
         check_buckets(buckets, groups.world_size, description.shape)
         options.of_run(groups.device.type).check(buckets, description.shape)
         for settings in options.features:

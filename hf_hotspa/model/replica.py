@@ -31,14 +31,6 @@ from hf_hotspa.features.dropout.dropout import (
     use_attention_dropout,
     use_keyed_dropout,
 )
-from hf_hotspa.features.experts.experts import (
-    ChunkPrefix,
-    ExpertCapacity,
-    ExpertParallel,
-    RouterLoss,
-    attach_loss,
-    fits_grouped_kernels,
-)
 from hf_hotspa.features.four_bit.four_bit_linear import products, put_four_bit
 from hf_hotspa.features.isolation.isolation import lend_pack, mixes_packed, set_heads_of_shard, take_packs
 from hf_hotspa.features.lora.adapters import inject
@@ -49,13 +41,15 @@ from hf_hotspa.model.model_kind import keep_text
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.pass_through import PassThrough, take_hidden_state
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
-from hf_hotspa.parallel.attention import ATTENTION, PackedSequences
+from hf_hotspa.parallel.attention import ATTENTION, ChunkPrefix, PackedSequences
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens, divided_pack
 from hf_hotspa.parallel.head_loss import (
+    AuxiliaryLoss,
     LogitLoss,
     LossOfLogits,
     Objective,
     Tail,
+    carry_loss,
     chunked_loss,
     chunks_of_sequences,
     chunks_of_tokens,
@@ -77,7 +71,8 @@ from hf_hotspa.parallel.tensor_parallel import (
     same_tokens,
     set_local_heads,
 )
-from hf_hotspa.parallel.wrapped_model import base_layer, unwrapped_modules
+from hf_hotspa.parallel.wrapped_model import unwrapped_modules
+from hf_hotspa.seam import hooks
 
 logger = logging.getLogger(__name__)
 
@@ -138,16 +133,25 @@ def from_storage(flat: Tensor | None, shape: Sequence[int], shard_dim: int | Non
 
 
 class Attachment:
-    """An addition to a replica outside the model, see `HotSPaEngine.attach`. It has any of these methods, called in
-    this order:
+    """An addition to a replica: by a feature (hook `attach`), or outside the model (`HotSPaEngine.attach`). It has any of
+    these methods, called in this order:
 
+    * `divided(replica)`: the layers are divided over the ranks of tp; not for one that is attached later;
+    * `tape(taping)`: from now on `Taping.tape` replaces the loss while it is not None;
     * `begin_step(step)`: a mini-batch begins, after `step` others in the run;
     * `bind()`: a phase begins, with its weights;
     * `begin(pack, micro_batch, whole)`: a forward begins. `whole` is the pack, or its chunk; `micro_batch` this rank's
       tokens, its row under cp, with padding under sequence parallelism; `pack` is the input of attention;
+    * `loss(whole, scale, tokens, is_counted, prefix)`: the layers have run; returns a further loss of the pack (fp64 scalar,
+      times `scale`) on this stage, or None. `tokens` maps [t, n] of this rank's tokens to [T, n] of the pack; `prefix` is
+      what precedes the first sequence. Without `is_counted` another rank's value counts, and this one is 0 with the same
+      gradients. An attribute `value` has the sum since `bind`;
     * `end()`: the forward is over; its backward may come later;
     * `measures()`: the phase is over; returns fields of `PhaseMeasure` with counts since `bind`.
     """
+
+
+_CALLS = ("divided", "tape", "begin_step", "bind", "begin", "loss", "end", "measures")
 
 
 # -- gradients of parameters ------------------------------------------------------------------------------------------
@@ -227,11 +231,9 @@ class Replica:
         layers: Decoder layers, including other stages' pass-throughs.
         flexible: How the tensor-parallel group offloads columns; None if it cannot.
         context: How the ranks of cp divide packs; None if cp is 1.
-        experts: How tokens travel to the ranks of ep; None if ep is 1.
-        capacity: The most tokens that an expert computes; None for all.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
-        routers: Routers whose balance loss `balance_of` computes, or None.
-        calls: The methods of attachments, by name.
+        attachments: What is attached, in order.
+        calls: Their methods, by name.
         reached: The parameters with a gradient in this mini-batch.
         keeps_graphs: Whether forwards on a stage with all layers keep their graphs, in `kept`: the next forward of the
             same pack with a loss starts behind the layers.
@@ -275,9 +277,8 @@ class Replica:
         self.check_weights: Callable[[], None] | None = None
         self.begin_pass: Callable[[], None] | None = None
         self.end_pass: Callable[[], None] | None = None
-        self.calls: dict[str, list[Callable[..., Any]]] = {
-            name: [] for name in ("begin_step", "bind", "begin", "end", "measures")
-        }
+        self.attachments: list[object] = []
+        self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in _CALLS}
         if not any(kind.num_attentions for kind in description.layer_kinds):
             self.calls["begin"].append(lend_pack(self.layers))
         for name, buffer in dict(self.model.named_buffers()).items():
@@ -286,20 +287,24 @@ class Replica:
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
         self._use_four_bit(description)
         self._drop(description, options)
+        self.attach(rope if rope.is_needed else None, self.dropout, self.noise)
+        for hook in hooks("attach"):
+            self.attach(*hook(self, description, options))
         self._divide(description, options)
         self._take_loss(description, options)
-        rides = self.dropout, self.noise, self.routers, self.experts, self.capacity, self.flexible, self.context
-        for attachment in (rope if rope.is_needed else None, *rides):
-            self.attach(attachment)
+        self.attach(self.flexible, self.context)
         self.keeps_graphs = False
         self.kept: dict[tuple[Any, ...], KeptForward] = {}
         self.release()
 
-    def attach(self, attachment: object) -> None:
-        """Adds an `Attachment`; None for nothing."""
-        for name, calls in self.calls.items():
-            if hasattr(attachment, name):
-                calls.append(getattr(attachment, name))
+    def attach(self, *attachments: object) -> None:
+        """Adds `Attachment`s; None for nothing."""
+        for attachment in attachments:
+            if attachment is not None:
+                self.attachments.append(attachment)
+            for name, calls in self.calls.items():
+                if hasattr(attachment, name):
+                    calls.append(getattr(attachment, name))
 
     # -- construction -------------------------------------------------------------------------------------------------
 
@@ -330,22 +335,16 @@ class Replica:
             self.model.get_input_embeddings().register_forward_hook(self.noise)
 
     def _divide(self, description: ModelDescription, options: EngineOptions) -> None:
-        """Sets up what ranks divide: shards of layers, experts, columns that can be offloaded."""
+        """Sets up what ranks of tp divide: shards of layers, columns that can be offloaded."""
         mesh = self.mesh
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._is_flexible = options.flexible
         self.flexible: FlexibleWork | None = None
-        factor = options.expert_capacity
-        self.capacity = None if factor is None else ExpertCapacity(factor, mesh.coord.tp == 0)
-        self.experts = ExpertParallel(mesh, self.capacity) if mesh.experts is not None else None
-        if self.experts is not None:
-            self.experts.divide(self.model, description.experts)
         if mesh.tensor is not None:
             self._shard(description)
         self._tail = Tail(self.model, description.base, description.head) if self.is_last else None
-        if self.capacity is not None and self.experts is None:
-            modules = dict(self.model.named_modules())  # without the modules of other stages
-            self.capacity.limit(base_layer(modules[name]) for name in description.experts if name in modules)
+        for divided in self.calls["divided"]:
+            divided(self)
 
     def _take_loss(self, description: ModelDescription, options: EngineOptions) -> None:
         mesh, strategy = self.mesh, self.mesh.strategy
@@ -361,14 +360,9 @@ class Replica:
                 why="it is called with the logits of whole sequences, and cp and +ck compute these in parts",
                 fix="leave cp and +ck out, or give a TokenLoss",
             )
-        routers = description.router_layers
-        self.routers = RouterLoss(self.model, routers) if routers else None
-        self.balance_of: Callable[..., Tensor | None] = self.routers.of if self.routers is not None else lambda *_: None
 
     def _build(self, description: ModelDescription) -> Any:
         model = build_skeleton(description)
-        if not fits_grouped_kernels(self.compute_dtype, [slot.shape for slot in self.slots]):
-            model.config._experts_implementation = "eager"
         model.train()
         base = model.get_submodule(description.base)
         places = [
@@ -416,7 +410,7 @@ class Replica:
     def _shard(self, description: ModelDescription) -> None:
         strategy, tensor = self.mesh.strategy, self.mesh.tensor
         assert tensor is not None
-        whole = description.experts if self.experts is not None else ()
+        whole = description.experts if self.mesh.experts is not None else ()
         styles = {name: style for name, style in description.styles.items() if name not in whole}
         specs = {spec.name: spec for spec in description.vector.specs}
         specs |= {name: spec for spec in description.vector.specs for name in spec.tied_names}
@@ -546,9 +540,8 @@ class Replica:
             out = self._loss(inputs, micro_batch, whole, scale, num_tokens)
         else:
             out = self._base(**inputs).last_hidden_state
-        beside = None if self.routers is None else self._balance(whole, division, scale, prefix)
-        if beside is not None:
-            out = out + beside if has_loss else attach_loss(out, beside)
+        if self.calls["loss"]:
+            out = self._with_losses(out, has_loss, whole, division, scale, prefix)
         if has_loss:
             self.losses.append(out.detach())
         for end in self.calls["end"]:
@@ -631,19 +624,31 @@ class Replica:
         shares = self._num_shares
         return micro_batch.padded_to(-(-micro_batch.num_tokens // shares) * shares, 0)
 
-    def _balance(self, whole: MicroBatch, division: Division | None, scale: float, prefix: ChunkPrefix | None) -> Any:
-        chunk = None if prefix is None else prefix.routers
-        loss_of = partial(self.balance_of, whole, scale, chunk=chunk)
-        if division is None:
-            return loss_of(partial(same_tokens, group=self._sharers, num_tokens=whole.num_tokens))
-        row = partial(same_tokens, group=self._sharers, num_tokens=division.shares.rows[division.context.index])
-        # each rank computes the loss of the complete pack, which counts once
-        return loss_of(lambda logits: all_tokens(row(logits), division), is_counted=self.mesh.coord.cp == 0)
+    def _with_losses(
+        self,
+        out: Tensor,
+        is_loss: bool,
+        whole: MicroBatch,
+        division: Division | None,
+        scale: float,
+        prefix: ChunkPrefix | None,
+    ) -> Tensor:
+        """Adds the attachments' losses to the loss, or lets the hidden state carry them."""
+        rows, is_counted = whole.num_tokens, True
+        if division is not None:  # each rank computes the loss of the complete pack, which counts once
+            rows, is_counted = division.shares.rows[division.context.index], self.mesh.coord.cp == 0
+        row = partial(same_tokens, group=self._sharers, num_tokens=rows)
+        tokens = row if division is None else lambda x: all_tokens(row(x), division)
+        for loss_of in self.calls["loss"]:
+            loss = loss_of(whole, scale, tokens, is_counted, prefix)
+            if loss is not None:
+                out = out + loss if is_loss else carry_loss(out, loss)
+        return out
 
     @property
-    def balance_loss(self) -> Tensor:
-        """The balance loss of this rank's routers since the last `bind`, an fp64 scalar."""
-        return torch.zeros((), dtype=torch.float64) if self.routers is None else self.routers.value
+    def auxiliary(self) -> AuxiliaryLoss | None:
+        """The loss of an attachment, if any."""
+        return next((each for each in self.attachments if isinstance(each, AuxiliaryLoss)), None)
 
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """The shape of the hidden state between stages."""
@@ -657,15 +662,15 @@ class Replica:
 # Takes numbers of each token out of a pass, and their gradients into it, for a loss computed outside the engine.
 #
 # A rank's replicas share the `Tape` of a pass. While it is in `Taping`, it replaces the loss: a forward writes
-# `parallel.scores` of its tokens (and their logits, and sums over router choices), and trains the linear objective
+# `parallel.scores` of its tokens (and their logits, and sums of an auxiliary loss), and trains the linear objective
 #
-#     sum over tokens of  seed_1 * log_prob + seed_2 * entropy + seeds * logits,  and of routers  seeds * probabilities,
+#     sum over tokens of  seed_1 * log_prob + seed_2 * entropy + seeds * logits,  and what an `AuxiliaryLoss` adds,
 #
 # whose gradient equals the gradient of any loss with these derivatives (chain rule).
 #
 # Tokens are named by document and position; `offsets` says where a document begins in this rank's tables of the
-# documents that it trains. Shapes: n of their tokens, D documents of the step, E experts of which K are chosen, V
-# logits of a token, v logits in this rank's shard.
+# documents that it trains. Shapes: n of their tokens, D documents of the step, V logits of a token, v logits in this
+# rank's shard.
 
 
 @dataclass
@@ -681,9 +686,8 @@ class Tape:
         seeds: [n, 1 or 2], additional seeds by log-probability, and by entropy.
         logits: By document [length, v] in host memory, 0 for tokens of other ranks of cp.
         logit_seeds: Returns the seeds [length, v] of a document's logits in this rank's shard, or None; called once.
-        router_values: fp64 [D, K * E + E]: how often each expert was the first, second, ... choice of a document's tokens,
-            and the sums of its probabilities, over the routers here.
-        router_seeds: fp64 [D, E], the seed of each probability of a document's tokens.
+        auxiliary: fp64 [D, sums of an `AuxiliaryLoss`], over a document's tokens here.
+        auxiliary_seeds: fp64 [D, seeds of an `AuxiliaryLoss`].
         own: For a custom token loss, the factors of its value and of its gradient.
         at_hand: The `logit_seeds` of the running pack's documents.
     """
@@ -697,8 +701,8 @@ class Tape:
     seeds: Tensor | None = None
     logits: dict[int, Tensor] | None = None
     logit_seeds: Callable[[int], Tensor | None] | None = None
-    router_values: Tensor | None = None
-    router_seeds: Tensor | None = None
+    auxiliary: Tensor | None = None
+    auxiliary_seeds: Tensor | None = None
     own: tuple[float, float] | None = None
 
     at_hand: dict[int, Tensor | None] = field(default_factory=dict)
@@ -712,7 +716,7 @@ class Taping:
 
 
 class TapedReplica(Attachment, Objective):
-    """The tape on one replica: replaces its loss on a last stage, and its routers' balance loss.
+    """The tape on one replica: replaces its loss on a last stage, and the losses of attachments.
 
     The value of the loss is still the scaled cross entropy, for reports and the search for non-finite values; its
     gradient comes from the seeds.
@@ -723,8 +727,8 @@ class TapedReplica(Attachment, Objective):
         assert isinstance(replica.objective, LogitLoss)
         self._loss = replica.objective
         replica.objective = self
-        if replica.routers is not None:
-            self._of_routers, replica.balance_of = replica.balance_of, self._balance_of
+        for tape in replica.calls["tape"]:
+            tape(taping)
         self._writes = replica.mesh.coord.tp == 0
         self._wide = torch.promote_types(replica.compute_dtype, torch.float32)
 
@@ -741,7 +745,7 @@ class TapedReplica(Attachment, Objective):
             return of_nothing
         tensor, vocab_size = loss.tensor, loss.vocab_size
         first, group = (sum(loss.widths[: tensor.shard]), tensor.group) if tensor is not None else (0, None)
-        rows, starts = _rows_of(micro_batch)
+        rows, starts = rows_of(micro_batch)
         keep, documents = rows >= 0, rows.clamp(min=0)  # not of padding
         place = tape.offsets[documents] + starts + micro_batch.position_ids[0]
         labels = micro_batch.labels[0]
@@ -785,7 +789,7 @@ class TapedReplica(Attachment, Objective):
             if logit_seeds is not None:
                 terms.append((logit_seeds[tokens].to(log_probs) * logits).sum(dtype=torch.float64))
             if not terms:
-                if tape.router_seeds is None and tape.logit_seeds is None:  # nothing is trained
+                if tape.auxiliary_seeds is None and tape.logit_seeds is None:  # nothing is trained
                     return value
                 terms.append((logits[:, :1] * 0.0).sum(dtype=torch.float64))
             total = torch.stack(terms).sum()
@@ -811,39 +815,8 @@ class TapedReplica(Attachment, Objective):
                 of_pack[tokens] = seeds[positions]
         return of_pack.to(micro_batch.labels.device)
 
-    def _balance_of(
-        self,
-        pack: MicroBatch,
-        scale: float,
-        tokens: Callable[[Tensor], Tensor] = lambda logits: logits,
-        is_counted: bool = True,
-        chunk: Any = None,
-    ) -> Tensor | None:
-        """Replaces `RouterLoss.of`: writes router choices, and has their seeds' gradient; its value is 0."""
-        tape, routers = self._taping.tape, self.replica.routers
-        if tape is None:
-            return self._of_routers(pack, scale, tokens, is_counted, chunk)
-        assert routers is not None
-        recorded = routers.recorded
-        routers.clear()
-        wanted = tape.router_values is not None or tape.router_seeds is not None
-        if not recorded or not wanted or is_idle(pack):
-            return None
-        rows, _ = _rows_of(pack)
-        keep, total = rows >= 0, torch.zeros((), dtype=torch.float64, device=rows.device)
-        for logits in recorded:
-            p = tokens(logits).softmax(-1)[: len(rows)]
-            if tape.router_values is not None and self._writes and is_counted:
-                chosen = torch.nn.functional.one_hot(p.topk(routers.top_k, -1).indices, routers.num_experts).flatten(1)
-                both = torch.cat([chosen.double(), p.detach().double()], 1)
-                tape.router_values.index_add_(0, rows[keep], both[keep])
-            if tape.router_seeds is not None:
-                seeds = tape.router_seeds[rows.clamp(min=0)] * keep[:, None]
-                total = total + (seeds * p).sum(dtype=torch.float64)
-        return total - total.detach() if tape.router_seeds is not None else None
 
-
-def _rows_of(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+def rows_of(micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """int64 [t] each: the document of each token, -1 for padding, and where its sequence begins there."""
     keys = torch.tensor(micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths), dtype=torch.int64)
     of_tokens = keys.repeat_interleave(torch.tensor(micro_batch.lengths), 0).to(micro_batch.labels.device)

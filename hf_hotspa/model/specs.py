@@ -5,6 +5,7 @@ tensor parallelism. What cannot be exact raises an error by name, before anythin
 """
 
 import copy
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.features.dropout.dropout import attention_dropouts, refuse_dropout, without_attention_dropout
-from hf_hotspa.features.experts import experts
-from hf_hotspa.features.experts.experts import router_layers
+from hf_hotspa.features.experts.routers import router_layers
 from hf_hotspa.features.four_bit.four_bit_linear import FourBit, packed_specs, read_four_bit
 from hf_hotspa.features.isolation.isolation import LayerKind, layer_kinds
 from hf_hotspa.features.lora.adapters import LORA_A, LORA_B, Adapters, unwrap
@@ -29,7 +29,7 @@ from hf_hotspa.model.model_kind import (
     text_base,
 )
 from hf_hotspa.model.pass_through import order_unsupported_reason, stage_unsupported_reason
-from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
+from hf_hotspa.model.tensor_plan import TensorPlan, config_value, experts_per_token, fused_experts, head_counts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward, num_attends
 from hf_hotspa.parallel.rope import counting_from, refuse_hidden_rope
@@ -58,7 +58,7 @@ class ModelDescription:
         styles: Tensor-parallel style by module name.
         attention_heads: Query heads and key/value heads of attention modules with cut heads, by name.
         layer_kinds: How each decoder layer treats the sequences of a pack.
-        router_layers: Number of routers with a balance loss.
+        auxiliary_layers: Number of modules with an auxiliary loss (routers).
         whole: Why planned blocks are still held whole, by name.
         experts: Number of fused experts, which ep divides, by module name.
         paddings: The modules' `padding_idx`; the config may have got its padding token later.
@@ -82,7 +82,7 @@ class ModelDescription:
     styles: Mapping[str, str]
     attention_heads: Mapping[str, tuple[int, int]]
     layer_kinds: tuple[LayerKind, ...]
-    router_layers: int
+    auxiliary_layers: int
     whole: Mapping[str, str]
     experts: Mapping[str, int]
     paddings: Mapping[str, int | None]
@@ -278,7 +278,7 @@ def describe_model(
     decoder_layers = list(structure.decoder_layers.values())
     kinds = layer_kinds(structure.base_model, decoder_layers, bare.config)
     routers = router_layers(bare)
-    fused = experts.fused_experts(plan.modules, structure.layer_prefixes)
+    fused = fused_experts(plan.modules, structure.layer_prefixes)
     refuse_dropout(bare, decoder_layers, kinds, attention_dropout)
     four_bit = {
         structure.adapted(f"{name}.weight")[0].removesuffix(".weight"): layer
@@ -301,7 +301,7 @@ def describe_model(
         styles=plan.styles,
         attention_heads=plan.heads,
         layer_kinds=kinds,
-        router_layers=routers,
+        auxiliary_layers=routers,
         whole=plan.whole,
         experts=fused,
         paddings={name: m.padding_idx for name, m in bare.named_modules() if "padding_idx" in vars(m)},
@@ -351,7 +351,7 @@ def _shape(
         has_tp_plan=plan.has_plan,
         has_pp_plan=bool(text.base_model_pp_plan),
         num_experts=max(fused.values(), default=0),
-        experts_per_token=experts.experts_per_token(text) if fused else 0,
+        experts_per_token=experts_per_token(text) if fused else 0,
         expert_parameters=sum(spec.numel for spec in vector.specs if spec.experts) // num_layers,
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
@@ -387,7 +387,7 @@ def _with_unsupported_reasons(
         if model.supports_gradient_checkpointing
         else f"{type(model).__name__} cannot compute the activations of its layers again (+rc)",
         z_unsupported_reason=order_unsupported_reason(model, structure.base, layers, vector, structure.prefix),
-        ep_unsupported_reason=experts.unsupported_reason(family, plan.modules, plan.layer_prefixes, kinds)
+        ep_unsupported_reason=ep_unsupported_reason(family, plan.modules, plan.layer_prefixes, kinds)
         or (_ADAPTED_EXPERTS if structure.adapters is not None and structure.adapters.parameters else None),
     )
 
@@ -549,6 +549,43 @@ def chunks_unsupported_reason(family: str, layers: Sequence[nn.Module], counted:
     if twice is not None:
         return f"{type(twice).__name__} of {family} attends twice to the same tokens, so they cannot be {CHUNKS}"
     return None
+
+
+def ep_unsupported_reason(
+    family: str, modules: Mapping[str, nn.Module], layers: tuple[str, ...], kinds: Sequence[LayerKind]
+) -> str | None:
+    """Why the experts of a model cannot be divided over ranks, or None.
+
+    Args:
+        layers: The prefixes of layer names, one for each list of layers.
+        kinds: How each layer treats the sequences of a pack.
+    """
+    fused = fused_experts(modules, layers)
+    loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in fused), None)
+    if loose is not None:
+        return (
+            f"{loose} of {family} ({type(modules[loose]).__name__}) is not one fused module of experts, so ep must be 1"
+        )
+    if not fused:
+        return None  # a dense model
+    if len(set(fused.values())) > 1:
+        return f"the layers of {family} have {sorted(set(fused.values()))} experts, not all the same number, so ep must be 1"
+    for name, count in fused.items():
+        module = modules[name]
+        arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+        if len(arguments) != 3:
+            return f"{name} of {family} takes {arguments}, not tokens, experts and routing weights, so ep must be 1"
+        for leaf, parameter in module.named_parameters():
+            if "." in leaf or not parameter.dim() or parameter.shape[0] != count:
+                return f"{leaf} of {name} is not of single experts, so ep must be 1"
+        if any(isinstance(child, nn.ModuleList | nn.Identity) for child in module.children()):
+            return f"{name} of {family} has experts without weights, so ep must be 1"
+    if any(kind.alone for kind in kinds):
+        return (
+            f"layers of {family} are given one sequence of a pack at a time (for a convolution, a state, linear attention"
+            " or a custom mask), and ranks that exchange tokens of experts must run the same packs together, so ep must be 1"
+        )
+    return f"the layers of {family} run in cycles, so ep must be 1" if len(layers) > 1 else None
 
 
 def ring_unsupported_reason(family: str, layers: Sequence[nn.Module], drops: bool) -> str | None:

@@ -7,6 +7,7 @@ tensor-parallel ranks hold and compute any other block whole, which is exact but
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -447,3 +448,26 @@ def _head_parts(leaf: str, rows: int, heads: int, kv_heads: int) -> tuple[Part, 
     if rows % count:
         raise _WholeError(f"{leaf} has {rows} rows for {count} heads")
     return (_kv_part(rows, kv_heads) if leaf in _KEY_VALUE else Part(rows, kv_heads, heads),)
+
+
+# -- facts of experts ------------------------------------------------------------------------------------------------
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' fused experts (`use_experts_implementation`)."""
+    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate", "num_experts"))
+
+
+def fused_experts(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict[str, int]:
+    """The modules of fused experts in the layers, by name, with their numbers of experts."""
+    return {
+        name: int(module.num_experts)  # type: ignore[arg-type]
+        for name, module in modules.items()
+        if name.startswith(layers) and is_fused(module)
+    }
+
+
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Experts that compute a token; 1 if the config has none of the usual names for it."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    return next((n for name in names if isinstance(n := getattr(config, name, None), int)), 1)

@@ -306,6 +306,23 @@ class Prefix(Protocol):
         ...
 
 
+class ChunkPrefix(Prefix, Protocol):
+    """What a chunk needs of earlier chunks of the row's first sequence.
+
+    Attributes:
+        continues: Whether the sequence continues behind the row.
+        more_roots: Each returns further tensors in the chunk's graph, with their gradients; called when the chunk runs
+            backward, after later chunks.
+    """
+
+    continues: bool
+    more_roots: list[Callable[[], list[tuple[Tensor, Tensor]]]]
+
+    def left_by(self, owner: object) -> dict[int, Any]:
+        """What an owner leaves of each chunk of the sequence for the others, by chunk."""
+        ...
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """A family's arguments beside queries, keys and values; see `packed_attention`.

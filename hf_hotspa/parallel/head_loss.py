@@ -12,13 +12,14 @@ base model that returns the chunk.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from hf_hotspa.data.collator import MicroBatch, is_idle
+from hf_hotspa.parallel.collectives import with_gradient
 from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss, of_nothing, tokens_of, vocab_parallel_log_probabilities
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.tensor_parallel import gather_shards
@@ -213,3 +214,30 @@ class LogitLoss:
             widths.append(min(width, max(left, 0)))
             left -= width
         return tuple(widths)
+
+
+@runtime_checkable
+class AuxiliaryLoss(Protocol):
+    """A further loss of a replica, from the inside of its layers.
+
+    Attributes:
+        value: fp64 scalar, the sum of this rank's losses in a phase.
+        coefficient: Its factor in the model's loss.
+        num_sums: How many numbers it sums over the tokens of a document in a tape.
+        num_seeds: How many seeds of a document their gradients have.
+    """
+
+    value: Tensor
+    coefficient: float
+    num_sums: int
+    num_seeds: int
+
+    def of_sums(self, sums: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """The loss (fp64 scalar) of so many tokens with fp64 [num_sums], and its gradient [num_seeds]."""
+        ...
+
+
+def carry_loss(hidden: Tensor, loss: Tensor) -> Tensor:
+    """A hidden state that carries a loss: passed on unchanged, and the loss gets the gradient 1 in the backward."""
+    one = torch.ones_like(loss)
+    return with_gradient(lambda hidden, _: hidden.view_as(hidden), lambda grad: (grad, one), hidden, loss)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
-from hf_hotspa.features.experts.experts import RouterLoss
 from hf_hotspa.parallel.agreement import Agreement, rank_names
+from hf_hotspa.parallel.head_loss import AuxiliaryLoss
 from hf_hotspa.rows.read_row import IGNORED_LABEL
 from hf_hotspa.switched.passes import (
     FLAT_COLUMNS,
@@ -104,20 +104,20 @@ class Call:
         temperature: The divisor of logits in `numbers`.
         numbers: The results for this rank's documents.
         fields: Their numbers of each token: 0 for sums alone, -1 for nothing.
-        with_routers, with_logits: Whether `numbers` has these; the same on all ranks.
+        with_auxiliary, with_logits: Whether `numbers` has these; the same on all ranks.
         assumed: The seeds if trained at once: a factor of the loss, or [B, L] of log-probabilities; else None.
         factor: The loss's factor in the caller's backward.
         seeds: [2, B, L], the gradient by log-probability and entropy.
         logit_seeds: [B, L, V], the gradient by the logits.
-        of_routers: The gradient by the balance loss.
+        of_auxiliary: The gradient by the auxiliary loss.
         own: This call's part of the engine's token loss of all ranks.
         reads_padding: Whether a gradient by logits came at padding.
         went_back: Whether any backward came.
     """
 
     temperature, fields = 1.0, -1
-    factor = of_routers = own = 0.0
-    with_routers = with_logits = reads_padding = went_back = False
+    factor = of_auxiliary = own = 0.0
+    with_auxiliary = with_logits = reads_padding = went_back = False
     assumed: float | Tensor | None = None
     seeds: Tensor | None = None
     logit_seeds: Tensor | None = None
@@ -167,25 +167,20 @@ class Call:
         log_probs = self.lay_out([self.numbers.tokens[number][:, 0] for number in self.mine], torch.float64)
         return log_probs.to("cpu").exp().clamp(min=torch.finfo(torch.float32).tiny)
 
-    def balance(self, routers: RouterLoss) -> tuple[Tensor, Tensor]:
-        """Returns transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by probability [E].
-
-        E * sum over experts of (share of choices) * (mean probability); only the second has a gradient.
-        """
-        places = max(sum(len(document.ids) for document in self.documents) * routers.num_layers, 1)
-        sums = torch.zeros(routers.top_k + 1, routers.num_experts, dtype=torch.float64)
+    def auxiliary(self, loss: AuxiliaryLoss) -> tuple[Tensor, Tensor]:
+        """An auxiliary loss of this rank's batch, and the gradient by its seeds."""
+        sums = torch.zeros(loss.num_sums, dtype=torch.float64)
         for number in self.mine:
-            sums += self.numbers.routers[number].view_as(sums)
-        of_each = sums[:-1].sum(0) / places * routers.num_experts
-        return (of_each * sums[-1] / places).sum(), of_each / places
+            sums += self.numbers.auxiliary[number]
+        return loss.of_sums(sums, sum(len(document.ids) for document in self.documents))
 
     def add_factor(self, gradient: Tensor) -> None:
         self.went_back = True
         self.factor += float(gradient)
 
-    def add_router_factor(self, gradient: Tensor) -> None:
+    def add_auxiliary_factor(self, gradient: Tensor) -> None:
         self.went_back = True
-        self.of_routers += float(gradient)
+        self.of_auxiliary += float(gradient)
 
     def add_seeds(self, of_log_probs: Tensor, of_entropy: Tensor | None = None) -> None:
         """Adds gradients [B, L - shift]. Sums over rows also reach places without a label, whose number is 0."""
@@ -450,8 +445,8 @@ class CallGradients:
         if bool(sizes[:, 1].any()):
             of_all = self._passes.exchange.facts(sorted(seeds.logits))
             seeds.of_logits = frozenset(int(number) for part in of_all for number in part)
-        if self._passes.routers is not None:
-            seeds.routers = self._router_seeds(calls, documents)
+        if self._passes.auxiliary is not None:
+            seeds.auxiliary = self._auxiliary_seeds(calls, documents)
         return scale, seeds, numbers
 
     def _scale(self, calls: Sequence[Call], rows: Tensor, weighed: Tensor, at_once: Tensor) -> float | None:
@@ -504,17 +499,17 @@ class CallGradients:
         seeds.tokens, seeds.columns = tokens, bool(tokens) + has_entropy
         return seeds
 
-    def _router_seeds(self, calls: Sequence[Call], documents: Documents) -> Tensor | None:
-        routers = self._passes.routers
-        assert routers is not None
-        mine = torch.zeros(len(calls), routers.num_experts, dtype=torch.float64)
+    def _auxiliary_seeds(self, calls: Sequence[Call], documents: Documents) -> Tensor | None:
+        loss = self._passes.auxiliary
+        assert loss is not None
+        mine = torch.zeros(len(calls), loss.num_seeds, dtype=torch.float64)
         for index, call in enumerate(calls):
-            if call.of_routers:
-                mine[index] = call.balance(routers)[1] * call.of_routers / self._engine.world_size
-        of_all = self._engine.agreement.gather(mine.flatten().tolist()).view(-1, len(calls), routers.num_experts)
+            if call.of_auxiliary:
+                mine[index] = call.auxiliary(loss)[1] * call.of_auxiliary / self._engine.world_size
+        of_all = self._engine.agreement.gather(mine.flatten().tolist()).view(-1, len(calls), loss.num_seeds)
         if not bool(of_all.any()):
             return None
-        table = torch.zeros(len(documents), routers.num_experts, dtype=torch.float64)
+        table = torch.zeros(len(documents), loss.num_seeds, dtype=torch.float64)
         for index, call in enumerate(calls):
             for rank, numbers in enumerate(call.ranges):
                 table[numbers.start : numbers.stop] = of_all[rank, index]
@@ -526,8 +521,8 @@ class CallGradients:
         active = set[int]()
         for part in self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else ():
             active.update(part.tolist())
-        if seeds.routers is not None:
-            active |= set(seeds.routers.any(1).nonzero().flatten().tolist())
+        if seeds.auxiliary is not None:
+            active |= set(seeds.auxiliary.any(1).nonzero().flatten().tolist())
         return active
 
 
@@ -542,7 +537,7 @@ class Request:
         num_items: The divisor of the sum of cross entropies; None for this rank's labels.
         fields: How many of the first `parallel.scores.FIELDS` to compute; 0 for a loss alone, or nothing.
         wants_loss: Whether to compute the cross entropy.
-        routers: Whether to compute the balance loss.
+        auxiliary: Whether to compute the auxiliary loss.
         kept: The number of last logit columns, or an index of columns; 0: all.
         expected: [B, L - 1] or [B, L], the expected gradients by the log-probabilities, or multiples.
         trains: Whether gradients will come.
@@ -555,7 +550,7 @@ class Request:
     num_items: float | None
     fields: int
     wants_loss: bool
-    routers: bool
+    auxiliary: bool
     kept: Any
     expected: Tensor | None
     trains: bool
@@ -578,7 +573,7 @@ class Request:
             words.append("for the loss" if self.wants_loss else f"for {self.fields} numbers of each token")
         if self.batch.get("shift_labels") is not None:
             words.append("labels shifted")
-        if self.routers:
+        if self.auxiliary:
             words.append("with the balance loss of routers")
         if self.expected is not None:
             words.append("with expected seeds")

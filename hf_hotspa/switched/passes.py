@@ -20,11 +20,11 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DataError, OverlongError, TokenRangeError, UnsupportedError
-from hf_hotspa.features.experts.experts import RouterLoss
 from hf_hotspa.features.slow_devices.speeds import Speeds
 from hf_hotspa.model.replica import Tape, TapedReplica, Taping
 from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, replica_ranks
+from hf_hotspa.parallel.head_loss import AuxiliaryLoss
 from hf_hotspa.report import RankMeasures, StepReport
 from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
@@ -337,7 +337,7 @@ class Seeds:
         columns: How many columns of `tokens` have numbers, on this rank or on all; 0 for none.
         logits: Of this rank's documents [length, V]; removed when sent.
         of_logits: The documents of all ranks with seeds by logits.
-        routers: fp64 [D, E], by each probability of a document's tokens; the same on every rank.
+        auxiliary: fp64 [D, seeds], of an `AuxiliaryLoss`; the same on every rank.
         own: The divisor of the engine's token loss, and its gradient's factor; None for another loss.
     """
 
@@ -347,7 +347,7 @@ class Seeds:
     columns: int = 0
     logits: dict[int, Tensor] = field(default_factory=dict)
     of_logits: frozenset[int] = frozenset()
-    routers: Tensor | None = None
+    auxiliary: Tensor | None = None
     own: tuple[float, float] | None = None
 
 
@@ -359,14 +359,14 @@ class Numbers:
         tokens: [length, fields] of each, fp32 or wider.
         sums: Each one's sum of log-probabilities, if only sums were requested.
         logits: [length, V] of each, if requested.
-        routers: fp64 [K * E + E] of each, see `Tape.router_values`.
+        auxiliary: fp64 [sums] of each, see `Tape.auxiliary`.
         own: The token loss of all documents on all ranks, if computed.
     """
 
     tokens: dict[int, Tensor] = field(default_factory=dict)
     sums: dict[int, float] = field(default_factory=dict)
     logits: dict[int, Tensor] = field(default_factory=dict)
-    routers: dict[int, Tensor] = field(default_factory=dict)
+    auxiliary: dict[int, Tensor] = field(default_factory=dict)
     own: float = 0.0
 
 
@@ -384,7 +384,7 @@ class Passes:
         counts: Passes so far: `scoring` and `training`.
         trained: The plan and the report of each training pass of the step.
         report: Of all these passes; None before any.
-        routers: Of a replica; None without a balance loss.
+        auxiliary: Of a replica, if it has such a loss.
         choose: Maps a step and the lengths of its documents to their buckets and the speeds by which packs are divided
             over replicas; the same on all ranks. Also called in a thread. None: the engine's buckets and equal speeds.
         facts: Returns what must be equal on all ranks in training, by name.
@@ -410,7 +410,7 @@ class Passes:
         self.facts: Callable[[], Mapping[str, str]] = dict
         self.evaluated = engine.buckets
         engine.attach(lambda replica: TapedReplica(replica, self.taping))
-        self.routers: RouterLoss | None = next(iter(engine.phases.values())).replica.routers
+        self.auxiliary: AuxiliaryLoss | None = next(iter(engine.phases.values())).replica.auxiliary
         self._scored: tuple[Any, Evaluation] | None = None
         self._here, self._coming = dict[int, Tensor](), dict[int, int]()
 
@@ -459,7 +459,7 @@ class Passes:
         temperature: float = 1.0,
         fields: int = 1,
         with_logits: bool = False,
-        with_routers: bool = False,
+        with_auxiliary: bool = False,
         store: MasterStore | None = None,
         of_step: bool = True,
         own: bool = False,
@@ -476,7 +476,7 @@ class Passes:
         """
         evaluates, keeps = (
             not (of_step or training or store is not None),
-            of_step and store is None and not with_routers,
+            of_step and store is None and not with_auxiliary,
         )
         key = None if store is None else id(store), training, step
         try:
@@ -485,7 +485,7 @@ class Passes:
                 self.let_go()
                 self._scored = key, self.engine.evaluation(store, training, step)
             value = (1.0, 0.0) if own else None
-            self._begin(documents, plan, fields, with_logits, with_routers, temperature=temperature, own=value)
+            self._begin(documents, plan, fields, with_logits, with_auxiliary, temperature=temperature, own=value)
             with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
                 result = self._scored[1].run(mini_batch, keep_graphs=keeps)
             if store is not None:  # the loaded weights must not be trained
@@ -530,7 +530,7 @@ class Passes:
                 documents, plan, 1 if sums else fields, temperature=temperature, own=seeds.own,
                 by_probability=seeds.by_probability,
                 weights=None if seeds.weights is None else seeds.weights.to(device),
-                router_seeds=None if seeds.routers is None else seeds.routers.to(device),
+                auxiliary_seeds=None if seeds.auxiliary is None else seeds.auxiliary.to(device),
             )  # fmt: skip
             if seeds.columns:
                 self.tape.seeds = self._token_seeds(documents, plan, seeds)
@@ -569,7 +569,7 @@ class Passes:
         plan: MiniBatchPlan,
         fields: int,
         with_logits: bool = False,
-        with_routers: bool = False,
+        with_auxiliary: bool = False,
         **of_tape: Any,
     ) -> None:
         engine, device = self.engine, self.engine.device
@@ -582,16 +582,16 @@ class Passes:
                     shape = documents.lengths[number], columns.stop - columns.start
                     logits[number] = torch.zeros(shape, dtype=self.wide)
         self._offsets = offsets
-        router_values, routers = None, self.routers
-        if with_routers and routers is not None:
-            size = routers.num_experts * (routers.top_k + 1)
-            router_values = torch.zeros(len(documents), size, dtype=torch.float64, device=device)
+        auxiliary, loss = None, self.auxiliary
+        if with_auxiliary and loss is not None:
+            size = loss.num_sums
+            auxiliary = torch.zeros(len(documents), size, dtype=torch.float64, device=device)
         self.taping.tape = self.tape = Tape(
             offsets=torch.tensor(offsets, dtype=torch.int64, device=device),
             fields=fields,
             values=torch.zeros(total, fields, dtype=self.wide, device=device) if fields else None,
             logits=logits if with_logits else None,
-            router_values=router_values,
+            auxiliary=auxiliary,
             **of_tape,
         )
 
@@ -668,8 +668,8 @@ class Passes:
                     numbers.tokens[number] = numbers.tokens[number] + values if number in numbers.tokens else values
         if tape.logits is not None:
             self._collect_logits(documents, plan, numbers)
-        if tape.router_values is not None:
-            self._collect_routers(documents, plan, numbers)
+        if tape.auxiliary is not None:
+            self._collect_auxiliary(documents, plan, numbers)
         self.tape = Tape()
         return numbers
 
@@ -696,8 +696,8 @@ class Passes:
                 whole[:, columns] += part
         engine.agreement.wait(sends)
 
-    def _collect_routers(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
-        table = self.tape.router_values
+    def _collect_auxiliary(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
+        table = self.tape.auxiliary
         assert table is not None
         rows, moves = dict(enumerate(table.to("cpu"))), list[Move]()
         for number, strategy, replica in places(plan):
@@ -706,8 +706,8 @@ class Passes:
                 if coord.tp == coord.cp == 0:
                     moves.append(Move(number, rank, documents.owners[number], table.shape[1]))
         for move, values in self.exchange.deliver("numbers", moves, rows, torch.float64):
-            before = numbers.routers.get(move.document)
-            numbers.routers[move.document] = values.clone() if before is None else before + values
+            before = numbers.auxiliary.get(move.document)
+            numbers.auxiliary[move.document] = values.clone() if before is None else before + values
 
 
 def merged(one: StepReport, other: StepReport) -> StepReport:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.features.experts.experts import ExpertCapacity
+from hf_hotspa.features.experts.expert_parallel import ExpertCapacity
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.report import MEASURES
 from tests.families import tiny_model

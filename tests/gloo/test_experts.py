@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_hotspa.features.experts.expert_parallel import ExpertParallel
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.family_sweep import gradient_errors
@@ -213,7 +214,10 @@ def of_few_tokens(rank, world_size):
             errors = gradient_errors(engine.full_gradients(), reference[1])
             error = max(abs(report.loss - reference[0]) / reference[0], *errors.values())
             (runner,) = engine.phases.values()
-            found[family, buckets] = error, runner.replica.experts.num_rows
+            found[family, buckets] = (
+                error,
+                next(a for a in runner.replica.attachments if isinstance(a, ExpertParallel)).num_rows,
+            )
             engine.close()
     return found
 

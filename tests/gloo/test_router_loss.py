@@ -93,9 +93,9 @@ def test_the_loss_of_routers_with_recomputation_and_overlap():
 
 
 def test_which_families_have_such_a_loss():
-    assert describe_model(_model()).router_layers == 4
+    assert describe_model(_model()).auxiliary_layers == 4
     without = tiny_model_of("dots1")
     without.config.output_router_logits = True
-    assert describe_model(without).router_layers == 0
+    assert describe_model(without).auxiliary_layers == 0
     with pytest.raises(UnsupportedError, match="output_router_logits"):
         describe_model(_model("doge"))

@@ -28,8 +28,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.features.experts.experts import is_fused
 from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit, refuse_quantized
+from hf_hotspa.model.tensor_plan import is_fused
 from hf_hotspa.parallel.wrapped_model import BASE, bare_model, base_layer, is_wrapped
 
 LORA_A, LORA_B = "lora_A", "lora_B"

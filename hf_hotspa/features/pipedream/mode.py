@@ -85,7 +85,7 @@ class PipeDream(Options):
     def check_model(self, description: Any, buckets: Sequence[Bucket], options: Any) -> None:
         """Rejects a tied weight, and a balance loss of routers, which needs the complete mini-batch's gradient."""
         check_strategies(buckets, [s.name for s in description.vector.specs if s.in_head], options.pipeline_schedule)
-        if description.router_layers:
+        if description.auxiliary_layers:
             raise UnsupportedError(
                 f"{_NAMED} with a model whose routers have a balance loss",
                 why="it covers the complete mini-batch, and stages update after every pack",

@@ -15,7 +15,7 @@ In a pipeline each chunk runs forward once, in the order of its tokens, and keep
 (`packing.pipeline_order`); each stage keeps the keys and values of its layers.
 
 Layers of linear attention leave a state behind each chunk (`isolation`); its gradient comes from the next chunk alone.
-The balance loss of routers needs whole sequences: each chunk adds its part of the gradient (`experts.ChunkRouters`).
+A loss of whole sequences reads what all chunks leave (`_Carry.left_by`), and each adds its part of the gradient.
 
 Promises: each chunk has one backward; the losses of a pack's chunks are one entry of the stage's `losses`.
 
@@ -37,9 +37,9 @@ from torch import Tensor, nn
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
-from hf_hotspa.features.experts.experts import ChunkPrefix, ChunkRouters, RoutersOfChunks
 from hf_hotspa.packing.cuts import cut_for
 from hf_hotspa.packing.pipeline_order import Operation
+from hf_hotspa.parallel.attention import ChunkPrefix
 from hf_hotspa.parallel.collectives import with_gradient
 from hf_hotspa.parallel.fused_attention import TakesGradients
 from hf_hotspa.strategy import Strategy
@@ -181,7 +181,7 @@ class _CutSequence:
         host: Counts host memory; None if the tensors are on the device.
         kept: Keys and values by attention module, from the first token on.
         sums: Their gradients, summed over later chunks, in fp32 or wider.
-        routers: The routers' logits.
+        left: What others leave of each chunk, by owner.
         states: The states of linear attention behind each chunk, by layer, name and chunk.
         of_states: The gradients of the states, from the next chunk.
         fetcher: Copies from host memory to the device.
@@ -192,7 +192,7 @@ class _CutSequence:
     host: HostBytes | None = None
     kept: dict[nn.Module, Pair] = field(default_factory=dict)
     sums: dict[nn.Module, Pair] = field(default_factory=dict)
-    routers: RoutersOfChunks = field(default_factory=dict)
+    left: dict[object, dict[int, Any]] = field(default_factory=dict)
     states: dict[tuple[StateKey, int], Tensor] = field(default_factory=dict)
     of_states: dict[tuple[StateKey, int], Tensor] = field(default_factory=dict)
     fetcher: PrefixFetcher | None = None
@@ -272,8 +272,8 @@ class _Carry:
     ) -> None:
         self.lengths: tuple[int, ...] = (before,)
         self.chunks = chunks
-        self.routers = ChunkRouters(sequence.routers, len(chunks), is_last=len(chunks) == len(sequence.chunks))
         self.continues = len(chunks) < len(sequence.chunks)
+        self.more_roots: list[Callable[[], list[tuple[Tensor, Tensor]]]] = []
         self._sequence, self._own, self._keeps = sequence, own, keeps
         self._states: dict[StateKey, Tensor] = {}
         self._in_graph: dict[nn.Module, tuple[Tensor, Tensor]] = {}
@@ -326,6 +326,9 @@ class _Carry:
         self._sequence.states[key, len(self.chunks)] = state.detach()
         if state.requires_grad:
             self._states[key] = state
+
+    def left_by(self, owner: object) -> dict[int, Any]:
+        return self._sequence.left.setdefault(owner, {})
 
     def end(self) -> None:
         self._is_over = True
@@ -402,7 +405,7 @@ class Chunk:
         loss's gradient to the result; None if the result is the loss."""
         roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
         if self.carry is not None:
-            roots += [*self.carry.roots(), *self.carry.routers.roots()]
+            roots += [*self.carry.roots(), *(root for more in self.carry.more_roots for root in more())]
         self.carry = self.sequence = None
         if stage.begin_pass is not None:
             stage.begin_pass()

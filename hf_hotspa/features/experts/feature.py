@@ -1,0 +1,26 @@
+"""Mixtures of experts: experts over ranks, a capacity of experts, and the balance loss of routers. Its hooks; see
+`hf_hotspa.seam`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def attach(replica: Any, description: Any, options: Any) -> Iterator[Any]:
+    """The balance loss of routers, the exchange of tokens between the ranks of ep, and the limit of experts."""
+    from hf_hotspa.features.experts.expert_parallel import ExpertCapacity, ExpertParallel, fits_grouped_kernels
+    from hf_hotspa.features.experts.router_loss import RouterLoss
+
+    mesh, factor = replica.mesh, options.expert_capacity
+    if not fits_grouped_kernels(replica.compute_dtype, [slot.shape for slot in replica.slots]):
+        replica.model.config._experts_implementation = "eager"
+    if description.auxiliary_layers:
+        yield RouterLoss(replica.model, description.auxiliary_layers, writes=mesh.coord.tp == 0)
+    capacity = None
+    if factor is not None:
+        capacity = ExpertCapacity(factor, mesh.coord.tp == 0, () if mesh.experts is not None else description.experts)
+    if mesh.experts is not None:
+        parallel = ExpertParallel(mesh, capacity)
+        parallel.divide(replica.model, description.experts)
+        yield parallel
+    if capacity is not None:
+        yield capacity
