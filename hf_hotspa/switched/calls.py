@@ -104,20 +104,20 @@ class Call:
         temperature: The divisor of logits in `numbers`.
         numbers: The results for this rank's documents.
         fields: Their numbers of each token: 0 for sums alone, -1 for nothing.
-        with_auxiliary, with_logits: Whether `numbers` has these; the same on all ranks.
+        with_aux, with_logits: Whether `numbers` has these; the same on all ranks.
         assumed: The seeds if trained at once: a factor of the loss, or [B, L] of log-probabilities; else None.
         factor: The loss's factor in the caller's backward.
         seeds: [2, B, L], the gradient by log-probability and entropy.
         logit_seeds: [B, L, V], the gradient by the logits.
-        of_auxiliary: The gradient by the auxiliary loss.
+        of_aux: The gradient by the auxiliary loss.
         own: This call's part of the engine's token loss of all ranks.
         reads_padding: Whether a gradient by logits came at padding.
         went_back: Whether any backward came.
     """
 
     temperature, fields = 1.0, -1
-    factor = of_auxiliary = own = 0.0
-    with_auxiliary = with_logits = reads_padding = went_back = False
+    factor = of_aux = own = 0.0
+    with_aux = with_logits = reads_padding = went_back = False
     assumed: float | Tensor | None = None
     seeds: Tensor | None = None
     logit_seeds: Tensor | None = None
@@ -178,9 +178,9 @@ class Call:
         self.went_back = True
         self.factor += float(gradient)
 
-    def add_auxiliary_factor(self, gradient: Tensor) -> None:
+    def add_aux_factor(self, gradient: Tensor) -> None:
         self.went_back = True
-        self.of_auxiliary += float(gradient)
+        self.of_aux += float(gradient)
 
     def add_seeds(self, of_log_probs: Tensor, of_entropy: Tensor | None = None) -> None:
         """Adds gradients [B, L - shift]. Sums over rows also reach places without a label, whose number is 0."""
@@ -504,8 +504,8 @@ class CallGradients:
         assert loss is not None
         mine = torch.zeros(len(calls), loss.num_seeds, dtype=torch.float64)
         for index, call in enumerate(calls):
-            if call.of_auxiliary:
-                mine[index] = call.auxiliary(loss)[1] * call.of_auxiliary / self._engine.world_size
+            if call.of_aux:
+                mine[index] = call.auxiliary(loss)[1] * call.of_aux / self._engine.world_size
         of_all = self._engine.agreement.gather(mine.flatten().tolist()).view(-1, len(calls), loss.num_seeds)
         if not bool(of_all.any()):
             return None
@@ -537,7 +537,7 @@ class Request:
         num_items: The divisor of the sum of cross entropies; None for this rank's labels.
         fields: How many of the first `parallel.scores.FIELDS` to compute; 0 for a loss alone, or nothing.
         wants_loss: Whether to compute the cross entropy.
-        auxiliary: Whether to compute the auxiliary loss.
+        aux: Whether to compute the auxiliary loss.
         kept: The number of last logit columns, or an index of columns; 0: all.
         expected: [B, L - 1] or [B, L], the expected gradients by the log-probabilities, or multiples.
         trains: Whether gradients will come.
@@ -550,7 +550,7 @@ class Request:
     num_items: float | None
     fields: int
     wants_loss: bool
-    auxiliary: bool
+    aux: bool
     kept: Any
     expected: Tensor | None
     trains: bool
@@ -573,7 +573,7 @@ class Request:
             words.append("for the loss" if self.wants_loss else f"for {self.fields} numbers of each token")
         if self.batch.get("shift_labels") is not None:
             words.append("labels shifted")
-        if self.auxiliary:
+        if self.aux:
             words.append("with the balance loss of routers")
         if self.expected is not None:
             words.append("with expected seeds")

@@ -470,7 +470,7 @@ class SwitchedModel(DistributedDataParallel):
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
             fields=FIELDS.index(self._head_fields[-1]) + 1 if fused_lm_head else 0,
             wants_loss=wants_loss,
-            auxiliary=self._passes.auxiliary is not None and self._wants_auxiliary(output_router_logits),
+            aux=self._passes.auxiliary is not None and self._wants_aux(output_router_logits),
             kept=logits_to_keep,
             expected=expected_seeds,
             trains=torch.is_grad_enabled() and self._store is None and self.trains,
@@ -486,7 +486,7 @@ class SwitchedModel(DistributedDataParallel):
         out = self._output(call, request)
         return out if return_dict is not False else out.to_tuple()
 
-    def _wants_auxiliary(self, asked: bool | None) -> bool:
+    def _wants_aux(self, asked: bool | None) -> bool:
         of_config = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
         return bool(of_config if asked is None else asked)
 
@@ -590,7 +590,7 @@ class SwitchedModel(DistributedDataParallel):
             self._run_own(call, request)
             return
         needs_logits = request.wants_loss and (self._expects_logits.get(mode, False) or request.function is not None)
-        if request.trains and call.fields < 0 and not request.auxiliary and not needs_logits:
+        if request.trains and call.fields < 0 and not request.aux and not needs_logits:
             known = self.assumptions.linear
             if request.wants_loss:
                 known = Assumed(by_loss=self.assumptions.expected)
@@ -599,13 +599,13 @@ class SwitchedModel(DistributedDataParallel):
             if known.by_loss or known.by_token or known.given is not None:
                 self._train_at_once([call, *self._waiting], request, known)
         is_loss = request.wants_loss and isinstance(call.assumed, float)
-        if not is_loss and (call.fields < max(request.fields, 1) or call.with_auxiliary < request.auxiliary):
+        if not is_loss and (call.fields < max(request.fields, 1) or call.with_aux < request.aux):
             self._score(call, request, with_logits=needs_logits)
 
     def _run_own(self, call: Call, request: Request) -> None:
         """Computes the engine's token loss over all ranks. Each rank gets an equal part."""
         world = self.engine.world_size
-        if request.auxiliary and not call.with_auxiliary:
+        if request.aux and not call.with_aux:
             self._score(call, request)
         items = max(sum(call.labels), 1) if request.num_items is None else request.num_items
         if not request.trains:
@@ -629,12 +629,7 @@ class SwitchedModel(DistributedDataParallel):
         everything = [n for one in together for n in one.everything]
         numbers = self._score_documents(call, everything, request, fields, with_logits)
         for one in together:
-            one.numbers, one.fields, one.with_auxiliary, one.with_logits = (
-                numbers,
-                fields,
-                request.auxiliary,
-                with_logits,
-            )
+            one.numbers, one.fields, one.with_aux, one.with_logits = numbers, fields, request.aux, with_logits
 
     def _score_documents(
         self, call: Call, numbers: Sequence[int], request: Request, fields: int, with_logits: bool, own: bool = False
@@ -647,7 +642,7 @@ class SwitchedModel(DistributedDataParallel):
             temperature=call.temperature,
             fields=fields,
             with_logits=with_logits,
-            with_auxiliary=request.auxiliary and fields > 0,
+            with_aux=request.aux and fields > 0,
             store=self._store,
             of_step=request.trains,
             own=own,
@@ -713,19 +708,19 @@ class SwitchedModel(DistributedDataParallel):
                 loss = loss.to(call.device, wide)
                 if request.trains:
                     (loss,) = Leaf.apply(ANCHOR, call.add_factor, loss)
-            if request.auxiliary:
-                loss, aux = self._with_auxiliary(loss, call, request)
+            if request.aux:
+                loss, aux = self._with_aux(loss, call, request)
         if self._passes.auxiliary is not None:
             return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, logits=logits)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
-    def _with_auxiliary(self, loss: Tensor, call: Call, request: Request) -> tuple[Tensor, Tensor]:
+    def _with_aux(self, loss: Tensor, call: Call, request: Request) -> tuple[Tensor, Tensor]:
         """Adds transformers' `load_balancing_loss_func` of this rank's batch; also returns it alone."""
         auxiliary = self._passes.auxiliary
         assert auxiliary is not None
         aux = call.auxiliary(auxiliary)[0].to(call.device, self._passes.wide)
         if request.trains:
-            (aux,) = Leaf.apply(ANCHOR, call.add_auxiliary_factor, aux)
+            (aux,) = Leaf.apply(ANCHOR, call.add_aux_factor, aux)
         return loss + auxiliary.coefficient * aux, aux
 
     def _fused_output(self, call: Call, request: Request) -> Any:
@@ -742,8 +737,8 @@ class SwitchedModel(DistributedDataParallel):
         mask = call.mask[:, : call.shape[1] - call.shift].to(call.device)
         of = mask.sum().clamp(min=1) if request.num_items is None else request.num_items
         loss, aux = -columns["log_probs"].sum() / of, None
-        if request.auxiliary:
-            loss, aux = self._with_auxiliary(loss, call, request)
+        if request.aux:
+            loss, aux = self._with_aux(loss, call, request)
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux, **columns)
 
     def _logits(self, call: Call, request: Request) -> Tensor:

@@ -459,7 +459,7 @@ class Passes:
         temperature: float = 1.0,
         fields: int = 1,
         with_logits: bool = False,
-        with_auxiliary: bool = False,
+        with_aux: bool = False,
         store: MasterStore | None = None,
         of_step: bool = True,
         own: bool = False,
@@ -476,7 +476,7 @@ class Passes:
         """
         evaluates, keeps = (
             not (of_step or training or store is not None),
-            of_step and store is None and not with_auxiliary,
+            of_step and store is None and not with_aux,
         )
         key = None if store is None else id(store), training, step
         try:
@@ -485,7 +485,7 @@ class Passes:
                 self.let_go()
                 self._scored = key, self.engine.evaluation(store, training, step)
             value = (1.0, 0.0) if own else None
-            self._begin(documents, plan, fields, with_logits, with_auxiliary, temperature=temperature, own=value)
+            self._begin(documents, plan, fields, with_logits, with_aux, temperature=temperature, own=value)
             with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
                 result = self._scored[1].run(mini_batch, keep_graphs=keeps)
             if store is not None:  # the loaded weights must not be trained
@@ -569,7 +569,7 @@ class Passes:
         plan: MiniBatchPlan,
         fields: int,
         with_logits: bool = False,
-        with_auxiliary: bool = False,
+        with_aux: bool = False,
         **of_tape: Any,
     ) -> None:
         engine, device = self.engine, self.engine.device
@@ -583,7 +583,7 @@ class Passes:
                     logits[number] = torch.zeros(shape, dtype=self.wide)
         self._offsets = offsets
         auxiliary, loss = None, self.auxiliary
-        if with_auxiliary and loss is not None:
+        if with_aux and loss is not None:
             size = loss.num_sums
             auxiliary = torch.zeros(len(documents), size, dtype=torch.float64, device=device)
         self.taping.tape = self.tape = Tape(
