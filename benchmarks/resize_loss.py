@@ -30,6 +30,8 @@ from worlds import run_world
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.features.slow_devices.columns import Resizing
+from hf_hotspa.features.slow_devices.flexible_linear import flexible_works
+from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.features.slow_devices.reaction import ColumnStatistics
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.report import PhaseMeasure
@@ -157,7 +159,7 @@ def train(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, 
         side = sides[name]
         model = make_model(options.hidden, options.layers, vocab_size=256, longest=LENGTH, num_heads=max(4, world_size))
         buckets = parse_buckets(f"tp{world_size}:{LENGTH}@{ROWS * LENGTH}")
-        engine = HotSPaEngine(model, buckets, EngineOptions(flexible=True))
+        engine = HotSPaEngine(model, buckets, EngineOptions(features=(HandOver(),)))
         collate = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=256)
         optimizer = torch.optim.AdamW(engine.parameter_groups(), lr=LEARNING_RATE)
         statistics = ColumnStatistics(engine, Resizing(side.columns, side.imputation, options.period))
@@ -166,7 +168,7 @@ def train(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, 
             trains = step < options.steps
             statistics.begin(step, options.period)
             turn = step // options.period
-            for work in engine.flexible_works().values():
+            for work in flexible_works(engine).values():
                 work.give(side.of(side.given, world_size, turn))
                 work.resized = side.of(side.left, world_size, turn)[rank] if trains else 0.0
             report = engine.forward_backward(collate(rows[step * ROWS : (step + 1) * ROWS]), step)

@@ -33,16 +33,16 @@ from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.features.slow_devices import giving as rates
 from hf_hotspa.features.slow_devices.columns import Resizing
-from hf_hotspa.features.slow_devices.flexible_linear import Exchange
-from hf_hotspa.features.slow_devices.giving import GIVING
+from hf_hotspa.features.slow_devices.device_step_time import DeviceStepTime
+from hf_hotspa.features.slow_devices.flexible_linear import PRODUCTS, Exchange, ProductClock, flexible_works, give
+from hf_hotspa.features.slow_devices.mode import GIVING, HandOver
 from hf_hotspa.features.slow_devices.reaction import ColumnStatistics, pretest
-from hf_hotspa.features.slow_devices.speeds import Speeds, cut_by_speed, shares_by_speed
+from hf_hotspa.features.slow_devices.speeds import cut_by_speed, shares_by_speed
 from hf_hotspa.layout.shares import shard_widths
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.pass_through import PassThrough
 from hf_hotspa.model.replica import Replica
-from hf_hotspa.packing.bucketing import plan_mini_batch
-from hf_hotspa.parallel.collectives import PRODUCTS, ProductClock
+from hf_hotspa.packing.bucketing import Speeds, plan_mini_batch
 from hf_hotspa.report import PhaseMeasure
 from hf_hotspa.rows.read_row import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable
@@ -202,7 +202,7 @@ class Measured:
                 parse_buckets(
                     f"{name.split()[0]}{world_size}:{LENGTH}@{self.tokens // (PACKS if 'pp' in name else 1)}"
                 ),
-                EngineOptions(flexible=True),
+                EngineOptions(features=(HandOver(),)),
             )
             for name in strategies.split(",")
         }
@@ -227,7 +227,7 @@ class Side:
     def __init__(self, world: Measured, answer: Answer, chis: Mapping[int, float]) -> None:
         self.world, self.answer, self.chis = world, answer, chis if answer.slow else {}
         self.engine = engine = world.engines[answer.strategy]
-        self.step_time = engine.device_step_time(answer.mode if answer.mode in GIVING else None)
+        self.step_time = DeviceStepTime(engine, answer.mode if answer.mode in GIVING else None)
         self.collate = PackedBucketCollator(engine.buckets, rank=world.rank, vocab_size=64)
         self.optimizer = torch.optim.AdamW(engine.parameter_groups(), lr=LEARNING_RATE)
         self.resizing = Resizing(answer.columns, "zero", PERIOD)
@@ -251,7 +251,7 @@ class Side:
         for weight, own in zip(engine.master.weights, self.weights, strict=True):
             if weight is not None and own is not None:
                 weight.copy_(own)
-        for work in engine.flexible_works().values():
+        for work in flexible_works(engine).values():
             work.exchange, work.resizing = self.answer.exchange, self.resizing
             work.give((0.0,) * work.size)
             work.resized = 0.0
@@ -259,9 +259,9 @@ class Side:
         self.statistics.begin(number, PERIOD)
         giving = self.step_time.giving
         if giving is not None:
-            engine.give(giving.shares, giving.resized)
+            give(engine, giving.shares, giving.resized)
         elif self.given is not None:
-            engine.give(self.given)
+            give(engine, self.given)
         known = self.step_time.devices.speeds() if self.answer.mode == "balance" else None
         speeds = Speeds(known) if known is not None else None
         plan = plan_mini_batch(range(len(world.rows)), world.table, engine.buckets, speeds=speeds)
@@ -294,7 +294,7 @@ class Side:
         vector = engine.description.vector
         shares = shares_by_speed(vector, engine.phases, speeds)
         if engine.recut(cut_by_speed(vector.stage_costs, engine.phases, speeds), of_ranks=shares):
-            self.step_time.take_cut(engine.description.vector, engine.layouts)
+            self.step_time.take_cut()
             self.recut_s.append(time.perf_counter() - begin)
 
     def _shares(self, report: Any) -> str:

@@ -229,8 +229,7 @@ class StepReport:
         single_s: Predicted seconds of the best single strategy that fits (`RunFacts.single`) for the same rows, to
             compare with the phases' `predicted_s`; None without a time model.
         paces: Relative step time of each rank: its computation, without waiting, as a multiple of the ranks that are
-            not slow, adjusted for lengths (`features/slow_devices/giving.py`). None for a rank without a measure; None altogether
-            if slow devices are not watched.
+            not slow, adjusted for lengths. None for a rank without a measure; None altogether if devices are not watched.
         slow: The ranks that count as slow after this mini-batch.
         race: The result of a race that ended with this mini-batch.
         rows_bytes: Rows (lengths, tokens, labels) that ranks sent each other, summed over ranks, under a

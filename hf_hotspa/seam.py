@@ -12,7 +12,8 @@ level, imports no torch: plans are also made where none is installed. Hooks impo
 * `runner(options)`: another way to run phases (`model.options.Runner`); None if the engine's own runs.
 * `terms`: named terms of the bytes and seconds of plans (`costs.terms`).
 * `measures`: counted numbers of a phase, and how reports show them (`Measure`).
-* `state(run)`: a part of the Trainer's run that lasts from step to step and is saved in checkpoints; None without one.
+* `state(engine, args, plan)`: a part of the Trainer's run that lasts from step to step and is saved in checkpoints
+  (`RunPart`), from the `HotSPaEngine`, the arguments and the `trainer.run_plan.RunPlan`; None without one. Collective.
 
 A hook is called while a run is set up, in the order of `FEATURES`. What a step needs is bound then.
 """
@@ -23,7 +24,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
 
-FEATURES = ("experts", "pipedream")
+FEATURES = ("experts", "slow_devices", "pipedream")
 """Names of folders. Attachments of a replica are made in this order."""
 
 HOOKS = ("options", "flags", "describe", "attach", "runner", "terms", "measures", "state")
@@ -78,6 +79,9 @@ class Options:
             tied: The weights that embedding and head share.
             schedule: The pipeline schedule.
         """
+
+    def check_strategy(self, strategy: Any, shape: Any) -> None:
+        """Checks one strategy and a `ModelShape`; what it rejects is not offered by searches."""
 
     def check_model(self, description: Any, buckets: Sequence[Any], options: Any) -> None:
         """Checks a `ModelDescription` and `EngineOptions`, on all ranks alike."""
@@ -146,3 +150,44 @@ class Measure:
     name: str
     total: bool = True
     title: str = ""
+
+
+class RunPart:
+    """A feature's part of a Trainer's run (hook `state`). The methods are called on all ranks, and may be collective.
+
+    Attributes:
+        name: Of its state in checkpoints.
+    """
+
+    name: str
+
+    def start(self) -> None:
+        """A pass through a data set or stream begins."""
+
+    def speeds(self, step: int) -> Any:
+        """The `packing.bucketing.Speeds` that divide the packs of mini-batch `step`, from 0; None for evenly. Not
+        collective: also called in another thread."""
+
+    def begin_step(self, step: int, pass_steps: int) -> None:
+        """A mini-batch begins, after `step` others; a pass over the data has `pass_steps`."""
+
+    def trained(self, plan: Any, of_pass: Any, report: Any) -> Any:
+        """Takes the plan and the `StepReport` of a mini-batch's last pass; returns the mini-batch's report, completed."""
+        return report
+
+    def state_dict(self) -> Mapping[str, Any] | None:
+        """What a resumed run needs, JSON-ready; None for nothing."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores it.
+
+        Raises:
+            HotspaConfigError: it is damaged.
+        """
+
+    def rank_tensors(self) -> Mapping[str, Any]:
+        """This rank's tensors for a checkpoint of the same number of ranks, in host memory."""
+        return {}
+
+    def load_rank_tensors(self, tensors: Mapping[str, Any]) -> None:
+        """Restores them; others may be among them."""

@@ -7,8 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.features.slow_devices.flexible_linear import FlexibleWork
 from hf_hotspa.layout.vector import EMBEDDING
 from hf_hotspa.model.replica import Replica
+from hf_hotspa.seam import settings
 
 
 @contextmanager
@@ -41,7 +43,7 @@ def said_to_take(
             usual = token_s * tokens * held / 1e6
         if not product_share:
             return loss, found._replace(compute_s=usual * times(step, rank), others_s=0.0)
-        work = runner.replica.flexible
+        work = settings(runner.replica.attachments, FlexibleWork)
         extra = 0.0
         if work is not None:
             given, taken = work.shares[work.position], sum(work.shares) / work.shares.count(0.0)

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.features.slow_devices.speeds import Speeds
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.packing.bucketing import plan_mini_batch
+from hf_hotspa.packing.bucketing import Speeds, plan_mini_batch
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.read_row import RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable

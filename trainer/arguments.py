@@ -36,7 +36,6 @@ from hf_hotspa.trainer.given_arguments import (
     CHANGED,
     SECONDS,
     Number,
-    StragglerArguments,
     check_processes,
     check_values,
     explain_arguments,
@@ -69,7 +68,7 @@ ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 
 
 @dataclass
-class HotSPaTrainingArguments(*argument_classes(), StragglerArguments, TrainingArguments):  # type: ignore[misc]
+class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: ignore[misc]
     """The arguments of `HotSPaTrainer`.
 
     Accumulated batches are one mini-batch, packed and trained together.
@@ -351,7 +350,6 @@ class HotSPaTrainingArguments(*argument_classes(), StragglerArguments, TrainingA
         for own in fields(self):
             if own.name.startswith("hotspa_") and "choices" in own.metadata:
                 check_choice(own.name, getattr(self, own.name), own.metadata["choices"])
-        self.check_stragglers(self.world_size, self.full_determinism)
         try:
             refuse_arguments(self)
             check_optimizer_name(self.optim)
@@ -431,7 +429,7 @@ class HotSPaTrainingArguments(*argument_classes(), StragglerArguments, TrainingA
     def _check_types(self) -> None:
         """Flags may come from Python or YAML, with values that cannot be compared with a number."""
         # not the types of the dataclass fields, which HfArgumentParser rewrites
-        parts = (StragglerArguments, *argument_classes(), HotSPaTrainingArguments)
+        parts = (*argument_classes(), HotSPaTrainingArguments)
         own = {name: kind for part in parts for name, kind in part.__annotations__.items()}
         for name, kind in own.items():
             value, wanted = getattr(self, name), int | float if kind is float else kind

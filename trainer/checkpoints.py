@@ -549,10 +549,9 @@ def contents_of(trainer: Any, folder: RunFolder) -> CheckpointContents:
     """The contents of a checkpoint of a trainer now. Collective."""
     trainer._hotspa_rows.parts.gather(trainer.switched.engine.agreement, trainer.control.should_epoch_stop)
     optimizer = None if trainer.args.save_only_model else trainer.optimizer
-    devices = trainer._hotspa_watchers.devices
     of_rank: dict[str, Tensor] = getattr(trainer, "_hotspa_rank_tensors", dict)()  # of a trainer that generates
-    if devices is not None:
-        of_rank |= devices.rank_tensors()
+    for part in trainer._hotspa_watchers.parts:
+        of_rank |= part.rank_tensors()
     return CheckpointContents(
         folder, trainer.state.global_step, trainer.switched.engine, trainer.model, trainer.args, optimizer,
         trainer.lr_scheduler, tokenizer_of(trainer), of_rank,

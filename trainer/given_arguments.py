@@ -1,6 +1,5 @@
 """Checks of given arguments: each that is unknown, invalid, unsupported, without effect, or another trainer's is
-reported, with an alternative. Also flags with a joint meaning (pipeline updates, reaction to slow devices), and the
-launcher's settings in the environment (how many processes, and how they train).
+reported, with an alternative. Also the launcher's settings in the environment (how many processes, and how they train).
 
 Launchers fail quietly: `accelerate launch` starts one process if `--multi_gpu` is missing, whatever its
 `--num_processes`, and torchrun's processes train alone if the script does not ask for the CPU on a machine without
@@ -28,8 +27,6 @@ from transformers.utils.generic import strtobool
 
 from hf_hotspa.data.collator import is_stream
 from hf_hotspa.errors import DataError, HotspaConfigError, LaunchError, UnsupportedError
-from hf_hotspa.features.slow_devices.columns import CHOICES, IMPUTATIONS
-from hf_hotspa.features.slow_devices.giving import GIVING, LOSSY, MODES
 from hf_hotspa.model.options import LONGEST_TIMEOUT_S
 from hf_hotspa.rows.formats import format_of
 from hf_hotspa.rows.table import SequenceTable
@@ -649,66 +646,3 @@ def _kinds(dataset: Any) -> Iterator[str]:
     except DataError:  # unsupported, or read by a user's collator
         kind = "unknown"
     yield "conversation and answer" if kind == "completion" and isinstance(row["prompt"], list) else kind
-
-
-# -- modes ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class StragglerArguments:
-    """The reaction to slow devices. Flags of `hotspa_resize` only apply if products are resized."""
-
-    hotspa_stragglers: str = flag(
-        "watch",
-        "The reaction to slow devices: off, watch (they are named in the log and the report), balance (packs are "
-        "divided over replicas, layers over stages of pipelines, and MLPs over ranks of tp, by measured speed), migrate "
-        "(slow ranks of tp hand columns over to others), resize (they leave columns out: not exact), or semi (they do "
-        "both; a pretest finds which costs less: not exact).",
-        choices=MODES,
-        option="flexible",
-        made=lambda mode: mode in GIVING,
-        recorded=True,
-    )
-    hotspa_resize_columns: str = flag(
-        CHOICES[0],
-        "Which columns resize and semi leave out: rd (at random), pri (whose weights vary least), pridiffr and "
-        "pridiffe (by variation, and of each layer as many as vary little; at least 0.8 of the slow device's excess, or "
-        "of one half).",
-        choices=CHOICES,
-    )
-    hotspa_resize_imputation: str = flag(
-        IMPUTATIONS[0],
-        "The gradients of columns that were left out: zero, same (of weights: the gradient of the previous mini-batch; a "
-        "copy of it is kept), or average (the mean of the other columns).",
-        choices=IMPUTATIONS,
-    )
-    hotspa_resize_period: int = flag(
-        0,
-        "Mini-batches between two measurements of how weights vary, for hotspa_resize_columns other than rd. 0: a "
-        "pass over the data.",
-        number=Number(0, whole=True, fix="use some mini-batches, or 0 for a pass"),
-    )
-
-    def check_stragglers(self, world_size: int, deterministic: bool) -> None:
-        """Raises `HotspaConfigError` for flags that do not go together with each other or with the run."""
-        mode = self.hotspa_stragglers
-        if mode not in ("off", "watch") and world_size == 1:
-            raise HotspaConfigError(
-                f"hotspa_stragglers={mode} on one process",
-                why="there is no other device that could take work over",
-                fix="leave it at watch, or start more processes",
-            )
-        if mode not in ("off", "watch") and deterministic:
-            raise HotspaConfigError(
-                f"hotspa_stragglers={mode} with full_determinism",
-                why="the reaction depends on measured seconds, which differ from run to run",
-                fix="use hotspa_stragglers=watch, or leave out full_determinism",
-            )
-        for name, choices in (("hotspa_resize_columns", CHOICES), ("hotspa_resize_imputation", IMPUTATIONS)):
-            value = getattr(self, name)
-            if value != choices[0] and mode not in LOSSY:
-                raise HotspaConfigError(
-                    f"{name}={value} with hotspa_stragglers={mode}",
-                    why="no columns are left out there",
-                    fix=f"use it with hotspa_stragglers={' or '.join(LOSSY)}",
-                )

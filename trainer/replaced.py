@@ -75,7 +75,7 @@ class Replaced(_Base):
         return torch.tensor(float("nan"))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The norm, clipped or not; passes the step's report to choice of strategies, device watch and callbacks."""
+        """The norm, clipped or not; passes the step's report to choice of strategies, features and callbacks."""
         if grad_norm is None:
             grad_norm = Replaced._clip_grad_norm(self, model, float("inf"))
         skips, loss = self._hotspa_skips, self._hotspa_step_loss
@@ -87,7 +87,7 @@ class Replaced(_Base):
         switched, watchers = self.switched, self._hotspa_watchers
         report = switched.report
         if report is not None:
-            if watchers.devices is not None or not watchers.plan.is_idle:
+            if watchers.parts or not watchers.plan.is_idle:
                 report = watchers.trained(self.state.global_step, switched.passes, report)
             if next(self.model.parameters()).is_meta:  # all are, or none
                 self._hotspa_source.trained()

@@ -34,6 +34,7 @@ from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
 from hf_hotspa.costs.optimizer_state import ADAM, OPTIMIZER_STATES
+from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.device_memory import device_limit
@@ -41,7 +42,6 @@ from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.features.dropout.dropout import without_attention_dropout
 from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit
-from hf_hotspa.features.slow_devices.giving import GIVING
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
@@ -66,6 +66,9 @@ from hf_hotspa.typed import reading_state
 
 logger = logging.getLogger(__name__)
 
+_ROUNDS = Strategy(pp=2, v=2)
+"""The smallest pipeline with several stages on each rank."""
+
 
 def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may_divide: bool) -> list[Strategy]:
     """Every strategy that a run may have, with every choice of options.
@@ -77,10 +80,15 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
     options = strategies_with_options(args.world_size, shape)
     noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of complete rows
     plain = list(dict.fromkeys(s.recomputing(every) for s in options if not (s.sp and noisy)))
-    run = engine_options(args).of_run(args.device.type)
+    run = run_options(args)
     wanted = [*plain, *(s for s in divided(plain, shape, run) if may_divide or s.cp == 1)]
     # with a capacity of experts every strategy computes complete packs; if no strategy can, the engine raises the error
     return [s for s in wanted if run.runs(s, shape)] or wanted
+
+
+def run_options(args: HotSPaTrainingArguments) -> RunOptions:
+    """The options that decide which strategies can run."""
+    return engine_options(args).of_run(args.device.type)
 
 
 def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
@@ -510,7 +518,7 @@ def prepare_auto(
             table, among, cost, mini_batch_size=mini_batch_size, limit_bytes=limit, limit_source=source,
             policy=args.hotspa_overlong, max_phases=args.hotspa_max_buckets, most_tokens=most_tokens, may_chunk=may_chunk,
             has_host_memory=args.device.type != "cpu", near=NEAR if races and len(among) > 1 else 0.0,
-            may_go_round=among is strategies and args.hotspa_stragglers not in GIVING, **of_data,
+            may_go_round=among is strategies and run_options(args).runs(_ROUNDS, description.shape), **of_data,
         )  # fmt: skip
 
     def renewed(lengths: list[int]) -> Plan:

@@ -1,7 +1,7 @@
 """How a trainer gets its switched model, and how its ranks communicate before it exists.
 
 `Ranks` agrees over the host, starting in the constructor. `start` chooses the strategies (or takes the given ones),
-makes the `SwitchedModel`, and its watchers: predictions, slow devices, the memory limit.
+makes the `SwitchedModel`, and its watchers: predictions, the features' parts of the run, the memory limit.
 """
 
 import logging
@@ -24,7 +24,6 @@ from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.engine.faults import note
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.features.four_bit.four_bit_linear import refuse_quantized
-from hf_hotspa.features.slow_devices.device_watch import DeviceWatch, watch_devices
 from hf_hotspa.model.model_check import refuse_router_logits
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel import backends
@@ -33,6 +32,7 @@ from hf_hotspa.parallel.loss import TokenLoss
 from hf_hotspa.parallel.mesh import nodes_of
 from hf_hotspa.parallel.wrapped_model import bare_model, is_wrapped
 from hf_hotspa.report import StepReport
+from hf_hotspa.seam import RunPart, hooks
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, evaluation_buckets, given_buckets
@@ -121,21 +121,21 @@ class Watchers:
 
     Attributes:
         plan: Chooses strategies, and predicts seconds.
-        devices: Watches for slow devices; None if they are not watched.
+        parts: The features' parts of the run.
     """
 
     plan: RunPlan = field(default_factory=RunPlan)
-    devices: DeviceWatch | None = None
+    parts: tuple[RunPart, ...] = ()
 
     def choose(self, step: int, lengths: Sequence[int]) -> Any:
         """The buckets of a mini-batch, and the device speeds that divide its packs. Also called in a thread."""
-        speeds = self.devices.speeds if self.devices is not None else None
-        return self.plan.choose(step, lengths), speeds.of(step) if speeds is not None else None
+        speeds = (part.speeds(step) for part in self.parts)
+        return self.plan.choose(step, lengths), next((known for known in speeds if known is not None), None)
 
     def begin(self, num_steps: int) -> None:
         """Begins a run of `num_steps` mini-batches."""
-        if self.devices is not None:
-            self.devices.start()
+        for part in self.parts:
+            part.start()
         self.plan.start(num_steps)
 
     def evaluated(self, args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
@@ -146,9 +146,8 @@ class Watchers:
         """The state that a resumed run needs, JSON-ready."""
         of_plan = self.plan.state_dict()
         state: dict[str, Any] = {"auto": of_plan} if of_plan is not None else {}
-        if self.devices is not None and self.devices.decides:
-            state["devices"] = self.devices.state_dict()
-        return state
+        of_parts = {part.name: part.state_dict() for part in self.parts}
+        return state | {name: of_part for name, of_part in of_parts.items() if of_part is not None}
 
     def load(self, state: dict[str, Any]) -> None:
         """The inverse of `state`.
@@ -156,8 +155,9 @@ class Watchers:
         Raises:
             HotspaConfigError: it is damaged.
         """
-        if self.devices is not None and "devices" in state:
-            self.devices.load_state_dict(state["devices"])
+        for part in self.parts:
+            if part.name in state:
+                part.load_state_dict(state[part.name])
         if "auto" in state:
             self.plan.load_state_dict(state["auto"])
 
@@ -170,9 +170,8 @@ class Watchers:
             single = sum(known) if len(known) == len(singles) else None
             report = replace(report, phases=tuple(chain(*(of_pass.phases for of_pass in each))), single_s=single)
             report = self.plan.ended(step, report)
-        if self.devices is not None:
-            watched = self.devices.trained(*passes[-1])  # one pass is enough to detect slow devices
-            report = replace(report, paces=watched.paces, slow=watched.slow)
+        for part in self.parts:
+            report = part.trained(*passes[-1], report)
         return report
 
 
@@ -205,8 +204,9 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     engine = switched.engine
     engine.stop, engine.failures.predicted_bytes = trainer._hotspa_preemption, plan.predicted_bytes
     plan.begin(engine.description)
-    watchers.devices = watch_devices(engine, args, plan)
-    idle = plan.is_idle and watchers.devices is None  # nothing chooses, predicts or watches
+    made = (state(engine, args, plan) for state in hooks("state"))
+    watchers.parts = tuple(part for part in made if part is not None)
+    idle = plan.is_idle and not watchers.parts  # nothing chooses, predicts or watches
     choose, evaluated_by = None if idle else watchers.choose, watchers.evaluated(args)
     switched.runs_by(choose, trainer._hotspa_optimizer.settings, evaluated_by)
     lengths.take_longest(switched.longest)

@@ -484,10 +484,12 @@ class SwitchedMixin(_Base):
     def _hotspa_load(self, resumption: Resumption) -> None:
         load_scheduler(resumption, self.lr_scheduler)
         self.load_hotspa_state(resumption.state.get("hotspa", {}))
-        devices, args = self._hotspa_watchers.devices, self.args
-        if devices is not None and resumption.manifest.world_size == args.world_size:
+        parts, args = self._hotspa_watchers.parts, self.args
+        if parts and resumption.manifest.world_size == args.world_size:
             name = rank_columns(args.process_index, args.world_size)
-            devices.load_rank_tensors(saved_tensors(resumption.path, resumption.manifest, name))
+            tensors = saved_tensors(resumption.path, resumption.manifest, name)
+            for part in parts:
+                part.load_rank_tensors(tensors)
 
     def hotspa_state(self) -> dict[str, Any]:
         """The state of strategies and stream that a resumed run needs, JSON-ready."""
@@ -571,8 +573,8 @@ class SwitchedMixin(_Base):
         if isinstance(first, dict) and "labels" in first:
             given = self.model_accepts_loss_kwargs and self._hotspa_prepares  # TRL's losses divide by it themselves
             switched.announce(batches, num_items if given else None)
-        if (devices := self._hotspa_watchers.devices) is not None and batches:
-            devices.begin(self.state.global_step, self._hotspa_pass)
+        for part in self._hotspa_watchers.parts if batches else ():
+            part.begin_step(self.state.global_step, self._hotspa_pass)
         if (optimizer := self.optimizer) is not None:
             bare, of_master = bare_optimizer(optimizer), self._hotspa_optimizer
             if of_master.watched is None or of_master.watched() is not bare:  # it was set after training started

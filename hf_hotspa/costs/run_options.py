@@ -10,6 +10,7 @@ from hf_hotspa.costs.divided import AUTO, GATHER, RING, ULYSSES, choose_way
 from hf_hotspa.errors import HotspaError, StrategyError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.pipeline_order import check_runs
+from hf_hotspa.seam import Options
 from hf_hotspa.strategy import Bucket, Strategy
 
 _NOT_EXACT = "they have not been made exact together"
@@ -24,14 +25,14 @@ class RunOptions:
         schedule: The pipeline schedule, one of `pipeline_order.SCHEDULES`.
         context_parallel: The cp method, one of `costs.divided.WAYS`.
         device_type: `cpu` or `cuda`.
-        flexible: Whether tp ranks may hand over work.
+        features: Settings of features, some of which do not run every strategy.
         expert_capacity: The capacity factor, if any.
     """
 
     schedule: str = "auto"
     context_parallel: str = AUTO
     device_type: str = "cuda"
-    flexible: bool = False
+    features: tuple[Options, ...] = ()
     expert_capacity: float | None = None
 
     @property
@@ -64,7 +65,9 @@ class RunOptions:
         return True
 
     def _check(self, strategy: Strategy, shape: ModelShape) -> None:
-        check_runs(self.schedule, strategy, self.flexible)
+        check_runs(self.schedule, strategy)
+        for settings in self.features:
+            settings.check_strategy(strategy, shape)
         if strategy.exchanges_tokens:
             self._check_divided(strategy)
         if strategy.cp > 1:
@@ -73,12 +76,6 @@ class RunOptions:
             self._check_capacity(strategy, shape)
 
     def _check_divided(self, strategy: Strategy) -> None:
-        if self.flexible:
-            raise UnsupportedError(
-                f"strategy {strategy} with ranks that hand over work (hotspa_stragglers)",
-                why=_NOT_EXACT,
-                fix="use hotspa_stragglers=balance or watch",
-            )
         if strategy.pp > 1 and self._wants_one_shape:
             raise UnsupportedError(
                 f"the pipeline schedule {self.schedule!r} under {strategy}",

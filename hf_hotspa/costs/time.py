@@ -282,7 +282,7 @@ class TimeModel:
         phase_factors: Relative cost of complete phases compared with their packs, by (tp, pp), see `Calibration`;
             deeper pipelines than measured use the nearest depth.
         schedule: One of `pipeline_order.SCHEDULES`.
-        paced: The parameters, with the relative step times of slow ranks, if any, by which MLPs are divided.
+        paced: The parameters, with the relative step times of ranks, if some are slow, by which MLPs are divided.
         cut_by: Ratio by which sequences are cut into chunks of equal time, see `pair_cost`; the measured one if None.
         streams: Transfers of the units of fully sharded strategies, if any.
         shape: The model's shape, for the exchanges of cp and ep; without it they are free.

@@ -32,8 +32,7 @@ from transformers.trainer_utils import has_length
 
 from hf_hotspa.data.prepare import tokenize_rows
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, TokenRangeError, UnsupportedError, check_choice
-from hf_hotspa.features.slow_devices.speeds import Speeds
-from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, MiniBatchPlan, Pack, plan_mini_batch
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, MiniBatchPlan, Pack, Speeds, plan_mini_batch
 from hf_hotspa.packing.cuts import Piece
 from hf_hotspa.rows.read_row import DEFAULT_RULES, IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable

@@ -38,8 +38,6 @@ from hf_hotspa.engine.phase import Observer, PhaseRunner, peak_memory
 from hf_hotspa.engine.set_up import changed, describe, plan_switches, take_cut, with_step_times
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.features.low_bit_optimizers.adoption import adopt, needs_adopting
-from hf_hotspa.features.slow_devices.device_step_time import DeviceStepTime
-from hf_hotspa.features.slow_devices.flexible_linear import FlexibleWork
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model.model_check import check_same_build
@@ -207,36 +205,10 @@ class HotSPaEngine:
             )
         return self._groups.device_mesh(strategy)
 
-    def device_step_time(self, gives: str | None = None) -> DeviceStepTime:
-        """Makes the watch over this engine's devices, for the reports of its mini-batches. Not collective.
-
-        Args:
-            gives: How to decide what slow ranks should not compute; None if they compute everything.
-        """
-        return DeviceStepTime(self.description.vector, self.layouts, self.description.shape.quadratic_cost, gives)
-
     @property
     def layouts(self) -> dict[Strategy, Layout]:
         """Where each strategy's weights lie."""
         return {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
-
-    def give(self, shares: Mapping[str, Sequence[float]], resized: Mapping[str, Sequence[float]] | None = None) -> None:
-        """From the next mini-batch on, makes ranks give shares of their product columns to their tensor-parallel
-        groups. Not collective; the same on all ranks. Needs the option `flexible`.
-
-        Args:
-            shares: By strategy, for each rank.
-            resized: Likewise, of columns that are left out, which is not exact (`features/slow_devices/flexible_linear.py`).
-        """
-        for strategy, work in self.flexible_works().items():
-            if str(strategy) in shares:
-                work.give(tuple(shares[str(strategy)][rank] for rank in work.ranks))
-                work.resized = resized[str(strategy)][self.rank] if resized is not None else 0.0
-
-    def flexible_works(self) -> dict[Strategy, FlexibleWork]:
-        """What this rank need not compute, by strategy; empty without the option `flexible`. Not collective."""
-        works = {strategy: runner.replica.flexible for strategy, runner in self.phases.items()}
-        return {strategy: work for strategy, work in works.items() if work is not None}
 
     def side_agreement(self) -> Agreement:
         """An agreement over a separate group, for a thread that works beside the engine. Collective."""

@@ -33,7 +33,7 @@ from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.bucketing import MiniBatchPlan, PhasePlan
 from hf_hotspa.packing.pipeline_order import Operation, beats, joint_passes, pack_lengths
-from hf_hotspa.parallel.collectives import CLOCK, PRODUCTS
+from hf_hotspa.parallel.collectives import CLOCK
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
 from hf_hotspa.plan.switch_plan import SwitchPlan
@@ -209,7 +209,6 @@ class PhaseRunner:
         loaded = moment(device)
         if self._has_peers:
             CLOCK.restart(device)
-            PRODUCTS.restart(device)
         micro_batches: Sequence[MicroBatch] = phase.micro_batches
         if device.type != "cpu":
             micro_batches = [m.to(device, non_blocking=True) for m in micro_batches]
@@ -233,15 +232,13 @@ class PhaseRunner:
             for measures in part.calls["measures"]:
                 for name, number in measures().items():
                     counted[name] = counted.get(name, 0.0) + number
-        flexible = self.replica.flexible
         return PhaseMeasure(
             load_s=loaded - begin + load.exposed_s, compute_s=computed - loaded - load.exposed_s, wait_s=met - computed,
             return_s=end - met, load_busy_s=load.busy_s, return_busy_s=returned.busy_s,
             load_bytes=float(load.stats.sent_bytes), return_bytes=float(returned.stats.sent_bytes),
             start_s=begin - since,
             others_s=CLOCK.seconds() + others_s if self._has_peers else others_s,
-            products_s=PRODUCTS.seconds() if self._has_peers else 0.0,
-            left_out=0.0 if flexible is None else flexible.left_share, **counted,
+            **counted,
         )  # fmt: skip
 
     def _take_over(self, previous: "PhaseRunner") -> SwitchJob:

@@ -17,7 +17,6 @@ from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loss_check import check_loss
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.engine.switching import Switching
-from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.features.experts.routers import recordable_routers
 from hf_hotspa.layout.shares import have_same_shards
 from hf_hotspa.layout.stages import StageCosts
@@ -64,12 +63,6 @@ def describe(
         options.of_run(groups.device.type).check(buckets, description.shape)
         for settings in options.features:
             settings.check_model(description, buckets, options)
-        if options.flexible and description.four_bit:
-            raise UnsupportedError(
-                "columns of slow devices are handed over, and the model has weights in 4 bits",
-                why="the rank that computes them for another rank would need its codes",
-                fix="use hotspa_stragglers=watch, or load the model in bf16",
-            )
         check_model(model, description, weights)
         check_loss(model, description, options, groups.rank, groups.device)
         return description

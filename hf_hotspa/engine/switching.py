@@ -74,7 +74,7 @@ class PlanPool:
     ) -> None:
         check_choice("the planner", planner, PLANNERS)
         planner = "algorithm1" if by_stage and planner == "relay" else planner
-        # by the usual relative step times: a partition for slow devices leaves every shard with its rank
+        # by the usual relative step times: another partition leaves every shard with its rank
         orders = nested_orders(strategies, vector.layer_costs, vector.stage_costs.with_step_times(()))
         self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
         self.second_source = second_source

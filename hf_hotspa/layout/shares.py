@@ -1,9 +1,9 @@
-"""How many MLP columns each rank of a tensor-parallel group has when a device of the group is slow.
+"""How many MLP columns each rank of a tensor-parallel group has when one of them takes longer.
 
 Layouts, replicas and the cost models share this rule. It assigns the columns between an MLP's projections
 (`Part.by_step_time`) so that the last rank of the group finishes as early as possible. Attention and vocabulary stay
 evenly divided; the columns compensate for them. Costs are in parameters, as for stages without measurements. Groups
-without a slow device stay even. Integer arithmetic, so all ranks compute the same shares.
+without a difference stay even. Integer arithmetic, so all ranks compute the same shares.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """Which pipeline stage holds which layer (used by layouts, replicas and checkpoints), and the nested shard order.
 
 Stage partition: layers are weighed by measured seconds if present, otherwise by parameters (`StageCosts`). Stages with
-slow devices (`features.slow_devices.speeds`) are weighed with their relative step time. `partition` is the full
-programme with unequally replicated stages. Layouts have one dp for all stages and cannot run its result; it shows how
-much that costs.
+ranks that take longer are weighed with their relative step time.
 
 Nested shard order: which tp shard each tp coordinate (rank mod tp) holds. In the plain order, a rank's shard at tp 4 is
 rarely inside its shard at tp 2. With the digits of the coordinate reversed (bit reversal for powers of two), it always
@@ -23,7 +21,7 @@ from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.strategy import Strategy
 
 USUAL_STEP_TIME = 100
-"""Relative step time of a stage without slow devices; a stage of 300 takes three times as long for the same layers."""
+"""Relative step time of a stage whose devices take the usual time; a stage of 300 takes three times as long for the same layers."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class StageCosts:
     head: int = 0  # cost of the head, on the last stage
     embedding: int = 0  # cost of the embedding, on the first stage; a table look-up is nearly free
     sends: tuple[int, ...] = ()  # `sends[i]`: cost of sending the hidden state after layer i, one way; empty if free
-    # relative step times of stages (see `USUAL_STEP_TIME`), a tuple for each depth with slow devices
+    # relative step times of stages (see `USUAL_STEP_TIME`), a tuple for each depth where they differ
     step_times: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:

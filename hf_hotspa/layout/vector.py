@@ -72,7 +72,7 @@ class Part:
     # if tp exceeds `groups`, neighbouring shards hold the same complete group (key/value heads); otherwise they
     # divide the group's items
     replicate: bool = False
-    # ranks with slow devices may have fewer of these rows (columns of an MLP), see `layout.shares`
+    # ranks that take longer may have fewer of these rows (columns of an MLP), see `layout.shares`
     by_step_time: bool = False
 
     def cut(self, tp: int, shard: int) -> tuple[int, int]:

@@ -94,7 +94,6 @@ class EngineOptions:
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None: as many as fit in 256 MiB.
         gradients: The dtypes in which gradients accumulate and travel.
         offload_master: Whether the master store (weights, gradients, optimizer state) is in host memory.
-        flexible: Whether linears that tp cuts can offload columns (`features/slow_devices/flexible_linear.py`).
         loss: A custom loss instead of the cross entropy; the mini-batches must have its columns.
         pair_costs: By tp, the measured cost of a pair of tokens relative to one token, for chunks of equal time in
             pipelines; by default from the model's arithmetic.
@@ -122,7 +121,6 @@ class EngineOptions:
     loss_chunk_tokens: int | None = None
     gradients: GradientDtypes = IN_FP32
     offload_master: bool = False
-    flexible: bool = False
     loss: TokenLoss | SequenceLoss | None = None
     attention_dropout: bool = True
     stage_costs: StageCosts | None = None
@@ -166,7 +164,7 @@ class EngineOptions:
     def of_run(self, device_type: str) -> RunOptions:
         """The options that decide which strategies can run on such devices."""
         way, capacity = self.context_parallel, self.expert_capacity
-        return RunOptions(self.pipeline_schedule, way, device_type, self.flexible, capacity)
+        return RunOptions(self.pipeline_schedule, way, device_type, self.features, capacity)
 
     @property
     def runner(self) -> "Runner | None":

@@ -34,7 +34,6 @@ from hf_hotspa.features.dropout.dropout import (
 from hf_hotspa.features.four_bit.four_bit_linear import products, put_four_bit
 from hf_hotspa.features.isolation.isolation import lend_pack, mixes_packed, set_heads_of_shard, take_packs
 from hf_hotspa.features.lora.adapters import inject
-from hf_hotspa.features.slow_devices.flexible_linear import FlexibleWork, make_flexible
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths, stored_rows
 from hf_hotspa.model.model_kind import keep_text
@@ -229,9 +228,9 @@ class Replica:
         dropout: The shared state of dropout modules; None without any.
         vocabulary_widths: Rows of the vocabulary in each tensor-parallel shard.
         layers: Decoder layers, including other stages' pass-throughs.
-        flexible: How the tensor-parallel group offloads columns; None if it cannot.
         context: How the ranks of cp divide packs; None if cp is 1.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
+        styles, widths: By module that tp divides: how, and the size of every shard.
         attachments: What is attached, in order.
         calls: Their methods, by name.
         reached: The parameters with a gradient in this mini-batch.
@@ -288,11 +287,12 @@ class Replica:
         self._use_four_bit(description)
         self._drop(description, options)
         self.attach(rope if rope.is_needed else None, self.dropout, self.noise)
+        self.styles, self.widths = self._shards(description)
         for hook in hooks("attach"):
             self.attach(*hook(self, description, options))
-        self._divide(description, options)
+        self._divide(description)
         self._take_loss(description, options)
-        self.attach(self.flexible, self.context)
+        self.attach(self.context)
         self.keeps_graphs = False
         self.kept: dict[tuple[Any, ...], KeptForward] = {}
         self.release()
@@ -334,12 +334,10 @@ class Replica:
             self.noise = EmbeddingNoise(options.neftune_alpha, options.seed)
             self.model.get_input_embeddings().register_forward_hook(self.noise)
 
-    def _divide(self, description: ModelDescription, options: EngineOptions) -> None:
-        """Sets up what ranks of tp divide: shards of layers, columns that can be offloaded."""
+    def _divide(self, description: ModelDescription) -> None:
+        """Sets up the shards of layers."""
         mesh = self.mesh
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
-        self._is_flexible = options.flexible
-        self.flexible: FlexibleWork | None = None
         if mesh.tensor is not None:
             self._shard(description)
         self._tail = Tail(self.model, description.base, description.head) if self.is_last else None
@@ -407,9 +405,11 @@ class Replica:
             )
         return owned
 
-    def _shard(self, description: ModelDescription) -> None:
-        strategy, tensor = self.mesh.strategy, self.mesh.tensor
-        assert tensor is not None
+    def _shards(self, description: ModelDescription) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+        """How tp divides each module, and into shards of which sizes."""
+        strategy = self.mesh.strategy
+        if self.mesh.tensor is None:
+            return {}, {}
         whole = description.experts if self.mesh.experts is not None else ()
         styles = {name: style for name, style in description.styles.items() if name not in whole}
         specs = {spec.name: spec for spec in description.vector.specs}
@@ -420,8 +420,13 @@ class Replica:
             for weight in [description.weight_of(module)]
             if weight in specs and specs[weight].shard_dim is not None
         }
+        return styles, widths
+
+    def _shard(self, description: ModelDescription) -> None:
+        strategy, tensor = self.mesh.strategy, self.mesh.tensor
+        assert tensor is not None
         modules = dict(self.model.named_modules())
-        self.vocabulary_widths = widths[description.head]
+        self.vocabulary_widths = self.widths[description.head]
         for name, (_, heads, kv_heads) in description.local_heads(strategy.tp, tensor.shard).items():
             if name in modules:
                 if mixes_packed(modules[name]):
@@ -434,11 +439,10 @@ class Replica:
             self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
         # other stages' pass-throughs must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
-        self.flexible = make_flexible(present, styles, widths, tensor) if self._is_flexible else None
         if strategy.sp:
-            apply_sequence_parallel(present, styles, widths, tensor)
+            apply_sequence_parallel(present, self.styles, self.widths, tensor)
         else:
-            self.calls["end"].append(apply_tensor_parallel(present, styles, widths, tensor))
+            self.calls["end"].append(apply_tensor_parallel(present, self.styles, self.widths, tensor))
 
     def _use_four_bit(self, description: ModelDescription) -> None:
         """Replaces products by ones with this rank's shards of 4-bit weights."""

@@ -69,10 +69,8 @@ def runs_rounds(schedule: str) -> bool:
     return schedule != "gpipe"
 
 
-def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> None:
-    """Rejects an unsupported schedule: torch's run whole packs, its GPipe one stage on each rank. `flexible`: whether
-    ranks of tp may offload work. Raises `StrategyError`: torch's schedule under `+ck` in a pipeline, GPipe under `+v`,
-    or `+v` if ranks offload work."""
+def check_runs(schedule: str, strategy: Strategy) -> None:
+    """Rejects an unsupported schedule: torch's run whole packs, its GPipe one stage on each rank. Raises `StrategyError`."""
     if strategy.ck and strategy.pp > 1 and not runs_chunks(schedule):
         raise StrategyError(
             f"strategy {strategy} has token chunks, and the pipeline schedule is {schedule}",
@@ -84,12 +82,6 @@ def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> Non
             f"strategy {strategy} has several stages on each rank, and the pipeline schedule is {schedule}",
             why="it runs one stage on each rank",
             fix=f"use the schedule own or 1f1b, which are interleaved then, or leave +v{strategy.v} out",
-        )
-    if strategy.v > 1 and flexible:
-        raise StrategyError(
-            f"strategy {strategy} has several stages on each rank, beside ranks that offload work (hotspa_stragglers)",
-            why="what a rank offloads is chosen for one stage",
-            fix=f"use hotspa_stragglers=balance or watch, or leave +v{strategy.v} out",
         )
 
 

@@ -4,7 +4,7 @@ torch's collectives define no gradients. Here one autograd function (`with_gradi
 tensors: the gradient of such a map is a map of the same kind.
 
 `CLOCK` is this process's clock of the seconds that forward and backward spend with other ranks: in collectives and pipeline
-messages. The rest is this rank's own computation. Only that shows a slow device: ranks that share a layer wait for the
+messages. The rest is this rank's own computation. Only that shows which device is slow: ranks that share a layer wait for the
 slowest in every collective, so their total seconds are equal. Code that waits uses `with CLOCK.waiting:`. On CPU the clock
 reads the wall clock. On CUDA it records two events on the current stream, and reads them after the phase is synchronized,
 so measuring never waits. Transfers of switches are not counted.
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 
 class _Span:
@@ -93,25 +92,8 @@ class WaitClock:
             self._seconds += sign * (end - begin)
 
 
-class ProductClock(WaitClock):
-    """Counts the seconds of matrix products made through it."""
-
-    def of(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a @ b` of two matrices."""
-        with self.waiting:
-            return a @ b
-
-    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        """`torch.nn.functional.linear`, bit for bit."""
-        with self.waiting:
-            return functional.linear(x, w, bias)
-
-
 CLOCK = WaitClock()
 """The clock of this process."""
-
-PRODUCTS = ProductClock()
-"""Counts the matrix products that can migrate or be resized (`flexible_linear`)."""
 
 
 # torch before 2.13 has these collectives under their older names only

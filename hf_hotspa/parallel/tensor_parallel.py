@@ -148,8 +148,8 @@ def wrap(
 
 
 def _product(x: Tensor, *, linear: nn.Linear) -> Tensor:
-    flexible: OnTensor | None = getattr(linear, "hotspa_product", None)  # of flexible_linear
-    return functional.linear(x, linear.weight) if flexible is None else flexible(x)
+    own: OnTensor | None = getattr(linear, "hotspa_product", None)  # of an attachment
+    return functional.linear(x, linear.weight) if own is None else own(x)
 
 
 def _whole_product(y: Tensor, *, linear: nn.Linear, sum_of: OnTensor) -> Tensor:

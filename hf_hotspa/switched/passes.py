@@ -20,9 +20,8 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DataError, OverlongError, TokenRangeError, UnsupportedError
-from hf_hotspa.features.slow_devices.speeds import Speeds
 from hf_hotspa.model.replica import Tape, TapedReplica, Taping
-from hf_hotspa.packing.bucketing import MiniBatchPlan, plan_mini_batch
+from hf_hotspa.packing.bucketing import MiniBatchPlan, Speeds, plan_mini_batch
 from hf_hotspa.parallel.agreement import Agreement, replica_ranks
 from hf_hotspa.parallel.head_loss import AuxiliaryLoss
 from hf_hotspa.report import RankMeasures, StepReport

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.features.token_chunks.token_chunks import Chunk
 from hf_hotspa.model.pass_through import PassThrough
 from tests.families import tiny_model
@@ -233,7 +234,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     for buckets, options in (
         ("pp2+v2:40", {"pipeline_schedule": "gpipe"}),
         ("pp2+v3:40", {}),
-        ("pp2+v2:40", {"flexible": True}),
+        ("pp2+v2:40", {"features": (HandOver(),)}),
     ):
         with pytest.raises(HotspaError) as caught:
             make_engine(model, buckets, **options)

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_hotspa.features.slow_devices.flexible_linear import Exchange
+from hf_hotspa.features.slow_devices.flexible_linear import Exchange, flexible_works
+from hf_hotspa.features.slow_devices.mode import HandOver
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -25,11 +26,9 @@ SHARES = {
 
 
 def give(engine, shares, exchange=Exchange.BROADCAST):
-    for runner in engine.phases.values():
-        work = runner.replica.flexible
-        if work is not None:
-            work.exchange = exchange
-            work.give(tuple(shares[rank] for rank in work.ranks))
+    for work in flexible_works(engine).values():
+        work.exchange = exchange
+        work.give(tuple(shares[rank] for rank in work.ranks))
 
 
 def errors_of(rank, world_size, family, strategies, given):
@@ -38,7 +37,7 @@ def errors_of(rank, world_size, family, strategies, given):
     loss, gradients = shared_reference(model, rows)
     found = {}
     for strategy in strategies:
-        engine = make_engine(model, f"{strategy}:40@60", flexible=True)
+        engine = make_engine(model, f"{strategy}:40@60", features=(HandOver(),))
         for name in given:
             for exchange in Exchange:
                 give(engine, SHARES[name], exchange)
@@ -96,7 +95,7 @@ def bits_and_calls(rank, world_size):
         (True, SHARES["one"], Exchange.UNMERGED),
         (True, SHARES["one"], Exchange.SCATTER),
     ):
-        engine = make_engine(model, "tp4:40@200", flexible=flexible)
+        engine = make_engine(model, "tp4:40@200", features=(HandOver(),) if flexible else ())
         if flexible:
             give(engine, shares, exchange)
         with counting() as calls:
@@ -117,7 +116,7 @@ def bf16_differences(model, rows):
         ("plain", torch.bfloat16, (0.0,) * 4, Exchange.BROADCAST),
         *((exchange.name, torch.bfloat16, SHARES["two"], exchange) for exchange in Exchange),
     ):
-        engine = make_engine(model, "tp4:40@200", flexible=True, compute_dtype=dtype)
+        engine = make_engine(model, "tp4:40@200", features=(HandOver(),), compute_dtype=dtype)
         give(engine, shares, exchange)
         engine.forward_backward(make_mini_batch(engine, rows))
         found[name] = torch.cat([g.flatten().double() for g in engine.full_gradients().values()])

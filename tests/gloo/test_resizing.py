@@ -9,8 +9,12 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from hf_hotspa.features.slow_devices.columns import LayerColumns, kept_variation, most_varying, num_kept
-from hf_hotspa.features.slow_devices.flexible_linear import Exchange, FlexibleWork
+from hf_hotspa.features.slow_devices.device_step_time import DeviceStepTime
+from hf_hotspa.features.slow_devices.device_watch import DeviceWatch
+from hf_hotspa.features.slow_devices.flexible_linear import Exchange, FlexibleWork, flexible_works, give
+from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.features.slow_devices.reaction import pretest
+from hf_hotspa.seam import settings
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -42,17 +46,17 @@ def both_at_once(rank, world_size, cases):
     for family, strategy, shares, resized in cases:
         model = tiny_model(family, torch.float64)
         rows = random_rows(6, model.config.vocab_size, longest=30)
-        engine = make_engine(model, f"{strategy}:40@60", flexible=True)
+        engine = make_engine(model, f"{strategy}:40@60", features=(HandOver(),))
         name = str(next(iter(engine.phases)))
         nothing = {name: (0.0,) * world_size}
 
         def run(given, left, exchange=Exchange.BROADCAST, engine=engine, rows=rows):
-            engine.give(given, left)
-            for work in engine.flexible_works().values():
+            give(engine, given, left)
+            for work in flexible_works(engine).values():
                 work.exchange = exchange
             report = engine.forward_backward(make_mini_batch(engine, rows))
             found = {n: g.clone() for n, g in engine.full_gradients().items()}
-            return report.loss, found, [work.left_share for work in engine.flexible_works().values()]
+            return report.loss, found, [work.left_share for work in flexible_works(engine).values()]
 
         with patch.object(FlexibleWork, "kept", some_left_out):
             _exact_loss, exact, none = run(nothing, nothing)
@@ -90,7 +94,7 @@ class Decisions(TrainerCallback):
         self.trainer, self.left_out, self.shares = None, [], []
 
     def on_phase_end(self, args, state, control, phase, **kwargs):
-        for work in self.trainer.engine.flexible_works().values():
+        for work in flexible_works(self.trainer.engine).values():
             self.left_out.append({n: c.pruned for n, c in work.lineage.items()} if work.resized else {})
             self.shares.append((work.shares, work.resized))
 
@@ -110,9 +114,8 @@ def runs_of(rank, world_size, runs):
             trainer.add_callback(decisions)
             losses = train(trainer, resume)
         logger.removeHandler(handler)
-        giving = (
-            trainer._hotspa_watchers.devices._step_time.giving if trainer._hotspa_watchers.devices is not None else None
-        )
+        watch = settings(trainer._hotspa_watchers.parts, DeviceWatch)
+        giving = watch._step_time.giving if watch is not None else None
         state = giving.state_dict() if giving is not None else {}
         found.append((losses, decisions.left_out, decisions.shares, said, state))
     return found
@@ -171,8 +174,8 @@ def test_columns_by_variation_and_imputation_go_on_bit_for_bit(tmp_path):
 
 
 def semi_runs(rank, world_size, runs):
-    engine = make_engine(tiny_model("llama_gqa_bias"), "dp2tp2:30,tp4:60", flexible=True)
-    giving = engine.device_step_time("semi").giving
+    engine = make_engine(tiny_model("llama_gqa_bias"), "dp2tp2:30,tp4:60", features=(HandOver(),))
+    giving = DeviceStepTime(engine, "semi").giving
     pretest(engine, giving)
     curves = {name: [list(vars(c).values()) for c in found] for name, found in giving.curves.items()}
     engine.close()

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import TrainerCallback
 
+from hf_hotspa.features.slow_devices.flexible_linear import flexible_works
 from hf_hotspa.reporting.run_log import read_run_log
 from tests.families import tiny_model
 from tests.harness import run_ranks
@@ -206,8 +207,7 @@ class Given(TrainerCallback):
         self.trainer, self.found = trainer, []
 
     def on_phase_begin(self, args, state, control, phase, **kwargs):
-        works = [runner.replica.flexible for runner in self.trainer.engine.phases.values()]
-        self.found.append([work.shares for work in works if work is not None])
+        self.found.append([work.shares for work in flexible_works(self.trainer.engine).values()])
 
 
 LORA = {"target_modules": "all-linear"}
@@ -259,9 +259,8 @@ class Lineages(TrainerCallback):
         self.trainer, self.found = trainer, []
 
     def on_phase_end(self, args, state, control, phase, **kwargs):
-        for runner in self.trainer.engine.phases.values():
-            if runner.replica.flexible is not None:
-                self.found.append({name: c.pruned for name, c in runner.replica.flexible.lineage.items()})
+        for work in flexible_works(self.trainer.engine).values():
+            self.found.append({name: c.pruned for name, c in work.lineage.items()})
 
 
 @pytest.mark.slow

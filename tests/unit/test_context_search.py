@@ -8,6 +8,7 @@ import hf_hotspa.search.setup as planning
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.search.estimate import Evaluator, LengthTable
 from hf_hotspa.search.offers import context_strategies, divided, that_pay
 from hf_hotspa.search.setup import Setup, make_plan
@@ -28,7 +29,7 @@ def test_every_division_of_replicas() -> None:
     assert names(divided(plain, LLAMA_7B, RunOptions())) == ["dp2cp2", "cp4", "cp2pp2"]
     assert names(divided(plain, LLAMA_7B, RunOptions("gpipe"))) == ["dp2cp2", "cp4"]
     assert divided(plain, LLAMA_7B, RunOptions(context_parallel="ring", device_type="cuda")) == []
-    assert divided(plain, LLAMA_7B, RunOptions(flexible=True)) == []
+    assert divided(plain, LLAMA_7B, RunOptions(features=(HandOver(),))) == []
 
 
 def test_what_cannot_pay_is_left_out() -> None:

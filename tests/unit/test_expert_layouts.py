@@ -14,6 +14,7 @@ from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import StrategyError, UnsupportedError
+from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.layout.placement import gradient_layout, master_layout, rank_slots, strategy_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model.replica import from_storage, to_storage
@@ -194,5 +195,5 @@ def test_what_has_not_been_made_exact_with_it_is_refused(schedule, flexible):
     buckets, shape = parse_buckets("dp2pp2ep2:64"), describe_model(tiny_model_of("mixtral")).shape
     RunOptions().check(buckets, shape)
     with pytest.raises(UnsupportedError) as caught:
-        RunOptions(schedule, flexible=flexible).check(buckets, shape)
+        RunOptions(schedule, features=(HandOver(),) if flexible else ()).check(buckets, shape)
     assert caught.value.fix

@@ -10,6 +10,7 @@ import pytest
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.time import Pipeline, TimeModel, interleaved_events, pipeline_seconds, shared_pipelines
 from hf_hotspa.errors import StrategyError
+from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.packing.pipeline_order import (
     Turn,
@@ -22,6 +23,7 @@ from hf_hotspa.packing.pipeline_order import (
     torch_order,
 )
 from hf_hotspa.strategy import Bucket, Strategy
+from tests.unit.test_cost_memory import LLAMA_7B
 from tests.unit.test_pipeline_order import finishes
 
 
@@ -164,7 +166,7 @@ def test_a_schedule_of_one_stage_on_a_rank_is_refused() -> None:
         check_runs("gpipe", Strategy(pp=2, v=2))
     check_runs("1f1b", Strategy(pp=2, v=2))
     with pytest.raises(StrategyError, match="hotspa_stragglers=balance"):
-        check_runs("own", Strategy(pp=2, v=2), flexible=True)
+        HandOver().check_strategy(Strategy(pp=2, v=2), LLAMA_7B)
     check_runs("own", Strategy(pp=2, v=2))
 
 

@@ -16,7 +16,6 @@ from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.features.slow_devices.reaction import StageCuts
 from hf_hotspa.features.slow_devices.speeds import (
     LEAST_GAIN,
-    Speeds,
     StepTimes,
     cut_by_speed,
     stage_loads,
@@ -26,6 +25,7 @@ from hf_hotspa.features.slow_devices.speeds import (
 )
 from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.packing.bucketing import Speeds
 from hf_hotspa.strategy import Strategy
 
 EIGHT = StageCosts((1,) * 8)

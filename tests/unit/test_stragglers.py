@@ -38,7 +38,8 @@ from hf_hotspa.features.slow_devices.giving import (
     tensor_groups,
     undone,
 )
-from hf_hotspa.features.slow_devices.speeds import SpeedHistory, Speeds
+from hf_hotspa.features.slow_devices.speeds import SpeedHistory
+from hf_hotspa.packing.bucketing import Speeds
 from hf_hotspa.strategy import Strategy
 from tests.run_logs import of_earlier_releases
 

@@ -17,7 +17,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.features.slow_devices.reaction import StageCuts
-from hf_hotspa.features.slow_devices.speeds import SpeedHistory, Speeds, shares_by_speed, works_by_degree
+from hf_hotspa.features.slow_devices.speeds import SpeedHistory, shares_by_speed, works_by_degree
 from hf_hotspa.layout.placement import gradient_layout, rank_slots, strategy_layout
 from hf_hotspa.layout.shares import (
     cut_columns,
@@ -32,6 +32,7 @@ from hf_hotspa.layout.shares import (
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.specs import describe_model
+from hf_hotspa.packing.bucketing import Speeds
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.families import tiny_model
 

@@ -253,7 +253,7 @@ def rank_state(rank: int, world_size: int) -> str:
 
 
 def rank_columns(rank: int, world_size: int) -> str:
-    """Returns the name of the file that chooses a rank's columns, if slow devices leave columns out."""
+    """Returns the name of the file with a rank's tensors of features, such as what chooses columns to leave out."""
     return f"{STATE_FOLDER}/columns-rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 

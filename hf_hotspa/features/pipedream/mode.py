@@ -19,7 +19,7 @@ from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
 from hf_hotspa.packing.pipeline_order import Passes, runs_chunks
-from hf_hotspa.seam import SYNCHRONOUS, Options
+from hf_hotspa.seam import SYNCHRONOUS, Options, by_name
 from hf_hotspa.strategy import Bucket, Strategy
 
 PIPEDREAM = "pipedream"
@@ -91,7 +91,7 @@ class PipeDream(Options):
                 why="it covers the complete mini-batch, and stages update after every pack",
                 fix=f"set output_router_logits=False in the model's config, {_BACK}",
             )
-        if options.flexible:
+        if by_name(options.features).get("slow_devices") is not None:
             raise UnsupportedError(
                 f"{_NAMED} with slow ranks that hand over columns of their products",
                 why="the columns are agreed on for a complete mini-batch",

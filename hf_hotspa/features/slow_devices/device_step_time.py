@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.features.slow_devices.giving import Giving, PhaseWork, SlowDevices, SlowEvent
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import EMBEDDING, ParameterVector
@@ -58,25 +59,23 @@ class DeviceStepTime:
     """Watches the devices of a run for slow ones.
 
     Args:
-        quadratic_cost: See `ModelShape.quadratic_cost`.
         gives: What slow ranks do with columns (`Giving`): `migrate`, `resize` or `semi`; None if they compute all.
 
     Attributes:
         giving: What slow ranks do not compute; None if they compute everything.
     """
 
-    def __init__(
-        self, vector: ParameterVector, layouts: dict[Strategy, Layout], quadratic_cost: float, gives: str | None = None
-    ) -> None:
-        self._quadratic_cost = quadratic_cost
-        self.take_cut(vector, layouts)
-        self._strategies = {str(s): s for s in layouts}
-        self.giving = Giving([s for s in layouts if s.tp > 1], gives) if gives else None
-        self.devices = SlowDevices(next(iter(layouts)).world_size)
+    def __init__(self, engine: HotSPaEngine, gives: str | None = None) -> None:
+        self._engine, self._quadratic_cost = engine, engine.description.shape.quadratic_cost
+        self._strategies = {str(s): s for s in engine.phases}
+        self.giving = Giving([s for s in engine.phases if s.tp > 1], gives) if gives else None
+        self.devices = SlowDevices(engine.world_size)
+        self.take_cut()
 
-    def take_cut(self, vector: ParameterVector, layouts: dict[Strategy, Layout]) -> None:
+    def take_cut(self) -> None:
         """Takes another partition of stages or MLPs; keeps what is known of devices, relative to what they run."""
-        self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
+        vector = self._engine.description.vector
+        self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in self._engine.layouts.items()}
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:
         """Takes the report of a mini-batch; returns it with relative step times and slow devices, and what changed."""

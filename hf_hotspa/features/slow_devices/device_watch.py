@@ -11,6 +11,7 @@ modes depend on.
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -18,11 +19,14 @@ from torch import Tensor
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.features.slow_devices.columns import Resizing
-from hf_hotspa.features.slow_devices.giving import GIVING, LOSSY
+from hf_hotspa.features.slow_devices.device_step_time import DeviceStepTime
+from hf_hotspa.features.slow_devices.flexible_linear import give
+from hf_hotspa.features.slow_devices.mode import GIVING, LOSSY
 from hf_hotspa.features.slow_devices.reaction import ColumnStatistics, StageCuts, pretest
-from hf_hotspa.features.slow_devices.speeds import SpeedHistory, Speeds
-from hf_hotspa.packing.bucketing import MiniBatchPlan
+from hf_hotspa.features.slow_devices.speeds import SpeedHistory
+from hf_hotspa.packing.bucketing import MiniBatchPlan, Speeds
 from hf_hotspa.report import StepReport
+from hf_hotspa.seam import RunPart
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.run_plan import RunPlan
 
@@ -34,7 +38,7 @@ _WORTH_LOGGING = 0.05
 _IMPUTED = {"zero": "0", "same": "the previous mini-batch's", "average": "the mean of the others"}
 
 
-class DeviceWatch:
+class DeviceWatch(RunPart):
     """The slow devices of a run.
 
     Args:
@@ -44,8 +48,7 @@ class DeviceWatch:
         stages: Partitions pipelines and MLPs in `balance`.
 
     Attributes:
-        decides: Whether the run depends on the results; checkpoints then contain them.
-        speeds: Speeds that divide packs; None if the mode divides evenly.
+        history: Speeds that divide packs; None if the mode divides evenly.
 
     Raises:
         HotspaConfigError: no strategy has replicas, stages or groups to divide packs, layers or MLPs over, or shards
@@ -53,8 +56,10 @@ class DeviceWatch:
         UnsupportedError: `migrate`, `resize` or `semi` with a strategy of `+z` or cp.
     """
 
+    name = "devices"
+
     def __init__(self, engine: HotSPaEngine, mode: str, delay: int, resizing: Resizing, stages: StageCuts) -> None:
-        self.mode, self.decides, self._engine = mode, mode != "watch", engine
+        self.mode, self._engine = mode, engine
         if mode == "balance":
             why = "packs are divided over the replicas of dp, layers over the stages of pp, and dense MLPs over the shards of tp"
             shares = stages.can_share
@@ -71,8 +76,8 @@ class DeviceWatch:
                     why="columns cannot be handed over yet if weights come layer by layer or tokens are shared (+z, cp)",
                     fix="leave these strategies out, or use hotspa_stragglers=watch",
                 )
-        self._step_time = engine.device_step_time(mode if mode in GIVING else None)
-        self.speeds = SpeedHistory(delay) if mode == "balance" else None
+        self._step_time = DeviceStepTime(engine, mode if mode in GIVING else None)
+        self.history = SpeedHistory(delay) if mode == "balance" else None
         self._stages = stages if mode == "balance" else None
         self._has_replicas = any(strategy.dp > 1 for strategy in engine.phases)
         self._logs, self._num_logged = engine.rank == 0, 0
@@ -89,47 +94,45 @@ class DeviceWatch:
                 _IMPUTED[resizing.imputation],
             )
 
-    def start(self) -> SpeedHistory | None:
-        """The speeds for a pass through a data set or stream from its beginning; keeps the latest."""
-        if self.speeds is not None:
-            self.speeds.restart()
-        return self.speeds
+    def start(self) -> None:
+        """Keeps the latest speeds."""
+        if self.history is not None:
+            self.history.restart()
 
-    def begin(self, step: int, pass_steps: int) -> None:
-        """Called before a mini-batch. Collective if columns are chosen by variation, or resuming changes the partition.
+    def speeds(self, step: int) -> Speeds | None:
+        return self.history.of(step) if self.history is not None else None
 
-        Args:
-            step: Mini-batches trained so far.
-            pass_steps: Mini-batches in a pass over the data.
-        """
+    def begin_step(self, step: int, pass_steps: int) -> None:
+        """Collective if columns are chosen by variation, or resuming changes the partition."""
         if self._statistics is not None:
             self._statistics.begin(step, pass_steps)
         if self._stages is not None and (change := self._stages.begin()):
-            self._take_cut()
+            self._step_time.take_cut()
             if self._logs:
                 logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)", step + 1, change, self.mode)
 
-    def trained(self, plan: MiniBatchPlan, report: StepReport) -> StepReport:
-        """Takes the report of a mini-batch; adds the facts about devices. Collective if the partition changes."""
-        report, event = self._step_time.trained(plan, report)
-        action = self._act(report.step)
+    def trained(self, plan: MiniBatchPlan, of_pass: StepReport, report: StepReport) -> StepReport:
+        """Adds the facts about devices, for which one pass is enough. Collective if the partition changes."""
+        watched, event = self._step_time.trained(plan, of_pass)
+        report = replace(report, paces=watched.paces, slow=watched.slow)
+        action = self._act(of_pass.step)
         if (event is not None or action) and self._logs and self._num_logged < _MOST_LOGGED:
             self._num_logged += 1
             what = str(event) if event is not None else "the relative step time of a slow device changed"
             last = "; further changes are only in the report" if self._num_logged == _MOST_LOGGED else ""
             text = f"{what}; {action}" if action else what
-            logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)%s", report.step, text, self.mode, last)
+            logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)%s", of_pass.step, text, self.mode, last)
         return report
 
     def _act(self, step: int) -> str:
         """Decides anew; returns what changes in later mini-batches, or an empty string."""
         devices = self._step_time.devices
-        if self.speeds is not None and self._stages is not None:
-            return self._balanced(step, self.speeds, self._stages)
+        if self.history is not None and self._stages is not None:
+            return self._balanced(step, self.history, self._stages)
         giving = self._step_time.giving
         if giving is None or not giving.decide(devices.known, devices.slow):
             return ""
-        self._engine.give(giving.shares, giving.resized)
+        give(self._engine, giving.shares, giving.resized)
         most = [_most(by_strategy) for by_strategy in (giving.shares, giving.resized)]
         now = [share for shares in most for share in shares]
         if (
@@ -148,7 +151,7 @@ class DeviceWatch:
     def _balanced(self, step: int, history: SpeedHistory, stages: StageCuts) -> str:
         ranks, lines = self._step_time.devices.speeds(), list[str]()
         if of_stages := stages.decide(ranks):
-            self._take_cut()
+            self._step_time.take_cut()
             lines.append(of_stages)
         first = history.trained(step - 1, Speeds(ranks, stages.loads, stages.works) if ranks is not None else None)
         if first is not None and self._has_replicas:
@@ -157,11 +160,9 @@ class DeviceWatch:
             )
         return "; ".join(lines)
 
-    def _take_cut(self) -> None:
-        self._step_time.take_cut(self._engine.description.vector, self._engine.layouts)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, JSON-ready."""
+    def state_dict(self) -> dict[str, Any] | None:
+        if self.mode == "watch":  # nothing depends on it
+            return None
         of_mode = {name: part.state_dict() for name, part in self._parts().items()}
         return {"devices": self._step_time.devices.state_dict(), **of_mode}
 
@@ -177,19 +178,17 @@ class DeviceWatch:
             if name in state:
                 part.load_state_dict(state[name])
         if self._step_time.giving is not None and "giving" in state:
-            self._engine.give(self._step_time.giving.shares, self._step_time.giving.resized)
+            give(self._engine, self._step_time.giving.shares, self._step_time.giving.resized)
 
     def _parts(self) -> dict[str, Any]:
         """The mode's parts, by their name in the state."""
-        parts = {"speeds": self.speeds, "stages": self._stages, "giving": self._step_time.giving}
+        parts = {"speeds": self.history, "stages": self._stages, "giving": self._step_time.giving}
         return {name: part for name, part in parts.items() if part is not None}
 
     def rank_tensors(self) -> dict[str, Tensor]:
-        """This rank's own state for resuming bit for bit, in host memory."""
         return self._statistics.tensors() if self._statistics is not None else {}
 
     def load_rank_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restores `rank_tensors`."""
         if self._statistics is not None:
             self._statistics.load(tensors)
 

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.features.slow_devices.columns import (
     IMPUTATIONS,
     LayerColumns,
@@ -44,10 +45,31 @@ from hf_hotspa.features.slow_devices.columns import (
     choose_columns,
     migrate,
 )
-from hf_hotspa.parallel.collectives import CLOCK, PRODUCTS
+from hf_hotspa.model.replica import Attachment, Replica
+from hf_hotspa.parallel.collectives import CLOCK, WaitClock
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.tensor_parallel import COLWISE, ROWWISE
 from hf_hotspa.parallel.wrapped_model import base_layer
+from hf_hotspa.seam import settings
+from hf_hotspa.strategy import Strategy
+
+
+class ProductClock(WaitClock):
+    """Counts the seconds of matrix products made through it."""
+
+    def of(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a @ b` of two matrices."""
+        with self.waiting:
+            return a @ b
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """`torch.nn.functional.linear`, bit for bit."""
+        with self.waiting:
+            return functional.linear(x, w, bias)
+
+
+PRODUCTS = ProductClock()
+"""Counts the matrix products that can migrate or be resized, in this process."""
 
 
 class GradientMemory:
@@ -156,7 +178,7 @@ class Product:
     is_row: bool
 
 
-class FlexibleWork:
+class FlexibleWork(Attachment):
     """What the ranks of a tensor-parallel group offload, for all its linears, and what this one leaves out.
 
     Attributes:
@@ -172,7 +194,8 @@ class FlexibleWork:
         memories: Memories of the weights' gradients, for the imputation "same".
     """
 
-    def __init__(self, tensor_group: TensorGroup) -> None:
+    def __init__(self, tensor_group: TensorGroup, device: torch.device) -> None:
+        self._device = device
         self.group, self.size = tensor_group.group, tensor_group.size
         self.ranks = tuple(dist.get_process_group_ranks(tensor_group.group))
         self.position = tensor_group.order[tensor_group.shard]
@@ -201,6 +224,14 @@ class FlexibleWork:
         self._all, self._left = 0.0, 0.0
         for memory in self.memories.values():
             memory.begin_step()
+
+    def bind(self) -> None:
+        """A phase begins."""
+        PRODUCTS.restart(self._device)
+
+    def measures(self) -> dict[str, float]:
+        """Of the phase that is over; see `feature.measures`."""
+        return {"products_s": PRODUCTS.seconds(), "left_out": self.left_share}
 
     @property
     def left_share(self) -> float:
@@ -524,23 +555,20 @@ class FlexibleLinear:
         return self(x, self._linear.bias)
 
 
-def make_flexible(
-    modules: Mapping[str, nn.Module],
-    styles: Mapping[str, str],
-    widths: Mapping[str, tuple[int, ...]],
-    tensor_group: TensorGroup,
-) -> FlexibleWork:
-    """Gives a group's column- and row-parallel linears products that can migrate. Call before their forwards are wrapped
-    for tp. Arguments as for `apply_tensor_parallel`."""
-    work = FlexibleWork(tensor_group)
-    for name, style in styles.items():
+def make_flexible(replica: Replica) -> FlexibleWork:
+    """Gives the column- and row-parallel linears of a replica with shards products that can migrate. Call before their
+    forwards are wrapped for tp."""
+    tensor_group, modules = replica.mesh.tensor, dict(replica.model.named_modules())
+    assert tensor_group is not None
+    work = FlexibleWork(tensor_group, replica.device)
+    for name, style in replica.styles.items():
         module = modules.get(name) if style in (COLWISE, ROWWISE) else None
         linear = base_layer(module) if module is not None else None
         if not isinstance(linear, nn.Linear):
             continue
         by_position = [0] * tensor_group.size
         for shard, position in enumerate(tensor_group.order):
-            by_position[position] = widths[name][shard]
+            by_position[position] = replica.widths[name][shard]
         cut = tuple(by_position)
         if style == ROWWISE:
             linear.hotspa_product = FlexibleLinear(name, linear, work, cut, None)  # type: ignore[assignment]
@@ -549,3 +577,27 @@ def make_flexible(
                 name, linear, work, (linear.in_features,) * tensor_group.size, cut
             ).with_bias
     return work
+
+
+def flexible_works(engine: HotSPaEngine) -> dict[Strategy, FlexibleWork]:
+    """What this rank need not compute, by strategy; empty without the option `HandOver`. Not collective."""
+    works = {s: settings(runner.replica.attachments, FlexibleWork) for s, runner in engine.phases.items()}
+    return {strategy: work for strategy, work in works.items() if work is not None}
+
+
+def give(
+    engine: HotSPaEngine,
+    shares: Mapping[str, Sequence[float]],
+    resized: Mapping[str, Sequence[float]] | None = None,
+) -> None:
+    """From the next mini-batch on, makes ranks give shares of their product columns to their tensor-parallel groups. Not
+    collective; the same on all ranks. Needs the option `HandOver`.
+
+    Args:
+        shares: By strategy, for each rank.
+        resized: Likewise, of columns that are left out, which is not exact.
+    """
+    for strategy, work in flexible_works(engine).items():
+        if str(strategy) in shares:
+            work.give(tuple(shares[str(strategy)][rank] for rank in work.ranks))
+            work.resized = resized[str(strategy)][engine.rank] if resized is not None else 0.0

@@ -211,16 +211,6 @@ class SlowDevices:
 # -- what slow ranks hand over ----------------------------------------------------------------------------------------
 
 
-MODES = ("off", "watch", "balance", "migrate", "resize", "semi")
-"""The values of `hotspa_stragglers`."""
-
-GIVING = ("migrate", "resize", "semi")
-"""Modes in which ranks do not compute all of their products."""
-
-LOSSY = ("resize", "semi")
-"""Modes that are not exact."""
-
-
 Curve = Callable[[float], float]
 """Seconds as a function of the number of columns."""
 

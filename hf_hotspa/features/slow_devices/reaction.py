@@ -15,7 +15,15 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.phase import moment
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.features.slow_devices.columns import Resizing, kept_variation, migrate
-from hf_hotspa.features.slow_devices.flexible_linear import Exchange, FlexibleWork, OwnColumns, Part, Product
+from hf_hotspa.features.slow_devices.flexible_linear import (
+    PRODUCTS,
+    Exchange,
+    FlexibleWork,
+    OwnColumns,
+    Part,
+    Product,
+    flexible_works,
+)
 from hf_hotspa.features.slow_devices.giving import Giving, fitted_line
 from hf_hotspa.features.slow_devices.speeds import (
     StepTimes,
@@ -29,7 +37,6 @@ from hf_hotspa.features.slow_devices.speeds import (
 from hf_hotspa.layout.shares import is_uneven, shard_rows, shard_widths, step_times_of_groups
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.specs import ModelDescription
-from hf_hotspa.parallel.collectives import PRODUCTS
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import reading_state
 
@@ -208,11 +215,9 @@ _TIMES = 3
 def pretest(engine: HotSPaEngine, giving: Giving) -> None:
     """Measures every strategy with shards, and sets the `curves` of `giving`, the same on all ranks. Collective."""
     packs = {bucket.strategy: bucket.pack_tokens for bucket in engine.buckets}
-    for strategy, runner in engine.phases.items():
-        if (work := runner.replica.flexible) is None:
-            continue
+    for strategy, work in flexible_works(engine).items():
         tokens = min(packs[strategy], MOST_TOKENS)
-        mine = measure(work, tokens, runner.replica.compute_dtype, engine.device)
+        mine = measure(work, tokens, engine.description.compute_dtype, engine.device)
         rows = engine.agreement.gather(mine).tolist()
         giving.take_pretest(str(strategy), rows, tokens)
 
@@ -330,7 +335,7 @@ class ColumnStatistics:
     For an engine that resizes all products of its strategies with shards, on all ranks."""
 
     def __init__(self, engine: HotSPaEngine, resizing: Resizing) -> None:
-        self._engine, self._works, self._resizing = engine, engine.flexible_works(), resizing
+        self._engine, self._works, self._resizing = engine, flexible_works(engine), resizing
         self._is_kept = resizing.columns != "rd"
         self._before: list[Tensor | None] | None = None
         self._rows = {name: list(shards) for name, shards in self._shards().items()} if self._is_kept else {}

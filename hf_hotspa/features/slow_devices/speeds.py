@@ -16,50 +16,15 @@ All ranks come to the same result: relative step times are integers, sums are fr
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 from hf_hotspa.layout.shares import step_times_of_groups, works
 from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.packing.bucketing import Speeds
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.typed import Positive, reading_state, typed
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Speeds that divide packs over replicas.
-
-    Args:
-        ranks: The speed of each rank, relative to each other.
-        loads: If pipeline stages are also partitioned by speed, the work of each stage relative to its pipeline's mean:
-            one tuple per depth, with one entry per stage.
-        works: If tensor-parallel groups also divide MLPs by speed, the work of each rank relative to an even share: one
-            tuple per degree of tp, after the degree.
-    """
-
-    ranks: tuple[Positive, ...]
-    loads: tuple[tuple[Positive, ...], ...] = ()
-    works: tuple[tuple[int, tuple[Positive, ...]], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not self.ranks or any(len(own) != len(self.ranks) for _, own in self.works):
-            raise ValueError("works of another number of ranks")
-
-    def of_replicas(self, strategy: Strategy) -> tuple[float, ...] | None:
-        """The speed of each replica, which is its slowest rank's; None if all are equally fast."""
-        if strategy.dp == 1:
-            return None
-        stages, pp = strategy.num_stages, strategy.pp
-        loads = next((loads for loads in self.loads if len(loads) == stages), (1.0,) * stages)
-        of_ranks = [sum(loads[rank::pp]) / strategy.v for rank in range(pp)]  # stage s is on rank s mod pp
-        slowest = [float("inf")] * strategy.dp
-        works = dict(self.works).get(strategy.tp, (1.0,) * len(self.ranks))
-        for rank, (speed, work) in enumerate(zip(self.ranks, works, strict=True)):
-            coord = strategy.coord(rank)
-            slowest[coord.dp] = min(slowest[coord.dp], speed / (of_ranks[coord.pp] * work))
-        return tuple(slowest) if len(set(slowest)) > 1 else None
+from hf_hotspa.typed import reading_state, typed
 
 
 class SpeedHistory:

@@ -1,0 +1,26 @@
+"""Slow devices: they are found, work is divided by speed, and slow ranks hand work over. Its hooks; see `hf_hotspa.seam`."""
+
+from typing import Any
+
+from hf_hotspa.features.slow_devices.mode import HandOver
+from hf_hotspa.seam import Flags, settings
+
+options = HandOver
+
+flags = Flags(arguments="hf_hotspa.features.slow_devices.arguments:StragglerArguments")
+
+
+def attach(replica: Any, description: Any, options: Any) -> tuple[Any, ...]:
+    """What the ranks of a tensor-parallel group hand over; nothing without the option."""
+    if replica.mesh.tensor is None or settings(options.features, HandOver) is None:
+        return ()
+    from hf_hotspa.features.slow_devices.flexible_linear import make_flexible
+
+    return (make_flexible(replica),)
+
+
+def state(engine: Any, args: Any, plan: Any) -> Any:
+    """The watch over the devices of a run; None if off, or with a single device."""
+    from hf_hotspa.features.slow_devices.device_watch import watch_devices
+
+    return watch_devices(engine, args, plan)
