@@ -27,7 +27,7 @@ NAMED = {
     "pipedream": Named(r"pipe_?dream", 17, 3),
     "four_bit": Named(r"four_?bits?|4[- ]bits?\b|four bits|\bnf4\b|\bfp4\b|linear4bit|in_4bit", 30, 30),
     "low_bit_optimizers": Named(r"low_?bit|8[- ]?bit|torchao", 13, 13),
-    "slow_devices": Named(r"straggl|slow[ _-]?(device|rank)|flexible", 33, 33),
+    "slow_devices": Named(r"straggl|slow[ _-]?(device|rank)|flexible", 33, 5),
     "lora": Named(r"\blora|lora_|adapter|\bpeft", 54, 54),
     "experts": Named(r"expert|router", 43, 40),
     "token_chunks": Named(r"token_?chunk|chunk_|_chunks?\b|chunks? of tokens|\+ck|\.ck\b|\.kh\b|\.kg\b", 35, 33),

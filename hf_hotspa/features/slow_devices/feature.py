@@ -1,4 +1,7 @@
-"""Slow devices: they are found, work is divided by speed, and slow ranks hand work over. Its hooks; see `hf_hotspa.seam`."""
+"""Slow devices: they are found, work is divided by speed, and slow ranks hand work over.
+
+Its hooks; see `hf_hotspa.seam`.
+"""
 
 from typing import Any
 
