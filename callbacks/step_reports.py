@@ -155,20 +155,15 @@ _Sums = defaultdict[str, Any]
 
 
 class _Totals:
-    """Sums over steps; few reports are kept, because a run has no bound.
-
-    Attributes:
-        of_steps: The sums of `_OF_STEP`, and of the predicted seconds of steps and of the best single strategy.
-        by_strategy: For each strategy the sums of `_OF_PHASE`, of predicted and measured seconds, and of experts'
-            tokens.
-        slow: The ranks that the last report called slow.
-    """
+    """Sums over steps; few reports are kept, because a run has no bound. `of_steps`: the sums of `_OF_STEP`, and of the
+    predicted seconds of steps and of the best single strategy. `by_strategy`: for each strategy the sums of
+    `_OF_PHASE`, of predicted and measured seconds, and of experts' tokens."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.of_steps = _Sums(int)
         self.by_strategy: dict[str, _Sums] = defaultdict(lambda: _Sums(int))
-        self.slow: tuple[int, ...] = ()
+        self.slow: tuple[int, ...] = ()  # the ranks that the last report called slow
         self._step_times: dict[int, tuple[float, int]] = {}
 
     @property
@@ -544,14 +539,9 @@ def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
 
 
 class RunLogWriter:
-    """Writes a record, line by line.
-
-    Args:
-        folder: Made if missing. While another process writes a record there, this one's is in a folder beside it
-            (`hotspa_report-2`), which a warning names.
-        goes_on: Whether the run was resumed: it appends to an existing record. Otherwise that is kept as
-            `hotspa_trace.previous.jsonl`, one at most.
-    """
+    """Writes a record, line by line. `folder`: made if missing. While another process writes a record there, this one's
+    is in a folder beside it (`hotspa_report-2`), which a warning names. `goes_on`: whether the run was resumed: it
+    appends to an existing record. Otherwise that is kept as `hotspa_trace.previous.jsonl`, one at most."""
 
     def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
         own, self._lock = _own_folder(Path(folder))

@@ -481,11 +481,8 @@ _EVALUATED_BY = f"use {LONGEST}, {PER_BUCKET}, or one of the strategies of the r
 
 
 def evaluation_strategy(choice: str) -> Strategy | None:
-    """The strategy that `hotspa_eval_strategy` names; None if it names none.
-
-    Raises:
-        HotspaConfigError: it is not a strategy.
-    """
+    """The strategy that `hotspa_eval_strategy` names; None if it names none. Raises `HotspaConfigError` if it is not a
+    strategy."""
     if choice in (LONGEST, PER_BUCKET):
         return None
     try:
@@ -495,15 +492,9 @@ def evaluation_strategy(choice: str) -> Strategy | None:
 
 
 def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Which strategy evaluates which lengths.
-
-    Args:
-        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
-            length as trained; or one strategy of the pool for all lengths.
-
-    Raises:
-        HotspaConfigError: `choice` is none of these.
-    """
+    """Which strategy evaluates which lengths. `choice`: `longest`: all lengths under the strategy of the longest
+    bucket, which fits them all; `buckets`: each length as trained; or one strategy of the pool for all lengths. Raises
+    `HotspaConfigError`: `choice` is none of these."""
     last, strategy = max(buckets, key=lambda bucket: bucket.longest), evaluation_strategy(choice)
     if choice == PER_BUCKET:
         return tuple(buckets)
@@ -526,13 +517,8 @@ def given_buckets(args: HotSPaTrainingArguments, model: Any = None) -> tuple[Buc
 
     Unless they set these options themselves, they recompute (`+rc`) with `activation_checkpointing`, and are sharded
     (`+z2`, `+z3`) with stages 2 and 3 of a DeepSpeed config, or `fsdp`. Neighbours with the same strategy become one.
-
-    Args:
-        model: If known, bounds the n of "every n-th layer" of `activation_checkpointing` by its number of layers.
-
-    Raises:
-        StrategyError: buckets that are not neighbours become the same strategy.
-    """
+    `model`: if known, bounds the n of "every n-th layer" of `activation_checkpointing` by its number of layers. Raises
+    `StrategyError` if buckets that are not neighbours become the same strategy."""
     every, deepspeed = args.hotspa_recompute_every, args.hotspa_deepspeed
     if every and model is not None:
         every = min(every, getattr(bare_model(model)[0].config.get_text_config(), "num_hidden_layers", every))
@@ -557,14 +543,8 @@ def given_buckets(args: HotSPaTrainingArguments, model: Any = None) -> tuple[Buc
 def named(
     rest: tuple[Any, ...], by_name: dict[str, Any], base: Any, first: Sequence[str] = ("model", "args")
 ) -> dict[str, Any]:
-    """The arguments of a Trainer by name, also those given by position, without the `first` ones.
-
-    Args:
-        base: The constructor of the class behind ours.
-
-    Raises:
-        TypeError: there are too many, or one is given twice.
-    """
+    """The arguments of a Trainer by name, also those given by position, without the `first` ones. `base`: the
+    constructor of the class behind ours. Raises `TypeError` if there are too many, or one is given twice."""
     places = [p.name for p in inspect.signature(base).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     names = [name for name in places if name not in ("self", *first)]
     if len(rest) > len(names):
@@ -594,12 +574,9 @@ def _pickled(args: Any, protocol: Any) -> tuple[Any, ...]:
 
 
 def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
-    """The arguments of `HotSPaTrainer` for the `args` of a `Trainer`, with every `hotspa_*` flag at its default.
-
-    Raises:
-        HotspaConfigError: `args` are not training arguments, or do not fit.
-        UnsupportedError: a setting cannot be honoured.
-    """
+    """The arguments of `HotSPaTrainer` for the `args` of a `Trainer`, with every `hotspa_*` flag at its default. Raises
+    `HotspaConfigError`: `args` are not training arguments, or do not fit; `UnsupportedError` if a setting cannot be
+    honoured."""
     show_errors_once()
     if isinstance(args, HotSPaTrainingArguments):
         return args  # its values are checked with the other ranks

@@ -61,10 +61,7 @@ batches."""
 class DispatchedShard(IterableDatasetShard):  # type: ignore[misc]
     """A rank's part of a stream, which it reads itself, with the rows that `dispatch_batches` would send it: accelerate
     then completes the last batch of a pass to a multiple of the ranks, and otherwise to a full batch of each rank.
-
-    Attributes:
-        on_end: Called with the number of rows of the last batch: an evaluation counts no others.
-    """
+    `on_end`: called with the number of rows of the last batch: an evaluation counts no others."""
 
     on_end: Callable[[int], Any] | None = None
 
@@ -99,11 +96,7 @@ class StreamParts:
 
     A pass of the run is the main process's pass over its part. A rank whose part ends earlier starts it again at once,
     as in the stock Trainer, where each rank begins its next pass alone. A rank with a longer part continues at its
-    place in the next pass.
-
-    Attributes:
-        apart: Whether ranks read by themselves; otherwise they read the loader's batches.
-    """
+    place in the next pass. `apart`: whether ranks read by themselves; otherwise they read the loader's batches."""
 
     def __init__(self, loader: Any, args: Any) -> None:
         dataset = getattr(loader, "dataset", None)
@@ -132,11 +125,7 @@ class StreamParts:
 
     def read(self, iterator: Iterator[Any], number: int, agreement: Agreement) -> list[Any]:
         """The next batches of this rank: as many as the main process has, none if its pass has ended. Collective.
-
-        Args:
-            iterator: Over the loader, in this pass of the run.
-            number: Batches per step.
-        """
+        `iterator`: over the loader, in this pass of the run. `number`: batches per step."""
         own, batches, failure = iterator if self._own is None else self._own, list[Any](), None
         try:
             if self._own is None and self._pass != self._epoch:
@@ -189,10 +178,8 @@ class Rows:
     """The data sets of a trainer.
 
     Lengths come from a scan, kept on disk, if a data set has random access; otherwise from the first batches of its
-    loader. Collective: one process of a machine scans, and the others read its cache.
-
-    Args:
-        loss_columns: Columns that a token loss reads.
+    loader. Collective: one process of a machine scans, and the others read its cache. `loss_columns`: columns that a
+    token loss reads.
 
     Attributes:
         sampled: Whether longer rows may come than `tables` has found.
@@ -296,11 +283,8 @@ class Rows:
                 args.dataloader_multiprocessing_context = chosen
 
     def dealt_out(self, dataset: Any, size: int, sampler_fn: Any) -> Any:
-        """Returns a factory for the sampler of this rank's batches; for a stream returns `sampler_fn`.
-
-        Raises:
-            UnsupportedError: the mini-batches of a stream cannot be distributed in batches of one size.
-        """
+        """Returns a factory for the sampler of this rank's batches; for a stream returns `sampler_fn`. Raises
+        `UnsupportedError` if the mini-batches of a stream cannot be distributed in batches of one size."""
         args = self._args
         accumulation: int = vars(args)["gradient_accumulation_steps"]
         if is_stream(dataset):
@@ -395,11 +379,8 @@ class Rows:
         return any(getattr(loader, "collate_fn", None) is collator for collator in self._collators)
 
     def scan(self, dataset: Any) -> tuple[Any, SequenceTable]:
-        """The data set, tokenised if its rows are text, and the lengths of its rows.
-
-        Raises:
-            HotspaError: it cannot be used unchanged.
-        """
+        """The data set, tokenised if its rows are text, and the lengths of its rows. Raises `HotspaError` if it cannot
+        be used unchanged."""
         if id(dataset) not in self._known:
             while len(self._known) >= _SETS_KEPT:
                 self._known.pop(next(iter(self._known)))
@@ -430,11 +411,8 @@ class Rows:
             return dataset, scan_dataset(rendered, rules=rules, disable_progress=quiet)
 
     def table(self, dataset: Any, longest: int) -> SequenceTable | None:
-        """The scan of a data set, all of whose rows have a bucket; None if it cannot be scanned.
-
-        Raises:
-            HotspaError: rows exceed every bucket, and `hotspa_overlong` does not handle them.
-        """
+        """The scan of a data set, all of whose rows have a bucket; None if it cannot be scanned. Raises `HotspaError`
+        if rows exceed every bucket, and `hotspa_overlong` does not handle them."""
         if not self.can_scan(dataset):
             return None
         table = self.scan(dataset)[1]
@@ -443,14 +421,7 @@ class Rows:
 
     def tables(self, trained: Any, evaluated: Sequence[Any], loader: Any, agreement: Agreement) -> list[SequenceTable]:
         """The scan that strategies are chosen for (of trained rows, if any, else of evaluated ones), then others that
-        must fit. Collective.
-
-        Args:
-            loader: The training data loader, if any.
-
-        Raises:
-            DataError: there are no rows.
-        """
+        must fit. Collective. `loader`: the training data loader, if any. Raises `DataError` if there are no rows."""
 
         def scanned() -> list[SequenceTable]:
             sets = {id(d): d for d in (trained, *evaluated) if d is not None and self.can_scan(d)}
@@ -470,10 +441,7 @@ class Rows:
 
     def example(self, dataset: Any) -> dict[str, Any] | None:
         """The columns that a token loss reads, of the first row, [L] or []; None if it cannot be read before training.
-
-        Raises:
-            HotspaError: the row cannot be read, or lacks a column.
-        """
+        Raises `HotspaError` if the row cannot be read, or lacks a column."""
         if not self._loss_columns or isinstance(dataset, Mapping) or is_stream(dataset) or not has_length(dataset):
             return None
         first = dataset[0] if len(dataset) else None
@@ -517,11 +485,8 @@ class _Rendered:
 def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> SequenceTable:
     """The lengths of the rows of a loader's first batches, of all ranks. Collective.
 
-    The loader is iterated once more when training begins; the random generators are restored.
-
-    Raises:
-        HotspaError: on every rank: a batch cannot be read, or the loader can be iterated only once.
-    """
+    The loader is iterated once more when training begins; the random generators are restored. Raises `HotspaError` on
+    every rank if a batch cannot be read, or the loader can be iterated only once."""
     state = random_state()
 
     def read() -> list[int]:

@@ -122,19 +122,13 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves checkpoints of a run into one directory. All methods are collective.
-
-    Args:
-        folder: The directory; only rank 0's is used to commit.
-
-    Attributes:
-        committed_step: The step of the last checkpoint that this writer committed.
-    """
+    """Saves checkpoints of a run into one directory. All methods are collective. `folder`: the directory; only rank 0's
+    is used to commit."""
 
     def __init__(self, folder: RunFolder, agreement: Agreement) -> None:
         self.folder, self.agreement = folder, agreement
         self._pending: _Pending | None = None
-        self.committed_step: int | None = None
+        self.committed_step: int | None = None  # the step of the last checkpoint that this writer committed
 
     @property
     def pending_step(self) -> int | None:
@@ -142,39 +136,24 @@ class CheckpointWriter:
         return self._pending.step if self._pending is not None else None
 
     def lock(self) -> None:
-        """Takes the run lock.
-
-        Raises:
-            CheckpointLockError: another run holds it.
-            CheckpointError: the directory cannot be written to.
-        """
+        """Takes the run lock. Raises `CheckpointLockError` if another run holds it; `CheckpointError` if the directory
+        cannot be written to."""
         self._on_first(self.folder.lock)
 
     def save(
         self,
         step: int,
-        write_files: WriteFiles,
-        make_manifest: MakeManifest,
+        write_files: WriteFiles,  # writes this rank's files; in a thread with `background`
+        make_manifest: MakeManifest,  # the manifest of all ranks' files; called on rank 0
         *,
-        limit: int | None = None,
-        keep: Callable[[], Collection[Path]] = lambda: (),
-        background: bool = False,
-        num_bytes: int = 0,
+        limit: int | None = None,  # how many checkpoints stay, see `RunFolder.rotate`
+        keep: Callable[[], Collection[Path]] = lambda: (),  # which ones stay in any case; called before removing any
+        background: bool = False,  # whether to return before the files are written
+        num_bytes: int = 0,  # the least bytes of this rank's files, for which there must be room
     ) -> None:
-        """Writes a checkpoint. On return it exists, or a background save has started.
-
-        Args:
-            write_files: Writes this rank's files; in a thread with `background`.
-            make_manifest: The manifest of all ranks' files; called on rank 0.
-            limit: How many checkpoints stay, see `RunFolder.rotate`.
-            keep: Which ones stay in any case; called before removing any.
-            background: Whether to return before the files are written.
-            num_bytes: The least bytes of this rank's files, for which there must be room.
-
-        Raises:
-            CheckpointError: it could not be written; nothing is left of it. Also the error of an earlier background
-                save, which is finished first.
-        """
+        """Writes a checkpoint. On return it exists, or a background save has started. Raises `CheckpointError` if it
+        could not be written; nothing is left of it. Also the error of an earlier background save, which is finished
+        first."""
         self.finish()
         needed = int(self.agreement.gather([float(num_bytes)]).sum())
 
@@ -197,11 +176,8 @@ class CheckpointWriter:
         self.finish()
 
     def poll(self) -> None:
-        """Commits a background save when all ranks have written their files. Call it once per step.
-
-        Raises:
-            CheckpointError: it failed on some rank.
-        """
+        """Commits a background save when all ranks have written their files. Call it once per step. Raises
+        `CheckpointError` if it failed on some rank."""
         pending = self._pending
         if pending is None:
             return
@@ -210,11 +186,7 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for a save in progress, and commits it.
-
-        Raises:
-            CheckpointError: it failed on some rank.
-        """
+        """Waits for a save in progress, and commits it. Raises `CheckpointError` if it failed on some rank."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
@@ -257,14 +229,9 @@ class CheckpointWriter:
 
 
 class CheckpointContents:
-    """The contents of a checkpoint, captured now and written later, perhaps by a thread. Collective.
-
-    Args:
-        optimizer: None if only the model is saved.
-        rank_tensors: Tensors that only this rank needs to resume, by name, in host memory; may be empty.
-        texts: Returns the JSON files that one rank writes for all, by name; its error is raised where all ranks are
-            together.
-    """
+    """The contents of a checkpoint, captured now and written later, perhaps by a thread. Collective. `rank_tensors`:
+    tensors that only this rank needs to resume, by name, in host memory; may be empty. `texts`: returns the JSON files
+    that one rank writes for all, by name; its error is raised where all ranks are together."""
 
     def __init__(
         self,
@@ -273,7 +240,7 @@ class CheckpointContents:
         engine: HotSPaEngine,
         model: PreTrainedModel,
         args: HotSPaTrainingArguments,
-        optimizer: Optimizer | None,
+        optimizer: Optimizer | None,  # None if only the model is saved
         scheduler: Any,
         tokenizer: Any,
         rank_tensors: dict[str, Tensor],
@@ -391,20 +358,14 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Saves the checkpoints of a run. Collective.
-
-    Args:
-        pushes: Gets the folder of each complete checkpoint if it is to be pushed; folders that are being pushed stay.
-
-    Attributes:
-        writer: The writer of the current folder; None before the first.
-    """
+    """Saves the checkpoints of a run. Collective. `pushes`: gets the folder of each complete checkpoint if it is to be
+    pushed; folders that are being pushed stay."""
 
     def __init__(
         self, args: HotSPaTrainingArguments, agreement: Callable[[], Agreement], pushes: "CheckpointPushes"
     ) -> None:
         self._args, self._agreement, self._pushes = args, agreement, pushes
-        self.writer: CheckpointWriter | None = None
+        self.writer: CheckpointWriter | None = None  # the writer of the current folder; None before the first
         self._failed = 0  # saves in a row
         self._begun = self._written = 0
         self._last: CheckpointError | None = None
@@ -444,15 +405,11 @@ class Checkpoints:
         folder: Path,
         state: TrainerState,
         contents: Callable[[RunFolder], CheckpointContents],
-        at_once: bool = False,
+        at_once: bool = False,  # whether the folder must exist on return, also with `hotspa_async_save`
         write_more: Callable[[Path], None] | None = None,
     ) -> None:
-        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row.
-
-        Args:
-            at_once: Whether the folder must exist on return, also with `hotspa_async_save`.
-            write_more: Called with the committed folder, to which it may add files (`at_once`).
-        """
+        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row. `write_more`:
+        called with the committed folder, to which it may add files (`at_once`)."""
         self._best_before = state.best_model_checkpoint
         if state.best_global_step:
             best = folder / checkpoint_name(state.best_global_step)
@@ -489,10 +446,7 @@ class Checkpoints:
 
     def check_written(self) -> None:
         """Raises the last error if checkpoints were due in this training, and none was written. The same on all ranks.
-
-        Raises:
-            CheckpointError: as above.
-        """
+        Raises `CheckpointError`: as above."""
         if not self._begun or self._written or self._last is None:
             return
         raise CheckpointError(
@@ -604,13 +558,9 @@ def _texts(trainer: Any, share: Share) -> dict[str, str]:
 
 def try_files(trainer: Any) -> None:
     """Writes the files of a save except tensors once, into a temporary folder, so that errors that would fail every
-    save are raised before the first step. Collective.
-
-    Raises:
-        UnsavableError: something cannot be written on any disk; it is named.
-        CheckpointError: there is not room for one checkpoint.
-        HotspaError: nodes do not share the output directory.
-    """
+    save are raised before the first step. Collective. Raises `UnsavableError` if something cannot be written on any
+    disk; it is named; `CheckpointError` if there is not room for one checkpoint; `HotspaError` if nodes do not share
+    the output directory."""
     args, engine = trainer.args, trainer.switched.engine
     check_shared(Path(args.output_dir), engine.agreement)
     optimizer, adapted = None if args.save_only_model else trainer.optimizer, is_wrapped(trainer.model)
@@ -639,11 +589,7 @@ def try_files(trainer: Any) -> None:
 
 def check_shared(output: Path, agreement: Agreement) -> None:
     """Checks that all nodes see one output directory, into which each rank writes its share of a checkpoint.
-    Collective.
-
-    Raises:
-        CheckpointError: on every rank; some do not.
-    """
+    Collective. Raises `CheckpointError` on every rank if some do not."""
     nodes = nodes_of(agreement)
     if nodes.count == 1:
         return

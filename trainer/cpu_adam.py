@@ -28,12 +28,8 @@ logger = logging.getLogger(__name__)
 
 def load_cpu_adam() -> str | None:
     """Loads the kernel. Compiles it on first use on this machine (about a minute; kept in torch's extension cache,
-    `TORCH_EXTENSIONS_DIR`).
-
-    Returns:
-        None on success, otherwise a short reason. Never raises, and never waits for a killed process (`sole_compiler`):
-        the caller can use another optimizer.
-    """
+    `TORCH_EXTENSIONS_DIR`). Returns None on success, otherwise a short reason. Never raises, and never waits for a
+    killed process (`sole_compiler`): the caller can use another optimizer."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it looks for others, and prints that there are none
     try:
@@ -97,12 +93,9 @@ takes a minute or two."""
 
 @contextlib.contextmanager
 def sole_compiler(folder: Path) -> Iterator[None]:
-    """While active, none of our other processes compiles in this folder, and torch waits for no dead process.
-
-    Raises:
-        TimeoutError: another process compiles for longer than any compilation takes.
-        OSError: the folder cannot be written to.
-    """
+    """While active, none of our other processes compiles in this folder, and torch waits for no dead process. Raises
+    `TimeoutError` if another process compiles for longer than any compilation takes; `OSError` if the folder cannot be
+    written to."""
     lock, host = ProcessLock(folder / LOCK_NAME), socket.gethostname()
     if not lock.take(owner=host):
         logger.warning("waiting for another process, which compiles in %s", folder)

@@ -184,17 +184,11 @@ TYPES: dict[str, dict[str, float | str | None]] = {
 
 @dataclass(frozen=True)
 class DeepSpeedSchedule:
-    """A schedule with all values set.
+    """A schedule with all values set."""
 
-    Args:
-        type: One of `TYPES`.
-        params: All params of its type.
-        peak: The learning rate after the warm-up.
-    """
-
-    type: str
-    params: Mapping[str, Any]
-    peak: float
+    type: str  # one of `TYPES`
+    params: Mapping[str, Any]  # all params of its type
+    peak: float  # the learning rate after the warm-up
 
     def rate(self, step: int) -> float:
         """The learning rate of an optimizer step after `step` earlier ones."""
@@ -237,21 +231,14 @@ _MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class DeepSpeedMapping:
-    """The result of mapping a config.
+    """The result of mapping a config. `scheduler`: type and params of its scheduler, some may be `auto`; None for the
+    arguments' scheduler."""
 
-    Args:
-        arguments: The training arguments that it sets.
-        rows: `(field and value, its meaning here)`.
-        unused: Fields about things that the engine does in another way.
-        scheduler: Type and params of its scheduler, some may be `auto`; None for the arguments' scheduler.
-        stage: 2 or 3 for that stage of ZeRO, else 0.
-    """
-
-    arguments: dict[str, Any]
-    rows: tuple[tuple[str, str], ...]
-    unused: tuple[str, ...] = ()
+    arguments: dict[str, Any]  # the training arguments that it sets
+    rows: tuple[tuple[str, str], ...]  # `(field and value, its meaning here)`
+    unused: tuple[str, ...] = ()  # fields about things that the engine does in another way
     scheduler: dict[str, Any] | None = None
-    stage: int = 0
+    stage: int = 0  # 2 or 3 for that stage of ZeRO, else 0
 
     def schedule(self, learning_rate: float, num_steps: int, warmup_steps: int) -> DeepSpeedSchedule:
         """The learning rates; values that the config leaves open come from the training arguments."""
@@ -279,14 +266,8 @@ class DeepSpeedMapping:
 
 
 def read_config(given: Mapping[str, Any] | str | Path, name: str = "the DeepSpeed config") -> dict[str, Any]:
-    """A config as a dict.
-
-    Args:
-        given: A dict, JSON text, or the path of a JSON file.
-
-    Raises:
-        HotspaConfigError: there is no such file, or it does not hold a JSON object.
-    """
+    """A config as a dict. `given`: a dict, JSON text, or the path of a JSON file. Raises `HotspaConfigError` if there
+    is no such file, or it does not hold a JSON object."""
     if isinstance(given, Mapping):
         return dict(given)
     text, where = str(given), name
@@ -314,15 +295,9 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def map_config(
     config: Mapping[str, Any], arguments: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> DeepSpeedMapping:
-    """Maps a config, field by field.
-
-    Args:
-        arguments: The training arguments as they were given.
-        defaults: Their defaults: an argument with another value was set, and must not contradict the config.
-
-    Raises:
-        UnsupportedError: naming every field that cannot be honoured, and what to use instead.
-    """
+    """Maps a config, field by field. `arguments`: the training arguments as they were given. `defaults`: their
+    defaults: an argument with another value was set, and must not contradict the config. Raises `UnsupportedError`,
+    naming every field that cannot be honoured, and what to use instead."""
     return _Mapper(config, arguments, defaults).result()
 
 
@@ -503,17 +478,9 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def with_batch_size(mapping: DeepSpeedMapping, arguments: Mapping[str, Any], world_size: int) -> DeepSpeedMapping:
-    """Checks DeepSpeed's three batch sizes against each other, once the number of processes is known.
-
-    Args:
-        arguments: The training arguments, including those that the config sets.
-
-    Returns:
-        The mapping, with the sequences per step in its table.
-
-    Raises:
-        UnsupportedError: `train_batch_size` is not the product of the others and the processes.
-    """
+    """Checks DeepSpeed's three batch sizes against each other, once the number of processes is known. `arguments`: the
+    training arguments, including those that the config sets. Returns the mapping, with the sequences per step in its
+    table. Raises `UnsupportedError`: `train_batch_size` is not the product of the others and the processes."""
     given = mapping.arguments
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     micro, steps = (arguments[name] for name in names)
@@ -558,19 +525,11 @@ _HYBRID = "the master store is spread over all ranks; use full_shard, or strateg
 
 
 def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
-    """The stage and offload that FSDP's arguments ask for.
-
-    Args:
-        fsdp: As `TrainingArguments.fsdp`: true, or options in one text or in a list.
-        config: As `TrainingArguments.fsdp_config`: a dictionary, or the path of a JSON file.
-
-    Returns:
-        The stage of ZeRO (3, 2, or 0 for none), and whether the master store is to be in host memory.
-
-    Raises:
-        HotspaConfigError: the file cannot be read, or does not hold a JSON object.
-        UnsupportedError: naming every field that cannot be honoured, and what to use instead.
-    """
+    """The stage and offload that FSDP's arguments ask for. `fsdp`: as `TrainingArguments.fsdp`: true, or options in one
+    text or in a list. `config`: as `TrainingArguments.fsdp_config`: a dictionary, or the path of a JSON file. Returns
+    the stage of ZeRO (3, 2, or 0 for none), and whether the master store is to be in host memory. Raises
+    `HotspaConfigError` if the file cannot be read, or does not hold a JSON object; `UnsupportedError`, naming every
+    field that cannot be honoured, and what to use instead."""
     if fsdp in (None, False, "", [], "false", "False"):
         return 0, False
     stage, offloads, problems = 3, False, []
@@ -605,11 +564,8 @@ def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
 
 
 def take_fsdp(args: Any) -> None:
-    """Sets our arguments for the given `fsdp`, and clears it, because the stock arguments would start FSDP.
-
-    Args:
-        args: `HotSPaTrainingArguments` before `TrainingArguments` is set up; gets `fsdp_stage`.
-    """
+    """Sets our arguments for the given `fsdp`, and clears it, because the stock arguments would start FSDP. `args`:
+    `HotSPaTrainingArguments` before `TrainingArguments` is set up; gets `fsdp_stage`."""
     args.fsdp_stage, offloads = read_fsdp(vars(args)["fsdp"], vars(args)["fsdp_config"])
     args.fsdp = None
     if offloads:

@@ -84,20 +84,14 @@ def _name(value: Any) -> str:
 
 
 class Reader:
-    """Reads values as text.
-
-    Args:
-        world_size: Values that are named after a rank, and may be one, are left out; with 0 all count.
-
-    Attributes:
-        unread: The names of values of which only the class is known.
-    """
+    """Reads values as text. `world_size`: values that are named after a rank, and may be one, are left out; with 0 all
+    count."""
 
     def __init__(self, world_size: int = 0) -> None:
         self._world_size = world_size
         self._path = list[int]()
         self._left = _MOST_VALUES
-        self.unread = list[str]()
+        self.unread = list[str]()  # the names of values of which only the class is known
 
     def text(self, value: Any, name: str) -> str:
         """Returns a value as text."""

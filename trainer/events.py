@@ -188,23 +188,13 @@ def is_overridden(trainer: Any, name: str) -> bool:
 
 
 class CallbackEvents(CallbackHandler):
-    """A `CallbackHandler` that takes over the state of another one.
-
-    Args:
-        handler: The Trainer's own.
-        before: Called with the name of every event of `COLLECTIVE_EVENTS` before the callbacks are, and of `looked_at`.
-        apart: Callbacks run inside it: perhaps on this rank alone.
-
-    Attributes:
-        seconds: Seconds inside the callbacks of this rank, by class name.
-        error: The error that ranks have yet to agree on; it then ends training.
-        before_step: Called after the callbacks of `on_pre_optimizer_step`, if others are attached to the optimizer than before.
-        looked_at: The events of a step in which a callback of any rank may look at the model.
-        after: Called with the name of each of these when the callbacks have been called.
-    """
+    """A `CallbackHandler` that takes over the state of another one. `before`: called with the name of every event of
+    `COLLECTIVE_EVENTS` before the callbacks are, and of `looked_at`. `apart`: callbacks run inside it: perhaps on this
+    rank alone. `before_step`: called after the callbacks of `on_pre_optimizer_step`, if others are attached to the
+    optimizer than before. `looked_at`: the events of a step in which a callback of any rank may look at the model."""
 
     looked_at: frozenset[str] = frozenset()
-    after: Callable[[str], None]
+    after: Callable[[str], None]  # called with the name of each of these when the callbacks have been called
 
     def __init__(
         self,
@@ -218,11 +208,11 @@ class CallbackEvents(CallbackHandler):
         self.before_step: Callable[[], None] = lambda: None
         self._attached: tuple[Any, ...] = ()
         self._own: dict[type[TrainerCallback], TrainerCallback] = {}
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = defaultdict(float)  # seconds inside the callbacks of this rank, by class name
         self._logged_s, self._steps_since_log = 0.0, 0
         self._defers = self._alone = False
         self._line = LogLine()
-        self.error: HotspaError | None = None
+        self.error: HotspaError | None = None  # the error that ranks have yet to agree on; it then ends training
         self._cause: Exception | None = None
 
     # -- whom to call ---------------------------------------------------------------------------------------------
@@ -268,12 +258,9 @@ class CallbackEvents(CallbackHandler):
 
     @contextmanager
     def deferring_errors(self, alone: bool = False) -> Iterator[None]:
-        """Inside, errors wait to be agreed on (`error`); outside, callbacks raise immediately.
-
-        Args:
-            alone: There are no other ranks. Only errors in our own events, which come in the middle of a mini-batch,
-                and in our own callbacks wait.
-        """
+        """Inside, errors wait to be agreed on (`error`); outside, callbacks raise immediately. `alone`: there are no
+        other ranks. Only errors in our own events, which come in the middle of a mini-batch, and in our own callbacks
+        wait."""
         self._defers, self._alone, self.error, self._cause = True, alone, None, None
         try:
             yield
@@ -428,11 +415,7 @@ class Flags:
     All ranks save, evaluate, log and end training together. A callback may see something on one rank alone (the
     remaining time, a file, a memory limit). Its request is then executed on all ranks; the stock Trainer's ranks would
     wait for each other. Costs one small collective per step (more at steps that log, save or evaluate), and none if no
-    rank has user code that could set a flag.
-
-    Args:
-        trainer: Its `control` is read and set.
-    """
+    rank has user code that could set a flag. `trainer`: its `control` is read and set."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -49,14 +49,12 @@ def _bytes(records: Iterable[TensorRecord]) -> int:
 
 def check_room(folder: Path, needed: int, when: str) -> int:
     """Checks that a file system has room for one more checkpoint; returns the free bytes, or 0 if it does not say.
+    Raises `CheckpointError`, naming both numbers.
 
     Args:
         folder: Of the run; need not exist.
         needed: Bytes of the checkpoint, over all ranks.
         when: For the message.
-
-    Raises:
-        CheckpointError: naming both numbers.
     """
     there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
     try:
@@ -77,12 +75,8 @@ def check_room(folder: Path, needed: int, when: str) -> int:
 
 
 def check_run(args: HotSPaTrainingArguments, needed: int, num_steps: int) -> None:
-    """Before the first step, on the main process: rejects a run without room for one checkpoint, and warns if there is not
-    room for all that will be there.
-
-    Raises:
-        CheckpointError: no checkpoint has room.
-    """
+    """Before the first step, on the main process: rejects a run without room for one checkpoint, and warns if there is
+    not room for all that will be there. Raises `CheckpointError` if no checkpoint has room."""
     folder = Path(args.output_dir)
     free = check_room(folder, needed, "no checkpoint of this run has room on the disk")
     if not needed or not free or args.save_strategy != IntervalStrategy.STEPS or args.save_steps < 1:

@@ -40,15 +40,11 @@ them."""
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run a mini-batch.
-
-    Args:
-        buckets: The buckets that it runs under.
-        choose: Chooses among them for the lengths of a mini-batch; None if they stay the same.
-    """
+    """One way to run a mini-batch. `choose`: chooses among them for the lengths of a mini-batch; None if they stay the
+    same."""
 
     name: str
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...]  # the buckets that it runs under
     choose: Callable[[Sequence[int]], tuple[Bucket, ...]] | None = None
 
     def of(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:

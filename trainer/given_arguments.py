@@ -54,11 +54,8 @@ _DTYPES = ("no", "fp32", "bf16")
 
 
 def refuse_launcher_settings() -> None:
-    """Rejects settings of accelerate's configuration that would lay out or compile the model.
-
-    Raises:
-        UnsupportedError: naming the variable, and what to use instead.
-    """
+    """Rejects settings of accelerate's configuration that would lay out or compile the model. Raises
+    `UnsupportedError`, naming the variable, and what to use instead."""
     for variable, (name, more) in _LAYOUTS.items():
         if strtobool(os.environ.get(variable, "false")):
             raise UnsupportedError(
@@ -92,13 +89,8 @@ def _mixed_precision() -> str:
 
 
 def check_processes(world_size: int) -> None:
-    """Checks that as many processes train together as were started and requested.
-
-    Args:
-        world_size: Processes that train together, according to transformers.
-    Raises:
-        LaunchError: they are fewer; the message has the launch line.
-    """
+    """Checks that as many processes train together as were started and requested. `world_size`: processes that train
+    together, according to transformers. Raises `LaunchError` if they are fewer; the message has the launch line."""
     if world_size > 1:
         return
     started = max((int(os.environ[name]) for name in _WORLDS if os.environ.get(name, "").isdigit()), default=1)
@@ -172,12 +164,8 @@ _warned: set[str] = set()
 
 
 def unknown_flag(flag: str, known: Collection[str]) -> str:
-    """A sentence about an unknown flag, with the nearest known one.
-
-    Args:
-        flag: As written, such as ``--hotspa-overlnog``.
-        known: Without leading hyphens.
-    """
+    """A sentence about an unknown flag, with the nearest known one. `flag`: as written, such as ``--hotspa-overlnog``.
+    `known`: without leading hyphens."""
     near = nearest(flag, known)
     return f"there is no flag {flag}" + (f"; did you mean --{near}?" if near else "")
 
@@ -221,11 +209,8 @@ def _name(flag: str) -> str:
 
 
 def refuse_misspelt(cls: Any, given: Mapping[str, Any]) -> None:
-    """Rejects keyword arguments that a class of arguments does not have.
-
-    Raises:
-        TypeError: as in Python, with the nearest known name.
-    """
+    """Rejects keyword arguments that a class of arguments does not have. Raises `TypeError`: as in Python, with the
+    nearest known name."""
     known = inspect.signature(cls.__init__).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return
@@ -238,19 +223,12 @@ def refuse_misspelt(cls: Any, given: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Number:
-    """The values that an argument accepts.
-
-    Args:
-        least: The least value.
-        most: The largest; infinite values are only accepted if it is infinite.
-        whole: Whether it is an int.
-        fix: What to use, if the bounds do not say it.
-    """
+    """The values that an argument accepts."""
 
     least: float = -sys.float_info.max
-    most: float = sys.float_info.max
-    whole: bool = False
-    fix: str = ""
+    most: float = sys.float_info.max  # the largest; infinite values are only accepted if it is infinite
+    whole: bool = False  # whether it is an int
+    fix: str = ""  # what to use, if the bounds do not say it
 
     def takes(self, value: Any) -> bool:
         """Whether the value, also of numpy or torch, is accepted; NaN never is."""
@@ -306,23 +284,14 @@ _NUMBERS: dict[str, Number] = {
 
 @dataclass(frozen=True)
 class Flag:
-    """The properties of a flag beside its field's name, type, default, help and choices. Lists of flags derive from it.
+    """The properties of a flag beside its field's name, type, default, help and choices. Lists of flags derive from it."""
 
-    Args:
-        number: The numbers that it accepts; None if it is not a number.
-        option: The option of the engine (`EngineOptions`) that it sets.
-        made: Converts its value to that option's.
-        recorded: Whether the record of a run has it among its settings.
-        of_one_rank: Why ranks may have different values; empty if they may not.
-        as_stock: Whether the stock Trainer can honour it.
-    """
-
-    number: Number | None = None
-    option: str = ""
-    made: Callable[[Any], Any] = lambda value: value
-    recorded: bool = False
-    of_one_rank: str = ""
-    as_stock: bool = False
+    number: Number | None = None  # the numbers that it accepts; None if it is not a number
+    option: str = ""  # the option of the engine (`EngineOptions`) that it sets
+    made: Callable[[Any], Any] = lambda value: value  # converts its value to that option's
+    recorded: bool = False  # whether the record of a run has it among its settings
+    of_one_rank: str = ""  # why ranks may have different values; empty if they may not
+    as_stock: bool = False  # whether the stock Trainer can honour it
 
 
 class _Help(str):
@@ -348,15 +317,9 @@ def flags_of(kind: type) -> dict[str, Flag]:
 
 
 def check_values(args: Any, kind: type | None = None) -> None:
-    """Rejects values that are not numbers, or that no training can use, before they are used.
-
-    Args:
-        args: `TrainingArguments`, or a command line's values for them.
-        kind: Their class; its flags are checked, too.
-
-    Raises:
-        HotspaConfigError: naming the argument, its value and what to use.
-    """
+    """Rejects values that are not numbers, or that no training can use, before they are used. `args`:
+    `TrainingArguments`, or a command line's values for them. `kind`: their class; its flags are checked, too. Raises
+    `HotspaConfigError`, naming the argument, its value and what to use."""
     numbers = _NUMBERS | {name: known.number for name, known in flags_of(kind or type(args)).items() if known.number}
     for name, rule in numbers.items():
         value = getattr(args, name, None)
@@ -439,11 +402,8 @@ def explain_arguments(args: TrainingArguments) -> None:
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
-    """Rejects arguments that cannot be honoured.
-
-    Raises:
-        UnsupportedError: naming the argument, its value and what to use instead.
-    """
+    """Rejects arguments that cannot be honoured. Raises `UnsupportedError`, naming the argument, its value and what to
+    use instead."""
     for name, (fine, why) in _UNSUPPORTED.items():
         value = getattr(args, name, fine[0])
         if value not in fine:
@@ -458,11 +418,8 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 
 def read_accelerator_config(args: TrainingArguments) -> None:
-    """Moves accelerate's accumulation steps to the arguments: accelerate has nothing to accumulate.
-
-    Raises:
-        HotspaConfigError: both give a number of steps.
-    """
+    """Moves accelerate's accumulation steps to the arguments: accelerate has nothing to accumulate. Raises
+    `HotspaConfigError` if both give a number of steps."""
     values: dict[str, Any] = vars(args)
     config = values["accelerator_config"]
     given = config.gradient_accumulation_kwargs
@@ -516,14 +473,8 @@ def refuse_fields_of_others(args: TrainingArguments, trainer: type, datasets: It
     """Rejects requests in fields that another library's trainer reads, and this one would ignore.
 
     Fields of a user's class belong to the user: as with the stock Trainer, the user's callbacks and overrides read
-    them.
-
-    Args:
-        datasets: The training and evaluation sets, perhaps None.
-
-    Raises:
-        HotspaConfigError: naming the fields, and what to do instead.
-    """
+    them. `datasets`: the training and evaluation sets, perhaps None. Raises `HotspaConfigError`, naming the fields, and
+    what to do instead."""
     names = _fields_of_others(type(args), trainer)
     if not names:
         return
@@ -534,14 +485,8 @@ def refuse_fields_of_others(args: TrainingArguments, trainer: type, datasets: It
 
 
 def refuse_longer_rows(args: TrainingArguments, trainer: type, tables: Iterable[SequenceTable | None]) -> None:
-    """Rejects a `max_length` of another trainer's arguments that would cut rows.
-
-    Args:
-        tables: The lengths of rows; None if they are unknown.
-
-    Raises:
-        HotspaConfigError: naming it.
-    """
+    """Rejects a `max_length` of another trainer's arguments that would cut rows. `tables`: the lengths of rows; None if
+    they are unknown. Raises `HotspaConfigError`, naming it."""
     if "max_length" not in _fields_of_others(type(args), trainer):
         return
     longest: int | None = vars(args)["max_length"]

@@ -31,11 +31,8 @@ def may_look(callback: TrainerCallback, event: str) -> bool:
 
 
 def refuse_gradients(callbacks: Iterable[TrainerCallback]) -> None:
-    """Rejects callbacks that read gradients of the model, which are spread over the ranks.
-
-    Raises:
-        UnsupportedError: naming the callback and its event.
-    """
+    """Rejects callbacks that read gradients of the model, which are spread over the ranks. Raises `UnsupportedError`,
+    naming the callback and its event."""
     for callback in callbacks:
         event = next((event for event in GRADIENT_EVENTS if _defines(callback, event)), None)
         names = _Walk(callback).names if event is not None else set()
@@ -60,12 +57,8 @@ def _package(value: Any) -> str:
 
 
 class _Walk:
-    """Goes through an object's methods and attributes, and the functions that they use.
-
-    Attributes:
-        looks: Whether it may look at a model.
-        names: The names that its code uses.
-    """
+    """Goes through an object's methods and attributes, and the functions that they use. `looks`: whether it may look at
+    a model. `names`: the names that its code uses."""
 
     def __init__(self, value: Any) -> None:
         self.looks, self.names, self._seen = False, set[str](), dict[int, Any]()

@@ -39,15 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class ModelSource:
-    """The location of the weights of a model without weights: a folder, or the engine alone.
-
-    Attributes:
-        folder: The folder that the model was opened from, or saved to last.
-    """
+    """The location of the weights of a model without weights: a folder, or the engine alone."""
 
     def __init__(self, args: HotSPaTrainingArguments) -> None:
         self._args = args
-        self.folder: Path | None = None
+        self.folder: Path | None = None  # the folder that the model was opened from, or saved to last
         self._only_in_engine = False  # whether trained weights are neither in the model nor in that folder
         self._is_saved = False
 
@@ -89,11 +85,8 @@ class ModelSource:
         return Path(str(model if path is None else path)).expanduser(), config
 
     def weights_folder(self, model: nn.Module) -> Path | None:
-        """The folder that a new engine reads the weights from; None if the model holds them.
-
-        Raises:
-            ModelError: they were in an engine that was closed.
-        """
+        """The folder that a new engine reads the weights from; None if the model holds them. Raises `ModelError` if
+        they were in an engine that was closed."""
         if has_weights(model):
             return None
         if self._only_in_engine:
@@ -111,11 +104,8 @@ class ModelSource:
         self._only_in_engine, self._is_saved = True, False
 
     def materialize(self, model: PreTrainedModel, switched: SwitchedModel) -> None:
-        """Allocates the weights of a model of a folder, on the CPU of every rank, and copies them. Collective.
-
-        Raises:
-            UnsupportedError: it is below an adapter.
-        """
+        """Allocates the weights of a model of a folder, on the CPU of every rank, and copies them. Collective. Raises
+        `UnsupportedError` if it is below an adapter."""
         if is_wrapped(model):
             raise UnsupportedError(
                 "the base in 4 bits was read by slices, and no process can hold it",
@@ -138,11 +128,8 @@ class ModelSource:
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def save(self, model: PreTrainedModel, engine: HotSPaEngine, target: Path, tokenizer: Any) -> None:
-        """Writes a model without weights from the master store, one segment in memory at a time. Collective.
-
-        Raises:
-            CheckpointError: on every rank: it cannot be written.
-        """
+        """Writes a model without weights from the master store, one segment in memory at a time. Collective. Raises
+        `CheckpointError` on every rank if it cannot be written."""
         adapted = is_wrapped(model)
         weights = engine.weights(frozen=not adapted)
 
@@ -243,11 +230,7 @@ def _unwritable(files: SideFiles, target: Path) -> Iterator[tuple[str, Exception
 
 
 def write_each(files: SideFiles, target: Path) -> None:
-    """Writes files beside weights.
-
-    Raises:
-        UnsavableError: one cannot be written on any disk.
-    """
+    """Writes files beside weights. Raises `UnsavableError` if one cannot be written on any disk."""
     for name, failure in _unwritable(files, target):
         raise unsavable(name, target, failure) from failure
 
@@ -259,11 +242,8 @@ def write_beside(files: SideFiles, target: Path) -> None:
 
 
 def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] | None, beside: SideFiles) -> None:
-    """Calls `save_pretrained`, without configs if they fail, and writes the files beside the weights.
-
-    Raises:
-        CheckpointError: an error of the disk.
-    """
+    """Calls `save_pretrained`, without configs if they fail, and writes the files beside the weights. Raises
+    `CheckpointError` if an error of the disk."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         with as_built(bare_model(model)[0]):

@@ -71,12 +71,8 @@ _REASONS = {
 
 
 def check_optimizer_name(optim: OptimizerNames) -> None:
-    """Checks a value of `--optim`.
-
-    Raises:
-        UnsupportedError: it is not elementwise, or needs an untested package.
-        HotspaConfigError: its package is not installed.
-    """
+    """Checks a value of `--optim`. Raises `UnsupportedError` if it is not elementwise, or needs an untested package;
+    `HotspaConfigError` if its package is not installed."""
     if optim in ELEMENTWISE_OPTIMIZERS:
         return
     for library, optimizers in _LIBRARIES.items():
@@ -93,12 +89,9 @@ def check_optimizer_name(optim: OptimizerNames) -> None:
 
 
 def check_elementwise(optimizer_class: Any, kwargs: dict[str, Any]) -> None:
-    """Tries a user's optimizer class on small tensors, complete and as flat shares.
-
-    Raises:
-        UnsupportedError: shares end up different from complete tensors, or it does not accept 1-D parameters.
-        HotspaConfigError: it makes numbers that are not finite.
-    """
+    """Tries a user's optimizer class on small tensors, complete and as flat shares. Raises `UnsupportedError` if shares
+    end up different from complete tensors, or it does not accept 1-D parameters; `HotspaConfigError` if it makes
+    numbers that are not finite."""
     if isinstance(optimizer_class, type) and library_of(optimizer_class) is not None:
         return  # its objects are checked before the first step
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
@@ -113,15 +106,9 @@ def check_optimizer(
     optimizer: Optimizer, elsewhere: Mapping[int, str] | None = None, shapes: Mapping[int, Sequence[int]] | None = None
 ) -> None:
     """As `check_elementwise`, for an optimizer object. Copies of it are tried; it and its parameters stay unchanged.
-
-    Args:
-        elsewhere: Ids -> names of parameters that it must not refer to.
-        shapes: Ids of its parameters that are shares -> the shapes of the complete parameters.
-
-    Raises:
-        HotspaConfigError: as above.
-        UnsupportedError: as above; or it refers to one of those parameters outside of its groups.
-    """
+    `elsewhere`: ids -> names of parameters that it must not refer to. `shapes`: ids of its parameters that are shares
+    -> the shapes of the complete parameters. Raises `HotspaConfigError`: as above; `UnsupportedError`: as above; or it
+    refers to one of those parameters outside of its groups."""
     name, met = type(optimizer).__name__, _Met(elsewhere or {})
     if name == CPU_ADAM:
         return  # ours; a copy would share the C++ object
@@ -339,14 +326,8 @@ def _names(engine: HotSPaEngine, model: nn.Module) -> dict[int, str]:
 
 def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: bool = False) -> bool:
     """Replaces the model's parameters by this rank's shares; False if all are shares already. Not collective.
-
-    Args:
-        optimizer: May be in accelerate's wrapper; changed in place, the same on all ranks.
-        saved: Whether checkpoints will hold its state and options.
-
-    Raises:
-        UnsupportedError: it cannot be honoured; the optimizer is unchanged.
-    """
+    `optimizer`: may be in accelerate's wrapper; changed in place, the same on all ranks. `saved`: whether checkpoints
+    will hold its state and options. Raises `UnsupportedError` if it cannot be honoured; the optimizer is unchanged."""
     bare, shares = bare_optimizer(optimizer), engine.master.parameters
     own, parameters = set(map(id, shares.values())), [p for group in bare.param_groups for p in group["params"]]
     if parameters and own.issuperset(map(id, parameters)):
@@ -469,15 +450,11 @@ class DeepSpeedLR(LRScheduler):
 
 
 class MasterOptimizer:
-    """A trainer's `optimizer` (and `lr_scheduler`) on this rank's shares of the weights.
-
-    Attributes:
-        watched: The optimizer that this engine took over last.
-    """
+    """A trainer's `optimizer` (and `lr_scheduler`) on this rank's shares of the weights."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self.watched: weakref.ref[Optimizer] | None = None
+        self.watched: weakref.ref[Optimizer] | None = None  # the optimizer that this engine took over last
         self._made: weakref.ref[Optimizer] | None = None  # from the arguments
         self._attached = list[Any]()  # and elementwise
         self._left: tuple[weakref.ref[Optimizer], dict[str, Any]] | None = None  # by a closed engine, and its shares
@@ -544,11 +521,8 @@ class MasterOptimizer:
         self._trainer.switched.on_other_parameters = self._take_over_added
 
     def check_attached(self) -> None:
-        """Checks what is attached to the optimizer: step hooks, a replaced `step`. Before each step.
-
-        Raises:
-            UnsupportedError: it would act on shares in another way than on complete weights.
-        """
+        """Checks what is attached to the optimizer: step hooks, a replaced `step`. Before each step. Raises
+        `UnsupportedError` if it would act on shares in another way than on complete weights."""
         optimizer = self._trainer.optimizer
         for when, function in attached(optimizer):
             if not any(function == known for known in self._attached):

@@ -51,12 +51,8 @@ FORWARD_S = 1.0
 
 
 class Preemption:
-    """Notes SIGTERM and the first SIGINT inside a `with` statement.
-
-    Attributes:
-        requested: Whether this process has received one of them.
-        agreed: Whether all ranks stop because of it; set by the trainer.
-    """
+    """Notes SIGTERM and the first SIGINT inside a `with` statement. `requested`: whether this process has received one
+    of them. `agreed`: whether all ranks stop because of it; set by the trainer."""
 
     def __init__(self, args: TrainingArguments) -> None:
         self._args = args
@@ -173,32 +169,19 @@ def _where_the_report_is(trainer: Any) -> str:
 
 
 class SkippedMiniBatches:
-    """The skipped mini-batches of a run.
-
-    Args:
-        limit: How many may be skipped in a row.
-
-    Attributes:
-        total: How many were skipped in total.
-    """
+    """The skipped mini-batches of a run. `limit`: how many may be skipped in a row."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.total = 0
+        self.total = 0  # how many were skipped in total
         self._in_a_row = 0
         self._since_log = 0
         self._loss_sum, self._num_losses = 0.0, 0
 
     def skip(self, switched: SwitchedModel, error: HotspaError) -> Tensor:
-        """Removes the gradients, so that the optimizer's next step changes nothing.
-
-        Returns:
-            The loss of the step for the Trainer, an fp32 scalar on the host: the mean of the finite losses since the
-            last log, or NaN.
-
-        Raises:
-            HotspaError: the limit is reached.
-        """
+        """Removes the gradients, so that the optimizer's next step changes nothing. Returns the loss of the step for
+        the Trainer, an fp32 scalar on the host: the mean of the finite losses since the last log, or NaN. Raises
+        `HotspaError` if the limit is reached."""
         self._in_a_row += 1
         if self._in_a_row > self._limit:
             if not self._limit:

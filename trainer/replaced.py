@@ -176,11 +176,7 @@ class Replaced(_Base):
         self._hotspa_is_written("_save_rng_state", output_dir)
 
     def _hotspa_is_written(self, name: str, output_dir: str) -> None:
-        """Nothing in a checkpoint, which holds it already.
-
-        Raises:
-            UnsupportedError: outside of one.
-        """
+        """Nothing in a checkpoint, which holds it already. Raises `UnsupportedError` outside of one."""
         if not self._hotspa_writes(output_dir):
             raise UnsupportedError(
                 f"{type(self).__name__} calls {name}({str(output_dir)!r}) itself",
@@ -237,11 +233,7 @@ def passed_over(cls: type, method: str) -> UnsupportedError:
 
 
 def library_of(base: type) -> type:
-    """The trainer of TRL or transformers that a class derives from.
-
-    Raises:
-        HotspaConfigError: there is none.
-    """
+    """The trainer of TRL or transformers that a class derives from. Raises `HotspaConfigError` if there is none."""
     if not (isinstance(base, type) and issubclass(base, Trainer)):
         raise HotspaConfigError(
             f"switched({base!r})", fix="give a subclass of transformers.Trainer, or the class itself"
@@ -250,11 +242,8 @@ def library_of(base: type) -> type:
 
 
 def inserted(base: type, bases: tuple[type, ...]) -> type:
-    """A class of these bases that looks like `base`, and is pickled as it.
-
-    Raises:
-        UnsupportedError: Python cannot make it.
-    """
+    """A class of these bases that looks like `base`, and is pickled as it. Raises `UnsupportedError` if Python cannot
+    make it."""
     own: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
     if not any("__reduce_ex__" in vars(cls) or "__reduce__" in vars(cls) for cls in base.__mro__[:-1]):
         own["__reduce_ex__"] = _pickled

@@ -68,16 +68,10 @@ class Resumption:
 def find_checkpoint(
     asked: Any, folder: Path, args: HotSPaTrainingArguments, agreement: Agreement, model: PreTrainedModel
 ) -> Resumption | StockCheckpoint:
-    """The checkpoint to resume from, the same on all ranks; the main process decides. Collective.
-
-    Args:
-        asked: True for the one with the highest step that verifies, as transformers orders them, or a path.
-        model: The model object of the run; its weights are not read.
-
-    Raises:
-        ResumeError: on every rank: there is none.
-        DamagedCheckpointError: on every rank: the named one does not verify.
-    """
+    """The checkpoint to resume from, the same on all ranks; the main process decides. Collective. `asked`: True for the
+    one with the highest step that verifies, as transformers orders them, or a path. `model`: the model object of the
+    run; its weights are not read. Raises `ResumeError` on every rank if there is none; `DamagedCheckpointError` on
+    every rank if the named one does not verify."""
     if asked is True:
         chosen = _newest(folder, args, agreement, model)
     else:
@@ -148,12 +142,8 @@ def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model:
 
 def next_pass(place: Mapping[str, Any], epoch: int, ended: bool = False) -> dict[str, Any]:
     """The state of a stream at the beginning of a pass: `epoch`, the `batches` read in it, and for each earlier pass
-    how many batches were `read`, or asked for (None: all), because the order of a stream may depend on that.
-
-    Args:
-        place: The previous state; empty at the start.
-        ended: Whether one more batch was asked for than the pass had.
-    """
+    how many batches were `read`, or asked for (None: all), because the order of a stream may depend on that. `place`:
+    the previous state; empty at the start. `ended`: whether one more batch was asked for than the pass had."""
     read = [*place["read"], place["batches"] + ended] if place else []
     return {"epoch": epoch, "batches": 0, "read": read}
 
@@ -161,12 +151,8 @@ def next_pass(place: Mapping[str, Any], epoch: int, ended: bool = False) -> dict
 def data_order(
     args: HotSPaTrainingArguments, mini_batch_size: int, table: SequenceTable | None, longest: int
 ) -> dict[str, Any]:
-    """The facts that decide which sequences make up which mini-batch, as plain data.
-
-    Args:
-        mini_batch_size: Rows of an optimizer step, over all ranks.
-        longest: The longest sequence of the buckets.
-    """
+    """The facts that decide which sequences make up which mini-batch, as plain data. `mini_batch_size`: rows of an
+    optimizer step, over all ranks. `longest`: the longest sequence of the buckets."""
     order: dict[str, Any] = {
         "mini_batch_size": mini_batch_size,
         "seed": args.seed if args.data_seed is None else args.data_seed,
@@ -186,15 +172,13 @@ def data_order(
 def check_data_order(
     resumption: Resumption | StockCheckpoint, order: dict[str, Any], loader: Any, args: HotSPaTrainingArguments
 ) -> None:
-    """Checks that a run has the same mini-batches as the checkpoint that it resumes from.
+    """Checks that a run has the same mini-batches as the checkpoint that it resumes from. Raises `ResumeError` if it
+    has others.
 
     Args:
         order: The run's (`data_order`).
         loader: Its train data loader.
         args: Its arguments.
-
-    Raises:
-        ResumeError: it has others.
     """
     if isinstance(resumption, StockCheckpoint):
         if has_length(loader):  # of a stream it is unknown
@@ -258,10 +242,7 @@ def _as_it_was(key: str, saved: Any, args: HotSPaTrainingArguments) -> str:
 
 def _rows_of_pass(loader: Any, per_device: int) -> int | None:
     """Rows that a pass trains, by the loader's sampler, which may repeat or leave out rows; None if unknown.
-
-    Args:
-        per_device: Rows of a batch that a process trains; a loader of TRL reads the rows of several.
-    """
+    `per_device`: rows of a batch that a process trains; a loader of TRL reads the rows of several."""
     batches = getattr(loader, "batch_sampler", None)
     batches = getattr(batches, "batch_sampler", batches)  # in accelerate's, which divides batches over processes
     sampler = getattr(batches, "sampler", None)
@@ -302,11 +283,8 @@ class Restorer:
                 logger.warning("the checkpoint's optimizer settings are used, as in the stock Trainer: %s", text)
 
     def weights(self, path: Path, agreement: Agreement, world_size: int) -> None:
-        """Restores the weights of any kind of checkpoint.
-
-        Raises:
-            HotspaError: on every rank: it is damaged, or of another model.
-        """
+        """Restores the weights of any kind of checkpoint. Raises `HotspaError` on every rank if it is damaged, or of
+        another model."""
 
         def verified() -> Manifest | None:
             return None if is_stock(path) else _verified_manifest(path, agreement, world_size, self._model)
@@ -320,11 +298,8 @@ class Restorer:
     def checkpoint(
         self, path: Path, manifest: Manifest, state: dict[str, Any] | None = None, optimizer: Optimizer | None = None
     ) -> None:
-        """Restores the master store and, given the state, the optimizer.
-
-        Raises:
-            HotspaError: on every rank: the checkpoint is damaged, or of another model.
-        """
+        """Restores the master store and, given the state, the optimizer. Raises `HotspaError` on every rank if the
+        checkpoint is damaged, or of another model."""
         self._engine.agreement.run(
             "resume",
             lambda: self._read(path, manifest, state, optimizer),
@@ -365,11 +340,8 @@ class Restorer:
         self._switched.weights_are(current=False)
 
     def stock(self, stock: StockCheckpoint, optimizer: Optimizer, scheduler: Any, agreement: Agreement) -> None:
-        """Restores weights, optimizer and scheduler from a checkpoint of the stock Trainer.
-
-        Raises:
-            ResumeError: on every rank: the run cannot resume exactly from it.
-        """
+        """Restores weights, optimizer and scheduler from a checkpoint of the stock Trainer. Raises `ResumeError` on
+        every rank if the run cannot resume exactly from it."""
         self._model_files(stock.path, agreement)
         if not stock.optimizer:
             if agreement.rank == 0:
@@ -392,12 +364,8 @@ def _damaged(failure: Exception, path: Path) -> HotspaError:
 
 
 def load_scheduler(resumption: Resumption, scheduler: Any) -> None:
-    """Restores the learning rates.
-
-    Raises:
-        ResumeError: the checkpoint has the state of another kind of scheduler.
-        DamagedCheckpointError: it has none.
-    """
+    """Restores the learning rates. Raises `ResumeError` if the checkpoint has the state of another kind of scheduler;
+    `DamagedCheckpointError` if it has none."""
     try:
         saved = resumption.state["scheduler"]
         name, state = saved["class"], saved["state"]
@@ -415,11 +383,8 @@ def load_scheduler(resumption: Resumption, scheduler: Any) -> None:
 
 
 def load_random_state(resumption: Resumption | StockCheckpoint, rank: int, agreement: Agreement) -> None:
-    """Restores the generators of this rank, or, with another number of ranks, of rank `r mod saved ranks`.
-
-    Raises:
-        HotspaError: on every rank for a checkpoint of the stock Trainer: they cannot be read.
-    """
+    """Restores the generators of this rank, or, with another number of ranks, of rank `r mod saved ranks`. Raises
+    `HotspaError` on every rank for a checkpoint of the stock Trainer: they cannot be read."""
     if isinstance(resumption, StockCheckpoint):
         if not agreement.run("resume", lambda: resumption.set_random_state(rank)) and rank == 0:
             logger.warning(

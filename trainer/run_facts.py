@@ -30,11 +30,7 @@ from hf_hotspa.versions import LIBRARIES, version_of
 
 
 def run_facts(engine: HotSPaEngine, trainer: Any, table: SequenceTable | None, plan: RunPlan) -> RunFacts:
-    """The facts of a run.
-
-    Args:
-        table: The scan of the data set; None for a stream.
-    """
+    """The facts of a run. `table`: the scan of the data set; None for a stream."""
     args, model = trainer.args, trainer.model
     shape = engine.description.shape
     single = plan.single if plan.predicts else None
@@ -146,12 +142,9 @@ _VARIANTS = {"pcie", "nvl"}
 
 
 def peak_of_card(name: str, dtype: str) -> float | None:
-    """Operations per second in a GPU's data sheet; None for a card that is unknown, or has several speeds.
-
-    Args:
-        name: As the driver reports it: `NVIDIA A100-SXM4-80GB`.
-        dtype: Only half precision has a peak: in fp32 it depends on whether tensor cores are used.
-    """
+    """Operations per second in a GPU's data sheet; None for a card that is unknown, or has several speeds. `name`: as
+    the driver reports it: `NVIDIA A100-SXM4-80GB`. `dtype`: only half precision has a peak: in fp32 it depends on
+    whether tensor cores are used."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     if words & _OTHER_CARDS or dtype not in ("bfloat16", "float16"):
         return None
@@ -174,11 +167,8 @@ def _flops(engine: HotSPaEngine, model: Any) -> ModelFlops | None:
 def model_flops(shape: ModelShape, model: Any, peak: float) -> ModelFlops:
     """The operations of a model. Per parameter and token: 2 forward, 2 for the gradient of the input, and 2 for the
     gradient of the weight if it is trained. In causal attention 6, times the square of a sequence, for layers of full
-    attention only, without sliding windows and linear attention. Recomputation does not count.
-
-    Args:
-        peak: Of all devices together.
-    """
+    attention only, without sliding windows and linear attention. Recomputation does not count. `peak`: of all devices
+    together."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     trained = sum(size for size, is_trained in sizes if is_trained) / max(sum(size for size, _ in sizes), 1)
     config = model.config.get_text_config()

@@ -71,11 +71,8 @@ _ROUNDS = Strategy(pp=2, v=2)
 
 
 def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may_divide: bool) -> list[Strategy]:
-    """Every strategy that a run may have, with every choice of options.
-
-    Args:
-        may_divide: Whether the loss can be computed for parts of sequences (cp).
-    """
+    """Every strategy that a run may have, with every choice of options. `may_divide`: whether the loss can be computed
+    for parts of sequences (cp)."""
     every = min(args.hotspa_recompute_every, shape.num_layers)
     options = strategies_with_options(args.world_size, shape)
     noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of complete rows
@@ -98,18 +95,12 @@ def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
 
 def engine_options(
     args: HotSPaTrainingArguments,
-    loss: TokenLoss | None = None,
-    stage_costs: StageCosts | None = None,
+    loss: TokenLoss | None = None,  # a custom token loss; None if the Trainer computes the loss
+    stage_costs: StageCosts | None = None,  # measured costs that stages are cut by
     time: TimeModel | None = None,
 ) -> EngineOptions:
-    """The options of the engine of a run.
-
-    Args:
-        loss: A custom token loss; None if the Trainer computes the loss.
-        stage_costs: Measured costs that stages are cut by.
-        time: The time model that strategies were chosen and chunks are cut by. None for given strategies, where
-            measurements change nothing.
-    """
+    """The options of the engine of a run. `time`: the time model that strategies were chosen and chunks are cut by.
+    None for given strategies, where measurements change nothing."""
     return EngineOptions(
         compute_dtype=torch.bfloat16 if args.bf16 else None,
         timeout_s=float(args.ddp_timeout),
@@ -126,16 +117,11 @@ def engine_options(
 
 @dataclass(frozen=True)
 class Known:
-    """The known properties of the machine.
+    """The known properties of the machine. `stage_costs`: costs that stages are cut by, from a calibration file of the
+    user, which is the same in every run."""
 
-    Args:
-        calibration: Measured seconds and bytes.
-        limit_bytes: The usable memory of a device, the least over all ranks.
-        stage_costs: Costs that stages are cut by, from a calibration file of the user, which is the same in every run.
-    """
-
-    calibration: Calibration
-    limit_bytes: int | None
+    calibration: Calibration  # measured seconds and bytes
+    limit_bytes: int | None  # the usable memory of a device, the least over all ranks
     stage_costs: StageCosts | None = None
 
 
@@ -145,16 +131,14 @@ class RunPlan:
     Attributes:
         buckets: All buckets that the engine needs.
         stage_costs: The costs that stages are cut by; None to cut by count.
-        time: The time model that chunks of tokens are cut by; None for given strategies.
         predicted_bytes: The predicted bytes of strategies on their fullest ranks with full packs.
         fits: Raises if a device cannot hold the strategies, for a description with another stage partition.
         single: The best single strategy that fits, if any; None before `compare_with_single`.
-        singles: Returns all that fit; none before `compare_with_single`.
         is_idle: Whether mini-batches need not be asked for, or reported.
         predicts: Whether the seconds of this machine are known.
     """
 
-    time: TimeModel | None = None
+    time: TimeModel | None = None  # the time model that chunks of tokens are cut by; None for given strategies
     predicted_bytes: Mapping[Strategy, float] = {}
 
     def __init__(
@@ -167,7 +151,7 @@ class RunPlan:
         self.is_idle, self.predicts = known is None, known is not None
         self.fits: Callable[[ModelDescription], None] = self._check_given
         self.single: SingleStrategy | None = None
-        self.singles: Callable[[], Singles] = Singles
+        self.singles: Callable[[], Singles] = Singles  # returns all that fit; none before `compare_with_single`
 
     @property
     def chooser(self) -> PhaseChooser | None:
@@ -184,11 +168,7 @@ class RunPlan:
         check_given(self.buckets, cut, measured, self._args)
 
     def begin(self, description: ModelDescription) -> None:
-        """Called once the model has been read.
-
-        Raises:
-            DeviceMemoryError: see `check_given`.
-        """
+        """Called once the model has been read. Raises `DeviceMemoryError`: see `check_given`."""
         self.fits(description)
         self.take_cut(description)
         if (cost := self._cost) is not None:
@@ -260,11 +240,7 @@ class RunPlan:
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state, also of a run with another pool.
-
-        Raises:
-            HotspaConfigError: it is not a state.
-        """
+        """Restores a state, also of a run with another pool. Raises `HotspaConfigError` if it is not a state."""
 
 
 START_S = 20.0
@@ -276,16 +252,9 @@ _REFITS_KEPT = 16
 
 
 class AutoStrategies(RunPlan):
-    """The plan that a search made, and its choice of phases.
-
-    Args:
-        singles: Returns the single strategies to compare with.
-        stage_costs: The costs that stages are cut by in the plan.
-        fits: Raises if a device cannot hold the pool, for a description with another stage partition.
-        predicts: Whether the cost model's seconds are from this machine.
-        renewed: Watches lengths, and plans for new ones with the engine's strategies; None if all were known at the
-            start.
-    """
+    """The plan that a search made, and its choice of phases. `fits`: raises if a device cannot hold the pool, for a
+    description with another stage partition. `renewed`: watches lengths, and plans for new ones with the engine's
+    strategies; None if all were known at the start."""
 
     time: TimeModel
     single: SingleStrategy
@@ -296,10 +265,10 @@ class AutoStrategies(RunPlan):
         cost: CostModel,
         args: HotSPaTrainingArguments,
         quadratic_cost: float,
-        singles: Callable[[], Singles],
-        stage_costs: StageCosts | None,
+        singles: Callable[[], Singles],  # returns the single strategies to compare with
+        stage_costs: StageCosts | None,  # the costs that stages are cut by in the plan
         fits: Callable[[ModelDescription], None],
-        predicts: bool = True,
+        predicts: bool = True,  # whether the cost model's seconds are from this machine
         renewed: tuple[LengthsSeen, Callable[[list[int]], Plan]] | None = None,
     ) -> None:
         super().__init__(plan.buckets, args)
@@ -488,18 +457,12 @@ def prepare_auto(
     mini_batch_size: int,
     *,
     sampled: bool = False,
-    may_chunk: bool = True,
+    may_chunk: bool = True,  # whether the loss can be computed for parts of sequences (`+ck`, cp)
 ) -> AutoStrategies:
-    """Plans a run. Collective; all ranks make the same plan, or raise the same error.
-
-    Args:
-        read_tables: Returns the scans of the data set and of the sets that are only evaluated; called on every rank.
-        sampled: Whether longer rows may come than the scanned ones: all that model and memory allow must fit.
-        may_chunk: Whether the loss can be computed for parts of sequences (`+ck`, cp).
-
-    Raises:
-        HotspaError: on every rank: an untrainable model, an unusable calibration, or a limit under which nothing fits.
-    """
+    """Plans a run. Collective; all ranks make the same plan, or raise the same error. `read_tables`: returns the scans
+    of the data set and of the sets that are only evaluated; called on every rank. `sampled`: whether longer rows may
+    come than the scanned ones: all that model and memory allow must fit. Raises `HotspaError` on every rank if an
+    untrainable model, an unusable calibration, or a limit under which nothing fits."""
     description, tables = _agreed_inputs(model, args, agreement, read_tables)
     strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
     # on one process there is no choice to make by seconds
@@ -542,11 +505,8 @@ def prepare_auto(
 
 def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agreement: Agreement) -> Known | None:
     """The calibration of `hotspa_calibration`, else the one in rank 0's cache for this run, if any. Call it before
-    there is an engine, which would share the machine with a measurement. Collective.
-
-    Raises:
-        HotspaError: on every rank: the file cannot be read or does not cover this run, or measuring failed.
-    """
+    there is an engine, which would share the machine with a measurement. Collective. Raises `HotspaError` on every rank
+    if the file cannot be read or does not cover this run, or measuring failed."""
     strategies = [bucket.strategy for bucket in args.hotspa_buckets]
     if args.hotspa_calibration is None:
         mine = _cached(model, args, strategies) if args.process_index == 0 else None
@@ -638,17 +598,11 @@ def agreed_calibration(
     args: HotSPaTrainingArguments,
     strategies: list[Strategy],
     agreement: Agreement,
-    longest: int | None = None,
+    longest: int | None = None,  # tokens of the longest row
 ) -> Calibration:
     """The calibration that `hotspa_calibration` names, else a measurement (kept in the cache), of `START_S` if a race
-    follows. Collective.
-
-    Args:
-        longest: Tokens of the longest row.
-
-    Raises:
-        HotspaError: on every rank: it cannot be read, does not cover this run, or cannot be measured.
-    """
+    follows. Collective. Raises `HotspaError` on every rank if it cannot be read, does not cover this run, or cannot be
+    measured."""
     if args.hotspa_calibration in (None, MEASURE):
         return calibrate(
             trained_config(config, args),
@@ -734,11 +688,8 @@ def check_given(
     """Rejects given strategies that need more than `hotspa_memory_limit_mb`, by the forecast that `auto` plans with.
 
     Activations are measured ones with a calibration, else from a formula. Without a given limit the engine rejects only
-    weights, gradients, master store and switch buffers that certainly do not fit.
-
-    Raises:
-        DeviceMemoryError: on every rank, naming the part that does not fit.
-    """
+    weights, gradients, master store and switch buffers that certainly do not fit. Raises `DeviceMemoryError` on every
+    rank, naming the part that does not fit."""
     limit = args.hotspa_memory_limit_mb
     if limit is None:
         return

@@ -130,11 +130,8 @@ class KnownRows:
         self._known = dict[tuple[int, str], tuple[Any, dict[str, str]]]()
 
     def facts(self, name: str, dataset: Any, reads: bool = False) -> dict[str, str]:
-        """Facts of a data set, a mapping of several, or none.
-
-        Args:
-            reads: Whether some rows of a data set of a custom class are read, too.
-        """
+        """Facts of a data set, a mapping of several, or none. `reads`: whether some rows of a data set of a custom
+        class are read, too."""
         if isinstance(dataset, Mapping):
             parts = {f"names of {name}": ", ".join(map(str, dataset))}
             for key, part in dataset.items():
@@ -177,10 +174,7 @@ class KnownRows:
 
 class Probe:
     """Reads rows of a data set without leaving a trace: from a copy, with random generators that are restored.
-
-    Args:
-        dataset: Read as it is.
-    """
+    `dataset`: read as it is."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -221,11 +215,8 @@ _GENERATORS = torch.Generator, np.random.Generator, np.random.RandomState, rando
 
 
 def _copied(dataset: Any) -> Any:
-    """A copy whose attributes can be changed without a change of the original's.
-
-    Raises:
-        ValueError: it holds a random generator.
-    """
+    """A copy whose attributes can be changed without a change of the original's. Raises `ValueError` if it holds a
+    random generator."""
     copied = copy.copy(dataset)
     if copied is dataset:
         raise ValueError
@@ -257,17 +248,13 @@ def _recorded(kind: Any) -> Any:
 
 
 class RowOrder:
-    """The order in which the sampler of a training loader gives the rows of all ranks.
-
-    Attributes:
-        places: What it has given since the last step.
-        watches: Whether ranks read parts of one order.
-    """
+    """The order in which the sampler of a training loader gives the rows of all ranks. `places`: what it has given
+    since the last step."""
 
     def __init__(self) -> None:
         self.places, self._code = list[Any](), 0
         self._probe: Probe | None = None
-        self.watches = False
+        self.watches = False  # whether ranks read parts of one order
 
     def watch(self, loader: Any, dataset: Any) -> None:
         """Notes the order of a loader, of which each rank reads its part."""

@@ -135,11 +135,7 @@ def fine_tuning_defaults(given: Namespace) -> dict[str, Any]:
 def parse(
     parser: FlagParser, words: Sequence[str], defaults: Callable[[Namespace], dict[str, Any]] = fine_tuning_defaults
 ) -> Settings:
-    """Reads a command line in a process that trains.
-
-    Raises:
-        HotspaConfigError: a flag does not fit.
-    """
+    """Reads a command line in a process that trains. Raises `HotspaConfigError` if a flag does not fit."""
     read(parser, words, defaults)
     script, args = parser.parse_args_into_dataclasses(list(words), look_for_args_file=False)
     if args.use_cpu:  # else DeepSpeed, if installed, warns in each process that it finds no accelerator
@@ -160,15 +156,9 @@ def read(
 
 
 def check_script(script: Any, skips_empty: bool) -> None:
-    """Opens everything that the command line names, and one row of the data, to report errors once and early.
-
-    Args:
-        script: Has the fields of `ScriptArguments`.
-        skips_empty: Whether rows without a token are left out (`hotspa_empty_rows`).
-
-    Raises:
-        HotspaError: there is no such model, tokenizer, file or split, or its rows have no known column.
-    """
+    """Opens everything that the command line names, and one row of the data, to report errors once and early. `script`:
+    has the fields of `ScriptArguments`. `skips_empty`: whether rows without a token are left out (`hotspa_empty_rows`).
+    Raises `HotspaError` if there is no such model, tokenizer, file or split, or its rows have no known column."""
     if script.model is None and script.config is None:
         raise HotspaConfigError(
             "--model is missing", fix="give a folder or a hub name, such as --model Qwen/Qwen3-0.6B"
@@ -191,11 +181,7 @@ def check_script(script: Any, skips_empty: bool) -> None:
 
 def look_together(settings: Settings) -> None:
     """`check_script` in the running processes: an error of one, on a node without the file or a cache of the hub, is
-    raised by all. Collective.
-
-    Raises:
-        HotspaError: on every process.
-    """
+    raised by all. Collective. Raises `HotspaError` on every process."""
     script, args = settings.script, settings.args
     agreement = Ranks(args).agreement()
     agreement.run("what the command line names", lambda: check_script(script, args.hotspa_skips_empty))
@@ -327,11 +313,7 @@ def _with_adapter(model: Any, script: Any, args: HotSPaTrainingArguments) -> Any
 
 
 def run(settings: Settings) -> None:
-    """Trains and saves; in each process.
-
-    Raises:
-        HotspaError: on every process.
-    """
+    """Trains and saves; in each process. Raises `HotspaError` on every process."""
     script, args = settings.script, settings.args
     look_together(settings)
     tokenizer, rows, evaluated = load_data(script, args)

@@ -81,11 +81,8 @@ class Ranks:
     @contextmanager
     def telling(self, trainer: Any, what: str) -> Iterator[None]:
         """Passes an error on to the other ranks, and a lack of memory to the next launch; raises the error of the peer
-        that was first to raise one. May be nested: an error is passed on once.
-
-        Args:
-            what: The current activity, for messages.
-        """
+        that was first to raise one. May be nested: an error is passed on once. `what`: the current activity, for
+        messages."""
         try:
             yield
         except Exception as error:
@@ -117,15 +114,10 @@ def mixin_of(library: type) -> type:
 
 @dataclass
 class Watchers:
-    """What decides and measures beside a switched model.
+    """What decides and measures beside a switched model."""
 
-    Attributes:
-        plan: Chooses strategies, and predicts seconds.
-        parts: The features' parts of the run.
-    """
-
-    plan: RunPlan = field(default_factory=RunPlan)
-    parts: tuple[RunPart, ...] = ()
+    plan: RunPlan = field(default_factory=RunPlan)  # chooses strategies, and predicts seconds
+    parts: tuple[RunPart, ...] = ()  # the features' parts of the run
 
     def choose(self, step: int, lengths: Sequence[int]) -> Any:
         """The buckets of a mini-batch, and the device speeds that divide its packs. Also called in a thread."""
@@ -150,11 +142,7 @@ class Watchers:
         return state | {name: of_part for name, of_part in of_parts.items() if of_part is not None}
 
     def load(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`.
-
-        Raises:
-            HotspaConfigError: it is damaged.
-        """
+        """The inverse of `state`. Raises `HotspaConfigError` if it is damaged."""
         for part in self.parts:
             if part.name in state:
                 part.load_state_dict(state[part.name])
@@ -176,14 +164,8 @@ class Watchers:
 
 
 def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
-    """Makes the switched model of a trainer. Collective.
-
-    Args:
-        loader: The training data loader, if any.
-
-    Raises:
-        HotspaError: on every rank.
-    """
+    """Makes the switched model of a trainer. Collective. `loader`: the training data loader, if any. Raises
+    `HotspaError` on every rank."""
     args, model, agreement = trainer.args, trainer.model, trainer._hotspa_ranks.agreement()
     lengths, own, watchers = trainer._hotspa_rows, trainer._hotspa_loss, Watchers()
     weights = trainer._hotspa_source.weights_folder(model)
@@ -238,11 +220,8 @@ def metrics_apart(trainer: Any) -> Iterator[None]:
 def own_loss(
     function: Any, columns: Sequence[str], args: HotSPaTrainingArguments, compute_loss_func: Any, cls: type
 ) -> TokenLoss | None:
-    """The token loss of a trainer for the engine; None if the Trainer computes the loss.
-
-    Raises:
-        HotspaConfigError: several losses are given, or columns that no loss reads.
-    """
+    """The token loss of a trainer for the engine; None if the Trainer computes the loss. Raises `HotspaConfigError` if
+    several losses are given, or columns that no loss reads."""
     given = {
         "token_loss": function is not None,
         "compute_loss_func": compute_loss_func is not None,
@@ -263,15 +242,9 @@ def own_loss(
 
 
 def check_given(trainer: Any, given: Mapping[str, Any], agreement: Agreement) -> TokenLoss | None:
-    """Checks what a trainer was given before anything is built; returns its token loss, if any. Collective.
-
-    Args:
-        given: The arguments of the constructor, by name.
-
-    Raises:
-        HotspaError: on every rank: a value is wrong, asks another library's trainer for something, or differs between ranks
-            (`same_run`).
-    """
+    """Checks what a trainer was given before anything is built; returns its token loss, if any. Collective. `given`:
+    the arguments of the constructor, by name. Raises `HotspaError` on every rank if a value is wrong, asks another
+    library's trainer for something, or differs between ranks (`same_run`)."""
     args = trainer.args
 
     def checked() -> TokenLoss | None:
@@ -292,11 +265,8 @@ STOCK_TRAINS = (ModelError, UnsupportedError)
 
 
 def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreement) -> Any:
-    """The model that a trainer passes to the class behind, which may have to train it alone. Collective.
-
-    Raises:
-        HotspaError: on every rank: it cannot be opened, or trained as the flags ask.
-    """
+    """The model that a trainer passes to the class behind, which may have to train it alone. Collective. Raises
+    `HotspaError` on every rank if it cannot be opened, or trained as the flags ask."""
     args = trainer.args
     try:
         if args.stock_reason is not None:
@@ -320,11 +290,8 @@ def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreem
 
 
 def leave_to_stock(trainer: Any, reason: HotspaError) -> None:
-    """Makes a trainer use the methods of the class behind from now on.
-
-    Raises:
-        HotspaError: `reason`, if the user asks for something that only a switched model can do.
-    """
+    """Makes a trainer use the methods of the class behind from now on. Raises `HotspaError`: `reason`, if the user asks
+    for something that only a switched model can do."""
     if trainer._hotspa_loss is not None:
         raise reason
     trainer.args.leave_to_stock(reason)
@@ -340,11 +307,8 @@ def leave_to_stock(trainer: Any, reason: HotspaError) -> None:
 
 
 def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> Any:
-    """Returns `run()`, or `again()` if the start finds that the class behind has to train the model. Collective.
-
-    Raises:
-        HotspaError: as `leave_to_stock`; or training has begun.
-    """
+    """Returns `run()`, or `again()` if the start finds that the class behind has to train the model. Collective. Raises
+    `HotspaError`: as `leave_to_stock`; or training has begun."""
     if trainer._hotspa_began:  # such as an evaluation in the loop: the start has checked everything
         with trainer._hotspa_ranks.telling(trainer, "training or evaluation"):
             return run()

@@ -171,11 +171,8 @@ def _names(code: CodeType) -> set[str]:
 
 
 def check_attached(optimizer: Any, when: str, function: Any) -> None:
-    """Tries a copy of what is attached to an optimizer.
-
-    Raises:
-        UnsupportedError: it is not elementwise, or that cannot be shown; names it.
-    """
+    """Tries a copy of what is attached to an optimizer. Raises `UnsupportedError` if it is not elementwise, or that
+    cannot be shown; names it."""
     kind = "a replaced step" if "step" in when else f"a step {'pre' if when == 'before' else 'post'} hook"
     what = f"the optimizer {type(bare_optimizer(optimizer)).__name__} has {kind} {name_of(function)!r}"
     try:
