@@ -41,12 +41,12 @@ from planner_targets import CHAINS, chain_row
 from straggler_trace import measured_seconds, read_trace, replica_seconds
 from written_plans import traffic_of
 
-from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.divided import ulysses_unsupported_reason
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.stages import StageCosts

@@ -31,12 +31,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from hf_hotspa.costs.adapter import Adapter
-from hf_hotspa.costs.analytic import all_reduce_latency, all_reduce_seconds
+from hf_hotspa.costs.data_sheet import all_reduce_latency, all_reduce_seconds
 from hf_hotspa.costs.hardware import PRESETS, Hardware
 from hf_hotspa.costs.memory import MemoryBreakdown, MemoryModel, MemoryOptions, activation_bytes
 from hf_hotspa.costs.model_config import load_model, read_config
 from hf_hotspa.costs.sizes import ModelSizes, loss_chunk_tokens
+from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 
@@ -287,7 +287,7 @@ def sizes_of(case: Case) -> tuple[ModelSizes, LlamaConfig]:
     where = FILES.get(case.model, case.model)
     found, config = load_model(where), LlamaConfig(**read_config(where), use_cache=False)
     adapter = Adapter.read(str(case.rank), found.linears) if case.rank else None
-    return ModelSizes(found.shape, tied=found.tied, adapter=adapter), config
+    return ModelSizes(found.shape, tied=found.tied, added=adapter), config
 
 
 def modelled_bytes(case: Case) -> MemoryBreakdown:

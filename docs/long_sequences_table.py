@@ -4,10 +4,10 @@ import json
 import tempfile
 from pathlib import Path
 
-from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.costs.memory import PLANNED_SHARE, MemoryModel, MemoryOptions, most_within
 from hf_hotspa.costs.model_config import load_model
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.search.offers import CHUNK_SIZES
 from hf_hotspa.strategy import Strategy
 
@@ -59,7 +59,7 @@ def longest(config: dict[str, object], gib: int, lora: str | None) -> list[int]:
         path.write_text(json.dumps(config))
         model = load_model(path)
     adapter = Adapter.read(lora, model.linears) if lora else None
-    sizes = ModelSizes(model.shape, "bfloat16", model.tied, adapter=adapter)
+    sizes = ModelSizes(model.shape, "bfloat16", model.tied, added=adapter)
     ours = MemoryModel(sizes, 1, MemoryOptions(offload_master=True))
     limit = PLANNED_SHARE * gib * 2**30
 

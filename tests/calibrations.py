@@ -5,7 +5,8 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_hotspa.costs.calibration import Calibration, CalibrationKey, Link, ModelFacts
-from hf_hotspa.costs.coefficients import Cost, Hop, Sample
+from hf_hotspa.costs.fit import Sample
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.model.specs import describe_model, dtype_name
 
 _PACKS = ((8,), (64,), (256,), (32, 32, 32), (512,))

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.adapter import Adapter, FourBits
-from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.model_config import ModelConfig, load_model, model_from
-from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
 from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import Streams, estimate
+from hf_hotspa.costs.terms import Cost, Exchanges, Hop, optimizer_states
 from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.features.four_bit.terms import FourBits
+from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import GradientDtypes
 from hf_hotspa.model.specs import describe_model, dtype_name
@@ -97,7 +97,7 @@ def models() -> dict[str, ModelSizes]:
 def _with_adapter(name: str, lora: str, kind: str | None = None) -> ModelSizes:
     linears = load_model("llama2-7b").linears if name == "7b" else load_model(DATA / "llama2_70b.json").linears
     four_bits = FourBits(kind, linears) if kind else None
-    return replace(models()[name], adapter=Adapter.read(lora, linears), four_bits=four_bits)
+    return replace(models()[name], added=Adapter.read(lora, linears), packed=four_bits)
 
 
 def memory_cases() -> Iterator[tuple[str, ModelSizes, MemoryOptions]]:
@@ -119,7 +119,7 @@ def memory_cases() -> Iterator[tuple[str, ModelSizes, MemoryOptions]]:
             yield f"{model} pipedream", sizes, MemoryOptions(features=(pipedream,))
     for optim in ("adamw_8bit", "adamw_torch_4bit", "sgd", "ademamix_8bit"):
         for model in ("gemma", "tiny tied") if optim == "adamw_8bit" else ("70b",):
-            yield f"{model} {optim}", models()[model], MemoryOptions(OPTIMIZER_STATES[optim])
+            yield f"{model} {optim}", models()[model], MemoryOptions(optimizer_states()[optim])
     for name, options in {
         "dpo": {"scoring": Scoring(2, reference=True)},
         "offload": {"offload_master": True, "scoring": Scoring(1, reference=True)},

@@ -22,7 +22,6 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_hotspa.checkpoint.tensors import CPU_ADAM, Share, optimizer_to_json
-from hf_hotspa.costs.optimizer_state import LOW_BIT_STATES
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterShare, bare_optimizer
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
@@ -37,6 +36,7 @@ from hf_hotspa.features.low_bit_optimizers.adoption import (
     library_of,
     overrides_of,
 )
+from hf_hotspa.features.low_bit_optimizers.terms import LOW_BIT_STATES
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.parallel.wrapped_model import bare_model

@@ -27,21 +27,21 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.calibrate import cached_calibration, calibrate, calibration_key
-from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
-from hf_hotspa.costs.optimizer_state import ADAM, OPTIMIZER_STATES
 from hf_hotspa.costs.run_options import RunOptions
-from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.sizes import ADAM, ModelSizes
+from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.device_memory import device_limit
 from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_known
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.features.dropout.dropout import without_attention_dropout
 from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit
+from hf_hotspa.features.four_bit.terms import FrozenBase, frozen_forms
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
@@ -626,7 +626,7 @@ def agreed_calibration(
             nodes=-(-args.world_size // local),
             devices_per_node=local,
             strategies=strategies,
-            base=frozen_base(description),
+            frozen=frozen_forms(calibration.key.base, frozen_base(description)),
         )
         return calibration
 
@@ -651,7 +651,7 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
     # a second source keeps two strategies' weights; with auto, the worse case counts
     second = on_gpu if engine.second_source is None else engine.second_source
     return MemoryOptions(
-        optimizer=OPTIMIZER_STATES.get(str(getattr(args.optim, "value", args.optim)), ADAM),
+        optimizer=optimizer_states().get(str(getattr(args.optim, "value", args.optim)), ADAM),
         switch_bytes=2 * engine.staging_bytes,
         weight_copies=2 if second else 1,
         schedule=engine.pipeline_schedule,

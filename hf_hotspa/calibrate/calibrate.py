@@ -39,7 +39,6 @@ from hf_hotspa.calibrate.probe import (
     time_phases,
     with_frozen_base,
 )
-from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import (
     Calibration,
     CalibrationKey,
@@ -50,11 +49,12 @@ from hf_hotspa.costs.calibration import (
     cache_folder,
     config_digest,
 )
-from hf_hotspa.costs.coefficients import Hop
 from hf_hotspa.costs.memory import activation_bytes
+from hf_hotspa.costs.terms import Hop
 from hf_hotspa.engine.device_memory import device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.errors import HotspaConfigError, HotspaError, TransferError
+from hf_hotspa.features.four_bit.terms import FrozenBase
 from hf_hotspa.model.options import default_device
 from hf_hotspa.model.specs import describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape

@@ -29,14 +29,15 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.costs.adapter import BLOCK, FrozenBase
 from hf_hotspa.costs.calibration import ExchangeSample, LayerSample, Link, PhaseSample, SwitchSample
-from hf_hotspa.costs.coefficients import Hop, Sample
+from hf_hotspa.costs.fit import Sample
 from hf_hotspa.costs.sizes import dtype_bytes
+from hf_hotspa.costs.terms import Hop
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.phase import moment
 from hf_hotspa.engine.transport import ProcessGroupTransport
+from hf_hotspa.features.four_bit.terms import BLOCK, FrozenBase
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name

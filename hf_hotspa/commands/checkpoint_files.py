@@ -22,9 +22,9 @@ from hf_hotspa.checkpoint.format.manifest import (
     verify,
 )
 from hf_hotspa.commands.inputs import add_flags
-from hf_hotspa.costs.adapter import KINDS
 from hf_hotspa.costs.hardware import parse_bytes
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
+from hf_hotspa.features.four_bit.terms import KINDS
 from hf_hotspa.reporting.terminal import text_table
 
 DAMAGED = 1

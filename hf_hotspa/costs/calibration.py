@@ -20,12 +20,13 @@ import msgspec
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop, Sample, fit_costs, nonnegative_least_squares
+from hf_hotspa.costs.fit import Sample, fit_costs, nonnegative_least_squares
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.costs.switch_time import port_seconds
+from hf_hotspa.costs.terms import Cost, Exchanges, Hop
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.adapter import FrozenBase
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryBreakdown, MemoryModel, MemoryOptions
@@ -105,15 +104,15 @@ def check_calibration(
     dtype: str,
     nodes: int,
     devices_per_node: int,
+    frozen: tuple[str, str],
     strategies: Iterable[Strategy] = (),
-    base: FrozenBase | None = None,
 ) -> None:
     """Checks that a calibration applies to a case. Does not compare machine and versions; these are the user's choice.
 
     Args:
         devices_per_node: Processes per node.
+        frozen: The form of frozen weights, of the calibration and of the case.
         strategies: Strategies that it must cover.
-        base: The frozen 4-bit base of the run, if any. The rank of an adapter is not compared.
 
     Raises:
         HotspaConfigError: naming all differences.
@@ -126,7 +125,7 @@ def check_calibration(
         ("hidden size", facts.hidden_size, shape.hidden_size),
         ("vocabulary", facts.vocab_size, shape.vocab_size),
         ("attention heads", facts.num_attention_heads, shape.num_attention_heads),
-        ("frozen weights", *(str(known or "none in 4 bits").partition(",")[0] for known in (key.base, base))),
+        ("frozen weights", *frozen),
     ]
     wrong = [f"{name} {measured} instead of {needed}" for name, measured, needed in pairs if measured != needed]
     if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:

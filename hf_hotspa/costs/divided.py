@@ -1,4 +1,4 @@
-"""Costs of dividing the tokens of a pack: over ranks (`cp`), to the ranks of their experts (`ep`), in chunks (`+ck`).
+"""Costs of dividing the tokens of a pack: over ranks (`cp`), in chunks (`+ck`).
 
 The cp method is one of three:
 
@@ -10,22 +10,15 @@ The cp method is one of three:
 * `ring`: keys and values travel from neighbour to neighbour during computation, and partial results are merged by the
   logarithms of their sums (Liu et al., 2023, "Ring Attention"). Full attention with plain scores, on CPU.
 
-`ep`: a rank sends each token to the ranks of its k experts and gets k rows back: twice forward, twice backward. Loads
-count as equal, as the balance losses of families aim for; only the report of a step shows how unequal a router is.
-
-`+ck` (`features.token_chunks.token_chunks`): each layer keeps keys and values of the chunks before the last one in the compute
-dtype, and sums of their gradients in at least fp32. The chunk in the graph has a second copy of these keys and values,
-joined to its own. Everything else exists for one chunk. All tokens run forward twice, except the last chunk. `+kg` adds
-the graphs of more chunks, which run forward once. `+kh` keeps stored keys and values in host memory, except of the
-current and next layer.
+`+ck`: all tokens run forward twice, except the last chunk; with `+kg`, the last chunks.
 
 The engine, the cost models and `auto` share these functions.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
-from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop
+from hf_hotspa.costs.terms import Cost, Exchanges, Hop
 from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import cut_into_chains
@@ -141,50 +134,6 @@ def exchange_seconds(
     return tokens * hop.token_s, 3 * (strategy.cp - 1) * hop.latency_s
 
 
-_EXCHANGES = 4
-_MESSAGES = _EXCHANGES + 1  # and the counts, forward
-
-
-def expert_exchange_seconds(
-    strategy: Strategy, shape: ModelShape, token_s: float, latency_s: float
-) -> tuple[float, float]:
-    """Returns what a layer's ep exchanges add, forward and backward: seconds per pack token, and seconds per pack.
-
-    Args:
-        token_s: Seconds to send a token's hidden state between two ranks.
-        latency_s: Latency of a message.
-    """
-    if strategy.ep == 1:
-        return 0.0, 0.0
-    away = (strategy.ep - 1) / strategy.ep * shape.experts_per_token / (strategy.cp * strategy.tp)
-    return _EXCHANGES * away * token_s, _MESSAGES * latency_s
-
-
-def layer_exchanges(
-    strategy: Strategy, shape: ModelShape, way: str, hop: Callable[[int], Hop], measured: Exchanges | None = None
-) -> tuple[float, float]:
-    """Returns what all exchanges of a layer add, forward and backward: seconds per pack token, and seconds per pack.
-
-    Args:
-        hop: Returns the hop inside a group of so many neighbouring ranks.
-        measured: Measured cp exchanges, if any.
-    """
-    context = exchange_seconds(strategy, shape, way, hop(strategy.cp * strategy.tp), measured)
-    link = hop(strategy.ep)
-    experts = expert_exchange_seconds(strategy, shape, link.token_s, link.latency_s)
-    return context[0] + experts[0], context[1] + experts[1]
-
-
-def returned_bytes(strategy: Strategy, shape: ModelShape, element_bytes: int) -> float:
-    """Returns the bytes per token of a rank's row that a layer keeps of its experts' results until its backward pass.
-
-    The memory of the experts does not change on average when ep divides them.
-    """
-    if strategy.ep == 1:
-        return 0.0
-    return shape.experts_per_token * shape.hidden_size * element_bytes / strategy.tp
-
-
 def check_capacity(factor: float | None) -> None:
     """Checks a capacity factor.
 
@@ -202,21 +151,6 @@ def check_capacity(factor: float | None) -> None:
 def tokens_at_a_time(strategy: Strategy, pack_tokens: int) -> int:
     """Returns the most tokens of a pack whose activations exist at once on a rank: of one chunk, divided by cp."""
     return -(-(min(pack_tokens, strategy.ck) if strategy.ck else pack_tokens) // strategy.cp)
-
-
-def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longest: int, element_bytes: int) -> float:
-    """Returns the bytes on the device that chunks keep for each other in the layers of a stage."""
-    if not strategy.ck:
-        return 0.0
-    heads = max(1, -(-shape.num_key_value_heads // strategy.tp))
-    width = 2 * heads * shape.attention_size / shape.num_attention_heads  # keys and values
-    before = max(0, longest - strategy.ck)
-    if strategy.kh:  # of the current layer: fetched, joined, and the gradients of both; of the next layer: fetched
-        return 5 * width * element_bytes * before / strategy.cp
-    chunks = -(-longest // strategy.ck)
-    # each graph has all keys and values that its chunk attends to
-    joined = (chunks + 1) / 2 if strategy.pp > 1 else min(1 + strategy.kg, chunks)
-    return num_layers * width * (element_bytes * (1 + joined) + max(4, element_bytes)) * before / strategy.cp
 
 
 def chunked_seconds(cost: Cost, packs: Iterable[Sequence[int]], strategy: Strategy, forward_share: float) -> float:

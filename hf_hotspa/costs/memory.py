@@ -15,19 +15,28 @@ and never shrinks when the limit rises.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from hf_hotspa.costs.divided import carried_bytes, gathered_bytes, repeated_bytes, returned_bytes, tokens_at_a_time
-from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
+from hf_hotspa.costs.divided import gathered_bytes, repeated_bytes, tokens_at_a_time
 from hf_hotspa.costs.scoring import Scoring
-from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
+from hf_hotspa.costs.sizes import (
+    ADAM,
+    MasterSizes,
+    ModelSizes,
+    OptimizerState,
+    StageSizes,
+    dtype_bytes,
+    loss_chunk_tokens,
+)
+from hf_hotspa.costs.terms import LOSS, Bytes, MemoryTerm, Packs, Rate
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import most_packs
+from hf_hotspa.seam import hooks
 from hf_hotspa.strategy import Bucket, Strategy
 
 _MIB, _GIB = 1 << 20, 1 << 30
@@ -78,6 +87,8 @@ class MemoryBreakdown:
 
 
 _PARTS = tuple(f.name for f in fields(MemoryBreakdown)[:-4])
+_OF_TERMS = tuple(name for name in _PARTS if name not in ("arena", "switch"))
+"""Activations and logits are last."""
 
 
 def size(num_bytes: float) -> str:
@@ -183,59 +194,227 @@ class MemoryOptions:
     features: tuple[Any, ...] = ()
     scoring: Scoring = field(default_factory=Scoring)
 
-    @property
-    def by_stage(self) -> Any:
-        """Settings under which stages have separate master stores and several versions of their weights, if any."""
-        return next((each for each in self.features if hasattr(each, "most_versions")), None)
-
 
 @dataclass(frozen=True)
-class _Stage:
-    """Memory of a stage's packs, in bytes per token of a rank unless noted.
+class MemoryStage:
+    """The fullest rank of a pipeline position, as terms see it.
 
     Args:
-        num_layers: Layers that hold packs.
-        carrying: Layers that keep keys and values for the next chunk.
-        of_layer: One layer without recomputation.
-        at_end: A layer in its backward pass, without logits.
-        recomputing: See `MemoryModel._recomputing`; None without recomputation.
-        returned: Rows that experts returned.
-        gathered: Keys and values of the other ranks.
-        dequantized: Total bytes of dequantized weights.
-        sent: Messages to the next stage.
-        last: Whether the stage has the logits.
-        hidden: The hidden state.
-        logits: The end of the last stage, for up to `logit_tokens` tokens.
-        kept_by_loss: What a loss keeps until the backward pass of its pack.
+        layer: Bytes of a layer for one token, without recomputation.
+        index: The position.
     """
 
-    num_layers: int
-    carrying: int
-    of_layer: float
-    at_end: float
-    recomputing: tuple[float, float] | None
-    returned: float
-    gathered: float
-    dequantized: float
-    sent: float
-    last: bool
-    hidden: int
-    logits: float
-    logit_tokens: int
-    kept_by_loss: float
+    model: "MemoryModel"
+    strategy: Strategy
+    layer: float
+    index: int
 
-    def layers_bytes(self, held_tokens: int, pack_tokens: int, logit_bytes: float) -> float:
-        """Returns the peak bytes of the layers for all packs in flight, beyond the logits.
+    @property
+    def options(self) -> MemoryOptions:
+        return self.model.options
 
-        At the peak either the logits and all activations exist; or the logits are freed, or on another stage, and a
-        layer runs its backward pass, which without recomputation needs no more than a layer keeps (`end_bytes`).
-        """
-        if self.recomputing is None:
-            backward = 0.0 if logit_bytes else self.at_end
-            return self.of_layer * self.num_layers * held_tokens + backward * pack_tokens
-        kept, again = self.recomputing
-        others = (held_tokens - pack_tokens) * kept
-        return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
+    @property
+    def shape(self) -> ModelShape:
+        return self.model.sizes.shape
+
+    @cached_property
+    def own(self) -> StageSizes:
+        return self.model.sizes.stages(self.strategy)[self.index]
+
+    @cached_property
+    def master(self) -> MasterSizes:
+        """Its share of the master store."""
+        of_features = (terms.master(self) for terms in hooks("terms") if terms.master is not None)
+        return next((master for master in of_features if master is not None), self.model.master)
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.strategy.pp - 1
+
+    @cached_property
+    def width(self) -> int:
+        """Bytes of an element of the activations."""
+        return dtype_bytes(self.options.compute_dtype)
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden state of a token."""
+        return self.shape.hidden_size * self.width
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers that hold packs. With several stages on the rank, each counts as the longest, which may hold most."""
+        pp, v = self.strategy.pp, self.strategy.v
+        return v * max(map(len, self.model.sizes.layers_of_stages(pp, v)[self.index :: pp]))
+
+    @property
+    def sharers(self) -> int:
+        """Over how many ranks the hidden states between blocks are divided."""
+        return self.strategy.tp if self.strategy.sp else 1
+
+    @property
+    def vocabulary_rows(self) -> int:
+        return -(-self.shape.vocab_size // self.strategy.tp)
+
+    @property
+    def inner_gradient(self) -> float:
+        """Bytes of a token's gradient inside an MLP."""
+        shape = self.shape
+        inner = shape.active_mlp_parameters / ((3 if shape.gated else 2) * shape.hidden_size) * self.width
+        return inner * (shape.whole_mlp + (1 - shape.whole_mlp) * self.model.sizes.mlp_share(self.strategy))
+
+
+def _kept_activations(stage: MemoryStage) -> Rate:
+    """Of the layers; with `+rc`, layers 0, n, 2n, ... keep only their input."""
+    every = stage.strategy.rc
+    recomputed = -(-stage.num_layers // every) if every else 0
+    return Rate(recomputed * stage.hidden / stage.sharers + (stage.num_layers - recomputed) * stage.layer)
+
+
+RECOMPUTATION = "recomputation"
+
+
+def _recomputed_layer(stage: MemoryStage) -> Rate | None:
+    """While the last recomputing layer runs again: its activations, a gradient at either end, and one inside the MLP,
+    which sequence parallelism gathers. The layers after it have already run backward."""
+    if not stage.strategy.rc:
+        return None
+    input_bytes, after = stage.hidden / stage.sharers, (stage.num_layers - 1) % stage.strategy.rc
+    gradients = 2 * input_bytes + stage.inner_gradient + (stage.hidden if stage.sharers > 1 else 0.0)
+    return Rate(pack=stage.layer + gradients - input_bytes - after * stage.layer)
+
+
+def _layer_backward(stage: MemoryStage) -> Rate | None:
+    """Needs no more than a layer keeps (`end_bytes`)."""
+    if stage.is_last or stage.strategy.rc:
+        return None
+    return Rate(pack=min(stage.layer, stage.options.end_bytes.get(stage.strategy.tp, 0.0)))
+
+
+def _gathered(stage: MemoryStage) -> Rate | None:
+    of_token = gathered_bytes(stage.strategy, stage.shape, 1, stage.options.context_parallel, stage.width)
+    return Rate(pack=of_token) if of_token else None
+
+
+def _sent(stage: MemoryStage) -> Rate | None:
+    """A stage's output stays until its backward pass; torch's schedules also have buffers for its gradients."""
+    if stage.is_last and stage.strategy.v == 1:
+        return None
+    copies = 1 if stage.options.schedule in ("auto", "own") else 2
+    return Rate(copies * stage.hidden / stage.sharers * stage.strategy.v)
+
+
+def _logits(stage: MemoryStage) -> Bytes | None:
+    """Of one pack; beyond the tokens of a chunk of the loss there are hidden states and their gradients only."""
+    if not stage.is_last:
+        return None
+    rows, options, beyond = stage.vocabulary_rows, stage.options, 2 * stage.hidden
+    of_token = options.end_bytes.get(stage.strategy.tp, rows * 4 * options.logit_copies)
+    most = loss_chunk_tokens(rows)
+
+    def logits(packs: Packs) -> float:
+        if not packs.in_flight:
+            return 0.0
+        at_a_time = min(packs.pack_tokens, most)
+        return at_a_time * of_token + beyond * (packs.pack_tokens - at_a_time)
+
+    return logits
+
+
+def _other_losses(stage: MemoryStage) -> Bytes | None:
+    """What losses of several packs keep: probabilities, or gradients of hidden state and head (`parallel.head_loss`)."""
+    if not stage.is_last:
+        return None
+    rows = stage.vocabulary_rows
+    of_token = rows * 4 * max(1.0, stage.shape.hidden_size / loss_chunk_tokens(rows)) + stage.hidden
+    return lambda packs: of_token * packs.held_tokens if packs.in_flight > 1 else 0.0
+
+
+TERMS = (
+    MemoryTerm("master weights", "master_weights", lambda stage: Rate(fixed=stage.master.weight_bytes)),
+    MemoryTerm(
+        "weights of a reference model", "master_weights",
+        lambda stage: Rate(fixed=stage.master.weight_bytes) if stage.options.scoring.reference else None,
+    ),
+    MemoryTerm("master gradients", "master_gradients", lambda stage: Rate(fixed=stage.master.gradient_bytes)),
+    MemoryTerm("optimizer state", "optimizer", lambda stage: Rate(fixed=stage.master.optimizer_bytes)),
+    MemoryTerm("weights", "weights", lambda stage: Rate(fixed=stage.options.weight_copies * stage.own.weight_bytes)),
+    MemoryTerm("gradients", "gradients", lambda stage: Rate(fixed=stage.own.gradient_bytes)),
+    MemoryTerm("kept activations", "activations", _kept_activations),
+    MemoryTerm("outputs of the stage", "activations", _sent),
+    MemoryTerm("recomputed layer", "activations", _recomputed_layer, RECOMPUTATION),
+    MemoryTerm("backward pass of a layer", "activations", _layer_backward, "backward"),
+    MemoryTerm("gathered keys and values", "activations", _gathered, "attention"),
+    MemoryTerm("logits", "logits", _logits, LOSS),
+    MemoryTerm("losses of other packs", "logits", _other_losses),
+)  # fmt: skip
+"""The terms of the core. The arena and the buffers of switches follow from the weights and gradients of all terms."""
+
+
+_NOTHING = Rate()
+
+
+class _Sums:
+    """The terms of a stage, added up as far as they are `Rate`s."""
+
+    def __init__(self, stage: MemoryStage, terms: Iterable[MemoryTerm]) -> None:
+        self.stage = stage
+        self._loss: Bytes | None = None
+        self._rates = dict.fromkeys(_OF_TERMS, _NOTHING)
+        self._others: dict[str, list[Bytes]] = {part: [] for part in _OF_TERMS}
+        moments: dict[str, Rate] = {}
+        for term in terms:
+            num_bytes = term.of(stage)
+            if num_bytes is None:
+                continue
+            if term.moment == LOSS:
+                self._loss = num_bytes
+            elif isinstance(num_bytes, Rate):
+                rates, key = (moments, term.moment) if term.moment else (self._rates, term.part)
+                rates[key] = rates.get(key, _NOTHING).plus(num_bytes)
+            else:
+                self._others[term.part].append(num_bytes)
+        self._moments = tuple(moments.values())
+        self._shifts: dict[tuple[int | None, int], float] = {}
+
+    def part(self, name: str, packs: Packs) -> float:
+        """Bytes of a part that exist all the time."""
+        num_bytes = self._rates[name](packs)
+        for other in self._others[name]:
+            num_bytes += other(packs)
+        return num_bytes
+
+    def of_packs(self, packs: Packs) -> tuple[float, float]:
+        """Returns the peak bytes of activations, and of logits."""
+        activations, logits = self.part("activations", packs), self.part("logits", packs)
+        loss = self._loss(packs) if self._loss is not None else 0.0
+        for rate in self._moments:
+            of_moment = rate.pack * packs.pack_tokens + rate.fixed
+            if of_moment > loss:
+                activations += of_moment - loss
+        return activations, loss + logits
+
+    def states(self, packs: Packs) -> dict[str, float]:
+        """Returns the parts that do not grow with tokens."""
+        return {name: self.part(name, packs) for name in _OF_TERMS[:-2]}
+
+    def arena_and_switch(self, packs: Packs, arena_bytes: int) -> tuple[float, float]:
+        """Returns what the pool's arena needs beyond the weights and gradients; and the buffers of switches: a rank
+        sends and receives at most the weights, or the gradients, of the pool's largest strategy, each."""
+        own, options = self.stage.own, self.stage.options
+        more = arena_bytes - self.part("weights", packs) - self.part("gradients", packs)
+        arena = options.weight_copies * own.weight_bytes + own.gradient_bytes
+        moved = 2 * max(arena_bytes, arena) * max(own.weight_bytes, own.gradient_bytes) / arena
+        return max(0, more), min(options.switch_bytes, moved)
+
+    def shift(self, num_packs: int | None, arena_bytes: int) -> float:
+        """Returns the bytes that the pool's arena adds."""
+        key = num_packs, arena_bytes
+        if key not in self._shifts:
+            packs = Packs(num_packs, 0, 0, 0, 0)
+            of_pool, alone = (sum(self.arena_and_switch(packs, num_bytes)) for num_bytes in (arena_bytes, 0))
+            self._shifts[key] = of_pool - alone
+        return self._shifts[key]
 
 
 @dataclass(frozen=True)
@@ -245,26 +424,23 @@ class MemoryModel:
     sizes: ModelSizes
     world_size: int
     options: MemoryOptions = MemoryOptions()
-    _known_stages: dict[tuple[Strategy, int], "_Stage"] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _known_sums: dict[tuple[Strategy, int], _Sums] = field(default_factory=dict, init=False, repr=False, compare=False)
     _of_layers: dict[Strategy, float] = field(default_factory=dict, init=False, repr=False, compare=False)
     _known_fullest: dict[Strategy, list["_Fullest"]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     @cached_property
-    def _master(self) -> MasterSizes:
+    def master(self) -> MasterSizes:
+        """The fullest rank's share of the master store on the devices."""
         if self.options.offload_master:
             return MasterSizes(0, 0, 0)
         return self.sizes.master(self.world_size, self.options.optimizer)
 
     def arena_bytes(self, strategy: Strategy) -> int:
         """Bytes of weights (all kept copies) and gradients of the strategy on its fullest rank."""
-        return max(map(self._stage_arena, self.sizes.stages(strategy)))
-
-    def _stage_arena(self, stage: StageSizes) -> int:
-        return self.options.weight_copies * stage.weight_bytes + stage.gradient_bytes
+        copies = self.options.weight_copies
+        return max(copies * stage.weight_bytes + stage.gradient_bytes for stage in self.sizes.stages(strategy))
 
     def breakdown(
         self,
@@ -286,150 +462,61 @@ class MemoryModel:
             num_packs: Packs of a replica; enough to fill the pipeline if None.
             arena_bytes: The pool's arena.
         """
-        return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(bucket.strategy.pp)]
+        return [
+            self._breakdown(self._sums(bucket.strategy, stage), self._packs(bucket, stage, num_packs), arena_bytes)
+            for stage in range(bucket.strategy.pp)
+        ]
 
-    def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
-        own, sizes = self._stage_of(bucket.strategy, stage), self.sizes.stages(bucket.strategy)[stage]
-        options, master, weights = self.options, self._master, self.options.weight_copies * sizes.weight_bytes
-        num_packs, chain = self._packs_or_chunks(bucket, num_packs)
-        if options.by_stage is not None:
-            master = self.sizes.master_of_stage(bucket.strategy, stage, options.optimizer)
-            versions = options.by_stage.most_versions(bucket.strategy.pp, stage, num_packs)
-            weights += (versions - 1) * sizes.trained_bytes
-        in_flight, held_tokens = self._in_flight(bucket, stage, num_packs, chain)
-        activations, logits = self._of_packs(own, bucket, in_flight, held_tokens)
+    @staticmethod
+    def _breakdown(sums: _Sums, packs: Packs, arena_bytes: int) -> MemoryBreakdown:
+        activations, logits = sums.of_packs(packs)
+        arena, switch = sums.arena_and_switch(packs, arena_bytes)
         return MemoryBreakdown(
-            master_weights=master.weight_bytes * (2 if options.scoring.reference else 1),
-            master_gradients=master.gradient_bytes,
-            optimizer=master.optimizer_bytes,
-            weights=weights,
-            gradients=sizes.gradient_bytes,
-            arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
+            **sums.states(packs),
+            arena=arena,
+            switch=switch,
             activations=activations,
             logits=logits,
-            switch=min(options.switch_bytes, self._most_moved(sizes, arena_bytes)),
-            stage=stage,
-            in_flight=in_flight,
-            held_tokens=held_tokens,
-            pack_tokens=tokens_at_a_time(bucket.strategy, bucket.capacity),
+            stage=sums.stage.index,
+            in_flight=packs.in_flight,
+            held_tokens=packs.held_tokens,
+            pack_tokens=packs.pack_tokens,
         )
 
-    def _stage_of(self, strategy: Strategy, stage: int) -> "_Stage":
-        if (strategy, stage) not in self._known_stages:
-            self._known_stages[strategy, stage] = self._make_stage(strategy, stage)
-        return self._known_stages[strategy, stage]
+    def _sums(self, strategy: Strategy, stage: int) -> _Sums:
+        if (strategy, stage) not in self._known_sums:
+            if strategy not in self._of_layers:
+                self._of_layers[strategy] = self._layer_bytes(strategy)
+            context = MemoryStage(self, strategy, self._of_layers[strategy], stage)
+            self._known_sums[strategy, stage] = _Sums(context, self._terms)
+        return self._known_sums[strategy, stage]
 
-    def _make_stage(self, strategy: Strategy, stage: int) -> "_Stage":
-        options, shape, width = self.options, self.sizes.shape, dtype_bytes(self.options.compute_dtype)
-        hidden = shape.hidden_size * width
-        rows = -(-shape.vocab_size // strategy.tp)
-        last = stage == strategy.pp - 1
-        # with several stages per rank, count each as the longest, which may hold most of the packs
-        parts = self.sizes.layers_of_stages(strategy.pp, strategy.v)[stage :: strategy.pp]
-        num_layers, of_layer = strategy.v * max(map(len, parts)), self._layer_bytes(strategy)
-        # a stage's output stays until its backward pass; torch's schedules also have buffers for its gradients
-        copies = 1 if options.schedule in ("auto", "own") else 2
-        sent = copies * hidden / (strategy.tp if strategy.sp else 1) * strategy.v
-        return _Stage(
-            num_layers=num_layers,
-            carrying=self.sizes.stages(strategy)[stage].num_layers,
-            of_layer=of_layer,
-            at_end=min(of_layer, options.end_bytes.get(strategy.tp, 0.0)),
-            recomputing=self._recomputing(strategy, num_layers, of_layer, hidden) if strategy.rc else None,
-            returned=returned_bytes(strategy, shape, width) * (1 if strategy.rc else num_layers),
-            gathered=gathered_bytes(strategy, shape, 1, options.context_parallel, width),
-            dequantized=self.sizes.dequantized(strategy.tp) * width,
-            sent=0.0 if last and strategy.v == 1 else sent,
-            last=last,
-            hidden=hidden,
-            logits=options.end_bytes.get(strategy.tp, rows * 4 * options.logit_copies),
-            logit_tokens=loss_chunk_tokens(rows),
-            # probabilities, or gradients of the hidden state and of the head (`parallel.head_loss`)
-            kept_by_loss=rows * 4 * max(1.0, shape.hidden_size / loss_chunk_tokens(rows)) + hidden,
-        )
+    @cached_property
+    def _terms(self) -> tuple[MemoryTerm, ...]:
+        return *TERMS, *(term for terms in hooks("terms") for term in terms.memory)
 
-    def _packs_or_chunks(self, bucket: Bucket, num_packs: int | None) -> tuple[int | None, int]:
-        """Returns how many packs of a replica (or chunks, with `+ck`) pass the pipeline one by one; and the chunks of
-        one sequence, 1 without `+ck`."""
-        strategy = bucket.strategy
-        if not strategy.ck or strategy.pp == 1:
-            return num_packs, 1
-        chain = num_chunks(bucket.longest or bucket.capacity, strategy.ck, self.sizes.shape.quadratic_cost)
-        if num_packs is not None:
-            num_packs = num_packs * num_chunks(bucket.capacity, strategy.ck) + chain
-        return num_packs, chain
-
-    def _in_flight(self, bucket: Bucket, stage: int, num_packs: int | None, chain: int) -> tuple[int, int]:
-        """Returns the most packs (or chunks) whose activations a stage keeps, and their tokens on a rank."""
-        strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
-        held_tokens, longest = -(-bucket.most_tokens // strategy.cp), bucket.longest or bucket.capacity
-        in_flight = most_packs(self.options.schedule, strategy.pp, stage, num_packs, chain, strategy.v)
+    def _packs(self, bucket: Bucket, stage: int, num_packs: int | None) -> Packs:
+        """Returns the packs, or chunks with `+ck`, that pass a stage."""
+        strategy, schedule, capacity = bucket.strategy, self.options.schedule, bucket.capacity
+        pack_tokens, longest, chain = tokens_at_a_time(strategy, capacity), bucket.longest or capacity, 1
         if strategy.ck and strategy.pp == 1:
             in_flight = min(1 + strategy.kg, num_chunks(longest, strategy.ck))
             held_tokens = min(in_flight * pack_tokens, max(-(-longest // strategy.cp), pack_tokens))
-        elif in_flight is None:
-            in_flight = held_tokens // max(1, min(pack_tokens, tokens_at_a_time(strategy, bucket.pack_tokens)))
-        elif chain == 1:  # the sizes of several chunks depend on measurements
-            held_tokens = min(in_flight * pack_tokens, held_tokens)
-        return in_flight, held_tokens
-
-    def _of_packs(self, own: "_Stage", bucket: Bucket, in_flight: int, held_tokens: int) -> tuple[float, float]:
-        """Returns the peak activation bytes of a stage for all packs in flight; and the bytes of a pack's logits plus
-        what the losses of other packs keep."""
-        strategy, logits = bucket.strategy, 0.0
-        pack_tokens = tokens_at_a_time(strategy, bucket.capacity)
-        if own.last and in_flight:
-            at_a_time = min(pack_tokens, own.logit_tokens)
-            # the other tokens have hidden states and their gradients only
-            logits = at_a_time * own.logits + 2 * own.hidden * (pack_tokens - at_a_time)
-        activations = own.layers_bytes(held_tokens, pack_tokens, logits) if held_tokens else 0.0
-        activations += own.returned * held_tokens
+            return Packs(num_packs, in_flight, held_tokens, pack_tokens, longest)
         if strategy.ck:
-            width = dtype_bytes(self.options.compute_dtype)
-            activations += carried_bytes(
-                strategy, self.sizes.shape, own.carrying, bucket.longest or bucket.capacity, width
-            )
-        # attention of a layer and the logits never exist at the same time
-        activations += max(0.0, own.gathered * pack_tokens - logits)
-        # neither do dequantized weights of a layer and the logits
-        activations += max(0.0, own.dequantized - logits)
-        if in_flight:
-            activations += own.sent * held_tokens
-        if own.last and in_flight > 1:
-            logits += own.kept_by_loss * held_tokens
-        return activations, logits
-
-    def _most_moved(self, stage: StageSizes, arena_bytes: int) -> float:
-        """Returns the most bytes that a rank sends and receives in a switch: each at most the weights, or the
-        gradients, of the pool's largest strategy. Small models need less than full buffers."""
-        own = self._stage_arena(stage)
-        return 2 * max(arena_bytes, own) * max(stage.weight_bytes, stage.gradient_bytes) / own
-
-    def _recomputing(self, strategy: Strategy, num_layers: int, of_layer: float, hidden: int) -> tuple[float, float]:
-        """Returns the bytes per token that a stage's layers keep with `+rc`, and while the last recomputing layer runs.
-
-        Layers 0, n, 2n, ... keep only their input. Recomputing adds the layer's activations, a gradient at either end
-        and one inside the MLP, which sequence parallelism gathers.
-        """
-        sharers, every, shape = strategy.tp if strategy.sp else 1, strategy.rc, self.sizes.shape
-        element_bytes = dtype_bytes(self.options.compute_dtype)
-        inner = shape.active_mlp_parameters / ((3 if shape.gated else 2) * shape.hidden_size) * element_bytes
-        inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
-        if self.sizes.dequantized(strategy.tp):  # gradients of both the adapter's product and the frozen one
-            inner *= 2
-        gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
-        recomputed = -(-num_layers // every)
-        kept = recomputed * hidden / sharers + (num_layers - recomputed) * of_layer
-        # the layers after the last recomputing one have already run backward
-        return kept, kept - (num_layers - 1) % every * of_layer - hidden / sharers + of_layer + gradients
+            chain = num_chunks(longest, strategy.ck, self.sizes.shape.quadratic_cost)
+            if num_packs is not None:
+                num_packs = num_packs * num_chunks(capacity, strategy.ck) + chain
+        held_tokens = -(-bucket.most_tokens // strategy.cp)
+        most = most_packs(schedule, strategy.pp, stage, num_packs, chain, strategy.v)
+        if most is None:
+            most = held_tokens // max(1, min(pack_tokens, tokens_at_a_time(strategy, bucket.pack_tokens)))
+        elif chain == 1:  # the sizes of several chunks depend on measurements
+            held_tokens = min(most * pack_tokens, held_tokens)
+        return Packs(num_packs, most, held_tokens, pack_tokens, longest)
 
     def _layer_bytes(self, strategy: Strategy) -> float:
         """Bytes per token of a layer without recomputation on the rank with most columns; measured ones have no cp."""
-        if strategy not in self._of_layers:
-            self._of_layers[strategy] = self._sum_of_layer(strategy)
-        return self._of_layers[strategy]
-
-    def _sum_of_layer(self, strategy: Strategy) -> float:
         options, shape, tp = self.options, self.sizes.shape, strategy.tp
         element_bytes, measured = dtype_bytes(options.compute_dtype), options.activation_bytes
         repeated = repeated_bytes(strategy, shape, options.context_parallel, element_bytes)
@@ -460,63 +547,49 @@ class MemoryModel:
         if nothing fits, `UNLIMITED_TOKENS` without a limit."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
-        # another arena shifts all totals by a constant, so all arenas share one cache
-        shifts = self.options.by_stage is None
         most = UNLIMITED_TOKENS
-        for stage, sizes, risings in self._fullest(strategy):
-            key = longest, num_packs, 0 if shifts else arena_bytes
-            rising = risings.get(key)
+        for sums, risings in self._fullest(strategy):
+            rising = risings.get((longest, num_packs))
             if rising is None:
-                rising = risings[key] = Rising(self._totals(strategy, stage, *key), UNLIMITED_TOKENS)
-            more = self._more_for_arena(sizes, arena_bytes) if shifts else 0.0
-            most = min(most, rising.most_within(limit_bytes - more))
+                total = self._totals(sums, longest, num_packs)
+                rising = risings[longest, num_packs] = Rising(total, UNLIMITED_TOKENS)
+            # another arena shifts all totals by a constant, so all arenas share one cache
+            most = min(most, rising.most_within(limit_bytes - sums.shift(num_packs, arena_bytes)))
         return most
 
-    def _totals(
-        self, strategy: Strategy, stage: int, longest: int | None, num_packs: int | None, arena: int
-    ) -> Callable[[int], float]:
-        """Returns `_breakdown(...).total` as a function of tokens. Parts independent of tokens are computed once."""
-        own = self._stage_of(strategy, stage)
+    def _totals(self, sums: _Sums, longest: int | None, num_packs: int | None) -> Callable[[int], float]:
+        """Returns `_breakdown(...).total` without an arena as a function of tokens."""
+        strategy, stage = sums.stage.strategy, sums.stage.index
 
-        def bucket_of(tokens: int) -> Bucket:
-            return Bucket(strategy, tokens, 1) if longest is None else Bucket(strategy, longest, tokens)
+        def packs_of(tokens: int) -> Packs:
+            bucket = Bucket(strategy, tokens, 1) if longest is None else Bucket(strategy, longest, tokens)
+            return self._packs(bucket, stage, num_packs)
 
-        if self.options.by_stage is not None:  # weights depend on the packs
-            return lambda tokens: self._breakdown(bucket_of(tokens), stage, num_packs, arena).total
-        of = self._breakdown(bucket_of(1), stage, num_packs, arena)
-        states = of.master_weights + of.master_gradients + of.optimizer + of.weights + of.gradients + of.arena
+        one = packs_of(1)
+        states = sum(sums.states(one).values()) + sum(sums.arena_and_switch(one, 0))
 
         def total(tokens: int) -> float:
-            bucket = bucket_of(tokens)
-            in_flight = self._in_flight(bucket, stage, *self._packs_or_chunks(bucket, num_packs))
-            activations, logits = self._of_packs(own, bucket, *in_flight)
-            return states + activations + logits + of.switch
+            activations, logits = sums.of_packs(packs_of(tokens))
+            return states + activations + logits
 
         return total
-
-    def _more_for_arena(self, stage: StageSizes, arena: int) -> float:
-        own, most = self._stage_arena(stage), self.options.switch_bytes
-        if arena <= own:
-            return 0.0
-        moved = min(most, self._most_moved(stage, arena)) - min(most, self._most_moved(stage, 0))
-        return arena - own + moved
 
     def _fullest(self, strategy: Strategy) -> list["_Fullest"]:
         """Returns the stages that can be the fullest: a stage after one that is at least as large in every respect
         cannot, as earlier stages hold at least as many packs; except the last, which has the logits."""
         if strategy not in self._known_fullest:
             sizes, last = self.sizes.stages(strategy), strategy.pp - 1
-            stages: list[_Fullest] = []
+            stages: list[int] = []
             for stage, own in enumerate(sizes):
                 smaller = any(
                     before.num_layers >= own.num_layers
                     and before.weight_bytes >= own.weight_bytes
                     and before.gradient_bytes >= own.gradient_bytes
-                    for _, before, _ in stages
+                    for before in (sizes[index] for index in stages)
                 )
                 if strategy.v > 1 or stage == last or not smaller:
-                    stages.append((stage, own, {}))
-            self._known_fullest[strategy] = stages
+                    stages.append(stage)
+            self._known_fullest[strategy] = [(self._sums(strategy, stage), {}) for stage in stages]
         return self._known_fullest[strategy]
 
     def check_pool(self, buckets: Sequence[Bucket], limit_bytes: float | None, where: str | None = None) -> None:
@@ -564,8 +637,8 @@ def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
     return Rising(total, high).most_within(limit)
 
 
-_Fullest = tuple[int, StageSizes, dict[tuple[int | None, int | None, int], "Rising"]]
-"""A stage, its sizes, and its bytes by tokens for each (longest sequence, number of packs, arena)."""
+_Fullest = tuple[_Sums, dict[tuple[int | None, int | None], "Rising"]]
+"""The terms of a stage, and its bytes by tokens for each (longest sequence, number of packs)."""
 
 
 class Rising:

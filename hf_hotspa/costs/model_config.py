@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_hotspa.costs.adapter import Linear
 from hf_hotspa.costs.json_file import read_json, read_object
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model_shape import ModelShape
@@ -34,6 +33,27 @@ _MOST_LAYERS = 10_000
 _MOST = 1 << 32
 _WHAT = "the model config"
 _HOW = "give a config.json of a causal language model, as Hugging Face writes it"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer of a decoder layer, of `query` heads, `key` heads or (None) an MLP. tp cuts its outputs
+    (column-parallel) if `rows`, otherwise its inputs."""
+
+    inputs: int
+    outputs: int
+    of_heads: str | None
+    rows: bool
+
+    @property
+    def whole(self) -> int:
+        """Size of the dim that tp does not cut."""
+        return self.inputs if self.rows else self.outputs
+
+    @property
+    def cut(self) -> int:
+        """Size of the dim that tp cuts."""
+        return self.outputs if self.rows else self.inputs
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import reading_state

@@ -6,20 +6,19 @@ and key/value heads fewer than tp.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_hotspa.costs.adapter import WEIGHT_BYTES, Adapter, FourBits
-from hf_hotspa.costs.optimizer_state import ADAM, OptimizerState
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
-from hf_hotspa.layout.shares import is_uneven, largest_share, shard_rows, stored_rows
+from hf_hotspa.layout.shares import is_uneven, largest_share
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.layout.vector import EMBEDDING, IN_FP32, GradientDtypes, ParameterSpec, ParameterVector, Segment
+from hf_hotspa.layout.vector import EMBEDDING, IN_FP32, GradientDtypes, ParameterVector, Segment
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.plan.units import Room, Units, sizes_of_neighbours
 from hf_hotspa.strategy import Strategy
@@ -77,6 +76,65 @@ class MasterSizes:
     optimizer_bytes: int
 
 
+@dataclass(frozen=True)
+class OptimizerState:
+    """State size of an optimizer.
+
+    Args:
+        full: Bytes per element of a parameter.
+        reduced: Bytes per element of a parameter whose state is kept in fewer bytes; None if there are none.
+        least: The fewest elements of such a parameter.
+        multiple: What its elements are a multiple of.
+        embeddings: Whether embeddings are treated like other parameters; otherwise they have full states.
+    """
+
+    full: float
+    reduced: float | None = None
+    least: int = 0
+    multiple: int = 1
+    embeddings: bool = True
+
+    def element_bytes(self, numel: int, is_embedding: bool) -> float:
+        """Returns the bytes per element of a parameter with `numel` elements."""
+        full = numel < self.least or numel % self.multiple or (is_embedding and not self.embeddings)
+        return self.full if self.reduced is None or full else self.reduced
+
+
+ADAM = OptimizerState(8)
+
+Shares = Mapping[str | None, float]
+"""Shares of the fullest tp coordinate in the cut dims of linear layers, by `Linear.of_heads`."""
+
+
+class Added(Protocol):
+    """Weights that are trained in every decoder layer in the place of the model's, which is frozen."""
+
+    @property
+    def parameters(self) -> int:
+        """Of one layer."""
+
+    def held_numel(self, shares: Shares) -> float:
+        """Of one layer, on the fullest tp coordinate."""
+
+
+class Packed(Protocol):
+    """Frozen weights of every decoder layer that are held in another form."""
+
+    @property
+    def weights(self) -> int:
+        """Of one layer."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight."""
+
+    def cut(self, shares: Shares) -> float:
+        """Weights that the fullest tp coordinate computes with."""
+
+    def held_numel(self, shares: Shares) -> float:
+        """Weights that it holds."""
+
+
 def _present_bytes(num_bytes: NDArray[np.int64], rooms: Sequence[Room | None]) -> NDArray[np.int64]:
     """Bytes on each rank, from [segments, ranks], when only two neighbouring units are present at a time."""
     units: dict[Room, NDArray[np.int64]] = {}
@@ -93,20 +151,6 @@ def _of_neighbours(units: Sequence[int]) -> list[int]:
     return sizes_of_neighbours(dict(enumerate(units)))
 
 
-def _dequantized(vector: ParameterVector, strategy: Strategy, spec: ParameterSpec) -> int:
-    """Dequantized weights of a 4-bit matrix that exist at a time on the rank with the largest shard."""
-    assert spec.packed is not None
-    rows, columns = spec.packed.shape
-    if spec.shard_dim is None or strategy.tp == 1:
-        return rows * columns
-    sizes = []
-    for rank in range(strategy.tp):
-        length = sum(stop - start for start, stop in shard_rows(vector, strategy, spec, rank))
-        shard = length * (columns if spec.shard_dim == 0 else rows)
-        sizes.append(shard if stored_rows(vector, strategy, spec, rank) is not None else rows * columns + shard)
-    return max(sizes)
-
-
 @dataclass(frozen=True)
 class ModelSizes:
     """Sizes of one model under any strategy.
@@ -115,8 +159,9 @@ class ModelSizes:
         compute_dtype: The dtype of a strategy's weights.
         tied: Whether head and embedding are one weight.
         vector: The parameters, for exact sizes. Replaces all fields except `shape` and `gradients`.
-        adapter: Trained on the frozen model, if any.
+        added: Weights that are trained on the frozen model, if any.
         measured: Measured costs of the stage partition, see `ParameterVector`.
+        packed: Weights of the frozen model in another form, if any.
     """
 
     shape: ModelShape
@@ -124,13 +169,12 @@ class ModelSizes:
     tied: bool = False
     vector: ParameterVector | None = None
     gradients: GradientDtypes = IN_FP32
-    adapter: Adapter | None = None
+    added: Added | None = None
     measured: StageCosts | None = None
-    four_bits: FourBits | None = None
+    packed: Packed | None = None
     _stages: dict[tuple[int, ...], tuple[StageSizes, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _dequantized: dict[int, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def stage_costs(self) -> StageCosts:
@@ -149,36 +193,37 @@ class ModelSizes:
         shape = self.shape
         vocabulary = shape.vocab_size * shape.hidden_size
         base = shape.num_layers * shape.layer_parameters + vocabulary * (1 if self.tied else 2) + shape.hidden_size
-        return base + (self.num_trained if self.adapter is not None else 0)
+        return base + (self.num_trained if self.added is not None else 0)
 
     @cached_property
     def weight_bytes(self) -> float:
         """Bytes of all weights as strategies hold them; tied ones count once."""
         if self.vector is not None:
             return sum(segment.numel * dtype_bytes(segment.dtype) for segment in self.vector.segments)
-        width = dtype_bytes(self.compute_dtype)
-        packed = self.shape.num_layers * self.four_bits.weights if self.four_bits is not None else 0
-        return self.num_parameters * width - packed * (width - WEIGHT_BYTES)
+        whole, packed = self.num_parameters * dtype_bytes(self.compute_dtype), self.packed
+        if packed is None:
+            return whole
+        return whole - self.shape.num_layers * packed.weights * (dtype_bytes(self.compute_dtype) - packed.weight_bytes)
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of the weights of one decoder layer with its adapter, computed from the shape."""
-        return self._layer_bytes(1) + self.adapter_parameters(1) * dtype_bytes(self.compute_dtype)
+        return self._layer_bytes(1) + self.added_parameters(1) * dtype_bytes(self.compute_dtype)
 
     @property
     def num_trained(self) -> int:
         """Trained parameters; tied ones count once."""
         if self.vector is not None:
             return sum(segment.numel for segment in self.vector.segments if segment.trainable)
-        if self.adapter is not None:
-            return self.shape.num_layers * self.adapter.parameters
+        if self.added is not None:
+            return self.shape.num_layers * self.added.parameters
         return self.num_parameters
 
     @cached_property
     def trains_norms(self) -> bool:
         """Whether norm weights are trained."""
         if self.vector is None:
-            return self.adapter is None
+            return self.added is None
         return any(s.trainable and len(s.shape) == 1 and not s.name.endswith("bias") for s in self.vector.specs)
 
     def layers_of_stages(self, pp: int, v: int = 1) -> tuple[range, ...]:
@@ -234,7 +279,7 @@ class ModelSizes:
 
     def _from_shape(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         shape, tp = self.shape, strategy.tp
-        layer, adapter = self._layer(tp, strategy.ep), self.adapter_parameters(tp)
+        layer, added = self._layer(tp, strategy.ep), self.added_parameters(tp)
         vocabulary = -(-shape.vocab_size // tp) * shape.hidden_size
         weight_bytes = dtype_bytes(self.compute_dtype)
         saved = layer * weight_bytes - self._layer_bytes(tp, strategy.ep)
@@ -245,19 +290,18 @@ class ModelSizes:
             ends = int(first) + int(last) - int(first and last and self.tied)
             norm = shape.hidden_size if last else 0
             kept = vocabulary if self.tied and ends else 0  # a tied weight is resident
-            units = [vocabulary - kept] * first + [layer + adapter] * len(layers) + [vocabulary - kept + norm] * last
-            added = [0] * first + [adapter] * len(layers) + [0] * last
-            whole = len(layers) * (layer + adapter) + ends * vocabulary + norm
+            units = [vocabulary - kept] * first + [layer + added] * len(layers) + [vocabulary - kept + norm] * last
+            whole = len(layers) * (layer + added) + ends * vocabulary + norm
             weights = whole * weight_bytes - len(layers) * saved
             if strategy.z == 3:
                 less = [0] * first + [saved] * len(layers) + [0] * last
-                of_units = [unit * weight_bytes - packed for unit, packed in zip(units, less, strict=True)]
+                of_units = [unit * weight_bytes - saving for unit, saving in zip(units, less, strict=True)]
                 weights = kept * weight_bytes + max(_of_neighbours(of_units))
-            if self.adapter is not None:
-                gradients = max(_of_neighbours(added)) if strategy.z else len(layers) * adapter
+            if self.added is not None:
+                gradients = added * (min(2, len(layers)) if strategy.z else len(layers))
             else:
                 gradients = kept + max(_of_neighbours(units)) if strategy.z else whole
-            trained = (whole if self.adapter is None else len(layers) * adapter) * weight_bytes
+            trained = (whole if self.added is None else len(layers) * added) * weight_bytes
             stages.append(StageSizes(len(layers), weights, gradients * gradient_bytes, trained))
         return tuple(stages)
 
@@ -267,13 +311,12 @@ class ModelSizes:
             return -(-kv_heads // tp) / kv_heads, -(-kv_heads // tp) / kv_heads
         return -(-heads // tp) / heads, 1 / kv_heads  # a key/value head is held by several coordinates
 
-    def adapter_parameters(self, tp: int) -> int:
-        """Adapter parameters of one layer on the fullest tp coordinate."""
-        if self.adapter is None:
-            return 0
-        return math.ceil(self.adapter.held_numel(self._cut(tp)) - 1e-3)
+    def added_parameters(self, tp: int) -> int:
+        """Parameters of `added` in one layer, on the fullest tp coordinate."""
+        return math.ceil(self.added.held_numel(self.shares(tp)) - 1e-3) if self.added is not None else 0
 
-    def _cut(self, tp: int) -> dict[str | None, float]:
+    def shares(self, tp: int) -> Shares:
+        """The shares of the fullest tp coordinate in the cut dims of linear layers."""
         shape, (queries, keys) = self.shape, self._head_shares(tp)
         return {
             "query": queries + (1 - queries) * shape.whole_attention,
@@ -282,27 +325,13 @@ class ModelSizes:
         }
 
     def _layer_bytes(self, tp: int, ep: int = 1) -> int:
-        num_bytes = self._layer(tp, ep) * dtype_bytes(self.compute_dtype)
-        if self.four_bits is None:
+        width, packed = dtype_bytes(self.compute_dtype), self.packed
+        num_bytes = self._layer(tp, ep) * width
+        if packed is None:
             return num_bytes
-        cut = self._cut(tp)
-        packed = self.four_bits.cut(cut) * dtype_bytes(self.compute_dtype)
-        return math.ceil(num_bytes - packed + self.four_bits.held_numel(cut) * WEIGHT_BYTES - 1e-3)
-
-    def dequantized(self, tp: int) -> float:
-        """The most dequantized weights of a rank at a time, in elements."""
-        if tp not in self._dequantized:
-            cut = self._cut(tp)
-            whole = self.four_bits.most_at_a_time(cut) if self.four_bits is not None else 0.0
-            if self.vector is not None:
-                packed = (spec for spec in self.vector.specs if spec.packed is not None and spec.packed.weights)
-                whole = max((_dequantized(self.vector, Strategy(tp=tp), spec) for spec in packed), default=0)
-            self._dequantized[tp] = whole
-        return self._dequantized[tp]
-
-    def made_of_codes(self, tp: int) -> float:
-        """Weights of one layer that the fullest tp coordinate dequantizes for a product, computed from the shape."""
-        return self.four_bits.held_numel(self._cut(tp)) if self.four_bits is not None else 0.0
+        shares = self.shares(tp)
+        other = num_bytes - packed.cut(shares) * width
+        return math.ceil(other + packed.held_numel(shares) * packed.weight_bytes - 1e-3)
 
     def _layer(self, tp: int, ep: int = 1) -> int:
         """Parameters of one layer on the fullest tp coordinate, computed from the shape; ep divides experts evenly."""
@@ -329,7 +358,7 @@ class ModelSizes:
         """The largest rank's share in a stage if each stage has a separate master store for its weights."""
         size = strategy.stage_size
         if self.vector is None:
-            plain = self if self.four_bits is None else replace(self, four_bits=None)
+            plain = self if self.packed is None else replace(self, packed=None)
             alone = plain.stages(Strategy(pp=strategy.pp))[stage]
             trained, whole = (b // dtype_bytes(self.compute_dtype) for b in (alone.trained_bytes, alone.weight_bytes))
             return self._shared_out(trained, whole - trained, size, optimizer, alone.num_layers, stage == 0)
@@ -346,12 +375,12 @@ class ModelSizes:
         has_embedding: bool = True,
     ) -> MasterSizes:
         share, rest = -(-trained // num_ranks), -(-frozen // num_ranks) * dtype_bytes(self.compute_dtype)
-        if self.four_bits is not None:  # other weights are in fp32, see `costs.adapter`
-            packed = min(frozen, num_layers * self.four_bits.weights)
-            rest = math.ceil(((frozen - packed) * _MASTER_BYTES + packed * WEIGHT_BYTES) / num_ranks)
+        if self.packed is not None:  # preparing such a model copies its other weights to fp32
+            packed = min(frozen, num_layers * self.packed.weights)
+            rest = math.ceil(((frozen - packed) * _MASTER_BYTES + packed * self.packed.weight_bytes) / num_ranks)
         vocabulary = self.shape.vocab_size * self.shape.hidden_size
-        embedded = vocabulary if has_embedding and self.adapter is None else 0
-        # parameters that are too small to be quantized are negligible
+        embedded = vocabulary if has_embedding and self.added is None else 0
+        # small parameters with full states are negligible
         state = embedded * optimizer.element_bytes(embedded, True)
         state += (trained - embedded) * optimizer.element_bytes(vocabulary, False)
         return MasterSizes(share * _MASTER_BYTES + rest, share * _MASTER_BYTES, math.ceil(state / num_ranks))

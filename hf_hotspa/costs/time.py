@@ -2,7 +2,7 @@
 
 One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds per pack for each tensor-parallel degree, collectives
 included. Embedding and head have separate costs. The busiest replica decides. Coefficients come from measurements
-(`fit`) or data sheets (`analytic`).
+(`fit`) or data sheets (`data_sheet`).
 
 A pipeline is simulated operation by operation in the order of `packing.pipeline_order`: sends do not block, and a stage
 waits for its next input. The usual `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also
@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from hf_hotspa.costs import analytic
-from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop, Sample, fit_costs
-from hf_hotspa.costs.divided import chunked_seconds, layer_exchanges
+from hf_hotspa.costs import data_sheet
+from hf_hotspa.costs.divided import chunked_seconds, exchange_seconds
+from hf_hotspa.costs.fit import Sample, fit_costs
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import StreamedPack, Streams
+from hf_hotspa.costs.terms import Cost, Exchanges, Hop, TimeTerm
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.shares import fastest_stages, step_times_of_groups
 from hf_hotspa.layout.stages import USUAL_STEP_TIME, StageCosts
@@ -40,6 +41,7 @@ from hf_hotspa.packing.pipeline_order import (
     most_ahead,
     operations,
 )
+from hf_hotspa.seam import hooks
 from hf_hotspa.strategy import Strategy
 
 # -- pipelines ---------------------------------------------------------------------------------------------------------
@@ -261,6 +263,22 @@ def _shared(cost: Cost, cp: int) -> Cost:
     return Cost(cost.a / cp, cost.b / cp, cost.c)
 
 
+def _exchanges(time: "TimeModel", strategy: Strategy) -> Cost:
+    """Of cp, forward and backward."""
+    if time.shape is None or strategy.cp == 1:
+        return Cost()
+    measured = time.context_exchanges.get((strategy.cp, strategy.tp))
+    hop = time.hop_within(strategy.cp * strategy.tp)
+    return Cost(0.0, *exchange_seconds(strategy, time.shape, time.context_parallel, hop, measured))
+
+
+TERMS = (
+    TimeTerm("share of tokens and of attending pairs", lambda time, s: _shared(time.layers[s.tp], s.cp)),
+    TimeTerm("exchanges of tokens", _exchanges),
+)
+"""What a layer costs a rank; features add theirs."""
+
+
 @dataclass(frozen=True)
 class TimeModel:
     """Seconds of computation. Use the constructors below.
@@ -322,19 +340,13 @@ class TimeModel:
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
-        """Builds the model from data sheets, see `costs.analytic`.
+        """Builds the model from data sheets, see `costs.data_sheet`.
 
         Raises:
             HotspaConfigError: the hardware has no speed for the dtype.
         """
-        shape = sizes.shape
-        degrees = range(1, shape.num_attention_heads + 1)
-        adapters = {
-            tp: (sizes.adapter_parameters(tp) if sizes.adapter is not None else None, sizes.made_of_codes(tp))
-            for tp in degrees
-        }
-        layers, heads, embeddings = analytic.costs(shape, hardware, dtype, adapters)
-        intra, inter = analytic.hops(shape, hardware, dtype)
+        layers, heads, embeddings = data_sheet.costs(sizes, hardware, dtype)
+        intra, inter = data_sheet.hops(sizes.shape, hardware, dtype)
         return cls(
             f"data sheet of {hardware.name}, {dtype}",
             sizes.stage_costs,
@@ -345,8 +357,8 @@ class TimeModel:
             hop_inter=inter,
             devices_per_node=hardware.devices_per_node,
             paced=sizes.vector,
-            forward_share=1 / 3 if sizes.adapter is None else 1 / 2,
-            shape=shape,
+            forward_share=1 / 3 if sizes.added is None else 1 / 2,
+            shape=sizes.shape,
         )
 
     @classmethod
@@ -407,16 +419,13 @@ class TimeModel:
             self._different_costs[strategy] = times, sum([cost * number for cost, number in times.items()], Cost())
         return self._different_costs[strategy]
 
-    def _shared_layer(self, strategy: Strategy) -> Cost:
-        """Cost of one layer on a cp rank: its share of tokens and of attending pairs, plus the exchanges."""
-        share = _shared(self.layers[strategy.tp], strategy.cp)
-        if self.shape is None:
-            return share
-        measured = self.context_exchanges.get((strategy.cp, strategy.tp))
-        token_s, pack_s = layer_exchanges(strategy, self.shape, self.context_parallel, self._hop_within, measured)
-        return Cost(share.a, share.b + token_s, share.c + pack_s)
+    def layer_terms(self, strategy: Strategy) -> dict[str, Cost]:
+        """Returns what one layer costs a rank, by the names of terms."""
+        terms = [*TERMS, *(term for of_feature in hooks("terms") for term in of_feature.time)]
+        return {term.name: term.of(self, strategy) for term in terms}
 
-    def _hop_within(self, ranks: int) -> Hop:
+    def hop_within(self, ranks: int) -> Hop:
+        """Returns the hop inside a group of neighbouring ranks."""
         return self.hop_intra if ranks <= self.devices_per_node else self.hop_inter
 
     def _sum_stages(self, strategy: Strategy) -> tuple[Cost, ...]:
@@ -431,14 +440,12 @@ class TimeModel:
         mean = sum(weights) / len(weights)
         costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
         step_times = self.cut.step_times_of(strategy.num_stages) or self._step_times(strategy)
+        layer_cost = sum(self.layer_terms(strategy).values(), Cost())
+        scored = 1 + self.forward_share * self.forwards
+        again = self.forward_share / rc if rc else 0.0  # +rc repeats the forward pass of every rc-th layer
         for stage, layers in enumerate(self.cut.stages(strategy.num_stages)):
-            cost = self._shared_layer(strategy) * (
-                sum(weights[layer] for layer in layers) / mean if mean else len(layers)
-            )
-            scored = 1 + self.forward_share * self.forwards
-            cost *= scored + (
-                self.forward_share / rc if rc else 0.0
-            )  # +rc repeats the forward pass of every rc-th layer
+            num_layers = sum(weights[layer] for layer in layers) / mean if mean else len(layers)
+            cost = layer_cost * num_layers * (scored + again)
             if stage == 0:
                 cost += _shared(self.embeddings.get(tp, Cost()), cp) * scored
             if stage == strategy.num_stages - 1:

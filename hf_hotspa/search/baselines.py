@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hf_hotspa.costs.analytic import LINK_EFFICIENCY
 from hf_hotspa.costs.cost_model import CostModel
+from hf_hotspa.costs.data_sheet import LINK_EFFICIENCY
 from hf_hotspa.costs.formulas import model_state_bytes, traffic
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, most_within, size

@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.packing.bucketing import MIN_PIPELINE_PACK_TOKENS, pack_sequences
 from hf_hotspa.strategy import Bucket, Strategy

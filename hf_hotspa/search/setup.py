@@ -10,17 +10,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
-from hf_hotspa.costs.adapter import Adapter, FourBits, FrozenBase
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Hardware, load_hardware, parse_bytes, parse_nodes
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model_config import ModelConfig, load_model
-from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
+from hf_hotspa.features.four_bit.terms import FourBits, frozen_forms
+from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
 from hf_hotspa.seam import SYNCHRONOUS, Options
 from hf_hotspa.search.baselines import STAGES, DataParallel, Pricing, people_run
@@ -85,7 +86,7 @@ class Setup:
             hardware: See `load_hardware`; not with a calibration.
             calibration: A file of `hf-hotspa calibrate`.
             dtype: The dtype of computation; None for the calibration's, else bfloat16.
-            quantization: One of `costs.adapter.KINDS`, with an adapter; None if the frozen model is in that dtype.
+            quantization: One of `features.four_bit.terms.KINDS`, with an adapter; None if the frozen model is in that dtype.
         """
         shape = load_model(model)
         count, devices = parse_nodes(nodes)
@@ -106,7 +107,7 @@ class Setup:
             dtype = dtype or measured.key.dtype
             check_calibration(
                 measured, str(calibration), shape.shape, dtype=dtype, nodes=count, devices_per_node=devices,
-                base=FrozenBase.of(four_bits, adapter),
+                frozen=frozen_forms(measured.key.base, four_bits and four_bits.kind),
             )  # fmt: skip
             machine = measured.hardware()
         memory = machine.device.memory_bytes if machine is not None else None
@@ -134,8 +135,8 @@ class Setup:
     @cached_property
     def sizes(self) -> ModelSizes:
         sizes = ModelSizes(
-            self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, adapter=self.adapter,
-            four_bits=self.four_bits,
+            self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, added=self.adapter,
+            packed=self.four_bits,
         )  # fmt: skip
         if self.calibration is None:
             return sizes
@@ -162,7 +163,7 @@ class Setup:
         scoring = TASKS[self.task]
         if self.adapter is not None:  # the model without its adapter is the reference
             scoring = replace(scoring, reference=False)
-        optimizer = OPTIMIZER_STATES[self.optim]
+        optimizer = optimizer_states()[self.optim]
         return MemoryOptions(optimizer, self.dtype, schedule=self.schedule, features=self.features, scoring=scoring)
 
     def strategies(self) -> list[Strategy]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hf_hotspa.costs.adapter import WEIGHT_BYTES
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.coefficients import Hop
+from hf_hotspa.costs.terms import Hop
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.features.four_bit.terms import WEIGHT_BYTES
 from hf_hotspa.reporting.page import lengths_figure, picture
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.reporting.terminal import text_table

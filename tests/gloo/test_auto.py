@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import TrainerCallback
 
-from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.calibrations import made_calibration, save_calibration
 from tests.families import tiny_model

@@ -108,7 +108,7 @@ def workplace(tmp_path_factory):
         file.rename(folder / "model" / file.name)
     (folder / "config.json").write_text(tiny_config(FAMILY).to_json_string())
     (folder / "my.jsonl").write_text("".join(f'{{"text": "{"a row of words " * (1 + n % 9)}"}}\n' for n in range(24)))
-    from hf_hotspa.costs.coefficients import Cost
+    from hf_hotspa.costs.terms import Cost
 
     costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}
     made_calibration(model, 2, costs).save(folder / "calibration.json")

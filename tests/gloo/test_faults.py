@@ -380,7 +380,7 @@ def test_an_evaluation_that_runs_out_of_memory_leaves_a_note_too(tmp_path):
 
 def auto_pool(rank, world, folder):
     """The buckets that auto chooses, and chooses after dp2 ran out of memory with 60 tokens, and tp2 at its load."""
-    from hf_hotspa.costs.coefficients import Cost
+    from hf_hotspa.costs.terms import Cost
     from hf_hotspa.engine.faults import OutOfMemory, record
     from hf_hotspa.trainer import run_plan
     from tests.calibrations import made_calibration

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import verdict
 from tests.calibrations import made_calibration

@@ -18,7 +18,7 @@ STRATEGIES = "dp2:16@32,tp2:60"
 
 
 def calibration_for(world_size):
-    from hf_hotspa.costs.coefficients import Cost
+    from hf_hotspa.costs.terms import Cost
     from tests.calibrations import made_calibration
 
     costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}

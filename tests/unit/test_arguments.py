@@ -19,8 +19,8 @@ from transformers import (
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
-from hf_hotspa.costs.optimizer_state import LOW_BIT_STATES
 from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, StrategyError, UnsupportedError
+from hf_hotspa.features.low_bit_optimizers.terms import LOW_BIT_STATES
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.given_arguments import recompute_argument
 from hf_hotspa.trainer.optimizers import ELEMENTWISE_OPTIMIZERS

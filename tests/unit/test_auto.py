@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.layout.stages import StageCosts

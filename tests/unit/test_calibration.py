@@ -21,12 +21,12 @@ from hf_hotspa.costs.calibration import (
     cache_folder,
     config_digest,
 )
-from hf_hotspa.costs.coefficients import Cost, Hop, Sample
 from hf_hotspa.costs.cost_model import CostModel
+from hf_hotspa.costs.fit import Sample
 from hf_hotspa.costs.memory import MemoryOptions
-from hf_hotspa.costs.optimizer_state import OptimizerState
-from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.sizes import ModelSizes, OptimizerState
 from hf_hotspa.costs.switch_time import port_seconds
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.costs.time import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts

@@ -9,11 +9,11 @@ import pytest
 
 from hf_hotspa.calibrate.probe import context_layouts
 from hf_hotspa.costs.calibration import Calibration, ExchangeSample
-from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.divided import GATHER, RING, ULYSSES
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.search.histogram import Counts

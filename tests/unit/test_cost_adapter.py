@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_hotspa.cli import main
-from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.model_config import load_model, model_from
@@ -16,6 +15,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_config
@@ -32,9 +32,7 @@ def both(family: str, folder: Path, lora: str, **config: Any) -> tuple[ModelSize
     described = describe_model(tiny_lora(family, torch.bfloat16, **config), torch.bfloat16)
     model = load_model(folder)
     adapter = Adapter.read(lora, model.linears)
-    return ModelSizes(model.shape, tied=model.tied, adapter=adapter), ModelSizes(
-        described.shape, vector=described.vector
-    )
+    return ModelSizes(model.shape, tied=model.tied, added=adapter), ModelSizes(described.shape, vector=described.vector)
 
 
 @pytest.mark.parametrize("family", ["llama_gqa_bias", "qwen3_qk_norm_tied"])
@@ -69,7 +67,7 @@ def test_fused_projections_count_as_their_parts(tmp_path: Path) -> None:
 def test_what_is_frozen_costs_less() -> None:
     model, hardware = load_model("llama2-7b"), load_hardware("a800-80g")
     whole = ModelSizes(model.shape)
-    adapted = ModelSizes(model.shape, adapter=Adapter.read("16", model.linears))
+    adapted = ModelSizes(model.shape, added=Adapter.read("16", model.linears))
     strategy = Strategy(4, 2, 1)
     times = [TimeModel.analytic(sizes, hardware).phase_seconds(strategy, [[[4096]]]) for sizes in (adapted, whole)]
     assert 0.6 < times[0] / times[1] < 0.85  # no gradients of the frozen weights: two products of three

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from hf_hotspa.cli import main
-from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.formulas import Traffic, traffic
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts

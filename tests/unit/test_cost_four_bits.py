@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from hf_hotspa.cli import main
-from hf_hotspa.costs.adapter import WEIGHT_BYTES, Adapter, FourBits, FrozenBase
-from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.cost_model import check_calibration
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.model_config import load_model
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.features.four_bit.terms import WEIGHT_BYTES, FourBits, FrozenBase, dequantized, frozen_forms
+from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.calibrations import made_calibration
@@ -40,12 +41,12 @@ def test_bytes_are_those_of_the_trainer(family: str, wide: dict[str, Any], tmp_p
     described = describe_model(tiny_qlora(family, torch.bfloat16, model=wide), torch.bfloat16)
     model = load_model(tmp_path)
     adapter, four_bits = Adapter.read("3", model.linears), FourBits("nf4", model.linears)
-    found = ModelSizes(model.shape, tied=model.tied, adapter=adapter, four_bits=four_bits)
+    found = ModelSizes(model.shape, tied=model.tied, added=adapter, packed=four_bits)
     exact = ModelSizes(described.shape, vector=described.vector)
     assert found.num_trained == exact.num_trained
     assert found.weight_bytes == pytest.approx(exact.weight_bytes, rel=BIASES)
     for strategy in (Strategy(4), Strategy(4, z=3), Strategy(2, 2), Strategy(1, 2, 2), Strategy(1, 4)):
-        assert found.dequantized(strategy.tp) == exact.dequantized(strategy.tp), strategy
+        assert dequantized(found, strategy.tp) == dequantized(exact, strategy.tp), strategy
         for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
             assert mine.gradient_bytes == real.gradient_bytes, strategy
             assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
@@ -64,7 +65,7 @@ def test_whole_weights_where_no_shard_ends_with_blocks() -> None:
 
 def test_seconds_and_bytes_beside_lora_in_bf16() -> None:
     hardware = load_hardware("a800-80g")
-    plain, packed = (ModelSizes(LLAMA.shape, adapter=LORA, four_bits=layers) for layers in (None, NF4))
+    plain, packed = (ModelSizes(LLAMA.shape, added=LORA, packed=layers) for layers in (None, NF4))
     assert packed.num_parameters == plain.num_parameters
     assert packed.weight_bytes == plain.weight_bytes - 32 * NF4.weights * (2 - WEIGHT_BYTES)
     times = [TimeModel.analytic(sizes, hardware) for sizes in (plain, packed)]
@@ -97,6 +98,7 @@ def test_a_calibration_of_other_weights_is_refused() -> None:
     model = tiny_model("llama_gqa_bias")
     calibration, shape = made_calibration(model, 1, {1: Cost(b=1e-6)}), describe_model(model).shape
     known: Any = {"dtype": "float32", "nodes": 1, "devices_per_node": 1}
-    check_calibration(calibration, "here", shape, **known)
+    base = calibration.key.base
+    check_calibration(calibration, "here", shape, **known, frozen=frozen_forms(base, None))
     with pytest.raises(HotspaConfigError, match="frozen weights none in 4 bits instead of nf4"):
-        check_calibration(calibration, "here", shape, **known, base=FrozenBase("nf4", 8))
+        check_calibration(calibration, "here", shape, **known, frozen=frozen_forms(base, FrozenBase("nf4", 8)))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from hf_hotspa.cli import main
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, activation_bytes
-from hf_hotspa.costs.optimizer_state import OPTIMIZER_STATES
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.costs.terms import optimizer_states
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, build_vector
@@ -374,7 +374,7 @@ def test_an_offloaded_master_store_takes_nothing_of_the_device() -> None:
     ],
 )  # fmt: skip
 def test_each_optimizer_keeps_its_own_bytes(optim: str, quantized: float, full: float) -> None:
-    state = OPTIMIZER_STATES[optim]
+    state = optimizer_states()[optim]
     assert state.element_bytes(1 << 20, False) == quantized
     assert state.element_bytes(4095, False) == full
     assert state.element_bytes(4097, False) == (full if "torch" in optim else quantized)
@@ -389,7 +389,7 @@ def test_states_are_counted_by_parameter_with_a_vector_and_without() -> None:
     sizes = ModelSizes(
         ModelShape("x", 1, 4, 4, 64, 64, 500, layer_parameters=64 * 256), vector=build_vector(specs, [1], 0)
     )
-    state = OPTIMIZER_STATES["adamw_8bit"]
+    state = optimizer_states()["adamw_8bit"]
     low = 2 + 8 / 256
     expected = 500 * 64 * 8 + 64 * 256 * low + 64 * 8 + 500 * 64 * low
     assert sizes.master(1, state).optimizer_bytes == math.ceil(expected)

@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.layout.stages import StageCosts

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.coefficients import Cost, Hop, Sample, nonnegative_least_squares
+from hf_hotspa.costs.fit import Sample, nonnegative_least_squares
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.costs.time import Pipeline, TimeModel, pipeline_seconds, shared_pipelines
 from hf_hotspa.engine.switching import PlanPool
 from hf_hotspa.errors import HotspaConfigError

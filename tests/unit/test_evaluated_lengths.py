@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.errors import OverlongError
 from hf_hotspa.trainer import run_plan
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments

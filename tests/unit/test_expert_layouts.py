@@ -8,14 +8,16 @@ import pytest
 import torch
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.divided import expert_exchange_seconds
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import StrategyError, UnsupportedError
+from hf_hotspa.features.experts.terms import exchanges
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.layout.placement import gradient_layout, master_layout, rank_slots, strategy_layout
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model.replica import from_storage, to_storage
 from hf_hotspa.model.specs import describe_model
@@ -167,9 +169,10 @@ def test_sizes_from_a_shape_are_those_of_the_layout(family):
 def test_time_counts_the_exchange_of_tokens_and_that_replicas_keep_step():
     shape = describe_model(tiny_model_of("mixtral")).shape
     assert (shape.num_experts, shape.experts_per_token) == (8, 2)
-    assert expert_exchange_seconds(Strategy.parse("dp4"), shape, 1.0, 1.0) == (0.0, 0.0)
-    assert expert_exchange_seconds(Strategy.parse("dp4ep4"), shape, 1.0, 0.0) == (4 * 2 * 3 / 4, 0.0)
-    assert expert_exchange_seconds(Strategy.parse("tp4ep4"), shape, 1.0, 0.0) == (2 * 3 / 4, 0.0)
+    linked = TimeModel("made up", StageCosts((1,)), hop_intra=Hop(0.0, 1.0), shape=shape)
+    assert exchanges(replace(linked, hop_intra=Hop(1.0, 1.0)), Strategy.parse("dp4")) == Cost()
+    assert exchanges(linked, Strategy.parse("dp4ep4")) == Cost(b=4 * 2 * 3 / 4)
+    assert exchanges(linked, Strategy.parse("tp4ep4")) == Cost(b=2 * 3 / 4)
     time = TimeModel.analytic(ModelSizes(shape, "bfloat16"), load_hardware("a100-80g"))
     uneven = [((8,), (64000,)), ((64000,), (8,)), ((8,),), ((8,),)]
     alone, together = (time.phase_seconds(Strategy.parse(name), uneven) for name in ("dp4", "dp4ep4"))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_hotspa.costs.analytic import layer_cost
+from hf_hotspa.costs.data_sheet import layer_cost
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, activation_bytes
 from hf_hotspa.costs.run_options import RunOptions

@@ -7,11 +7,11 @@ import pytest
 
 from hf_hotspa.cli import main
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate, port_seconds
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.vector import GradientDtypes, ParameterSpec, master_dtype
 from hf_hotspa.model_shape import ModelShape

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import Pipeline, TimeModel, interleaved_events, pipeline_seconds, shared_pipelines
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.features.slow_devices.mode import HandOver

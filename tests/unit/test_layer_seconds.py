@@ -10,8 +10,9 @@ import torch
 from hf_hotspa.calibrate import probe as timed
 from hf_hotspa.calibrate.probe import Measuring, kinds_of_layers, time_layers
 from hf_hotspa.costs.calibration import Calibration, LayerSample, PhaseSample
-from hf_hotspa.costs.coefficients import Cost, Sample
+from hf_hotspa.costs.fit import Sample
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.agreement import Agreement

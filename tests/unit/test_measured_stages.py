@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import stage_of_unit, strategy_layout
 from hf_hotspa.layout.stages import StageCosts, nested_orders

@@ -6,7 +6,6 @@ from hashlib import sha256
 
 import pytest
 
-from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.online_calibration import (
     LIMIT,
     WINDOW,
@@ -16,6 +15,7 @@ from hf_hotspa.costs.online_calibration import (
     ScaledTime,
     fingerprint,
 )
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts

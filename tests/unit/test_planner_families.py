@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hf_hotspa.cli import main
-from hf_hotspa.costs.analytic import layer_cost
+from hf_hotspa.costs.data_sheet import layer_cost
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import activation_bytes
 from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.features.slow_devices.reaction import StageCuts

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.features.slow_devices.reaction import StageCuts

@@ -4,6 +4,10 @@
 from collections.abc import Iterator
 from typing import Any
 
+from hf_hotspa.features.experts.terms import TERMS
+
+terms = TERMS
+
 
 def attach(replica: Any, description: Any, options: Any) -> Iterator[Any]:
     """The balance loss of routers, the exchange of tokens between the ranks of ep, and the limit of experts."""

@@ -3,6 +3,7 @@
 from typing import Any
 
 from hf_hotspa.features.pipedream.mode import PIPEDREAM, PIPELINE_MODES, PipeDream
+from hf_hotspa.features.pipedream.terms import TERMS
 from hf_hotspa.seam import SYNCHRONOUS, Flags, Options, settings
 
 
@@ -39,6 +40,8 @@ def _of_command(args: Any) -> Options | None:
 
 
 options = PipeDream
+
+terms = TERMS
 
 flags = Flags(
     arguments="hf_hotspa.features.pipedream.arguments:PipelineModeArguments",

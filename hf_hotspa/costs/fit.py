@@ -1,4 +1,8 @@
-"""Coefficients of the time model: seconds of a pack (quadratic in its lengths) and of messages; and their fit."""
+"""The fit of the time model's coefficients to measurements: non-negative least squares on relative errors.
+
+Errors are relative, so that short packs count as much as long ones. With few unknowns the non-negative problem is
+solved exactly: solve for every set of non-zero unknowns and take the best feasible solution.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,66 +11,9 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
+from hf_hotspa.costs.terms import Cost
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.typed import NotNegative, Positive, PositiveCount
-
-
-@dataclass(frozen=True)
-class Cost:
-    """`t = a * sum(l_i^2) + b * sum(l_i) + c` seconds for a pack of sequences of lengths l_i, forward and backward.
-
-    Packed sequences do not attend to each other, so attention costs the sum of the squares.
-
-    Args:
-        a: Seconds per pair of tokens.
-        b: Seconds per token.
-        c: Seconds per pack.
-    """
-
-    a: float = 0.0
-    b: float = 0.0
-    c: float = 0.0
-
-    def seconds(self, squares: float, tokens: float) -> float:
-        """Seconds of a pack, from its sum of squared lengths and its tokens."""
-        return self.a * squares + self.b * tokens + self.c
-
-    def of(self, lengths: Iterable[int]) -> float:
-        """Seconds of a pack, from its sequence lengths."""
-        pack = list(lengths)
-        return self.seconds(sum(length * length for length in pack), sum(pack))
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.a + other.a, self.b + other.b, self.c + other.c)
-
-    def __mul__(self, factor: float) -> "Cost":
-        return Cost(self.a * factor, self.b * factor, self.c * factor)
-
-
-@dataclass(frozen=True)
-class Hop:
-    """Cost of sending a hidden state or its gradient to the next stage: fixed seconds, and seconds per token."""
-
-    latency_s: NotNegative = 0.0
-    token_s: NotNegative = 0.0
-
-    def seconds(self, tokens: float) -> float:
-        return self.latency_s + self.token_s * tokens
-
-
-@dataclass(frozen=True)
-class Exchanges:
-    """Cost of the exchanges of cp ranks in a layer: heads for tokens, and gradients to where they are summed
-    (`all_to_all`); keys and values (`gather`). A token counts as the bytes of its hidden state that a rank sends."""
-
-    all_to_all: Hop
-    gather: Hop
-
-
-# -- fit: non-negative least squares on relative errors ----------------------------------------------------------------
-#
-# Errors are relative, so that short packs count as much as long ones. With few unknowns the non-negative problem is
-# solved exactly: solve for every set of non-zero unknowns and take the best feasible solution.
+from hf_hotspa.typed import Positive, PositiveCount
 
 Array = npt.NDArray[np.float64]
 

@@ -6,19 +6,16 @@
 * Blocks that the family's plan does not cut cost every device the same.
 * Tensor parallelism: four all-reduces per layer (Narayanan et al., SC'21, section 2.3), each `2 s h e (1 - 1/t)` bytes
   over the slowest link of the group; across nodes every NIC of a node carries its share.
-* 4-bit weights are dequantized for each product: bytes of codes and weights at memory bandwidth.
 
 Matrix products reach `MATMUL_EFFICIENCY * s / (s + HALF_TOKENS)` of the peak: a constant number of seconds per pack
 plus a linear term. Predictions are within about a third; measure if the machine is available.
 """
 
-from collections.abc import Mapping
-
-from hf_hotspa.costs.adapter import DEQUANTIZATIONS, WEIGHT_BYTES
-from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.hardware import Hardware
-from hf_hotspa.costs.sizes import dtype_bytes
+from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.costs.terms import Cost, Hop
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.seam import hooks
 
 MATMUL_EFFICIENCY = 0.62
 """Share of the peak that a layer's large matrix products reach, with the operations between them (training runs of
@@ -42,8 +39,8 @@ def all_reduce_seconds(tp: int, num_bytes: float, hardware: Hardware) -> float:
     return 2 * num_bytes * (1 - 1 / tp) / (hardware.ring_bandwidth(tp) * LINK_EFFICIENCY)
 
 
-def _products(parameters: float, adapter: float | None) -> float:
-    return 6 * parameters if adapter is None else 4 * parameters + 6 * adapter
+def _products(parameters: float, added: float | None) -> float:
+    return 6 * parameters if added is None else 4 * parameters + 6 * added
 
 
 def all_reduce_latency(tp: int, hardware: Hardware) -> float:
@@ -53,19 +50,16 @@ def all_reduce_latency(tp: int, hardware: Hardware) -> float:
     return hardware.intra_latency_s if tp <= hardware.devices_per_node else hardware.inter_latency_s
 
 
-def layer_cost(
-    shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapter: int | None = None, codes: float = 0.0
-) -> Cost:
+def layer_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, added: int | None = None) -> Cost:
     """Cost of one decoder layer, forward and backward, on each device of a tp group.
 
     Args:
-        adapter: Adapter parameters that are trained instead of the layer; None if the layer is trained.
-        codes: 4-bit weights that are dequantized for each product.
+        added: Parameters that are trained in the place of the layer; None if the layer is trained.
     """
     peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
     whole = shape.whole_parameters
     parameters = (shape.active_parameters - whole) / tp + whole
-    matmul = _products(parameters, adapter) / (peak * MATMUL_EFFICIENCY)
+    matmul = _products(parameters, added) / (peak * MATMUL_EFFICIENCY)
     heads = shape.attention_size * ((1 - shape.whole_attention) / tp + shape.whole_attention)
     attention = 7 * heads / (peak * ATTENTION_EFFICIENCY)
     # fixed costs of a pack: half-empty tiles, reading the weights three times, or launching the kernels
@@ -74,8 +68,6 @@ def layer_cost(
     )  # a pack uses all experts
     reads = 3 * read * width / hardware.device.memory_bandwidth
     fixed = max(matmul * HALF_TOKENS, reads, KERNELS_PER_LAYER * KERNEL_S)
-    # separate kernels read codes and write weights
-    fixed += DEQUANTIZATIONS * codes * (WEIGHT_BYTES + width) / hardware.device.memory_bandwidth
     return Cost(
         attention,
         matmul + 4 * all_reduce_seconds(tp, shape.hidden_size * width, hardware),
@@ -114,11 +106,19 @@ def hops(shape: ModelShape, hardware: Hardware, dtype: str) -> tuple[Hop, Hop]:
 
 
 def costs(
-    shape: ModelShape, hardware: Hardware, dtype: str, adapters: Mapping[int, tuple[int | None, float]]
+    sizes: ModelSizes, hardware: Hardware, dtype: str
 ) -> tuple[dict[int, Cost], dict[int, Cost], dict[int, Cost]]:
-    """Returns layer, head and embedding costs by tp; `adapters` has `adapter` and `codes` of `layer_cost` by tp."""
+    """Returns layer, head and embedding costs by tp."""
+    shape, frozen = sizes.shape, sizes.added is not None
+    degrees = range(1, shape.num_attention_heads + 1)
+    of_features = [terms.data_sheet for terms in hooks("terms") if terms.data_sheet is not None]
+
+    def layer(tp: int) -> Cost:
+        own = layer_cost(shape, tp, hardware, dtype, sizes.added_parameters(tp) if frozen else None)
+        return sum((cost(sizes, tp, hardware, dtype) for cost in of_features), own)
+
     return (
-        {tp: layer_cost(shape, tp, hardware, dtype, *both) for tp, both in adapters.items()},
-        {tp: head_cost(shape, tp, hardware, dtype, adapter is not None) for tp, (adapter, _) in adapters.items()},
-        {tp: embedding_cost(shape, tp, hardware, dtype) for tp in adapters},
+        {tp: layer(tp) for tp in degrees},
+        {tp: head_cost(shape, tp, hardware, dtype, frozen) for tp in degrees},
+        {tp: embedding_cost(shape, tp, hardware, dtype) for tp in degrees},
     )

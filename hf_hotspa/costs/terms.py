@@ -1,0 +1,158 @@
+"""Named terms: what the cost models add up.
+
+Bytes of a rank (`memory.MemoryModel`) are a sum of `MemoryTerm`s, seconds of a layer (`time.TimeModel`) a sum of
+`TimeTerm`s: those of the core, which stand beside each model, and the `Terms` of features, from their folders
+(`hf_hotspa.seam`).
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hf_hotspa.costs.sizes import ADAM, MasterSizes, OptimizerState
+from hf_hotspa.seam import hooks
+from hf_hotspa.typed import NotNegative
+
+
+class Packs(NamedTuple):
+    """The packs (or chunks) of a bucket, on one rank of a stage.
+
+    Args:
+        number: Of a replica, through the pipeline; None if there are enough to fill it.
+        in_flight: The most whose activations are kept.
+        held_tokens: The most tokens in flight.
+        pack_tokens: Tokens of the largest pack.
+        longest: The longest sequence.
+    """
+
+    number: int | None
+    in_flight: int
+    held_tokens: int
+    pack_tokens: int
+    longest: int
+
+
+class Rate(NamedTuple):
+    """Bytes: for each token in flight, for each token of one pack, and independent of packs."""
+
+    held: float = 0.0
+    pack: float = 0.0
+    fixed: float = 0.0
+
+    def __call__(self, packs: Packs) -> float:
+        return self.held * packs.held_tokens + self.pack * packs.pack_tokens + self.fixed
+
+    def plus(self, other: "Rate") -> "Rate":
+        return Rate(self.held + other.held, self.pack + other.pack, self.fixed + other.fixed)
+
+
+Bytes = Rate | Callable[[Packs], float]
+
+LOSS = "loss"
+"""The moment of the loss of one pack."""
+
+
+@dataclass(frozen=True)
+class MemoryTerm:
+    """Bytes on the fullest rank of a stage.
+
+    Args:
+        part: The part of a `MemoryBreakdown` that they belong to.
+        of: Called with a `memory.MemoryStage`; None if a stage has none of them. `Rate`s are added up once a stage.
+        moment: What they exist for, if not all the time. Moments exclude each other: of each, only what exceeds the
+            bytes of `LOSS` counts. Needs a `Rate`, except for `LOSS`.
+    """
+
+    name: str
+    part: str
+    of: Callable[[Any], Bytes | None]
+    moment: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`t = a * sum(l_i^2) + b * sum(l_i) + c` seconds for a pack of sequences of lengths l_i, forward and backward.
+
+    Packed sequences do not attend to each other, so attention costs the sum of the squares.
+
+    Args:
+        a: Seconds per pair of tokens.
+        b: Seconds per token.
+        c: Seconds per pack.
+    """
+
+    a: float = 0.0
+    b: float = 0.0
+    c: float = 0.0
+
+    def seconds(self, squares: float, tokens: float) -> float:
+        """Seconds of a pack, from its sum of squared lengths and its tokens."""
+        return self.a * squares + self.b * tokens + self.c
+
+    def of(self, lengths: Iterable[int]) -> float:
+        """Seconds of a pack, from its sequence lengths."""
+        pack = list(lengths)
+        return self.seconds(sum(length * length for length in pack), sum(pack))
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.a + other.a, self.b + other.b, self.c + other.c)
+
+    def __mul__(self, factor: float) -> "Cost":
+        return Cost(self.a * factor, self.b * factor, self.c * factor)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """Cost of sending a hidden state or its gradient to the next stage: fixed seconds, and seconds per token."""
+
+    latency_s: NotNegative = 0.0
+    token_s: NotNegative = 0.0
+
+    def seconds(self, tokens: float) -> float:
+        return self.latency_s + self.token_s * tokens
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """Cost of the exchanges of cp ranks in a layer: heads for tokens, and gradients to where they are summed
+    (`all_to_all`); keys and values (`gather`). A token counts as the bytes of its hidden state that a rank sends."""
+
+    all_to_all: Hop
+    gather: Hop
+
+
+@dataclass(frozen=True)
+class TimeTerm:
+    """Cost of one layer on a rank, forward and backward; `of` is called with a `time.TimeModel` and a strategy."""
+
+    name: str
+    of: Callable[[Any, Any], Cost]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a feature adds to the cost models: the hook `terms`.
+
+    Args:
+        data_sheet: Cost of one layer on data sheets, from `ModelSizes`, tp, `Hardware` and dtype.
+        master: The master store of a `memory.MemoryStage`, if the feature divides it otherwise.
+        optimizer_states: Optimizers by `--optim` name.
+    """
+
+    memory: tuple[MemoryTerm, ...] = ()
+    time: tuple[TimeTerm, ...] = ()
+    data_sheet: Callable[[Any, int, Any, str], Cost] | None = None
+    master: Callable[[Any], MasterSizes | None] | None = None
+    optimizer_states: Mapping[str, OptimizerState] = field(default_factory=dict)
+
+
+def optimizer_states() -> dict[str, OptimizerState]:
+    """Returns state sizes by `--optim` name; SGD counts with momentum."""
+    states = {
+        "adamw_torch": ADAM,
+        "adamw_torch_fused": ADAM,
+        **dict.fromkeys(("sgd", "adagrad", "rmsprop"), OptimizerState(4)),
+    }
+    for terms in hooks("terms"):
+        states |= terms.optimizer_states
+    return states
