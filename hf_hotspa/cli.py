@@ -20,12 +20,12 @@ from hf_hotspa._lazy import needs_training_libraries
 from hf_hotspa.commands import checkpoint_files, inputs
 from hf_hotspa.commands.inputs import add_flags, file_to_write, whole
 from hf_hotspa.commands.train_help import HELP, OVERVIEW
+from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.costs.scoring import TASKS
-from hf_hotspa.costs.terms import optimizer_states
+from hf_hotspa.costs.terms import form_names, optimizer_states
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
-from hf_hotspa.features.four_bit.terms import KINDS, FrozenBase
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
@@ -115,7 +115,7 @@ _SETUP = {
 }
 """What `_setup` reads, except the hardware."""
 _SETUP_VALUES: dict[str, dict[str, Any]] = {
-    "quantization": {"choices": KINDS},
+    "quantization": {"choices": form_names()},
     "optim": {"default": "adamw_torch", "choices": tuple(optimizer_states())},
     "task": {"default": "sft", "choices": list(TASKS)},
     "grad_accum_dtype": {"default": FP32, "choices": ACCUMULATION_DTYPES},
@@ -185,7 +185,9 @@ def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
         "--output FILE": "also write the calibration here",
         "--force": "measure even if the cache has a result",
     }
-    add_flags(parser, texts, processes={"type": whole()}, quantization={"choices": KINDS}, lora={"type": whole()})
+    add_flags(
+        parser, texts, processes={"type": whole()}, quantization={"choices": form_names()}, lora={"type": whole()}
+    )
 
 
 def _setup(args: argparse.Namespace) -> Setup:

@@ -22,6 +22,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_hotspa.checkpoint.tensors import CPU_ADAM, Share, optimizer_to_json
+from hf_hotspa.costs.terms import OPTIMIZER_STATES, optimizer_states
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterShare, bare_optimizer
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
@@ -36,7 +37,6 @@ from hf_hotspa.features.low_bit_optimizers.adoption import (
     library_of,
     overrides_of,
 )
-from hf_hotspa.features.low_bit_optimizers.terms import LOW_BIT_STATES
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.parallel.wrapped_model import bare_model
@@ -56,7 +56,9 @@ ELEMENTWISE_OPTIMIZERS = (
 """The values of `--optim` that are elementwise and need no further package or device."""
 
 _LIBRARIES = {
-    BITSANDBYTES: tuple(o for o in OptimizerNames if o.value in LOW_BIT_STATES and "torch" not in o.value),
+    BITSANDBYTES: tuple(
+        o for o in OptimizerNames if o.value in optimizer_states().keys() - OPTIMIZER_STATES and "torch" not in o.value
+    ),
     TORCHAO: (OptimizerNames.ADAMW_TORCH_8BIT, OptimizerNames.ADAMW_TORCH_4BIT),
 }
 """The values of `--optim` that run if a library is installed."""

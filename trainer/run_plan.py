@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.calibrate import cached_calibration, calibrate, calibration_key
-from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.cost_model import CostModel, check_calibration
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
@@ -41,7 +41,6 @@ from hf_hotspa.engine.faults import FILE, fewest_tokens, largest_packs, warn_of_
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.features.dropout.dropout import without_attention_dropout
 from hf_hotspa.features.four_bit.four_bit_linear import is_four_bit
-from hf_hotspa.features.four_bit.terms import FrozenBase, frozen_forms
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
@@ -626,7 +625,7 @@ def agreed_calibration(
             nodes=-(-args.world_size // local),
             devices_per_node=local,
             strategies=strategies,
-            frozen=frozen_forms(calibration.key.base, frozen_base(description)),
+            base=frozen_base(description),
         )
         return calibration
 

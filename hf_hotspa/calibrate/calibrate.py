@@ -43,6 +43,7 @@ from hf_hotspa.costs.calibration import (
     Calibration,
     CalibrationKey,
     ExchangeSample,
+    FrozenBase,
     Link,
     MemorySample,
     ModelFacts,
@@ -54,7 +55,6 @@ from hf_hotspa.costs.terms import Hop
 from hf_hotspa.engine.device_memory import device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.errors import HotspaConfigError, HotspaError, TransferError
-from hf_hotspa.features.four_bit.terms import FrozenBase
 from hf_hotspa.model.options import default_device
 from hf_hotspa.model.specs import describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape

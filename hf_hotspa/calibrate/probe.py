@@ -29,7 +29,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.costs.calibration import ExchangeSample, LayerSample, Link, PhaseSample, SwitchSample
+from hf_hotspa.costs.calibration import ExchangeSample, FrozenBase, LayerSample, Link, PhaseSample, SwitchSample
 from hf_hotspa.costs.fit import Sample
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.costs.terms import Hop
@@ -37,7 +37,6 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.phase import moment
 from hf_hotspa.engine.transport import ProcessGroupTransport
-from hf_hotspa.features.four_bit.terms import BLOCK, FrozenBase
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
@@ -187,6 +186,7 @@ def _exchange(name: str, own: Tensor, context: ContextGroup) -> None:
 
 
 _BLOCK = 1 << 16
+_SCALED = 64  # weights that share a scale of bitsandbytes
 _WIDEST_PATTERN = 6
 _MOST_LAYERS, _MANY_WEIGHTS = 8, 1 << 28
 _TRIAL_BYTES = 64 << 20
@@ -262,20 +262,20 @@ def with_frozen_base(model: PreTrainedModel, base: FrozenBase) -> nn.Module:
     head, dtype = model.get_output_embeddings(), model.dtype
     narrow = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
     block = random_block().to(model.device, narrow)
-    codes, scales = quantize_4bit(block, blocksize=BLOCK, quant_type=base.kind)
+    codes, scales = quantize_4bit(block, blocksize=_SCALED, quant_type=base.kind)
     for name, linear in list(model.named_modules()):
         if type(linear) is not nn.Linear or linear is head:
             continue
         rows, columns = linear.weight.shape
         numel = rows * columns
         state = QuantState(
-            scales.absmax.repeat(-(-numel // len(block)))[: -(-numel // BLOCK)],
-            shape=linear.weight.shape, code=scales.code, blocksize=BLOCK, quant_type=base.kind, dtype=narrow,
+            scales.absmax.repeat(-(-numel // len(block)))[: -(-numel // _SCALED)],
+            shape=linear.weight.shape, code=scales.code, blocksize=_SCALED, quant_type=base.kind, dtype=narrow,
         )  # fmt: skip
         packed = Linear4bit(columns, rows, linear.bias is not None, narrow, quant_type=base.kind, device="meta")
         data = codes.reshape(-1).repeat(-(-numel // len(block)))[: -(-numel // 2), None]
         packed.weight = Params4bit(
-            data, requires_grad=False, quant_state=state, blocksize=BLOCK, quant_type=base.kind, module=packed,
+            data, requires_grad=False, quant_state=state, blocksize=_SCALED, quant_type=base.kind, module=packed,
             bnb_quantized=True,
         )  # fmt: skip
         packed.bias, packed.quant_state = linear.bias, state

@@ -17,11 +17,10 @@ import torch.multiprocessing as multiprocessing
 from transformers import AutoConfig
 
 from hf_hotspa.calibrate.calibrate import calibrate
-from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.calibration import Calibration, FrozenBase
 from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError, printable
-from hf_hotspa.features.four_bit.terms import FrozenBase
 from hf_hotspa.parallel import backends
 from hf_hotspa.whole_file import write_whole
 

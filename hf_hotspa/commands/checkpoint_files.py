@@ -23,8 +23,8 @@ from hf_hotspa.checkpoint.format.manifest import (
 )
 from hf_hotspa.commands.inputs import add_flags
 from hf_hotspa.costs.hardware import parse_bytes
+from hf_hotspa.costs.terms import form_names
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
-from hf_hotspa.features.four_bit.terms import KINDS
 from hf_hotspa.reporting.terminal import text_table
 
 DAMAGED = 1
@@ -55,7 +55,7 @@ def add_parsers(commands: Any) -> None:
         "--quantization": "the quantization it was loaded with; not if its folder is already quantized",
         "--double-quantization": "it was loaded with bnb_4bit_use_double_quant",
     }
-    add_flags(export.add_argument_group("with --merge"), of_base, quantization={"choices": KINDS})
+    add_flags(export.add_argument_group("with --merge"), of_base, quantization={"choices": form_names()})
 
 
 def _targets(path: Path) -> list[Path]:

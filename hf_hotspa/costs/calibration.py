@@ -37,6 +37,17 @@ REMEDY = "delete the file and calibrate again (hf-hotspa calibrate)"
 
 
 @dataclass(frozen=True)
+class FrozenBase:
+    """The frozen base of a calibration: its form (`terms.form_names`), with an adapter of that rank on all linears."""
+
+    kind: str
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}, LoRA r={self.rank}"
+
+
+@dataclass(frozen=True)
 class CalibrationKey:
     """The case that a calibration is valid for: all fields must match.
 

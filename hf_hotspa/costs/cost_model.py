@@ -13,6 +13,7 @@ from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryBreakdown, MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import EFFICIENCY, Streams, estimate, moved_bytes, seconds_of_links
+from hf_hotspa.costs.terms import packed_forms
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
@@ -104,20 +105,21 @@ def check_calibration(
     dtype: str,
     nodes: int,
     devices_per_node: int,
-    frozen: tuple[str, str],
     strategies: Iterable[Strategy] = (),
+    base: object = None,
 ) -> None:
     """Checks that a calibration applies to a case. Does not compare machine and versions; these are the user's choice.
 
     Args:
         devices_per_node: Processes per node.
-        frozen: The form of frozen weights, of the calibration and of the case.
         strategies: Strategies that it must cover.
+        base: The frozen base of the run (or the name of its form), if any. The rank of an adapter is not compared.
 
     Raises:
         HotspaConfigError: naming all differences.
     """
     key, facts = calibration.key, calibration.model
+    none = next((forms.none for forms in packed_forms()), "none")
     pairs = [
         ("processes a node", key.devices_per_node, devices_per_node),
         ("dtype", key.dtype, dtype),
@@ -125,7 +127,7 @@ def check_calibration(
         ("hidden size", facts.hidden_size, shape.hidden_size),
         ("vocabulary", facts.vocab_size, shape.vocab_size),
         ("attention heads", facts.num_attention_heads, shape.num_attention_heads),
-        ("frozen weights", *frozen),
+        ("frozen weights", *(str(known or none).partition(",")[0] for known in (key.base, base))),
     ]
     wrong = [f"{name} {measured} instead of {needed}" for name, measured, needed in pairs if measured != needed]
     if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:

@@ -248,6 +248,10 @@ class MemoryStage:
         return v * max(map(len, self.model.sizes.layers_of_stages(pp, v)[self.index :: pp]))
 
     @property
+    def recomputes(self) -> bool:
+        return self.strategy.rc > 0
+
+    @property
     def sharers(self) -> int:
         """Over how many ranks the hidden states between blocks are divided."""
         return self.strategy.tp if self.strategy.sp else 1
@@ -277,7 +281,7 @@ RECOMPUTATION = "recomputation"
 def _recomputed_layer(stage: MemoryStage) -> Rate | None:
     """While the last recomputing layer runs again: its activations, a gradient at either end, and one inside the MLP,
     which sequence parallelism gathers. The layers after it have already run backward."""
-    if not stage.strategy.rc:
+    if not stage.recomputes:
         return None
     input_bytes, after = stage.hidden / stage.sharers, (stage.num_layers - 1) % stage.strategy.rc
     gradients = 2 * input_bytes + stage.inner_gradient + (stage.hidden if stage.sharers > 1 else 0.0)
@@ -286,7 +290,7 @@ def _recomputed_layer(stage: MemoryStage) -> Rate | None:
 
 def _layer_backward(stage: MemoryStage) -> Rate | None:
     """Needs no more than a layer keeps (`end_bytes`)."""
-    if stage.is_last or stage.strategy.rc:
+    if stage.is_last or stage.recomputes:
         return None
     return Rate(pack=min(stage.layer, stage.options.end_bytes.get(stage.strategy.tp, 0.0)))
 

@@ -130,6 +130,21 @@ class TimeTerm:
 
 
 @dataclass(frozen=True)
+class PackedForms:
+    """Forms in which frozen weights may be held (`sizes.Packed`).
+
+    Args:
+        names: The values of `--quantization`; messages suggest the first one.
+        of: Called with a name and the linear layers of a decoder layer, by name.
+        none: What messages call frozen weights in no such form.
+    """
+
+    names: tuple[str, ...]
+    of: Callable[[str, Mapping[str, Any]], Any]
+    none: str
+
+
+@dataclass(frozen=True)
 class Terms:
     """What a feature adds to the cost models: the hook `terms`.
 
@@ -137,6 +152,8 @@ class Terms:
         data_sheet: Cost of one layer on data sheets, from `ModelSizes`, tp, `Hardware` and dtype.
         master: The master store of a `memory.MemoryStage`, if the feature divides it otherwise.
         optimizer_states: Optimizers by `--optim` name.
+        added: Reads weights that are trained on a frozen model (`sizes.Added`) from the text of `--lora` and the linear
+            layers of a decoder layer, by name.
     """
 
     memory: tuple[MemoryTerm, ...] = ()
@@ -144,15 +161,39 @@ class Terms:
     data_sheet: Callable[[Any, int, Any, str], Cost] | None = None
     master: Callable[[Any], MasterSizes | None] | None = None
     optimizer_states: Mapping[str, OptimizerState] = field(default_factory=dict)
+    added: Callable[[str, Mapping[str, Any]], Any] | None = None
+    packed: PackedForms | None = None
+
+
+OPTIMIZER_STATES = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), ADAM),
+    **dict.fromkeys(("sgd", "adagrad", "rmsprop"), OptimizerState(4)),
+}
+"""State by `--optim` name; SGD counts with momentum."""
 
 
 def optimizer_states() -> dict[str, OptimizerState]:
-    """Returns state sizes by `--optim` name; SGD counts with momentum."""
-    states = {
-        "adamw_torch": ADAM,
-        "adamw_torch_fused": ADAM,
-        **dict.fromkeys(("sgd", "adagrad", "rmsprop"), OptimizerState(4)),
-    }
+    """Returns `OPTIMIZER_STATES` with those of features."""
+    states = dict(OPTIMIZER_STATES)
     for terms in hooks("terms"):
         states |= terms.optimizer_states
     return states
+
+
+def added_weights(text: str, linears: Mapping[str, Any]) -> Any:
+    """Returns what `--lora` adds to the linear layers of a decoder layer; raises `HotspaConfigError` for other text."""
+    return next(terms.added(text, linears) for terms in hooks("terms") if terms.added is not None)
+
+
+def packed_forms() -> tuple[PackedForms, ...]:
+    return tuple(terms.packed for terms in hooks("terms") if terms.packed is not None)
+
+
+def form_names() -> tuple[str, ...]:
+    """The values of `--quantization`."""
+    return tuple(name for forms in packed_forms() for name in forms.names)
+
+
+def packed_weights(name: str, linears: Mapping[str, Any]) -> Any:
+    """Returns the linear layers of a decoder layer in a form."""
+    return next(forms.of(name, linears) for forms in packed_forms() if name in forms.names)

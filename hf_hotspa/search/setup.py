@@ -18,10 +18,8 @@ from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
-from hf_hotspa.costs.terms import optimizer_states
+from hf_hotspa.costs.terms import added_weights, form_names, optimizer_states, packed_weights
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
-from hf_hotspa.features.four_bit.terms import FourBits, frozen_forms
-from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
 from hf_hotspa.seam import SYNCHRONOUS, Options
 from hf_hotspa.search.baselines import STAGES, DataParallel, Pricing, people_run
@@ -60,11 +58,11 @@ class Setup:
     calibration: Calibration | None = None  # measurements of the model on such a machine; replaces all data sheets
     gradients: GradientDtypes = IN_FP32  # the dtypes in which gradients accumulate and travel
     schedule: str = "auto"  # one of `pipeline_order.SCHEDULES`
-    adapter: Adapter | None = None  # None to train the model
+    adapter: Any | None = None  # None to train the model
     features: tuple[Options, ...] = ()  # settings of features (`hf_hotspa.seam`)
     optim: str = "adamw_torch"  # the optimizer, by the name of `--optim`
     task: str = "sft"  # one of `scoring.TASKS`
-    four_bits: FourBits | None = None  # the layers of a frozen model that are in 4 bits
+    packed: Any | None = None  # the layers of a frozen model that are in another form
 
     @classmethod
     def read(
@@ -82,32 +80,32 @@ class Setup:
         """Reads a setup from the words of a command line; raises `HotspaConfigError` if one is unknown or impossible.
 
         Args:
-            model: See `load_model`; likewise `nodes`: `parse_nodes`, `memory_limit`: `parse_bytes`, `lora`: `Adapter.read`.
+            model: See `load_model`; likewise `nodes`: `parse_nodes`, `memory_limit`: `parse_bytes`, `lora`: `added_weights`.
             hardware: See `load_hardware`; not with a calibration.
             calibration: A file of `hf-hotspa calibrate`.
             dtype: The dtype of computation; None for the calibration's, else bfloat16.
-            quantization: One of `features.four_bit.terms.KINDS`, with an adapter; None if the frozen model is in that dtype.
+            quantization: One of `costs.terms.form_names`, with an adapter; None if the frozen model is in that dtype.
         """
         shape = load_model(model)
         count, devices = parse_nodes(nodes)
         if count * devices > _MOST_DEVICES:
             fix = f"plan for at most {_MOST_DEVICES} devices"
             raise HotspaConfigError(f"{nodes} are {count * devices} devices", fix=fix)
-        adapter = Adapter.read(lora, shape.linears) if lora is not None else None
+        adapter = added_weights(lora, shape.linears) if lora is not None else None
         if quantization is not None and adapter is None:
             raise HotspaConfigError(
                 f"--quantization {quantization} needs an adapter",
                 why="weights in 4 bits are frozen, and nothing would be trained",
                 fix="add --lora 16",
             )
-        four_bits = FourBits(quantization, shape.linears) if quantization is not None else None
+        packed = packed_weights(quantization, shape.linears) if quantization is not None else None
         machine = load_hardware(hardware) if hardware is not None else None
         measured = Calibration.load(calibration) if calibration is not None else None
         if measured is not None:
             dtype = dtype or measured.key.dtype
             check_calibration(
                 measured, str(calibration), shape.shape, dtype=dtype, nodes=count, devices_per_node=devices,
-                frozen=frozen_forms(measured.key.base, four_bits and four_bits.kind),
+                base=packed and packed.kind,
             )  # fmt: skip
             machine = measured.hardware()
         memory = machine.device.memory_bytes if machine is not None else None
@@ -123,7 +121,7 @@ class Setup:
             raise HotspaConfigError(f"{shape.name} cannot run +sp", why=why, fix="leave --sequence-parallel out")
         if machine is not None:
             machine = replace(machine, devices_per_node=devices)
-        options |= {"calibration": measured, "adapter": adapter, "four_bits": four_bits}
+        options |= {"calibration": measured, "adapter": adapter, "packed": packed}
         setup = cls(shape, count, devices, machine, limit, source, dtype or DTYPE, **options)
         dtype_bytes(setup.dtype)
         return setup
@@ -136,7 +134,7 @@ class Setup:
     def sizes(self) -> ModelSizes:
         sizes = ModelSizes(
             self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, added=self.adapter,
-            packed=self.four_bits,
+            packed=self.packed,
         )  # fmt: skip
         if self.calibration is None:
             return sizes
@@ -196,7 +194,7 @@ class Setup:
             "pipeline_schedule": self.schedule,
             "pipeline_mode": SYNCHRONOUS,
             "lora": {"r": self.adapter.rank, "targets": list(self.adapter.linears)} if self.adapter else None,
-            "quantization": self.four_bits.kind if self.four_bits else None,
+            "quantization": self.packed.kind if self.packed else None,
             "trained_parameters": self.sizes.num_trained,
             **{name: text for each in self.features for name, text in each.shown().items()},
         }
@@ -290,11 +288,11 @@ def _what_would_fit(setup: Setup, longest: int) -> str:
     if setup.calibration is None:
         lora, add = setup, ""
         if setup.adapter is None:
-            lora, add = replace(setup, adapter=Adapter.read("16", setup.model.linears)), "--lora 16 "
+            lora, add = replace(setup, adapter=added_weights("16", setup.model.linears)), "--lora 16 "
             ways.append((add.strip(), lora))
-        if setup.four_bits is None:
-            four_bits = FourBits("nf4", setup.model.linears)
-            ways.append((f"{add}--quantization nf4", replace(lora, four_bits=four_bits)))
+        for form in form_names()[:1] if setup.packed is None else ():
+            packed = packed_weights(form, setup.model.linears)
+            ways.append((f"{add}--quantization {form}", replace(lora, packed=packed)))
         if setup.adapter is None and setup.optim == "adamw_torch":
             ways.append(("--optim adamw_8bit", replace(setup, optim="adamw_8bit")))
     fitting = [text for text, changed in ways if _longest_held(changed, longest) >= longest]

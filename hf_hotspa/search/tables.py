@@ -10,7 +10,6 @@ from itertools import pairwise
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.terms import Hop
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.features.four_bit.terms import WEIGHT_BYTES
 from hf_hotspa.reporting.page import lengths_figure, picture
 from hf_hotspa.reporting.run_log import length_histogram
 from hf_hotspa.reporting.terminal import text_table
@@ -29,8 +28,10 @@ def _heading(setup: Setup) -> str:
     ]
     if setup.adapter is not None:
         lines.append(f"{setup.adapter}: {setup.sizes.num_trained / 1e6:,.1f}M parameters are trained")
-    if setup.four_bits is not None:
-        lines.append(f"its linear layers are frozen in {setup.four_bits.kind}, {WEIGHT_BYTES * 8:.1f} bits a weight")
+    if setup.packed is not None:
+        lines.append(
+            f"its linear layers are frozen in {setup.packed.kind}, {setup.packed.weight_bytes * 8:.1f} bits a weight"
+        )
     lines.append(f"{setup.nodes} x {setup.devices_per_node} devices{machine}")
     lines.append(limit_text(setup.limit_bytes, setup.limit_source))
     return "\n".join(part for line in lines for part in wrapped(line))

@@ -8,10 +8,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import hf_hotspa.calibrate.calibrate as calibration_of
 from hf_hotspa.calibrate import probe
 from hf_hotspa.calibrate.calibrate import calibrate
+from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.features.four_bit import terms as four_bit_terms
-from hf_hotspa.features.four_bit.terms import FrozenBase
 from tests.gloo.test_fully_sharded_memory import Allocated
 from tests.harness import run_ranks
 from tests.qlora import tiny_qlora

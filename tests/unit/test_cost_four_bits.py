@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_hotspa.cli import main
+from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.cost_model import check_calibration
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel
@@ -17,7 +18,7 @@ from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.terms import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.features.four_bit.terms import WEIGHT_BYTES, FourBits, FrozenBase, dequantized, frozen_forms
+from hf_hotspa.features.four_bit.terms import WEIGHT_BYTES, FourBits, dequantized
 from hf_hotspa.features.lora.terms import Adapter
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
@@ -98,7 +99,6 @@ def test_a_calibration_of_other_weights_is_refused() -> None:
     model = tiny_model("llama_gqa_bias")
     calibration, shape = made_calibration(model, 1, {1: Cost(b=1e-6)}), describe_model(model).shape
     known: Any = {"dtype": "float32", "nodes": 1, "devices_per_node": 1}
-    base = calibration.key.base
-    check_calibration(calibration, "here", shape, **known, frozen=frozen_forms(base, None))
+    check_calibration(calibration, "here", shape, **known)
     with pytest.raises(HotspaConfigError, match="frozen weights none in 4 bits instead of nf4"):
-        check_calibration(calibration, "here", shape, **known, frozen=frozen_forms(base, FrozenBase("nf4", 8)))
+        check_calibration(calibration, "here", shape, **known, base=FrozenBase("nf4", 8))

@@ -19,7 +19,7 @@ def _returned_rows(stage: MemoryStage) -> Rate | None:
     if stage.strategy.ep == 1:
         return None
     of_layer = stage.shape.experts_per_token * stage.hidden / stage.strategy.tp
-    return Rate(of_layer * (1 if stage.strategy.rc else stage.num_layers))
+    return Rate(of_layer * (1 if stage.recomputes else stage.num_layers))
 
 
 def exchanges(time: TimeModel, strategy: Strategy) -> Cost:

@@ -12,7 +12,7 @@ from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import RECOMPUTATION, MemoryStage
 from hf_hotspa.costs.model_config import Linear
 from hf_hotspa.costs.sizes import ModelSizes, Shares, dtype_bytes
-from hf_hotspa.costs.terms import Cost, MemoryTerm, Rate, Terms
+from hf_hotspa.costs.terms import Cost, MemoryTerm, PackedForms, Rate, Terms
 from hf_hotspa.layout.shares import shard_rows, stored_rows
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
 from hf_hotspa.strategy import Strategy
@@ -65,27 +65,6 @@ def _held_share(linear: Linear, share: float) -> float:
     return share if linear.inputs % BLOCK == 0 and columns % BLOCK == 0 else 1.0
 
 
-@dataclass(frozen=True)
-class FrozenBase:
-    """The frozen base of a calibration: in 4 bits (one of `KINDS`), with an adapter of that rank on all linears."""
-
-    kind: str
-    rank: int
-
-    @classmethod
-    def of(cls, four_bits: FourBits | None, rank: int | None) -> "FrozenBase | None":
-        return cls(four_bits.kind, rank) if four_bits is not None and rank is not None else None
-
-    def __str__(self) -> str:
-        return f"{self.kind}, LoRA r={self.rank}"
-
-
-def frozen_forms(measured: object, needed: object) -> tuple[str, str]:
-    """Returns the form of two `FrozenBase`s or their texts, for `check_calibration`: without the rank of an adapter."""
-    first, second = (str(base or "none in 4 bits").partition(",")[0] for base in (measured, needed))
-    return first, second
-
-
 def dequantized(sizes: ModelSizes, tp: int) -> float:
     """The most dequantized weights of a rank at a time, in elements."""
     if sizes.vector is not None:
@@ -115,7 +94,7 @@ def _dequantized(stage: MemoryStage) -> Rate | None:
 
 def _second_gradient(stage: MemoryStage) -> Rate | None:
     """While a layer runs again: gradients of both the adapter's product and the frozen one."""
-    if not stage.strategy.rc or not dequantized(stage.model.sizes, stage.strategy.tp):
+    if not stage.recomputes or not dequantized(stage.model.sizes, stage.strategy.tp):
         return None
     return Rate(pack=stage.inner_gradient)
 
@@ -133,4 +112,5 @@ TERMS = Terms(
         MemoryTerm("second gradient inside an MLP", "activations", _second_gradient, RECOMPUTATION),
     ),
     data_sheet=_seconds,
+    packed=PackedForms(KINDS, FourBits, "none in 4 bits"),
 )
