@@ -285,19 +285,19 @@ def _recomputed_layer(stage: MemoryStage) -> Rate | None:
         return None
     input_bytes, after = stage.hidden / stage.sharers, (stage.num_layers - 1) % stage.strategy.rc
     gradients = 2 * input_bytes + stage.inner_gradient + (stage.hidden if stage.sharers > 1 else 0.0)
-    return Rate(pack=stage.layer + gradients - input_bytes - after * stage.layer)
+    return Rate(pack_token=stage.layer + gradients - input_bytes - after * stage.layer)
 
 
 def _layer_backward(stage: MemoryStage) -> Rate | None:
     """Needs no more than a layer keeps (`end_bytes`)."""
     if stage.is_last or stage.recomputes:
         return None
-    return Rate(pack=min(stage.layer, stage.options.end_bytes.get(stage.strategy.tp, 0.0)))
+    return Rate(pack_token=min(stage.layer, stage.options.end_bytes.get(stage.strategy.tp, 0.0)))
 
 
 def _gathered(stage: MemoryStage) -> Rate | None:
     of_token = gathered_bytes(stage.strategy, stage.shape, 1, stage.options.context_parallel, stage.width)
-    return Rate(pack=of_token) if of_token else None
+    return Rate(pack_token=of_token) if of_token else None
 
 
 def _sent(stage: MemoryStage) -> Rate | None:
@@ -393,7 +393,7 @@ class _Sums:
         activations, logits = self.part("activations", packs), self.part("logits", packs)
         loss = self._loss(packs) if self._loss is not None else 0.0
         for rate in self._moments:
-            of_moment = rate.pack * packs.pack_tokens + rate.fixed
+            of_moment = rate.pack_token * packs.pack_tokens + rate.fixed
             if of_moment > loss:
                 activations += of_moment - loss
         return activations, loss + logits

@@ -35,15 +35,15 @@ class Packs(NamedTuple):
 class Rate(NamedTuple):
     """Bytes: for each token in flight, for each token of one pack, and independent of packs."""
 
-    held: float = 0.0
-    pack: float = 0.0
+    token: float = 0.0
+    pack_token: float = 0.0
     fixed: float = 0.0
 
     def __call__(self, packs: Packs) -> float:
-        return self.held * packs.held_tokens + self.pack * packs.pack_tokens + self.fixed
+        return self.token * packs.held_tokens + self.pack_token * packs.pack_tokens + self.fixed
 
     def plus(self, other: "Rate") -> "Rate":
-        return Rate(self.held + other.held, self.pack + other.pack, self.fixed + other.fixed)
+        return Rate(self.token + other.token, self.pack_token + other.pack_token, self.fixed + other.fixed)
 
 
 Bytes = Rate | Callable[[Packs], float]

@@ -96,7 +96,7 @@ def _second_gradient(stage: MemoryStage) -> Rate | None:
     """While a layer runs again: gradients of both the adapter's product and the frozen one."""
     if not stage.recomputes or not dequantized(stage.model.sizes, stage.strategy.tp):
         return None
-    return Rate(pack=stage.inner_gradient)
+    return Rate(pack_token=stage.inner_gradient)
 
 
 def _seconds(sizes: ModelSizes, tp: int, hardware: Hardware, dtype: str) -> Cost:
