@@ -1,7 +1,7 @@
 """Named terms: what the cost models add up.
 
 Bytes of a rank (`memory.MemoryModel`) are a sum of `MemoryTerm`s, seconds of a layer (`time.TimeModel`) a sum of
-`TimeTerm`s: those of the core, which stand beside each model, and the `Terms` of features, from their folders
+`TimeTerm`s. The core's own terms stand beside each model; the `Terms` of a feature are in its folder
 (`hf_hotspa.seam`).
 """
 
@@ -173,7 +173,7 @@ OPTIMIZER_STATES = {
 
 
 def optimizer_states() -> dict[str, OptimizerState]:
-    """Returns `OPTIMIZER_STATES` with those of features."""
+    """Returns `OPTIMIZER_STATES` and what features add to it."""
     states = dict(OPTIMIZER_STATES)
     for terms in hooks("terms"):
         states |= terms.optimizer_states
