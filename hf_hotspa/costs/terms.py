@@ -15,21 +15,13 @@ from hf_hotspa.typed import NotNegative
 
 
 class Packs(NamedTuple):
-    """The packs (or chunks) of a bucket, on one rank of a stage.
+    """The packs (or chunks) of a bucket, on one rank of a stage."""
 
-    Args:
-        number: Of a replica, through the pipeline; None if there are enough to fill it.
-        in_flight: The most whose activations are kept.
-        held_tokens: The most tokens in flight.
-        pack_tokens: Tokens of the largest pack.
-        longest: The longest sequence.
-    """
-
-    number: int | None
-    in_flight: int
-    held_tokens: int
-    pack_tokens: int
-    longest: int
+    number: int | None  # of a replica, through the pipeline; None if there are enough to fill it
+    in_flight: int  # the most whose activations are kept
+    held_tokens: int  # the most in flight
+    pack_tokens: int  # of the largest pack
+    longest: int  # tokens of the longest sequence
 
 
 class Rate(NamedTuple):
