@@ -34,7 +34,7 @@ from hf_hotspa.features.slow_devices.flexible_linear import flexible_works
 from hf_hotspa.features.slow_devices.mode import HandOver
 from hf_hotspa.features.slow_devices.reaction import ColumnStatistics
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.report import PhaseMeasure
+from hf_hotspa.report import MEASURES
 from hf_hotspa.strategy import parse_buckets
 
 
@@ -175,7 +175,7 @@ def train(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, 
             losses.append(report.loss)
             if trains:
                 assert report.ranks is not None
-                left.append(fmean(PhaseMeasure(*row[0]).left_out for row in report.ranks.phases))
+                left.append(fmean(row[0][MEASURES.index("left_out")] for row in report.ranks.phases))
                 engine.clip_grad_norm_(1.0)
                 optimizer.step()
         seconds = (time.process_time() - begin) / (options.steps + options.evaluated)

@@ -43,7 +43,7 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.pass_through import PassThrough
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import Speeds, plan_mini_batch
-from hf_hotspa.report import PhaseMeasure
+from hf_hotspa.report import MEASURES
 from hf_hotspa.rows.read_row import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import parse_buckets
@@ -310,7 +310,7 @@ class Side:
         if giving is None or report.ranks is None:
             return ""
         (given,) = giving.shares.values()
-        left = [PhaseMeasure(*row[0]).left_out for row in report.ranks.phases]
+        left = [row[0][MEASURES.index("left_out")] for row in report.ranks.phases]
         both = {rank: (given[rank], left[rank]) for rank in self.chis}
         return ", ".join(
             " + ".join([f"{g:.2f} migrates"] * (g > 0) + [f"{p:.2f} left out"] * (p > 0)) or "all"

@@ -30,7 +30,7 @@ from transformers import TrainerCallback, TrainerState
 
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
-from hf_hotspa.report import MEASURES, ModelFlops, RunFacts, StepReport
+from hf_hotspa.report import COUNTED, FIELDS, MEASURES, ModelFlops, RunFacts, StepReport
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_pictures
 from hf_hotspa.reporting.run_log import FILE_NAME, FOLDER_NAME, FORMAT, MOST_BYTES, RunLog, plain, read_run_log, thinned
@@ -146,8 +146,7 @@ _OF_STEP = (
 )  # fmt: skip
 _OF_PHASE = (
     "num_packs", "num_sequences", "num_tokens", "compute_s", "wait_s", "moved_s", "hidden_s", "moved_bytes", "unit_s",
-    "hidden_unit_s", "unit_bytes", "context_bytes", "busiest_expert_tokens", "dropped_expert_tokens",
-    "squared_tokens",
+    "hidden_unit_s", "unit_bytes", "context_bytes", "squared_tokens", *FIELDS,
 )  # fmt: skip
 """The summed fields, by their names in `StepReport` and `PhaseReport`."""
 
@@ -157,7 +156,7 @@ _Sums = defaultdict[str, Any]
 class _Totals:
     """Sums over steps; few reports are kept, because a run has no bound. `of_steps`: the sums of `_OF_STEP`, and of the
     predicted seconds of steps and of the best single strategy. `by_strategy`: for each strategy the sums of
-    `_OF_PHASE`, of predicted and measured seconds, and of experts' tokens."""
+    `_OF_PHASE`, of predicted and measured seconds, and of the means over ranks that metrics are relative to."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -192,8 +191,9 @@ class _Totals:
             sums["phases"] += 1
             for name in _OF_PHASE:
                 sums[name] += getattr(phase, name)
-            if phase.expert_tokens:
-                sums["mean_expert_tokens"] += phase.expert_tokens / Strategy.parse(phase.strategy).world_size
+            for measure in COUNTED:
+                if measure.over and (total := getattr(phase, measure.over)):
+                    sums[f"mean {measure.over}"] += total / Strategy.parse(phase.strategy).world_size
             if phase.predicted_s is not None:
                 sums["predicted_s"] += phase.predicted_s
                 sums["measured_s"] += phase.seconds
@@ -294,8 +294,9 @@ class SwitchOverheadCallback(TrainerCallback):
             means["unit_mb"] = of_phases("unit_bytes") / 1e6
         if whole_run.of_phases("context_bytes"):
             means["context_mb"] = of_phases("context_bytes") / 1e6
-        if whole_run.of_phases("dropped_expert_tokens"):
-            means["dropped_expert_tokens"] = of_phases("dropped_expert_tokens")
+        for measure in COUNTED:
+            if measure.metric and not measure.over and whole_run.of_phases(measure.name):
+                means[measure.metric] = of_phases(measure.name)
         if measured_s := of_phases("measured_s"):
             means["predicted_s"] = of_phases("predicted_s")
         means |= {f"{strategy}/compute_s": of_one["compute_s"] for strategy, of_one in totals.by_strategy.items()}
@@ -304,8 +305,9 @@ class SwitchOverheadCallback(TrainerCallback):
         metrics["tokens_per_s"] = sums["num_tokens"] / sums["total_s"]
         if self._flops is not None:
             metrics["mfu"] = self._flops.utilization(sums["num_tokens"], of_phases("squared_tokens"), sums["total_s"])
-        if mean := of_phases("mean_expert_tokens"):
-            metrics["expert_load"] = of_phases("busiest_expert_tokens") / mean
+        for measure in COUNTED:
+            if measure.over and (mean := of_phases(f"mean {measure.over}")):
+                metrics[measure.metric] = of_phases(measure.name) / mean
         if measured_s:
             metrics["prediction_error"] = of_phases("off_s") / measured_s
         if sums["against_single_s"]:

@@ -6,67 +6,57 @@ its end.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
+from hf_hotspa.seam import Measure, hooks
 from hf_hotspa.typed import Count
 
+COUNTED: tuple[Measure, ...] = tuple(chain.from_iterable(hooks("measures")))
+"""The numbers that features count."""
 
-class PhaseMeasure(NamedTuple):
-    """One rank's measures of one phase: seconds, and bytes sent. Other lists of measures derive from these fields.
+FIELDS = tuple(measure.name for measure in COUNTED if measure.name)
+"""Those that reports have."""
 
-    Attributes:
-        load_s: Waiting for the weights.
-        compute_s: Forward and backward.
-        wait_s: Waiting for the busiest rank.
-        return_s: Waiting for the gradients to leave.
-        load_busy_s: The load, while it overlapped with computation.
-        return_busy_s: The return, while it overlapped with computation.
-        load_bytes: Sent by the load.
-        return_bytes: Sent by the return.
-        start_s: Start of the phase, from the agreement of all ranks on the mini-batch.
-        others_s: Part of `compute_s`: waiting for other ranks in the strategy's collectives and messages.
-        unit_load_s: Part of `compute_s`: waiting for a unit's weights.
-        unit_return_s: Part of `compute_s`: waiting for a unit's gradient buffer to be free, and for the last return.
-        unit_load_busy_s: Unit loads in flight, waiting for peers included.
-        unit_return_busy_s: Unit returns in flight.
-        unit_load_bytes: Sent by unit loads.
-        unit_return_bytes: Sent by unit returns.
-        products_s: Part of `compute_s` in matrix products, if these can migrate; else 0.
-        left_out: Share of its columns that no rank computed; 0 in an exact run.
-        expert_tokens: Tokens that its experts computed under ep, once for every expert and layer; else 0.
-        dropped_tokens: Tokens beyond the experts' capacity, counted likewise; once for a replica's stage.
-        context_bytes: Sent to the other ranks of cp, forward and backward.
-    """
+MEASURES = (
+    "load_s",  # waiting for the weights
+    "compute_s",  # forward and backward
+    "wait_s",  # waiting for the busiest rank
+    "return_s",  # waiting for the gradients to leave
+    "load_busy_s",  # the load, while it overlapped with computation
+    "return_busy_s",  # the return, while it overlapped with computation
+    "load_bytes",  # sent by the load
+    "return_bytes",  # sent by the return
+    "start_s",  # start of the phase, from the agreement of all ranks on the mini-batch
+    "others_s",  # part of `compute_s`: waiting for other ranks in the strategy's collectives and messages
+    "unit_load_s",  # part of `compute_s`: waiting for a unit's weights
+    "unit_return_s",  # part of `compute_s`: waiting for a unit's gradient buffer to be free, and for the last return
+    "unit_load_busy_s",  # unit loads in flight, waiting for peers included
+    "unit_return_busy_s",  # unit returns in flight
+    "unit_load_bytes",  # sent by unit loads
+    "unit_return_bytes",  # sent by unit returns
+    "context_bytes",  # sent to the other ranks of cp, forward and backward
+    *dict.fromkeys(measure.counted for measure in COUNTED),
+)
+"""What a rank measures in a phase: seconds, bytes sent, and what features count. The columns of `RankMeasures.phases`."""
 
-    load_s: float
-    compute_s: float
-    wait_s: float
-    return_s: float
-    load_busy_s: float
-    return_busy_s: float
-    load_bytes: float
-    return_bytes: float
-    start_s: float = 0.0
-    others_s: float = 0.0
-    unit_load_s: float = 0.0
-    unit_return_s: float = 0.0
-    unit_load_busy_s: float = 0.0
-    unit_return_busy_s: float = 0.0
-    unit_load_bytes: float = 0.0
-    unit_return_bytes: float = 0.0
-    products_s: float = 0.0
-    left_out: float = 0.0
-    expert_tokens: float = 0.0
-    dropped_tokens: float = 0.0
-    context_bytes: float = 0.0
+PhaseMeasure = dict[str, float]
+"""One rank's measures of one phase: all `MEASURES`, in their order."""
 
 
-MEASURES = PhaseMeasure._fields
-"""The columns of `RankMeasures.phases`."""
+class WithCounted:
+    """Has the numbers of features as attributes; 0 if they were not counted."""
+
+    counted: Mapping[str, Count]
+
+    def __getattr__(self, name: str) -> int:
+        if name in FIELDS:
+            return self.counted.get(name, 0)
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)
-class PhaseReport:
+class PhaseReport(WithCounted):
     """One phase of a mini-batch: seconds and bytes of the slowest (busiest) rank, counts over all ranks.
 
     Args:
@@ -94,10 +84,8 @@ class PhaseReport:
         context: The cp method: `ulysses`, `allgather` or `ring`; empty without cp. Its seconds are in `others_s` of
             `RankMeasures`.
         context_bytes: Sent between ranks by the cp method, summed over ranks; not in `load_bytes`.
-        expert_tokens: Tokens that experts computed under ep, once for each expert of a token and each layer.
-        busiest_expert_tokens: `expert_tokens` of the busiest rank; `RankMeasures.phases` has each rank's.
-        dropped_expert_tokens: Tokens beyond the experts' capacity, counted likewise.
         squared_tokens: The sum of squared sequence lengths, proportional to attention's cost.
+        counted: What features counted, by the names of `FIELDS`; also attributes, and fields of records.
     """
 
     strategy: str
@@ -125,10 +113,8 @@ class PhaseReport:
     unit_return_bytes: Count = 0
     context: str = ""
     context_bytes: Count = 0
-    expert_tokens: Count = 0
-    busiest_expert_tokens: Count = 0
-    dropped_expert_tokens: Count = 0
     squared_tokens: Count = 0
+    counted: Mapping[str, Count] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -342,6 +328,8 @@ class StepReport:
         """The report as JSON-ready plain data, without the unbounded `ranks`; relative step times to two digits."""
         data = asdict(replace(self, ranks=None))
         del data["ranks"]
+        for phase in data["phases"]:
+            phase |= dict.fromkeys(FIELDS, 0) | phase.pop("counted")
         data["slow"] = list(self.slow)
         if self.paces is not None:
             data["paces"] = [None if step_time is None else round(step_time, 2) for step_time in self.paces]

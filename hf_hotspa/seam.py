@@ -11,7 +11,7 @@ level, imports no torch: plans are also made where none is installed. Hooks impo
   ranks of tp; returns its `Attachment`s (`model.replica`), in order.
 * `runner(options)`: another way to run phases (`model.options.Runner`); None if the engine's own runs.
 * `terms`: named terms of the bytes and seconds of plans (`costs.terms`).
-* `measures`: counted numbers of a phase, and how reports show them (`Measure`).
+* `measures`: the numbers that its attachments count in a phase, and how reports show them (`Measure`s).
 * `state(engine, args, plan)`: a part of the Trainer's run that lasts from step to step and is saved in checkpoints
   (`RunPart`), from the `HotSPaEngine`, the arguments and the `trainer.run_plan.RunPlan`; None without one. Collective.
 
@@ -139,16 +139,22 @@ def settings_of_command(args: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number that each rank counts in a phase (`Attachment.measures` returns it by name), as reports show it.
+    """A number that each rank counts in a phase (`Attachment.measures` returns it by name), and how reports show it.
 
     Args:
-        name: Of the field in records.
-        total: Whether ranks are added up; otherwise the largest counts.
-        title: Of its column; empty for none.
+        counted: Its name on a rank; a column of `report.MEASURES`.
+        name: Of the field of `PhaseReport` and of records, a whole number; empty if only ranks' measures have it.
+        is_total: Whether the field adds ranks up; otherwise it is the largest one.
+        metric: `hotspa/<metric>` in logs: its mean over steps, from the first step with any on. Empty for none.
+        over: The name of a total: the metric is relative to the mean over ranks of this total instead.
+        title: Of its column among the sums of strategies in the report page; empty for none.
     """
 
-    name: str
-    total: bool = True
+    counted: str
+    name: str = ""
+    is_total: bool = True
+    metric: str = ""
+    over: str = ""
     title: str = ""
 
 

@@ -42,7 +42,7 @@ def said_to_take(
             held = sum(s.numel for s in slots if s.spec.unit != EMBEDDING or (s.spec.in_head and is_last))
             usual = token_s * tokens * held / 1e6
         if not product_share:
-            return loss, found._replace(compute_s=usual * times(step, rank), others_s=0.0)
+            return loss, found | {"compute_s": usual * times(step, rank), "others_s": 0.0}
         work = settings(runner.replica.attachments, FlexibleWork)
         extra = 0.0
         if work is not None:
@@ -50,7 +50,7 @@ def said_to_take(
             extra = (-given if given else taken) - work.left_share
         products_s = usual * product_share * (1.0 + extra) * times(step, rank)
         seconds = usual * (1.0 - product_share) + products_s
-        return loss, found._replace(compute_s=seconds, others_s=0.0, products_s=products_s)
+        return loss, found | {"compute_s": seconds, "others_s": 0.0, "products_s": products_s}
 
     with patch.object(PhaseRunner, "run", measured):
         yield

@@ -389,7 +389,7 @@ class HotSPaEngine:
                 for parameter, slot in part.parameters:
                     if parameter in part.reached:
                         here.add(slot.spec.name)
-            numbers += measured
+            numbers += measured.values()
         if self.world_size > 1:
             reached = packed_flags(map(here.__contains__, trained))
             rows, flags = self.agreement.gather(numbers + reached).tensor_split([len(numbers)], 1)

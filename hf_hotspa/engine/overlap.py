@@ -303,7 +303,7 @@ class UnitStream:
         self._is_running = False
 
     def measure(self) -> dict[str, float]:
-        """Times and bytes of the finished phase's transfers, by the names of `PhaseMeasure`."""
+        """Times and bytes of the finished phase's transfers, by the names of `MEASURES`."""
         measured = dict[str, float]()
         for kind, is_load in (("unit_load", True), ("unit_return", False)):
             jobs = [transfer.job for transfer in self._transfers if transfer.is_load == is_load]

@@ -38,7 +38,7 @@ from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
 from hf_hotspa.plan.switch_plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
-from hf_hotspa.report import PhaseEvent, PhaseMeasure, PhaseReport, SwitchEvent
+from hf_hotspa.report import COUNTED, MEASURES, PhaseEvent, PhaseMeasure, PhaseReport, SwitchEvent
 from hf_hotspa.strategy import Strategy
 
 # -- measures ---------------------------------------------------------------------------------------------------------
@@ -71,15 +71,17 @@ def phase_event(
         num_packs=phase.num_packs,
         num_sequences=phase.num_sequences,
         num_tokens=phase.num_tokens,
-        seconds=None if measured is None else measured._asdict(),
+        seconds=None if measured is None else dict(measured),
     )
 
 
 def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[SwitchEvent]:
     """A phase's load and return on this rank."""
     return [
-        SwitchEvent(step, "load", strategy, measured.load_s, measured.load_busy_s, int(measured.load_bytes)),
-        SwitchEvent(step, "return", strategy, measured.return_s, measured.return_busy_s, int(measured.return_bytes)),
+        SwitchEvent(step, "load", strategy, measured["load_s"], measured["load_busy_s"], int(measured["load_bytes"])),
+        SwitchEvent(
+            step, "return", strategy, measured["return_s"], measured["return_busy_s"], int(measured["return_bytes"])
+        ),
     ]
 
 
@@ -222,24 +224,24 @@ class PhaseRunner:
         return loss, self._measure(load, returned, units, since, (begin, loaded, computed, met, moment(device)))
 
     def _measure(
-        self, load: SwitchJob, returned: SwitchJob, counted: dict[str, float], since: float, moments: Sequence[float]
+        self, load: SwitchJob, returned: SwitchJob, units: dict[str, float], since: float, moments: Sequence[float]
     ) -> PhaseMeasure:
-        """The measurements of a phase, from the moments that divide its acts. `counted` begins with the unit stream's;
-        attachments of the replicas add theirs."""
+        """The measurements of a phase, from the moments that divide its acts, the unit stream's `units`, and attachments."""
         begin, loaded, computed, met, end = moments
-        others_s = counted.get("unit_load_s", 0.0) + counted.get("unit_return_s", 0.0)
+        measured = dict.fromkeys(MEASURES, 0.0) | units
+        others_s = measured["unit_load_s"] + measured["unit_return_s"]
         for part in self.parts:
             for measures in part.calls["measures"]:
                 for name, number in measures().items():
-                    counted[name] = counted.get(name, 0.0) + number
-        return PhaseMeasure(
-            load_s=loaded - begin + load.exposed_s, compute_s=computed - loaded - load.exposed_s, wait_s=met - computed,
-            return_s=end - met, load_busy_s=load.busy_s, return_busy_s=returned.busy_s,
-            load_bytes=float(load.stats.sent_bytes), return_bytes=float(returned.stats.sent_bytes),
-            start_s=begin - since,
-            others_s=CLOCK.seconds() + others_s if self._has_peers else others_s,
-            **counted,
-        )  # fmt: skip
+                    measured[name] += number
+        return measured | {
+            "load_s": loaded - begin + load.exposed_s, "compute_s": computed - loaded - load.exposed_s,
+            "wait_s": met - computed, "return_s": end - met,
+            "load_busy_s": load.busy_s, "return_busy_s": returned.busy_s,
+            "load_bytes": float(load.stats.sent_bytes), "return_bytes": float(returned.stats.sent_bytes),
+            "start_s": begin - since,
+            "others_s": CLOCK.seconds() + others_s if self._has_peers else others_s,
+        }  # fmt: skip
 
     def _take_over(self, previous: "PhaseRunner") -> SwitchJob:
         self.act, self.frozen_bytes = "load", 0
@@ -441,10 +443,10 @@ class PhaseRunner:
         return loss
 
     def report(self, phase: PhasePlan, measured: Tensor) -> PhaseReport:
-        """From fp64 [world size, fields of `PhaseMeasure`] of the last phase."""
-        most = PhaseMeasure(*measured.amax(0).tolist())
-        least = PhaseMeasure(*measured.amin(0).tolist())
-        total = PhaseMeasure(*measured.sum(0).tolist())
+        """From fp64 [world size, `MEASURES`] of the last phase."""
+        most = dict(zip(MEASURES, measured.amax(0).tolist(), strict=True))
+        least = dict(zip(MEASURES, measured.amin(0).tolist(), strict=True))
+        total = dict(zip(MEASURES, measured.sum(0).tolist(), strict=True))
         capacity = busiest = longest = squared = 0
         for packs in phase.replicas:
             of_replica = 0
@@ -454,36 +456,38 @@ class PhaseRunner:
                 for length in pack.lengths:
                     longest, squared = max(longest, length), squared + length**2
             busiest = max(busiest, of_replica)
+        counted = dict[str, int]()
+        for measure in COUNTED:
+            if measure.name:
+                counted[measure.name] = int((total if measure.is_total else most)[measure.counted])
         return PhaseReport(
             strategy=self.name,
             num_packs=phase.num_packs,
             num_sequences=phase.num_sequences,
             num_tokens=phase.num_tokens,
-            load_s=most.load_s,
-            compute_s=most.compute_s,
-            wait_s=most.wait_s,
-            return_s=most.return_s,
-            load_bytes=int(total.load_bytes),
-            return_bytes=int(total.return_bytes),
+            load_s=most["load_s"],
+            compute_s=most["compute_s"],
+            wait_s=most["wait_s"],
+            return_s=most["return_s"],
+            load_bytes=int(total["load_bytes"]),
+            return_bytes=int(total["return_bytes"]),
             # a rank's busy seconds include waiting for slower ranks: the shortest are the switch's own
-            hidden_load_s=max(0.0, least.load_busy_s - most.load_s),
-            hidden_return_s=max(0.0, least.return_busy_s - most.return_s),
+            hidden_load_s=max(0.0, least["load_busy_s"] - most["load_s"]),
+            hidden_return_s=max(0.0, least["return_busy_s"] - most["return_s"]),
             capacity_tokens=capacity,
             busiest_tokens=busiest,
             longest_tokens=longest,
             squared_tokens=squared,
             frozen_bytes=self.frozen_bytes,
-            unit_load_s=most.unit_load_s,
-            unit_return_s=most.unit_return_s,
-            hidden_unit_load_s=max(0.0, least.unit_load_busy_s - most.unit_load_s),
-            hidden_unit_return_s=max(0.0, least.unit_return_busy_s - most.unit_return_s),
-            unit_load_bytes=int(total.unit_load_bytes),
-            unit_return_bytes=int(total.unit_return_bytes),
+            unit_load_s=most["unit_load_s"],
+            unit_return_s=most["unit_return_s"],
+            hidden_unit_load_s=max(0.0, least["unit_load_busy_s"] - most["unit_load_s"]),
+            hidden_unit_return_s=max(0.0, least["unit_return_busy_s"] - most["unit_return_s"]),
+            unit_load_bytes=int(total["unit_load_bytes"]),
+            unit_return_bytes=int(total["unit_return_bytes"]),
             context="" if self.replica.context is None else self.replica.context.way,
-            context_bytes=int(total.context_bytes),
-            expert_tokens=int(total.expert_tokens),
-            busiest_expert_tokens=int(most.expert_tokens),
-            dropped_expert_tokens=int(total.dropped_tokens),
+            context_bytes=int(total["context_bytes"]),
+            counted=counted,
         )
 
     @property

@@ -146,7 +146,7 @@ class Attachment:
       what precedes the first sequence. Without `is_counted` another rank's value counts, and this one is 0 with the same
       gradients. An attribute `value` has the sum since `bind`;
     * `end()`: the forward is over; its backward may come later;
-    * `measures()`: the phase is over; returns fields of `PhaseMeasure` with counts since `bind`.
+    * `measures()`: the phase is over; returns numbers since `bind`, by the names of `report.MEASURES`.
     """
 
 

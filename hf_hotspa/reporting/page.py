@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from hf_hotspa.report import COUNTED
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.run_log import RunLog, length_histogram, read_run_log
 from hf_hotspa.reporting.summary import advice, strategy_order, summarize, verdict
@@ -368,6 +369,9 @@ def strategies_panel(run: RunLog) -> Panel:
         columns["of it frozen"] = [f"{s.frozen_bytes / 1e9:.3g}" for s in totals]
     if any(s.context_bytes for s in totals):
         columns["GB between ranks of cp"] = [f"{s.context_bytes / 1e9:.3g}" for s in totals]
+    for measure in COUNTED:
+        if measure.title and any(s.counted.get(measure.name) for s in totals):
+            columns[measure.title] = [f"{s.counted[measure.name]}" for s in totals]
     rows = [list(columns), *zip(*columns.values(), strict=True)]
     return Panel("strategies", "Strategies", len(totals), table(rows), wide=True)
 

@@ -23,7 +23,7 @@ Also owns the histogram of sequence lengths, in bins that double every second on
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from hf_hotspa.errors import RunLogError
-from hf_hotspa.report import RunFacts, StepReport
+from hf_hotspa.report import COUNTED, FIELDS, RunFacts, StepReport, WithCounted
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.strategy import as_written
 from hf_hotspa.typed import Count, typed
@@ -101,8 +101,9 @@ _REMEDY = "give the folder of a run that was trained with hotspa_report (the def
 
 
 @dataclass(frozen=True)
-class StrategyTotals:
-    """Sums over all phases of one strategy; the fields after `num_phases` are attributes of `PhaseReport`."""
+class StrategyTotals(WithCounted):
+    """Sums over all phases of one strategy; the fields after `num_phases` are attributes of `PhaseReport`. `counted` has what
+    the report page shows of features."""
 
     strategy: str
     num_phases: int
@@ -117,6 +118,7 @@ class StrategyTotals:
     frozen_bytes: int
     context_bytes: int
     squared_tokens: Count = 0
+    counted: Mapping[str, Count] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -159,7 +161,8 @@ def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
     num_steps, seconds, wall_s, switch_s = first.num_steps, first.seconds, first.wall_s, first.switch_s
     rows = dict(first.rows)
     totals: dict[str, list[Any]] = {}
-    names = [f.name for f in fields(StrategyTotals)[2:]]
+    own = [f.name for f in fields(StrategyTotals)[2:-1]]
+    names = [*own, *(measure.name for measure in COUNTED if measure.title)]
 
     def add(strategy: str, count: int, source: Any) -> None:
         so_far = totals.setdefault(strategy, [0] * (len(names) + 1))
@@ -180,7 +183,9 @@ def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
             add(known.strategy, known.num_phases, known)
         for phase in report.phases:
             add(phase.strategy, 1, phase)
-    strategies = tuple(StrategyTotals(n, *values) for n, values in totals.items())
+    for values in totals.values():
+        values[len(own) + 1 :] = [dict(zip(names[len(own) :], values[len(own) + 1 :], strict=True))]
+    strategies = tuple(StrategyTotals(name, *values) for name, values in totals.items())
     return Sums(num_steps, seconds, wall_s, switch_s, strategies, rows)
 
 
@@ -360,10 +365,13 @@ def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
 
 
 def _renamed(data: Any) -> Any:
-    """Converts a line to the current names: the first records have `room_tokens`, and `dp1tp4pp1` for `tp4`."""
+    """Converts a line to the current names: the first records have `room_tokens`, and `dp1tp4pp1` for `tp4`. What features
+    counted is among the fields of phases."""
     match data:
         case {"kind": "step", "report": {"phases": [*named]}}:
-            pass
+            for phase in named:
+                if isinstance(phase, dict):
+                    phase["counted"] = {name: phase[name] for name in FIELDS if name in phase}
         case {"kind": "header", "buckets": [*named]}:
             plan = data.get("plan")
             named += [data, plan, *(plan.get("rows", ()) if isinstance(plan, dict) else ())]

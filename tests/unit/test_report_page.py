@@ -12,7 +12,7 @@ from hf_hotspa.report import ModelFlops
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.compare import compare, compare_page
 from hf_hotspa.reporting.page import report_page, show_lengths, show_report, strategies_panel
-from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import Mark, Series
 from hf_hotspa.whole_file import write_whole
@@ -279,6 +279,24 @@ def test_the_table_of_strategies_says_what_ranks_of_cp_sent(tmp_path):
     body = strategies_panel(run).body
     assert "GB between ranks of cp" in body
     assert ">1.5<" in body
+
+
+def test_what_features_count_is_among_the_fields_of_phases_and_in_the_table_of_strategies(tmp_path):
+    folder = write_run(tmp_path)
+    assert "tokens dropped" not in strategies_panel(read_run_log(folder)).body
+    record = folder / FILE_NAME
+    record.write_text(record.read_text().replace('"dropped_expert_tokens":0', '"dropped_expert_tokens":7'))
+    run = read_run_log(folder)
+    first = run.steps[0].report
+    assert (first.phases[0].dropped_expert_tokens, first.phases[0].expert_tokens) == (7, 0)
+    assert first.to_dict()["phases"][0]["dropped_expert_tokens"] == 7
+    assert "counted" not in first.to_dict()["phases"][0]
+    with pytest.raises(AttributeError, match="no attribute 'exprt_tokens'"):
+        _ = first.phases[0].exprt_tokens
+    assert {s.strategy: s.dropped_expert_tokens for s in summarize(run).strategies} == {SHORT: 42, LONG: 42}
+    body = strategies_panel(run).body
+    assert "tokens dropped" in body
+    assert ">42<" in body
 
 
 def test_one_strategy_is_no_comparison(tmp_path):

@@ -79,6 +79,20 @@ def test_what_ranks_of_cp_sent_is_apart_from_what_was_moved():
     assert callback.pop_metrics()["hotspa/context_mb"] == 0.0
 
 
+def test_what_features_count_is_in_the_log_as_they_say():
+    callback, counted = SwitchOverheadCallback(), {"expert_tokens": 400, "busiest_expert_tokens": 300}
+    callback.on_step_report(None, None, None, report(replace(phase("dp2ep2", 0.5, 0.25), counted=counted)))
+    metrics = callback.pop_metrics()
+    assert metrics["hotspa/expert_load"] == 1.5  # the busiest rank of two, relative to the mean
+    assert "hotspa/dropped_expert_tokens" not in metrics
+    for dropped in (6, 0):
+        of_experts = replace(phase("dp2ep2", 0.5, 0.25), counted=counted | {"dropped_expert_tokens": dropped})
+        callback.on_step_report(None, None, None, report(of_experts))
+    assert callback.pop_metrics()["hotspa/dropped_expert_tokens"] == 3.0
+    callback.on_step_report(None, None, None, report(phase("dp2", 0.5, 0.25)))
+    assert callback.pop_metrics()["hotspa/dropped_expert_tokens"] == 0.0
+
+
 def test_metrics_are_means_since_the_last_log():
     callback = SwitchOverheadCallback()
     for load_s in (0.5, 1.5):

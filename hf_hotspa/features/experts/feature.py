@@ -5,8 +5,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_hotspa.features.experts.terms import TERMS
+from hf_hotspa.seam import Measure
 
 terms = TERMS
+
+measures = (
+    Measure("expert_tokens", "expert_tokens"),  # under ep: computed, once for each expert of a token and each layer
+    Measure("expert_tokens", "busiest_expert_tokens", is_total=False, metric="expert_load", over="expert_tokens"),
+    # beyond the capacity, counted likewise; once for a replica's stage
+    Measure("dropped_tokens", "dropped_expert_tokens", metric="dropped_expert_tokens", title="tokens dropped"),
+)
 
 
 def attach(replica: Any, description: Any, options: Any) -> Iterator[Any]:

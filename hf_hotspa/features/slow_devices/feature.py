@@ -6,11 +6,16 @@ Its hooks; see `hf_hotspa.seam`.
 from typing import Any
 
 from hf_hotspa.features.slow_devices.mode import HandOver
-from hf_hotspa.seam import Flags, settings
+from hf_hotspa.seam import Flags, Measure, settings
 
 options = HandOver
 
 flags = Flags(arguments="hf_hotspa.features.slow_devices.arguments:StragglerArguments")
+
+measures = (
+    Measure("products_s"),  # part of `compute_s` in matrix products that can migrate
+    Measure("left_out"),  # share of the rank's columns that no rank computed; 0 in an exact run
+)
 
 
 def attach(replica: Any, description: Any, options: Any) -> tuple[Any, ...]:
