@@ -49,30 +49,20 @@ class FrozenBase:
 
 @dataclass(frozen=True)
 class CalibrationKey:
-    """The case that a calibration is valid for: all fields must match.
+    """The case that a calibration is valid for: all fields must match."""
 
-    Args:
-        device: Name of the processor or accelerator.
-        kind: `cpu` or `cuda`.
-        cores: Cores that a node's processes may use.
-        memory_bytes: Of a device; on CPU, of a node.
-        threads: Compute threads of a rank.
-        model: Digest of the config.
-        base: The frozen base and its adapter (`FrozenBase`); empty if the model is trained.
-    """
-
-    device: str
-    kind: str
-    cores: PositiveCount
-    memory_bytes: PositiveCount
+    device: str  # name of the processor or accelerator
+    kind: str  # `cpu` or `cuda`
+    cores: PositiveCount  # cores that a node's processes may use
+    memory_bytes: PositiveCount  # of a device; on CPU, of a node
     world_size: PositiveCount
     devices_per_node: PositiveCount
-    threads: PositiveCount
+    threads: PositiveCount  # compute threads of a rank
     backend: str
     dtype: str
-    model: str
+    model: str  # digest of the config
     versions: Mapping[str, str] = field(default_factory=dict)
-    base: str = ""
+    base: str = ""  # the frozen base and its adapter (`FrozenBase`); empty if the model is trained
 
     @property
     def slots(self) -> float:
@@ -141,19 +131,12 @@ class SwitchSample:
 
 @dataclass(frozen=True)
 class PhaseSample:
-    """One complete phase as in training: packs of mixed lengths, all replicas at the same time.
+    """One complete phase as in training: packs of mixed lengths, all replicas at the same time."""
 
-    Args:
-        strategy: Such as `dp2pp2`; an invalid one raises `StrategyError`.
-        num_layers: Decoder layers of the measured copy.
-        replicas: Packs of each replica, as sequence lengths.
-        seconds: Until the last rank finished, without the switch.
-    """
-
-    strategy: str
-    num_layers: PositiveCount
-    replicas: tuple[tuple[tuple[PositiveCount, ...], ...], ...]
-    seconds: Positive
+    strategy: str  # such as `dp2pp2`; an invalid one raises `StrategyError`
+    num_layers: PositiveCount  # decoder layers of the measured copy
+    replicas: tuple[tuple[tuple[PositiveCount, ...], ...], ...]  # packs of each replica, as sequence lengths
+    seconds: Positive  # until the last rank finished, without the switch
 
     def __post_init__(self) -> None:
         Strategy.parse(self.strategy)
@@ -171,19 +154,13 @@ class LayerSample:
 
 @dataclass(frozen=True)
 class ExchangeSample:
-    """One exchange of cp ranks, all groups of a strategy at the same time.
-
-    Args:
-        tp: Tensor-parallel degree, the distance between the ranks of a group.
-        num_bytes: Bytes that each rank sends to the others.
-        seconds: Until the last rank finishes; core time if ranks share cores.
-    """
+    """One exchange of cp ranks, all groups of a strategy at the same time."""
 
     name: Literal["all_to_all", "gather"]
     cp: PositiveCount
-    tp: PositiveCount
-    num_bytes: PositiveCount
-    seconds: Positive
+    tp: PositiveCount  # tensor-parallel degree, the distance between the ranks of a group
+    num_bytes: PositiveCount  # bytes that each rank sends to the others
+    seconds: Positive  # until the last rank finishes; core time if ranks share cores
 
 
 @dataclass(frozen=True)
@@ -212,43 +189,29 @@ def cache_folder() -> Path:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurements of one model on one machine. `calibrate/calibrate.py` takes them.
-
-    Args:
-        samples: Packs with embedding, head and loss, all ranks busy; core time if ranks share cores.
-        slots: How many ranks compute at the same time; infinite if each has its own core or device.
-        inter: Links between nodes; None with one node.
-        hop_intra: Sending a hidden state inside a node.
-        hop_inter: The same between nodes; None with one node.
-        fixed_s: Seconds of a phase besides its packs and its switch.
-        pipeline_factor: Relative cost of packs in stages.
-        phases: Complete phases under several strategies, which correct predictions from single packs.
-        memory: Empty if it could not be measured.
-        layers: Layers of each kind, timed one by one; empty if all layers are of one kind.
-        exchanges: All-to-all and gather in cp groups; empty in older files and with one rank.
-        measured_at: UTC, ISO 8601.
-        seconds: Duration of the calibration.
-        notes: What could not be measured, in words.
-    """
+    """Measurements of one model on one machine. `calibrate/calibrate.py` takes them."""
 
     key: CalibrationKey
     model: ModelFacts
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample, ...]  # packs with embedding, head and loss, all ranks busy; core time if ranks share cores
+    # how many ranks compute at the same time; infinite if each has its own core or device
     slots: Annotated[float, msgspec.Meta(gt=0)]
     intra: Link
-    hop_intra: Hop
-    inter: Link | None = None
-    hop_inter: Hop | None = None
-    fixed_s: NotNegative = 0.0
-    pipeline_factor: Positive = 1.0
+    hop_intra: Hop  # sending a hidden state inside a node
+    inter: Link | None = None  # links between nodes; None with one node
+    hop_inter: Hop | None = None  # the same between nodes; None with one node
+    fixed_s: NotNegative = 0.0  # seconds of a phase besides its packs and its switch
+    pipeline_factor: Positive = 1.0  # relative cost of packs in stages
+    # complete phases under several strategies, which correct predictions from single packs
     phases: tuple[PhaseSample, ...] = ()
     switches: tuple[SwitchSample, ...] = ()
-    memory: tuple[MemorySample, ...] = ()
-    layers: tuple[LayerSample, ...] = ()
+    memory: tuple[MemorySample, ...] = ()  # empty if it could not be measured
+    layers: tuple[LayerSample, ...] = ()  # layers of each kind, timed one by one; empty if all layers are of one kind
+    # all-to-all and gather in cp groups; empty in older files and with one rank
     exchanges: tuple[ExchangeSample, ...] = ()
-    measured_at: str = ""
-    seconds: NotNegative = 0.0
-    notes: tuple[str, ...] = ()
+    measured_at: str = ""  # UTC, ISO 8601
+    seconds: NotNegative = 0.0  # duration of the calibration
+    notes: tuple[str, ...] = ()  # what could not be measured, in words
 
     def __post_init__(self) -> None:
         indices = sorted(index for sample in self.layers for index in sample.layers)

@@ -31,14 +31,10 @@ ELEMENT_BYTES = 2
 class Matmul:
     """The product of two n x n matrices in 16 bits, on one device under tensor parallelism of degree t. Each device has
     the complete first matrix, and a shard of the second and of the result.
-
-    Args:
-        flops: `2 n^3 / t`.
-        bytes: `2 n^2 + 4 n^2 / t`: `(1 + 2 / t) / 3` of the bytes of a single device.
     """
 
-    flops: float
-    bytes: float
+    flops: float  # `2 n^3 / t`
+    bytes: float  # `2 n^2 + 4 n^2 / t`: `(1 + 2 / t) / 3` of the bytes of a single device
 
     @classmethod
     def of(cls, n: int, tp: int = 1) -> "Matmul":

@@ -56,24 +56,16 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of machine.
-
-    Args:
-        intra_bandwidth: Bytes per second and direction of a device's port inside its node.
-        inter_bandwidth: Bytes per second and direction of one NIC.
-        nics_per_node: None for one per device.
-        intra_latency_s: Of one collective inside a node.
-        inter_latency_s: Of one collective across nodes.
-    """
+    """A kind of machine."""
 
     name: str
     device: Device
     devices_per_node: int
-    intra_bandwidth: float
-    inter_bandwidth: float
-    nics_per_node: int | None = None
-    intra_latency_s: float = 25e-6
-    inter_latency_s: float = 150e-6
+    intra_bandwidth: float  # bytes per second and direction of a device's port inside its node
+    inter_bandwidth: float  # bytes per second and direction of one NIC
+    nics_per_node: int | None = None  # None for one per device
+    intra_latency_s: float = 25e-6  # of one collective inside a node
+    inter_latency_s: float = 150e-6  # of one collective across nodes
 
     def ring_bandwidth(self, num_ranks: int) -> float:
         """Bytes per second of the slowest link in a ring of neighbours; across nodes every NIC carries its share."""

@@ -44,33 +44,21 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    """Bytes on one rank of the fullest stage.
+    """Bytes on one rank of the fullest stage."""
 
-    Args:
-        master_weights: Its share of the master store, as are `master_gradients` and `optimizer`.
-        weights: Of the strategy, like `gradients`.
-        arena: What the pool's largest strategy needs beyond these weights and gradients.
-        activations: Of all micro-batches in flight.
-        logits: Of one pack on the last stage, plus what the losses of other packs in flight keep.
-        switch: Switch buffers.
-        in_flight: Most micro-batches in flight.
-        held_tokens: Most tokens in flight.
-        pack_tokens: Tokens of the largest pack.
-    """
-
-    master_weights: float
+    master_weights: float  # its share of the master store, as are `master_gradients` and `optimizer`
     master_gradients: float
     optimizer: float
-    weights: float
+    weights: float  # of the strategy, like `gradients`
     gradients: float
-    arena: float
-    activations: float
-    logits: float
-    switch: float
+    arena: float  # what the pool's largest strategy needs beyond these weights and gradients
+    activations: float  # of all micro-batches in flight
+    logits: float  # of one pack on the last stage, plus what the losses of other packs in flight keep
+    switch: float  # switch buffers
     stage: int
-    in_flight: int
-    held_tokens: int
-    pack_tokens: int
+    in_flight: int  # most micro-batches in flight
+    held_tokens: int  # most tokens in flight
+    pack_tokens: int  # tokens of the largest pack
 
     def parts(self) -> dict[str, float]:
         """Bytes by name."""
@@ -162,52 +150,36 @@ def _kept_by_mlp(shape: ModelShape) -> float:
 
 @dataclass(frozen=True)
 class MemoryOptions:
-    """Options of a run that affect memory.
-
-    Args:
-        compute_dtype: The dtype of activations.
-        activation_bytes: Measured bytes per token and layer by tp; a formula is used for a missing tp.
-        end_bytes: Measured bytes per token beyond what the layers keep, by tp: on a last stage for the logits; on other
-            stages for the backward pass of one layer, which needs no more than a layer keeps. For a missing tp
-            `logit_copies` is used, on last stages.
-        logit_copies: fp32 copies of the logits that exist at once on the last stage: the probabilities, and the logits
-            with their gradient in the compute dtype.
-        switch_bytes: Largest size of the staging and relay buffers of switches.
-        weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
-        schedule: One of `pipeline_order.SCHEDULES`.
-        offload_master: Whether the master store and the optimizer state are in host memory.
-        context_parallel: The cp method, one of `costs.divided.WAYS`.
-        features: Settings of features (`hf_hotspa.seam`).
-        scoring: Forward passes of a step besides training.
-    """
+    """Options of a run that affect memory."""
 
     optimizer: OptimizerState = ADAM
-    compute_dtype: str = "bfloat16"
+    compute_dtype: str = "bfloat16"  # the dtype of activations
+    # measured bytes per token and layer by tp; a formula is used for a missing tp
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
+    # measured bytes per token beyond what the layers keep, by tp: on a last stage for the logits; on other stages for
+    # the backward pass of one layer, which needs no more than a layer keeps. For a missing tp `logit_copies` is used,
+    # on last stages.
     end_bytes: Mapping[int, float] = field(default_factory=dict)
+    # fp32 copies of the logits that exist at once on the last stage: the probabilities, and the logits with their
+    # gradient in the compute dtype
     logit_copies: float = 2.0
-    switch_bytes: int = 2 * (16 << 20)
-    weight_copies: int = 1
-    schedule: str = "auto"
-    offload_master: bool = False
-    context_parallel: str = "auto"
-    features: tuple[Any, ...] = ()
-    scoring: Scoring = field(default_factory=Scoring)
+    switch_bytes: int = 2 * (16 << 20)  # largest size of the staging and relay buffers of switches
+    weight_copies: int = 1  # how many strategies' weights are kept at a time: 2 with a second source
+    schedule: str = "auto"  # one of `pipeline_order.SCHEDULES`
+    offload_master: bool = False  # whether the master store and the optimizer state are in host memory
+    context_parallel: str = "auto"  # the cp method, one of `costs.divided.WAYS`
+    features: tuple[Any, ...] = ()  # settings of features (`hf_hotspa.seam`)
+    scoring: Scoring = field(default_factory=Scoring)  # forward passes of a step besides training
 
 
 @dataclass(frozen=True)
 class MemoryStage:
-    """The fullest rank of a pipeline position, as terms see it.
-
-    Args:
-        layer: Bytes of a layer for one token, without recomputation.
-        index: The position.
-    """
+    """The fullest rank of a pipeline position, as terms see it."""
 
     model: "MemoryModel"
     strategy: Strategy
-    layer: float
-    index: int
+    layer: float  # bytes of a layer for one token, without recomputation
+    index: int  # the position
 
     @property
     def options(self) -> MemoryOptions:

@@ -58,16 +58,12 @@ class Linear:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A model as described by its config.
-
-    Args:
-        tied: Whether head and embedding are one weight.
-        linears: Linear layers of a decoder layer that may have an adapter, by name; without experts.
-    """
+    """A model as described by its config."""
 
     name: str
     shape: ModelShape
-    tied: bool = False
+    tied: bool = False  # whether head and embedding are one weight
+    # linear layers of a decoder layer that may have an adapter, by name; without experts
     linears: Mapping[str, Linear] = field(default_factory=dict)
 
 

@@ -19,21 +19,13 @@ _OWN_SCHEDULE = "leave the schedule at 'auto' (hotspa_pipeline_schedule)"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options that decide, with the model, whether a strategy can run.
+    """The options that decide, with the model, whether a strategy can run."""
 
-    Args:
-        schedule: The pipeline schedule, one of `pipeline_order.SCHEDULES`.
-        context_parallel: The cp method, one of `costs.divided.WAYS`.
-        device_type: `cpu` or `cuda`.
-        features: Settings of features, some of which do not run every strategy.
-        expert_capacity: The capacity factor, if any.
-    """
-
-    schedule: str = "auto"
-    context_parallel: str = AUTO
-    device_type: str = "cuda"
-    features: tuple[Options, ...] = ()
-    expert_capacity: float | None = None
+    schedule: str = "auto"  # the pipeline schedule, one of `pipeline_order.SCHEDULES`
+    context_parallel: str = AUTO  # the cp method, one of `costs.divided.WAYS`
+    device_type: str = "cuda"  # `cpu` or `cuda`
+    features: tuple[Options, ...] = ()  # settings of features, some of which do not run every strategy
+    expert_capacity: float | None = None  # the capacity factor, if any
 
     @property
     def _wants_one_shape(self) -> bool:

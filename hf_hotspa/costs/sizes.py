@@ -48,18 +48,12 @@ def loss_chunk_tokens(vocabulary_rows: int) -> int:
 
 @dataclass(frozen=True)
 class StageSizes:
-    """The fullest rank of a pipeline stage.
-
-    Args:
-        weight_bytes: Weights that exist at a time.
-        gradient_bytes: Their gradients, in the accumulation dtype.
-        trained_bytes: All trained weights.
-    """
+    """The fullest rank of a pipeline stage."""
 
     num_layers: int
-    weight_bytes: int
-    gradient_bytes: int
-    trained_bytes: int = 0
+    weight_bytes: int  # weights that exist at a time
+    gradient_bytes: int  # their gradients, in the accumulation dtype
+    trained_bytes: int = 0  # all trained weights
 
     @property
     def arena_bytes(self) -> int:
@@ -78,21 +72,14 @@ class MasterSizes:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """State size of an optimizer.
+    """State size of an optimizer."""
 
-    Args:
-        full: Bytes per element of a parameter.
-        reduced: Bytes per element of a parameter whose state is kept in fewer bytes; None if there are none.
-        least: The fewest elements of such a parameter.
-        multiple: What its elements are a multiple of.
-        embeddings: Whether embeddings are treated like other parameters; otherwise they have full states.
-    """
-
-    full: float
+    full: float  # bytes per element of a parameter
+    # bytes per element of a parameter whose state is kept in fewer bytes; None if there are none
     reduced: float | None = None
-    least: int = 0
-    multiple: int = 1
-    embeddings: bool = True
+    least: int = 0  # the fewest elements of such a parameter
+    multiple: int = 1  # what its elements are a multiple of
+    embeddings: bool = True  # whether embeddings are treated like other parameters; otherwise they have full states
 
     def element_bytes(self, numel: int, is_embedding: bool) -> float:
         """Returns the bytes per element of a parameter with `numel` elements."""
@@ -153,25 +140,17 @@ def _of_neighbours(units: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of one model under any strategy.
-
-    Args:
-        compute_dtype: The dtype of a strategy's weights.
-        tied: Whether head and embedding are one weight.
-        vector: The parameters, for exact sizes. Replaces all fields except `shape` and `gradients`.
-        added: Weights that are trained on the frozen model, if any.
-        measured: Measured costs of the stage partition, see `ParameterVector`.
-        packed: Weights of the frozen model in another form, if any.
-    """
+    """Sizes of one model under any strategy."""
 
     shape: ModelShape
-    compute_dtype: str = "bfloat16"
-    tied: bool = False
+    compute_dtype: str = "bfloat16"  # the dtype of a strategy's weights
+    tied: bool = False  # whether head and embedding are one weight
+    # the parameters, for exact sizes. Replaces all fields except `shape` and `gradients`.
     vector: ParameterVector | None = None
     gradients: GradientDtypes = IN_FP32
-    added: Added | None = None
-    measured: StageCosts | None = None
-    packed: Packed | None = None
+    added: Added | None = None  # weights that are trained on the frozen model, if any
+    measured: StageCosts | None = None  # measured costs of the stage partition, see `ParameterVector`
+    packed: Packed | None = None  # weights of the frozen model in another form, if any
     _stages: dict[tuple[int, ...], tuple[StageSizes, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

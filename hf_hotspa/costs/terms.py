@@ -46,18 +46,14 @@ LOSS = "loss"
 
 @dataclass(frozen=True)
 class MemoryTerm:
-    """Bytes on the fullest rank of a stage.
-
-    Args:
-        part: The part of a `MemoryBreakdown` that they belong to.
-        of: Called with a `memory.MemoryStage`; None if a stage has none of them. `Rate`s are added up once a stage.
-        moment: What they exist for, if not all the time. Moments exclude each other: of each, only what exceeds the
-            bytes of `LOSS` counts. Needs a `Rate`, except for `LOSS`.
-    """
+    """Bytes on the fullest rank of a stage."""
 
     name: str
-    part: str
+    part: str  # the part of a `MemoryBreakdown` that they belong to
+    # called with a `memory.MemoryStage`; None if a stage has none of them. `Rate`s are added up once a stage.
     of: Callable[[Any], Bytes | None]
+    # what they exist for, if not all the time. Moments exclude each other: of each, only what exceeds the bytes of
+    # `LOSS` counts. Needs a `Rate`, except for `LOSS`.
     moment: str = ""
 
 
@@ -66,16 +62,11 @@ class Cost:
     """`t = a * sum(l_i^2) + b * sum(l_i) + c` seconds for a pack of sequences of lengths l_i, forward and backward.
 
     Packed sequences do not attend to each other, so attention costs the sum of the squares.
-
-    Args:
-        a: Seconds per pair of tokens.
-        b: Seconds per token.
-        c: Seconds per pack.
     """
 
-    a: float = 0.0
-    b: float = 0.0
-    c: float = 0.0
+    a: float = 0.0  # seconds per pair of tokens
+    b: float = 0.0  # seconds per token
+    c: float = 0.0  # seconds per pack
 
     def seconds(self, squares: float, tokens: float) -> float:
         """Seconds of a pack, from its sum of squared lengths and its tokens."""
@@ -123,36 +114,26 @@ class TimeTerm:
 
 @dataclass(frozen=True)
 class PackedForms:
-    """Forms in which frozen weights may be held (`sizes.Packed`).
+    """Forms in which frozen weights may be held (`sizes.Packed`)."""
 
-    Args:
-        names: The values of `--quantization`; messages suggest the first one.
-        of: Called with a name and the linear layers of a decoder layer, by name.
-        none: What messages call frozen weights in no such form.
-    """
-
-    names: tuple[str, ...]
-    of: Callable[[str, Mapping[str, Any]], Any]
-    none: str
+    names: tuple[str, ...]  # the values of `--quantization`; messages suggest the first one
+    of: Callable[[str, Mapping[str, Any]], Any]  # called with a name and the linear layers of a decoder layer, by name
+    none: str  # what messages call frozen weights in no such form
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a feature adds to the cost models: the hook `terms`.
-
-    Args:
-        data_sheet: Cost of one layer on data sheets, from `ModelSizes`, tp, `Hardware` and dtype.
-        master: The master store of a `memory.MemoryStage`, if the feature divides it otherwise.
-        optimizer_states: Optimizers by `--optim` name.
-        added: Reads weights that are trained on a frozen model (`sizes.Added`) from the text of `--lora` and the linear
-            layers of a decoder layer, by name.
-    """
+    """What a feature adds to the cost models: the hook `terms`."""
 
     memory: tuple[MemoryTerm, ...] = ()
     time: tuple[TimeTerm, ...] = ()
+    # cost of one layer on data sheets, from `ModelSizes`, tp, `Hardware` and dtype
     data_sheet: Callable[[Any, int, Any, str], Cost] | None = None
+    # the master store of a `memory.MemoryStage`, if the feature divides it otherwise
     master: Callable[[Any], MasterSizes | None] | None = None
-    optimizer_states: Mapping[str, OptimizerState] = field(default_factory=dict)
+    optimizer_states: Mapping[str, OptimizerState] = field(default_factory=dict)  # optimizers by `--optim` name
+    # reads weights that are trained on a frozen model (`sizes.Added`) from the text of `--lora` and the linear layers
+    # of a decoder layer, by name
     added: Callable[[str, Mapping[str, Any]], Any] | None = None
     packed: PackedForms | None = None
 

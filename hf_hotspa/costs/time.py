@@ -49,26 +49,16 @@ from hf_hotspa.strategy import Strategy
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The packs (or chunks) of one replica and their order through its stages.
+    """The packs (or chunks) of one replica and their order through its stages."""
 
-    Args:
-        forward: `forward[stage][pack]` seconds on a rank with its own processor.
-        backward: The same for the backward pass.
-        hops: Seconds to send the hidden state of each pack, or its gradient, between two stages.
-        reach: How far forward passes may be ahead, see `pipeline_order.reaches`.
-        depth: Number of stages for the schedule, see `Passes.depth`; the actual number if None.
-        chains: Chunks of each chain, see `pipeline_order`; empty for complete packs.
-        rounds: Stages on each rank.
-        order: The order of all ranks if they have several stages each; otherwise it follows from the other fields.
-    """
-
-    forward: Sequence[Sequence[float]]
-    backward: Sequence[Sequence[float]]
-    hops: Sequence[float]
-    reach: Sequence[int]
-    depth: int | None = None
-    chains: Sequence[int] = ()
-    rounds: int = 1
+    forward: Sequence[Sequence[float]]  # `forward[stage][pack]` seconds on a rank with its own processor
+    backward: Sequence[Sequence[float]]  # the same for the backward pass
+    hops: Sequence[float]  # seconds to send the hidden state of each pack, or its gradient, between two stages
+    reach: Sequence[int]  # how far forward passes may be ahead, see `pipeline_order.reaches`
+    depth: int | None = None  # number of stages for the schedule, see `Passes.depth`; the actual number if None
+    chains: Sequence[int] = ()  # chunks of each chain, see `pipeline_order`; empty for complete packs
+    rounds: int = 1  # stages on each rank
+    # the order of all ranks if they have several stages each; otherwise it follows from the other fields
     order: Sequence[Turn] = ()
 
     @property
@@ -281,55 +271,36 @@ TERMS = (
 
 @dataclass(frozen=True)
 class TimeModel:
-    """Seconds of computation. Use the constructors below.
+    """Seconds of computation. Use the constructors below."""
 
-    Args:
-        source: Source of the coefficients, in words.
-        cut: Costs of the stage partition and relative costs of layers; its `step_times` slow down stages.
-        layers: One layer (of mean cost), forward and backward, by tp.
-        heads: Final norm, vocabulary projection and loss, by tp.
-        embeddings: By tp.
-        hop_intra: Sending a hidden state inside a node.
-        hop_inter: The same between nodes.
-        devices_per_node: Decides which hop a pipeline uses.
-        forward_share: The forward pass's share of the seconds of a pack.
-        fixed_s: Seconds of a phase besides its packs and its switch.
-        slots: How many ranks compute at the same time if ranks share cores; all other seconds then assume one core per
-            rank. Infinite if every rank has its own device.
-        pipeline_factor: Relative cost of a pack in stages, without sends of hidden states.
-        phase_factors: Relative cost of complete phases compared with their packs, by (tp, pp), see `Calibration`;
-            deeper pipelines than measured use the nearest depth.
-        schedule: One of `pipeline_order.SCHEDULES`.
-        paced: The parameters, with the relative step times of ranks, if some are slow, by which MLPs are divided.
-        cut_by: Ratio by which sequences are cut into chunks of equal time, see `pair_cost`; the measured one if None.
-        streams: Transfers of the units of fully sharded strategies, if any.
-        shape: The model's shape, for the exchanges of cp and ep; without it they are free.
-        context_parallel: The cp method, one of `costs.divided.WAYS`.
-        context_exchanges: Measured costs of cp exchanges by (cp, tp); hops otherwise.
-        forwards: Forward passes of all tokens, without gradients, in a step besides training.
-    """
-
-    source: str
-    cut: StageCosts
-    layers: Mapping[int, Cost] = field(default_factory=dict)
-    heads: Mapping[int, Cost] = field(default_factory=dict)
-    embeddings: Mapping[int, Cost] = field(default_factory=dict)
-    hop_intra: Hop = _NO_HOP
-    hop_inter: Hop = _NO_HOP
-    devices_per_node: int = 1 << 20
-    forward_share: float = 1 / 3
-    fixed_s: float = 0.0
+    source: str  # source of the coefficients, in words
+    cut: StageCosts  # costs of the stage partition and relative costs of layers; its `step_times` slow down stages
+    layers: Mapping[int, Cost] = field(default_factory=dict)  # one layer (of mean cost), forward and backward, by tp
+    heads: Mapping[int, Cost] = field(default_factory=dict)  # final norm, vocabulary projection and loss, by tp
+    embeddings: Mapping[int, Cost] = field(default_factory=dict)  # by tp
+    hop_intra: Hop = _NO_HOP  # sending a hidden state inside a node
+    hop_inter: Hop = _NO_HOP  # the same between nodes
+    devices_per_node: int = 1 << 20  # decides which hop a pipeline uses
+    forward_share: float = 1 / 3  # the forward pass's share of the seconds of a pack
+    fixed_s: float = 0.0  # seconds of a phase besides its packs and its switch
+    # how many ranks compute at the same time if ranks share cores; all other seconds then assume one core per rank.
+    # Infinite if every rank has its own device.
     slots: float = math.inf
-    pipeline_factor: float = 1.0
+    pipeline_factor: float = 1.0  # relative cost of a pack in stages, without sends of hidden states
+    # relative cost of complete phases compared with their packs, by (tp, pp), see `Calibration`; deeper pipelines than
+    # measured use the nearest depth
     phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    schedule: str = "auto"
+    schedule: str = "auto"  # one of `pipeline_order.SCHEDULES`
+    # the parameters, with the relative step times of ranks, if some are slow, by which MLPs are divided
     paced: ParameterVector | None = None
+    # ratio by which sequences are cut into chunks of equal time, see `pair_cost`; the measured one if None
     cut_by: float | None = None
-    streams: Streams | None = None
-    shape: ModelShape | None = None
-    context_parallel: str = "auto"
+    streams: Streams | None = None  # transfers of the units of fully sharded strategies, if any
+    shape: ModelShape | None = None  # the model's shape, for the exchanges of cp and ep; without it they are free
+    context_parallel: str = "auto"  # the cp method, one of `costs.divided.WAYS`
+    # measured costs of cp exchanges by (cp, tp); hops otherwise
     context_exchanges: Mapping[tuple[int, int], Exchanges] = field(default_factory=dict)
-    forwards: int = 0
+    forwards: int = 0  # forward passes of all tokens, without gradients, in a step besides training
     _kinds: dict[Strategy, Strategy] = field(default_factory=dict, init=False, repr=False, compare=False)
     _stage_costs: dict[tuple[int, ...], tuple[Cost, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
