@@ -250,12 +250,10 @@ class Calibration:
 
         Layers are weighed by their separate measurements if present, otherwise by `layer_costs`. Head, loss and
         embedding were measured together and count for the head. Uses the least measured tp: one partition serves all.
+        Raises `HotspaConfigError`: too few or impossible samples, or samples of a model with another number of layers.
 
         Args:
             layer_costs: Relative cost of each layer, by its parameters.
-
-        Raises:
-            HotspaConfigError: too few or impossible samples, or samples of a model with another number of layers.
         """
         if len(self.layer_weights) not in (0, len(layer_costs)):
             raise HotspaConfigError(
@@ -277,13 +275,10 @@ class Calibration:
         )
 
     def time_model(self, sizes: ModelSizes, world_size: int | None = None) -> TimeModel:
-        """Returns the time model of the complete model.
+        """Returns the time model of the complete model. Raises `HotspaConfigError`: too few or impossible measurements.
 
         Args:
             world_size: Ranks, on nodes like the measured ones; the measured number if None.
-
-        Raises:
-            HotspaConfigError: too few or impossible measurements.
         """
         key = self.key
         nodes = (world_size or key.world_size) / key.world_size
@@ -419,14 +414,11 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], key: CalibrationKey | None = None) -> "Calibration":
-        """Reads a file of `save`.
+        """Reads a file of `save`. Raises `HotspaConfigError`: the file is missing, truncated, of another kind or
+        version, has impossible numbers, or has another key.
 
         Args:
             key: The key that it must have; any if None.
-
-        Raises:
-            HotspaConfigError: the file is missing, truncated, of another kind or version, has impossible numbers, or
-                has another key.
         """
         calibration = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
         if key is not None and (differences := calibration.key.differences(key)):
@@ -442,11 +434,8 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = KIND) -> "Calibration":
-        """The inverse of `to_dict`; older files have no `phases`.
-
-        Raises:
-            HotspaConfigError: a field is missing or impossible.
-        """
+        """The inverse of `to_dict`; older files have no `phases`. Raises `HotspaConfigError`: a field is missing or
+        impossible."""
         try:
             if missing := [f.name for f in fields(cls) if f.name not in data and f.name not in _NOT_IN_OLDER_FILES]:
                 raise ValueError(f"the field {missing[0]!r} is missing")

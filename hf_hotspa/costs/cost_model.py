@@ -37,13 +37,10 @@ class CostModel:
     def of_calibration(
         cls, calibration: Calibration, sizes: ModelSizes, options: MemoryOptions, world_size: int | None = None
     ) -> "CostModel":
-        """Builds the model from measurements.
+        """Builds the model from measurements. Raises `HotspaConfigError`: too few or impossible measurements.
 
         Args:
             world_size: Ranks, on nodes like the measured ones; the measured number if None.
-
-        Raises:
-            HotspaConfigError: too few or impossible measurements.
         """
         memory = calibration.memory_model(sizes, options, world_size)
         return cls._of(
@@ -52,11 +49,7 @@ class CostModel:
 
     @classmethod
     def of_hardware(cls, hardware: Hardware, sizes: ModelSizes, options: MemoryOptions, world_size: int) -> "CostModel":
-        """Builds the model from a data sheet.
-
-        Raises:
-            HotspaConfigError: the hardware has no speed for the dtype.
-        """
+        """Builds the model from a data sheet. Raises `HotspaConfigError`: the hardware has no speed for the dtype."""
         time = TimeModel.analytic(sizes, hardware, sizes.compute_dtype)
         return cls._of(time, MemoryModel(sizes, world_size, options), hardware.cluster(world_size))
 
@@ -109,14 +102,12 @@ def check_calibration(
     base: object = None,
 ) -> None:
     """Checks that a calibration applies to a case. Does not compare machine and versions; these are the user's choice.
+    Raises `HotspaConfigError`: naming all differences.
 
     Args:
         devices_per_node: Processes per node.
         strategies: Strategies that it must cover.
         base: The frozen base of the run (or the name of its form), if any. The rank of an adapter is not compared.
-
-    Raises:
-        HotspaConfigError: naming all differences.
     """
     key, facts = calibration.key, calibration.model
     none = next((forms.none for forms in packed_forms()), "none")

@@ -68,14 +68,11 @@ def ulysses_unsupported_reason(strategy: Strategy, shape: ModelShape) -> str | N
 
 
 def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
-    """Returns the cp method of a strategy.
+    """Returns the cp method of a strategy. Raises `StrategyError`: the requested method cannot run the model.
 
     Args:
         way: One of `WAYS`; `auto` moves the least: `ulysses` if heads can be divided and each key/value head has few
             enough query heads, otherwise `allgather`.
-
-    Raises:
-        StrategyError: the requested method cannot run the model.
     """
     reasons = {ULYSSES: ulysses_unsupported_reason(strategy, shape), RING: shape.ring_unsupported_reason, GATHER: None}
     if way == AUTO:
@@ -135,11 +132,7 @@ def exchange_seconds(
 
 
 def check_capacity(factor: float | None) -> None:
-    """Checks a capacity factor.
-
-    Raises:
-        HotspaConfigError: it is not a finite number above 0.
-    """
+    """Checks a capacity factor. Raises `HotspaConfigError`: it is not a finite number above 0."""
     if factor is not None and not 0 < factor < math.inf:
         raise HotspaConfigError(
             f"the capacity factor of experts is {factor}",

@@ -59,13 +59,11 @@ def fit_costs(
     """Fits the costs of one layer, and of embedding, head and loss together (the ends), by tp.
 
     Ends are separable from layers only with samples of different numbers of layers, or samples without ends. A tp
-    without such samples is absent from the second result.
+    without such samples is absent from the second result. Raises `HotspaConfigError`: no sample, an impossible sample,
+    or fewer than three different packs for a tp.
 
     Args:
         depth: Converts a sample's number of layers to a multiple of the fitted layer, if layers differ.
-
-    Raises:
-        HotspaConfigError: no sample, an impossible sample, or fewer than three different packs for a tp.
     """
     by_tp: dict[int, list[Sample]] = {}
     for sample in samples:

@@ -47,11 +47,8 @@ class Matmul:
 
 
 def bubble_fraction(pp: int, num_micro_batches: int) -> float:
-    """Idle time of a pipeline over its ideal time, `(p - 1) / m`, for both GPipe and 1F1B (N21 section 2.2).
-
-    Raises:
-        HotspaConfigError: a number is below 1.
-    """
+    """Idle time of a pipeline over its ideal time, `(p - 1) / m`, for both GPipe and 1F1B (N21 section 2.2). Raises
+    `HotspaConfigError`: a number is below 1."""
     if pp < 1 or num_micro_batches < 1:
         raise HotspaConfigError(f"{pp} stages and {num_micro_batches} micro-batches do not form a pipeline")
     return (pp - 1) / num_micro_batches
@@ -151,13 +148,11 @@ def model_state_bytes(
     optimizer_bytes: float = OPTIMIZER_BYTES,
 ) -> float:
     """Bytes of model states on one device, from bytes per parameter; `optimizer_bytes` includes fp32 master weights.
+    Raises `HotspaConfigError`: there is no such stage, or dp is below 1.
 
     Args:
         num_parameters: Of the model, or of its part at a device's tp and pp coordinates.
         stage: ZeRO stage, 0 (nothing is divided) to 3 (everything is).
-
-    Raises:
-        HotspaConfigError: there is no such stage, or dp is below 1.
     """
     _check_stage(stage)
     if dp < 1:
@@ -181,10 +176,8 @@ def traffic(trained: float, frozen: float, dp: int, stage: int, packs: int) -> T
 
     An all-gather and a reduce-scatter of n elements send n (dp - 1) / dp each. Stages 0 and 1: gradients and trained
     weights once. Stage 2: gradients once per pack, as no device keeps all of them; weights once. Stage 3: all weights
-    for each forward and backward pass, gradients once per pack: for one pack, 3 / 2 of plain data parallelism.
-
-    Raises:
-        HotspaConfigError: there is no such stage.
+    for each forward and backward pass, gradients once per pack: for one pack, 3 / 2 of plain data parallelism. Raises
+    `HotspaConfigError`: there is no such stage.
     """
     _check_stage(stage)
     share = (dp - 1) / dp

@@ -41,11 +41,7 @@ class Device:
     memory_bandwidth: float
 
     def flops(self, dtype: str) -> float:
-        """Returns the peak speed in a dtype.
-
-        Raises:
-            HotspaConfigError: the description has no speed for it.
-        """
+        """Returns the peak speed in a dtype. Raises `HotspaConfigError`: the description has no speed for it."""
         if dtype not in self.peak_flops:
             raise HotspaConfigError(
                 f"the device has no peak speed for {dtype!r}",
@@ -86,11 +82,8 @@ class Hardware:
 
 
 def parse_bytes(value: str | float, name: str = "memory", where: str | None = None) -> int:
-    """Parses bytes from a number or text such as ``70GiB``, ``80 GB``, ``512MiB``.
-
-    Raises:
-        HotspaConfigError: another format, or not positive.
-    """
+    """Parses bytes from a number or text such as ``70GiB``, ``80 GB``, ``512MiB``. Raises `HotspaConfigError`: another
+    format, or not positive."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
     try:
         num_bytes = float(match[1]) * _UNITS[match[2]] if match else math.nan
@@ -104,11 +97,7 @@ def parse_bytes(value: str | float, name: str = "memory", where: str | None = No
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Parses `(nodes, devices per node)` from text such as ``4x8``.
-
-    Raises:
-        HotspaConfigError: another format.
-    """
+    """Parses `(nodes, devices per node)` from text such as ``4x8``. Raises `HotspaConfigError`: another format."""
     match = re.fullmatch(r"\s*([1-9][0-9]{0,6})\s*x\s*([1-9][0-9]{0,6})\s*", text.lower())
     if not match:
         raise HotspaConfigError(f"{text!r} is not a cluster", fix="write nodes x devices, such as 4x8 or 1x8")
@@ -205,10 +194,7 @@ _LIST = "`hf-hotspa hardware` lists the named machines, and prints the fields of
 def find_preset(text: str) -> Hardware | None:
     """Returns the machine with this name or unique first part (`l40s`), or None.
 
-    Ignores case, spaces and the words NVIDIA, RTX, GeForce and AMD.
-
-    Raises:
-        HotspaConfigError: several machines match.
+    Ignores case, spaces and the words NVIDIA, RTX, GeForce and AMD. Raises `HotspaConfigError`: several machines match.
     """
     words = str(text).lower().replace("_", "-").replace(" ", "-").split("-")
     name = "-".join(word.removeprefix("rtx") for word in words if word not in ("nvidia", "rtx", "geforce", "amd", ""))
@@ -259,11 +245,8 @@ def _plain(value: float) -> str:
 
 
 def load_hardware(text: str | os.PathLike[str]) -> Hardware:
-    """Returns the hardware of a name (see `find_preset`) or a YAML or JSON file.
-
-    Raises:
-        HotspaConfigError: no such preset or file, no YAML, an unknown or missing field, or an impossible value.
-    """
+    """Returns the hardware of a name (see `find_preset`) or a YAML or JSON file. Raises `HotspaConfigError`: no such
+    preset or file, no YAML, an unknown or missing field, or an impossible value."""
     path = Path(text)
     if not path.is_file():
         preset = find_preset(str(text))
@@ -287,11 +270,8 @@ def load_hardware(text: str | os.PathLike[str]) -> Hardware:
 
 
 def hardware_from(data: Mapping[str, Any], where: str = "hardware description") -> Hardware:
-    """Returns the hardware of a mapping of fields; see the module docstring.
-
-    Raises:
-        HotspaConfigError: an unknown or missing field, or an impossible value.
-    """
+    """Returns the hardware of a mapping of fields; see the module docstring. Raises `HotspaConfigError`: an unknown or
+    missing field, or an impossible value."""
     of_hardware = [f.name for f in fields(Hardware) if f.name != "device"]
     of_device = [f.name for f in fields(Device)]
     known = ["base", *of_hardware, *of_device]

@@ -16,14 +16,11 @@ def write_json(path: str | os.PathLike[str], kind: str, version: int, data: Mapp
 
 
 def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str) -> dict[str, Any]:
-    """Reads a file of `write_json`.
+    """Reads a file of `write_json`. Raises `HotspaConfigError`: no file, no JSON, another kind, or another version.
 
     Args:
         version: The version that this program reads.
         remedy: How the user gets a valid file, for messages.
-
-    Raises:
-        HotspaConfigError: no file, no JSON, another kind, or another version.
     """
     data, where = read_object(path, kind, remedy), str(path)
     if data.get("kind") != kind:
@@ -40,11 +37,7 @@ def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str
 
 
 def read_object(path: str | os.PathLike[str], what: str, remedy: str) -> dict[str, Any]:
-    """Returns the JSON object of a file.
-
-    Raises:
-        HotspaConfigError: no file, no JSON, or not an object.
-    """
+    """Returns the JSON object of a file. Raises `HotspaConfigError`: no file, no JSON, or not an object."""
     where = str(path)
     try:
         data = json.loads(Path(path).read_text())

@@ -569,13 +569,11 @@ class MemoryModel:
         return self._known_fullest[strategy]
 
     def check_pool(self, buckets: Sequence[Bucket], limit_bytes: float | None, where: str | None = None) -> None:
-        """Checks that a pool fits.
+        """Checks that a pool fits. Raises `DeviceMemoryError`: naming the strategy, its memory, what does not fit, and
+        the largest pack that does.
 
         Args:
             where: Source of the limit, for the message.
-
-        Raises:
-            DeviceMemoryError: naming the strategy, its memory, what does not fit, and the largest pack that does.
         """
         if limit_bytes is None:
             return

@@ -72,23 +72,16 @@ def preset_names() -> tuple[str, ...]:
 
 
 def load_model(text: str | os.PathLike[str]) -> ModelConfig:
-    """Loads a model by preset name, config file, folder with a `config.json`, or hub name.
-
-    Raises:
-        HotspaConfigError: there is no such preset, file or model on the hub, or it holds no JSON object.
-        ModelError: the config is not of a causal language model whose parameters can be counted.
-    """
+    """Loads a model by preset name, config file, folder with a `config.json`, or hub name. Raises `HotspaConfigError`:
+    there is no such preset, file or model on the hub, or it holds no JSON object; `ModelError`: the config is not of a
+    causal language model whose parameters can be counted."""
     path, name = _find(text)
     return model_from(read_object(path, _WHAT, _HOW), name, str(text) if str(text) in preset_names() else str(path))
 
 
 def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the config's fields after the checks of `load_model`.
-
-    Raises:
-        HotspaConfigError: see `load_model`.
-        ModelError: see `load_model`.
-    """
+    """Returns the config's fields after the checks of `load_model`. Raises `HotspaConfigError`: see `load_model`;
+    `ModelError`: see `load_model`."""
     load_model(text)
     return read_object(_find(text)[0], _WHAT, _HOW)
 
@@ -120,13 +113,11 @@ def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
 
 
 def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Builds the model from the contents of a config; of a multimodal config, the text model.
+    """Builds the model from the contents of a config; of a multimodal config, the text model. Raises `ModelError`: the
+    family is unknown, a field is missing or impossible, or the layers cannot be counted.
 
     Args:
         facts: The engine's analysis of the family; from `families.json` if None.
-
-    Raises:
-        ModelError: the family is unknown, a field is missing or impossible, or the layers cannot be counted.
     """
     text = data.get("text_config")
     config = _Config({**data, **text} if isinstance(text, dict) else data, where)
@@ -274,13 +265,11 @@ _TIMEOUT_S = 10
 
 def hub_file(name: str, filename: str = CONFIG) -> Path:
     """Returns the path of a file of a hub model, such as `Qwen/Qwen3-0.6B`; downloads it if it is not in the cache.
+    Raises `HotspaConfigError`: the name is not a valid model name, the hub has no such model or requires a token for
+    it, or the hub cannot be reached; `what` says which.
 
     Args:
         filename: The file in the model's repository.
-
-    Raises:
-        HotspaConfigError: the name is not a valid model name, the hub has no such model or requires a token for it, or
-            the hub cannot be reached; `what` says which.
     """
     # imported here, because presets and local files do not need it
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache

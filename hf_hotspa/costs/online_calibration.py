@@ -192,11 +192,7 @@ class OnlineCalibration:
         return {"factors": self.factors.to_dict(), "window": list(map(rows, self._window)), "last": last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state.
-
-        Raises:
-            HotspaConfigError: the state is invalid.
-        """
+        """Restores a state. Raises `HotspaConfigError`: the state is invalid."""
         with reading_state("the time model's correction", "the correction starts anew"):
             factors = Factors.from_dict(state["factors"])
             window = [[_pair(*row) for row in rows] for rows in state["window"]]

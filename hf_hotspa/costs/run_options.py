@@ -33,12 +33,9 @@ class RunOptions:
         return self.schedule in ("1f1b", "gpipe")
 
     def check(self, buckets: Iterable[Bucket], shape: ModelShape) -> None:
-        """Checks that all strategies can run, and that a capacity of experts applies to complete packs.
-
-        Raises:
-            StrategyError: a schedule or a cp method that cannot run a strategy, or fewer tokens than cp ranks.
-            UnsupportedError: an option that cp, ep or a capacity of experts does not support.
-        """
+        """Checks that all strategies can run, and that a capacity of experts applies to complete packs. Raises
+        `StrategyError`: a schedule or a cp method that cannot run a strategy, or fewer tokens than cp ranks;
+        `UnsupportedError`: an option that cp, ep or a capacity of experts does not support."""
         for bucket in buckets:
             strategy, cp = bucket.strategy, bucket.strategy.cp
             if bucket.capacity < cp:

@@ -31,11 +31,7 @@ _MASTER_BYTES = 4
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Returns the bytes of one element.
-
-    Raises:
-        HotspaConfigError: no size is known for the dtype.
-    """
+    """Returns the bytes of one element. Raises `HotspaConfigError`: no size is known for the dtype."""
     if dtype not in _DTYPE_BYTES:
         raise HotspaConfigError(f"no size is known for dtype {dtype!r}", fix=f"use one of {', '.join(_DTYPE_BYTES)}")
     return _DTYPE_BYTES[dtype]
@@ -206,19 +202,12 @@ class ModelSizes:
         return any(s.trainable and len(s.shape) == 1 and not s.name.endswith("bias") for s in self.vector.specs)
 
     def layers_of_stages(self, pp: int, v: int = 1) -> tuple[range, ...]:
-        """Returns the layers of each stage, as in layouts. Stage s is on pipeline rank s mod pp.
-
-        Raises:
-            StrategyError: more stages than layers.
-        """
+        """Returns the layers of each stage, as in layouts. Stage s is on pipeline rank s mod pp. Raises
+        `StrategyError`: more stages than layers."""
         return self.stage_costs.stages(pp * v)
 
     def stages(self, strategy: Strategy) -> tuple[StageSizes, ...]:
-        """Returns the sizes of each pipeline rank's stages.
-
-        Raises:
-            StrategyError: more stages than layers.
-        """
+        """Returns the sizes of each pipeline rank's stages. Raises `StrategyError`: more stages than layers."""
         key: tuple[int, ...] = strategy.z, strategy.tp, strategy.pp, strategy.ep, strategy.v
         if self.has_uneven_shares(strategy):
             key += strategy.dp, strategy.cp

@@ -41,14 +41,12 @@ def estimate(
     A rank receives 1 / (tp pp) of the model, less the share that it owns. Between nodes, a relayed load sends what a
     node lacks across its NICs once: the tp shards and stages in the node, less what its devices own. Returning
     gradients is the reverse flow, with a node's replicas summed before the NIC. Within about a factor of two of the
-    plans. `+z2` returns nothing and `+z3` also loads nothing, as units move during the phase (`Streams`).
+    plans. `+z2` returns nothing and `+z3` also loads nothing, as units move during the phase (`Streams`). Raises
+    `HotspaConfigError`: the efficiency is not between 0 and 1.
 
     Args:
         efficiency: Measured speed relative to the port model.
         fixed_s: Fixed seconds of a load and a return.
-
-    Raises:
-        HotspaConfigError: the efficiency is not between 0 and 1.
     """
     if not 0 < efficiency <= 1:
         raise HotspaConfigError(f"an efficiency of {efficiency} is impossible", fix="use a share between 0 and 1")

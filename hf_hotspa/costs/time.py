@@ -311,11 +311,8 @@ class TimeModel:
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
-        """Builds the model from data sheets, see `costs.data_sheet`.
-
-        Raises:
-            HotspaConfigError: the hardware has no speed for the dtype.
-        """
+        """Builds the model from data sheets, see `costs.data_sheet`. Raises `HotspaConfigError`: the hardware has no
+        speed for the dtype."""
         layers, heads, embeddings = data_sheet.costs(sizes, hardware, dtype)
         intra, inter = data_sheet.hops(sizes.shape, hardware, dtype)
         return cls(
@@ -336,14 +333,11 @@ class TimeModel:
     def fit(
         cls, samples: Iterable[Sample], sizes: ModelSizes, depth: Callable[[int], float] = float, **fields: Any
     ) -> "TimeModel":
-        """Builds the model from measurements.
+        """Builds the model from measurements. Raises `HotspaConfigError`: too few or impossible samples.
 
         Args:
             samples: At least three different packs for each tp. Embedding and head are distinguished from layers by
                 samples with different numbers of layers, or without embedding and head.
-
-        Raises:
-            HotspaConfigError: too few or impossible samples.
         """
         layers, ends = fit_costs(samples, depth)
         fields = {"source": "measured", "paced": sizes.vector, "shape": sizes.shape} | fields
@@ -365,12 +359,8 @@ class TimeModel:
         return self._kinds[strategy]
 
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
-        """Returns the cost of each stage of a replica in pipeline order, v for each of its pp ranks.
-
-        Raises:
-            HotspaConfigError: there are no coefficients for the strategy.
-            StrategyError: more stages than layers.
-        """
+        """Returns the cost of each stage of a replica in pipeline order, v for each of its pp ranks. Raises
+        `HotspaConfigError`: there are no coefficients for the strategy; `StrategyError`: more stages than layers."""
         key = *strategy.degrees, strategy.rc, strategy.v
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stages(strategy)

@@ -25,11 +25,8 @@ class Adapter:
 
     @classmethod
     def read(cls, text: str, known: Mapping[str, Linear]) -> "Adapter":
-        """Parses ``16``, ``r=16`` or ``r=16,targets=q_proj+v_proj``.
-
-        Raises:
-            HotspaConfigError: another format, or a layer that the model does not have.
-        """
+        """Parses ``16``, ``r=16`` or ``r=16,targets=q_proj+v_proj``. Raises `HotspaConfigError`: another format, or a
+        layer that the model does not have."""
         match = re.fullmatch(r"(?:r=)?([1-9][0-9]{0,5})(?:,targets=([\w+-]+))?", text.replace(" ", ""))
         if not match:
             raise HotspaConfigError(
