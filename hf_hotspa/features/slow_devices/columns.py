@@ -28,17 +28,11 @@ THETA_OF_ITERATION, ALPHA = 1e-3, 0.8
 
 @dataclass(frozen=True)
 class Resizing:
-    """How a run resizes products.
+    """How a run resizes products."""
 
-    Args:
-        columns: Which columns to leave out: one of `CHOICES`.
-        imputation: Their gradients: one of `IMPUTATIONS`.
-        period: Mini-batches between two measurements of the weights' variation: the paper's epoch; 0 for a pass over
-            the data, if its length is known.
-    """
-
-    columns: str = CHOICES[0]
-    imputation: str = IMPUTATIONS[0]
+    columns: str = CHOICES[0]  # which columns to leave out
+    imputation: str = IMPUTATIONS[0]  # their gradients
+    # mini-batches between two measurements of the weights' variation: the paper's epoch; 0 for a pass over the data
     period: int = 0
 
 
@@ -98,15 +92,8 @@ class LayerColumns:
 def choose_columns(
     choice: str, num_columns: int, gamma: float, *, variation: Sequence[float] | None, num_iterations: int, seed: str
 ) -> LayerColumns:
-    """Algorithm 1 for one layer.
-
-    Args:
-        choice: One of `CHOICES`.
-        gamma: Equation 1 of this rank; 0 keeps all columns.
-        variation: Its statistics; None in the first epoch, when columns are drawn at random.
-        num_iterations: Iterations per epoch.
-        seed: For random columns.
-    """
+    """Algorithm 1 for one layer. `gamma` is equation 1 of this rank; 0 keeps all columns. Without the layer's `variation`,
+    in the first epoch (of `num_iterations`), columns are drawn at random."""
     if gamma <= 0.0:
         return LayerColumns(num_columns, tuple(range(num_columns)))
     ratio = EMPIRICAL_RATIO if choice == "pridiffe" else gamma
@@ -140,18 +127,8 @@ def renumbered(tasks: int, giver: int, givers: Collection[int] = ()) -> tuple[in
 
 
 def migrate(tasks: int, giver: int, num_columns: int, share: float, givers: Collection[int] = ()) -> Migration | None:
-    """Divides a slow task's last columns over its helpers.
-
-    Args:
-        tasks: e.
-        giver: The slow task.
-        num_columns: L of its product.
-        share: gamma, of its columns; at least one stays.
-        givers: All tasks that hand columns over.
-
-    Returns:
-        None if nothing is handed over.
-    """
+    """Divides the last columns of a slow task, one of the `givers` among e `tasks`, over its helpers: a share gamma of the L
+    columns of its product, of which at least one stays. None if nothing is handed over."""
     helpers = renumbered(tasks, giver, givers)
     count = min(round(num_columns * share), num_columns - 1)
     if count <= 0 or not helpers:

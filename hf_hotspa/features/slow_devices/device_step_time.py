@@ -56,18 +56,12 @@ def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> 
 
 
 class DeviceStepTime:
-    """Watches the devices of a run for slow ones.
-
-    Args:
-        gives: What slow ranks do with columns (`Giving`): `migrate`, `resize` or `semi`; None if they compute all.
-
-    Attributes:
-        giving: What slow ranks do not compute; None if they compute everything.
-    """
+    """Watches the devices of a run for slow ones; `gives`, one of `GIVING`, is what these do with columns."""
 
     def __init__(self, engine: HotSPaEngine, gives: str | None = None) -> None:
         self._engine, self._quadratic_cost = engine, engine.description.shape.quadratic_cost
         self._strategies = {str(s): s for s in engine.phases}
+        # what slow ranks do not compute; None if they compute everything
         self.giving = Giving([s for s in engine.phases if s.tp > 1], gives) if gives else None
         self.devices = SlowDevices(engine.world_size)
         self.take_cut()

@@ -39,26 +39,15 @@ _IMPUTED = {"zero": "0", "same": "the previous mini-batch's", "average": "the me
 
 
 class DeviceWatch(RunPart):
-    """The slow devices of a run.
+    """The slow devices of a run, in a mode that is not `off`. `resizing` is used in `resize` and `semi`, `stages` in `balance`.
 
-    Args:
-        mode: `hotspa_stragglers`, not `off`.
-        delay: How many mini-batches are planned ahead of training.
-        resizing: How products are resized, in `resize` and `semi`.
-        stages: Partitions pipelines and MLPs in `balance`.
-
-    Attributes:
-        history: Speeds that divide packs; None if the mode divides evenly.
-
-    Raises:
-        HotspaConfigError: no strategy has replicas, stages or groups to divide packs, layers or MLPs over, or shards
-            whose columns could go elsewhere.
-        UnsupportedError: `migrate`, `resize` or `semi` with a strategy of `+z` or cp.
+    Raises `HotspaConfigError`: no strategy has replicas, stages or groups to divide packs, layers or MLPs over, or shards whose
+    columns could go elsewhere. Raises `UnsupportedError`: `migrate`, `resize` or `semi` with a strategy of `+z` or cp.
     """
 
     name = "devices"
 
-    def __init__(self, engine: HotSPaEngine, mode: str, delay: int, resizing: Resizing, stages: StageCuts) -> None:
+    def __init__(self, engine: HotSPaEngine, mode: str, resizing: Resizing, stages: StageCuts) -> None:
         self.mode, self._engine = mode, engine
         if mode == "balance":
             why = "packs are divided over the replicas of dp, layers over the stages of pp, and dense MLPs over the shards of tp"
@@ -77,7 +66,7 @@ class DeviceWatch(RunPart):
                     fix="leave these strategies out, or use hotspa_stragglers=watch",
                 )
         self._step_time = DeviceStepTime(engine, mode if mode in GIVING else None)
-        self.history = SpeedHistory(delay) if mode == "balance" else None
+        self.history = SpeedHistory(0) if mode == "balance" else None  # nothing is planned ahead of training
         self._stages = stages if mode == "balance" else None
         self._has_replicas = any(strategy.dp > 1 for strategy in engine.phases)
         self._logs, self._num_logged = engine.rank == 0, 0
@@ -167,11 +156,7 @@ class DeviceWatch(RunPart):
         return {"devices": self._step_time.devices.state_dict(), **of_mode}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state, unless it has another number of ranks: those are other devices.
-
-        Raises:
-            HotspaConfigError: the state is damaged.
-        """
+        """Restores a state, unless it has another number of ranks: those are other devices."""
         if not self._step_time.devices.load_state_dict(state.get("devices", {})):
             return
         for name, part in self._parts().items():
@@ -193,24 +178,14 @@ class DeviceWatch(RunPart):
             self._statistics.load(tensors)
 
 
-def watch_devices(
-    engine: HotSPaEngine,
-    args: HotSPaTrainingArguments,
-    plan: RunPlan,
-) -> DeviceWatch | None:
-    """Makes the `DeviceWatch` of a run; None if off, or with a single device. Collective for `semi`.
-
-    Args:
-        plan: Predicts for another partition, and raises if it does not fit.
-
-    Raises:
-        HotspaConfigError: see `DeviceWatch`.
-    """
+def watch_devices(engine: HotSPaEngine, args: HotSPaTrainingArguments, plan: RunPlan) -> DeviceWatch | None:
+    """Makes the `DeviceWatch` of a run, and raises its errors; None if off, or with a single device. Collective for `semi`.
+    The plan predicts for another partition, and raises if it does not fit."""
     if args.hotspa_stragglers == "off" or engine.world_size == 1:
         return None
     stages = StageCuts(engine, plan.fits, plan.take_cut)
     resizing = Resizing(args.hotspa_resize_columns, args.hotspa_resize_imputation, args.hotspa_resize_period)
-    return DeviceWatch(engine, args.hotspa_stragglers, 0, resizing, stages)
+    return DeviceWatch(engine, args.hotspa_stragglers, resizing, stages)
 
 
 def _most(by_strategy: Mapping[str, Sequence[float]]) -> list[float]:

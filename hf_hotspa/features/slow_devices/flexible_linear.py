@@ -77,15 +77,11 @@ class GradientMemory:
 
     A mini-batch has many packs, whose gradients are summed; so left-out columns get theirs in the first product only. The
     input has no memory: its rows are other tokens each time.
-
-    Attributes:
-        now: [N, L], the sum of this mini-batch so far; None before its first product.
-        before: The sum of the previous mini-batch.
     """
 
     def __init__(self) -> None:
-        self.now: Tensor | None = None
-        self.before: Tensor | None = None
+        self.now: Tensor | None = None  # [N, L], the sum of this mini-batch so far; None before its first product
+        self.before: Tensor | None = None  # the sum of the previous mini-batch
 
     def begin_step(self) -> None:
         if self.now is not None:
@@ -102,21 +98,13 @@ class GradientMemory:
 
 @dataclass(frozen=True)
 class OwnColumns:
-    """The columns of a product that this rank computes.
+    """The columns of a product that this rank computes."""
 
-    Args:
-        count: How many columns it does not offload: the first ones.
-        columns: L.
-        kept: int64 [K], ascending: the columns among these that are not left out; None for all.
-        imputation: How gradients of left-out columns are imputed: one of `IMPUTATIONS`.
-        memory: The memory of the weight's gradient, for "same".
-    """
-
-    count: int
-    columns: int
-    kept: Tensor | None = None
-    imputation: str = IMPUTATIONS[0]
-    memory: GradientMemory | None = None
+    count: int  # how many columns it does not offload: the first ones
+    columns: int  # L
+    kept: Tensor | None = None  # int64 [K], ascending: the columns among these that are not left out; None for all
+    imputation: str = IMPUTATIONS[0]  # how gradients of left-out columns are imputed
+    memory: GradientMemory | None = None  # of the weight's gradient, for "same"
 
     def take(self, x: Tensor) -> Tensor:
         """The columns of [rows, L] that are computed here."""
@@ -141,17 +129,8 @@ class OwnColumns:
 
 
 def imputed(product: Tensor, kept: Tensor, columns: int, imputation: str, before: Tensor | None = None) -> Tensor:
-    """Extends a gradient to its usual size.
-
-    Args:
-        product: [rows, K], for the kept columns.
-        kept: int64 [K].
-        columns: L.
-        before: [rows, at least L], the previous iteration's gradient, for "same"; None for zeros.
-
-    Returns:
-        [rows, L]; column `kept[n]` is column n of `product`.
-    """
+    """Extends a gradient [rows, K] of the kept columns (int64 [K]) to its usual size [rows, L]; `before`, [rows, at least L],
+    is the previous iteration's, for "same", or None for zeros."""
     whole = product.new_zeros(product.shape[0], columns)
     if imputation == "average":
         whole += product.mean(1, keepdim=True)
@@ -179,34 +158,23 @@ class Product:
 
 
 class FlexibleWork(Attachment):
-    """What the ranks of a tensor-parallel group offload, for all its linears, and what this one leaves out.
-
-    Attributes:
-        ranks: The global ranks of the group, by position.
-        products: The linears of this rank, by name.
-        shares: The share of its columns that each position of the group offloads; the same on all ranks.
-        exchange: How; the same on all ranks.
-        resized: The share of its columns that this rank leaves out.
-        resizing: How they are chosen, and their gradients imputed.
-        variation: The column statistics of each product, by name of the linear (`choose_columns`).
-        lineage: The columns that each product keeps; for this mini-batch, or until shares or statistics change.
-        left_out: The columns of each product that were left out since the statistics were made.
-        memories: Memories of the weights' gradients, for the imputation "same".
-    """
+    """What the ranks of a tensor-parallel group offload, for all its linears, and what this one leaves out."""
 
     def __init__(self, tensor_group: TensorGroup, device: torch.device) -> None:
         self._device = device
         self.group, self.size = tensor_group.group, tensor_group.size
-        self.ranks = tuple(dist.get_process_group_ranks(tensor_group.group))
+        self.ranks = tuple(dist.get_process_group_ranks(tensor_group.group))  # by position
         self.position = tensor_group.order[tensor_group.shard]
-        self.products: dict[str, Product] = {}
-        self.shares: tuple[float, ...] = (0.0,) * self.size
-        self.exchange = Exchange.BROADCAST
-        self.resized, self.resizing, self._seed = 0.0, Resizing(), ""
-        self.variation: dict[str, tuple[float, ...]] = {}
-        self.lineage: dict[str, LayerColumns] = {}
-        self.left_out: dict[str, set[int]] = {}
-        self.memories: dict[str, GradientMemory] = {}
+        self.products: dict[str, Product] = {}  # of this rank, by the linear's name, as all dictionaries below
+        self.shares: tuple[float, ...] = (
+            0.0,
+        ) * self.size  # of its columns that each position offloads; same on all ranks
+        self.exchange = Exchange.BROADCAST  # the same on all ranks
+        self.resized, self.resizing, self._seed = 0.0, Resizing(), ""  # the share that this rank leaves out, and which
+        self.variation: dict[str, tuple[float, ...]] = {}  # the column statistics (`choose_columns`)
+        self.lineage: dict[str, LayerColumns] = {}  # kept, for this mini-batch, or until shares or statistics change
+        self.left_out: dict[str, set[int]] = {}  # since the statistics were made
+        self.memories: dict[str, GradientMemory] = {}  # for the imputation "same"
         self._drawn: tuple[float, float] = (0.0, 0.0)
         self._all, self._left = 0.0, 0.0
 
@@ -510,22 +478,15 @@ class RowProduct(torch.autograd.Function):
 
 
 class FlexibleLinear:
-    """The product of one linear without its bias.
-
-    Args:
-        linear: The layer; its weight is this rank's shard.
-        work: What the group's ranks offload and leave out.
-        columns: Columns of the product on each position.
-        outputs: Outputs on each position if they differ (column-parallel); None for row-parallel.
-    """
+    """The product of one linear, whose weight is this rank's shard, without its bias."""
 
     def __init__(
         self,
         name: str,
         linear: nn.Linear,
         work: FlexibleWork,
-        columns: tuple[int, ...],
-        outputs: tuple[int, ...] | None,
+        columns: tuple[int, ...],  # of the product on each position
+        outputs: tuple[int, ...] | None,  # on each position if they differ (column-parallel); None for row-parallel
     ) -> None:
         self._name, self._linear, self._work, self._columns, self._outputs = name, linear, work, columns, outputs
         work.products[name] = Product(
@@ -587,16 +548,11 @@ def flexible_works(engine: HotSPaEngine) -> dict[Strategy, FlexibleWork]:
 
 def give(
     engine: HotSPaEngine,
-    shares: Mapping[str, Sequence[float]],
-    resized: Mapping[str, Sequence[float]] | None = None,
+    shares: Mapping[str, Sequence[float]],  # by strategy, for each rank
+    resized: Mapping[str, Sequence[float]] | None = None,  # likewise, of columns that are left out, which is not exact
 ) -> None:
     """From the next mini-batch on, makes ranks give shares of their product columns to their tensor-parallel groups. Not
-    collective; the same on all ranks. Needs the option `HandOver`.
-
-    Args:
-        shares: By strategy, for each rank.
-        resized: Likewise, of columns that are left out, which is not exact.
-    """
+    collective; the same on all ranks. Needs the option `HandOver`."""
     for strategy, work in flexible_works(engine).items():
         if str(strategy) in shares:
             work.give(tuple(shares[str(strategy)][rank] for rank in work.ranks))

@@ -45,22 +45,14 @@ LEAST_LOST_S = 0.03
 
 @dataclass(frozen=True)
 class PhaseWork:
-    """What the ranks did in one phase.
-
-    Args:
-        seconds: Per rank, without waiting.
-        costs: Predicted cost of what each rank ran, in any unit; 0 for nothing.
-        peers: A number per rank; ranks with the same number did comparable work.
-        least: Lower bounds of the costs, relative to ranks with another number; `costs` when empty.
-        most: Upper bounds.
-    """
+    """What the ranks did in one phase."""
 
     strategy: str
-    seconds: tuple[float, ...]
-    costs: tuple[float, ...]
-    peers: tuple[int, ...]
-    least: tuple[float, ...] = ()
-    most: tuple[float, ...] = ()
+    seconds: tuple[float, ...]  # per rank, without waiting
+    costs: tuple[float, ...]  # predicted cost of what each rank ran, in any unit; 0 for nothing
+    peers: tuple[int, ...]  # a number per rank; ranks with the same number did comparable work
+    least: tuple[float, ...] = ()  # lower bounds of the costs, relative to ranks with another number; default: `costs`
+    most: tuple[float, ...] = ()  # upper bounds
 
 
 def usual_step_time(step_times: Iterable[float]) -> float:
@@ -110,18 +102,12 @@ class SlowEvent:
 
 
 class SlowDevices:
-    """What is known of each rank's relative step time.
-
-    Attributes:
-        known: Relative step times as of the last change; 1 for ranks that are not slow.
-        slow: The slow ranks.
-        num_refreshes: Number of changes of `known`.
-    """
+    """What is known of each rank's relative step time."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.known: list[float] = [1.0] * num_ranks
+        self.known: list[float] = [1.0] * num_ranks  # as of the last change; 1 for ranks that are not slow
         self.slow: frozenset[int] = frozenset()
-        self.num_refreshes = 0
+        self.num_refreshes = 0  # changes of `known`
         self._changed: list[float | None] = [None] * num_ranks  # the last mini-batch's, if they differed
         self._seen: set[str] = set()
 
@@ -186,14 +172,8 @@ class SlowDevices:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Restores a state.
-
-        Returns:
-            Whether it was taken; not with another number of ranks, because those are other devices.
-
-        Raises:
-            HotspaConfigError: the state is invalid.
-        """
+        """Restores a state; returns whether it was taken: not with another number of ranks, which are other devices. Raises
+        `HotspaConfigError`: the state is invalid."""
         with reading_state("slow devices", "they are found anew"):
             known = [float(step_time) for step_time in state["known"]]
             slow = frozenset(int(rank) for rank in state["slow"])
@@ -221,15 +201,9 @@ _ROUNDS, _SETTLED = 200, 1e-9
 
 
 def excess_ratio(seconds: float, product_s: float, reference_s: float) -> float:
-    """Equation 1: the share of its matrix products that a task should lose to match the reference.
-
-    Args:
-        product_s: Seconds of all its matrix products.
-        reference_s: The mean over tasks in the paper's section III, the minimum in section IV.
-
-    Returns:
-        gamma: 0 for a task that is not slower than the reference; at most `MOST`.
-    """
+    """Equation 1: gamma, the share of its matrix products (of `product_s` seconds) that a task should lose to match the
+    reference: the mean over tasks in the paper's section III, the minimum in section IV. 0 for a task that is not slower
+    than the reference; at most `MOST`."""
     if seconds <= reference_s or product_s <= 0.0:
         return 0.0
     return min((seconds - reference_s) / product_s, MOST)
@@ -244,12 +218,9 @@ def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers:
     """Equation 1, repeated until it converges: the shares to give to others so that all finish together.
 
     The paper measures, gives and measures again: with the mean as reference the first result leaves a task with four
-    times the seconds at 1.75 times, and later ones reduce it. Here the resulting seconds are computed instead.
-
-    Args:
-        seconds: Per task, as if nothing were given.
-        product_s: The part in matrix products.
-        givers: The slow tasks; the others divide the given work evenly.
+    times the seconds at 1.75 times, and later ones reduce it. Here the resulting seconds are computed instead. `seconds`
+    and their part in matrix products are per task, as if nothing were given. `givers` are the slow tasks; the others
+    divide the given work evenly.
     """
     gammas = [0.0] * len(seconds)
     helpers = [task for task in range(len(seconds)) if task not in givers]
@@ -278,21 +249,13 @@ def undone(product_share: float, extra: float) -> float:
 
 @dataclass(frozen=True)
 class PretestCurves:
-    """A pretest's results; linear, in seconds and columns.
+    """A pretest's results; linear, in seconds and columns."""
 
-    Args:
-        static_s: Omega_1, the allocation of the reduced matrices.
-        extract_s: Omega_2 per column: extracting it and putting it back.
-        send_s: Phi_1 per column: broadcast and reduce.
-        compute_s: Phi_2 per column.
-        send_static_s: The part of Phi_1 that is independent of the columns: complete gradients and outputs.
-    """
-
-    static_s: float
-    extract_s: float
-    send_s: float
-    compute_s: float
-    send_static_s: float = 0.0
+    static_s: float  # Omega_1, the allocation of the reduced matrices
+    extract_s: float  # Omega_2 per column: extracting it and putting it back
+    send_s: float  # Phi_1 per column: broadcast and reduce
+    compute_s: float  # Phi_2 per column
+    send_static_s: float = 0.0  # the part of Phi_1 that is independent of the columns: complete gradients and outputs
 
     def __post_init__(self) -> None:
         assert min(vars(self).values()) >= 0.0, self
@@ -303,12 +266,8 @@ class PretestCurves:
 
 
 def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """`(a, b)` of the line `a + b x` through samples `(x, y)` by least squares. Neither is negative: costs do not fall
-    with more columns, and a negative slope is noise.
-
-    Args:
-        samples: With at least two different x.
-    """
+    """`(a, b)` of the line `a + b x` through samples `(x, y)`, with at least two different x, by least squares. Neither is
+    negative: costs do not fall with more columns, and a negative slope is noise."""
     x, y = zip(*samples, strict=True)
     slope, start = linear_regression(x, y)
     if slope < 0.0:
@@ -317,14 +276,11 @@ def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def migrated_share(columns: float, num_tasks: int, curves: PretestCurves) -> float:
-    """Equation 2, one slow task: the share beta of the columns it loses that migrate; the rest is resized away.
+    """Equation 2, one slow task: the share beta of the `columns` it loses (n = L * gamma) that migrate; the rest is resized
+    away.
 
-    Both sides then cost the same: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`. If
-    sending anything costs more than resizing everything, nothing migrates.
-
-    Args:
-        columns: n = L * gamma.
-        num_tasks: e.
+    Both sides then cost the same, with e tasks: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`.
+    If sending anything costs more than resizing everything, nothing migrates.
     """
     slope = curves.extract_s + curves.send_s + curves.compute_s / (num_tasks - 1)
     if columns <= 0.0 or slope <= 0.0:
@@ -338,14 +294,8 @@ def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Cu
 
     `f(x) = (T_x - T_min) - Phi_1(Gamma(x)) - max over the tasks y behind x of Gamma(x) / (e - x) * T_y / L_y` with
     `Gamma(x) = sum of L_k (T_k - T_min) / T_k over the x slowest`: what task x saves, minus the cost of its columns.
-
-    Args:
-        seconds: Of the tasks, slowest first.
-        workloads: L of each, in columns.
-        send: Phi_1.
-
-    Returns:
-        The largest x before the first f(x) <= 0; 0 if nothing pays.
+    Returns the largest x before the first f(x) <= 0; 0 if nothing pays. `seconds` (T) are slowest first, `workloads` (L)
+    in columns, and `send` is Phi_1.
     """
     least, total = seconds[-1], len(seconds)
     slower = sum(t > least for t in seconds)
@@ -393,12 +343,7 @@ def settled_semi(
 
     Migrated work makes the others slower (a resized task at its own relative step time), so `T_min` rises and all
     shares with it. The algorithm decides once who migrates and who is resized; the shares follow the seconds that they
-    lead to.
-
-    Args:
-        seconds: T of each task, as if nothing were given.
-        product_s: M of each.
-        workloads: L of each, in columns of all its layers.
+    lead to. Arguments as for `divide_semi`, as if nothing were given.
     """
     first = divide_semi(seconds, product_s, workloads, curves)
     lost = [work.migrated + work.resized for work in first]
@@ -439,36 +384,24 @@ def tensor_groups(strategy: Strategy) -> tuple[tuple[int, ...], ...]:
 
 
 class Giving:
-    """The shares of a run.
-
-    Args:
-        strategies: Strategies with several shards.
-        mode: `migrate`, `resize` or `semi`.
-
-    Attributes:
-        shares: By strategy, for each rank: the share of its columns that others compute.
-        resized: Likewise, the share that nobody computes.
-        curves: From the pretest, by strategy, per tensor-parallel group; `semi` decides nothing without them.
-        columns: By strategy, for each rank: the columns of all its products.
-    """
+    """The shares of a run, for strategies with several shards, in one of the modes `GIVING`."""
 
     def __init__(self, strategies: Sequence[Strategy], mode: str = "migrate") -> None:
         self.mode = mode
         self._groups = {str(strategy): tensor_groups(strategy) for strategy in strategies}
+        # by strategy, for each rank: the share of its columns that others compute, and the share that nobody computes
         self.shares: dict[str, Shares] = {str(s): (0.0,) * s.world_size for s in strategies}
         self.resized: dict[str, Shares] = dict(self.shares)
+        # from the pretest, by strategy, per tensor-parallel group; `semi` decides nothing without them
         self.curves: dict[str, list[PretestCurves]] = {}
-        self.columns: dict[str, list[float]] = {}
+        self.columns: dict[str, list[float]] = {}  # by strategy, for each rank: of all its products
         self._products = {str(s): [0.0] * s.world_size for s in strategies}
         self._token_s = {str(s): [0.0] * s.world_size for s in strategies}
         self._decided: list[Any] | None = None
 
     def extra(self, strategy: str, left_out: Sequence[float] | None = None) -> Shares:
-        """What each rank computes beyond its own columns, as a share of them; negative if less.
-
-        Args:
-            left_out: Measured shares that each rank left out; by default as decided.
-        """
+        """What each rank computes beyond its own columns, as a share of them; negative if less. `left_out`: measured
+        shares that each rank left out; by default as decided."""
         shares = self.shares.get(strategy)
         if shares is None:
             return ()
@@ -484,22 +417,12 @@ class Giving:
     def measured(
         self,
         strategy: str,
-        seconds: Sequence[float],
-        product_s: Sequence[float],
-        left_out: Sequence[float] | None = None,
-        tokens: Sequence[int] | None = None,
+        seconds: Sequence[float],  # per rank, without waiting for others
+        product_s: Sequence[float],  # the part in matrix products
+        left_out: Sequence[float] | None = None,  # see `extra`
+        tokens: Sequence[int] | None = None,  # per rank
     ) -> Shares:
-        """Takes the measurements of a phase.
-
-        Args:
-            seconds: Per rank, without waiting for others.
-            product_s: The part in matrix products.
-            left_out: See `extra`.
-            tokens: Tokens per rank.
-
-        Returns:
-            Each rank's seconds relative to those without giving; 1 if nothing is given.
-        """
+        """Takes the measurements of a phase; returns each rank's seconds relative to those without giving."""
         extra = self.extra(strategy, left_out)
         if not extra:
             return (1.0,) * len(seconds)
@@ -554,13 +477,8 @@ class Giving:
         return [(task.migrated, task.resized) for task in work]
 
     def take_pretest(self, strategy: str, rows: Sequence[Sequence[float]], pack_tokens: int) -> None:
-        """Takes all ranks' pretest of a strategy.
-
-        Args:
-            rows: Per rank: the columns of all its products, then static, extract, send and compute seconds and the
-                static part of send, as in `PretestCurves`.
-            pack_tokens: Tokens of the pretest; curves are per token, like seconds.
-        """
+        """Takes all ranks' pretest of a strategy, of `pack_tokens`; curves are per token, like seconds. `rows`: per rank the
+        columns of all its products, then static, extract, send and compute seconds and the static part of send."""
         self.columns[strategy] = [row[0] for row in rows]
         curves = []
         for group in self._groups[strategy]:
@@ -582,11 +500,7 @@ class Giving:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state; ignores its other strategies.
-
-        Raises:
-            HotspaConfigError: the state is invalid.
-        """
+        """Restores a state; ignores its other strategies. Raises `HotspaConfigError`: the state is invalid."""
         with reading_state("migrated columns", "they are decided anew"):
             keys = ("shares", "resized", "products", "token_s", "curves")
             saved = {

@@ -48,18 +48,13 @@ _Cut = tuple[StepTimes, tuple[int, ...]]
 
 
 class StageCuts:
-    """Partitions an engine's pipelines, and the MLPs of its tensor-parallel groups.
-
-    Args:
-        fits: Raises if a device cannot hold the pool in a partition.
-        takes: Called with every new partition.
-    """
+    """Partitions an engine's pipelines, and the MLPs of its tensor-parallel groups."""
 
     def __init__(
         self,
         engine: HotSPaEngine,
-        fits: Callable[[ModelDescription], None],
-        takes: Callable[[ModelDescription], None] | None = None,
+        fits: Callable[[ModelDescription], None],  # raises if a device cannot hold the pool in a partition
+        takes: Callable[[ModelDescription], None] | None = None,  # called with every new partition
     ) -> None:
         self._engine, self._fits, self._takes = engine, fits, takes
         self._decided: tuple[float, ...] | None = None
@@ -179,11 +174,7 @@ class StageCuts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state for the next mini-batch.
-
-        Raises:
-            HotspaConfigError: the state is invalid.
-        """
+        """Restores a state for the next mini-batch. Raises `HotspaConfigError`: the state is invalid."""
         with reading_state("the stages of pipelines", "stages are cut evenly until slow devices are found anew"):
             step_times = tuple(tuple(int(step_time) for step_time in of_depth) for of_depth in state["paces"])
             ranks = tuple(int(step_time) for step_time in state.get("ranks", ()))
@@ -223,12 +214,8 @@ def pretest(engine: HotSPaEngine, giving: Giving) -> None:
 
 
 def measure(work: FlexibleWork, tokens: int, dtype: torch.dtype, device: torch.device) -> list[float]:
-    """Measures this rank. Collective in the group.
-
-    Returns:
-        The columns of all its products; then, for these together, static, extract (per column), send, compute, and the
-        static part of send, in seconds.
-    """
+    """Measures this rank: the columns of all its products; then, for these together, static, extract (per column), send,
+    compute, and the static part of send, in seconds. Collective in the group."""
     kinds = Counter(work.products.values())
     columns = sum(product.columns[work.position] * number for product, number in kinds.items())
     exchange, work.exchange = work.exchange, Exchange.BROADCAST

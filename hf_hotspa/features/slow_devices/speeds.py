@@ -58,11 +58,7 @@ class SpeedHistory:
         return {"in_force": [[first, *((None,) if s is None else vars(s).values())] for first, s in self._in_force]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state.
-
-        Raises:
-            HotspaConfigError: the state is invalid.
-        """
+        """Restores a state. Raises `HotspaConfigError`: the state is invalid."""
         with reading_state("the speeds of devices", "packs are divided evenly until slow devices are found anew"):
             history = [(int(first), _read(numbers)) for first, *numbers in state["in_force"]]
             if not history:
@@ -116,23 +112,14 @@ def throughput(
 
 
 def cut_by_speed(
-    costs: StageCosts,
-    strategies: Iterable[Strategy],
-    speeds: Sequence[float] | None,
+    costs: StageCosts,  # what decides the partition, with the current relative step times
+    strategies: Iterable[Strategy],  # the pool, with one world size
+    speeds: Sequence[float] | None,  # of each rank, relative to one that is not slow; None if no rank is slow
+    # the relative step time of each rank under a strategy, if its work differs from an even shard's (`step_times_of_groups`)
     step_times_of: Callable[[Strategy], Sequence[int]] | None = None,
 ) -> StepTimes:
-    """The relative step times that should partition the stages of a pool.
-
-    Args:
-        costs: What decides the partition, with the current relative step times.
-        strategies: The pool, with one world size.
-        speeds: Of each rank, relative to one that is not slow; None if no rank is slow.
-        step_times_of: The relative step time of each rank under a strategy, for ranks whose work differs from an even
-            shard's (`step_times_of_groups`).
-
-    Returns:
-        For `StageCosts.with_step_times`: the current ones unless others are worth a change; empty if no device is slow.
-    """
+    """The relative step times that should partition the stages of a pool, for `StageCosts.with_step_times`: the current ones
+    unless others are worth a change; empty if no device is slow."""
     if speeds is None:
         return ()
     ranks, cuts = step_times_of_ranks(speeds), list[tuple[int, ...]]()
@@ -194,17 +181,8 @@ def _throughput(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int
 def shares_by_speed(
     vector: ParameterVector, strategies: Iterable[Strategy], speeds: Sequence[float] | None
 ) -> tuple[int, ...]:
-    """The relative step times of ranks that should divide the MLPs of a pool.
-
-    Args:
-        vector: With the current relative step times.
-        strategies: The pool, with one world size.
-        speeds: Of each rank, relative to one that is not slow; None if no rank is slow.
-
-    Returns:
-        For `ParameterVector.with_step_times`: the current ones unless others are faster by `LEAST_GAIN`; empty if no
-        device is slow.
-    """
+    """The relative step times of ranks that should divide the MLPs of a pool, for `ParameterVector.with_step_times`: the
+    vector's unless others are faster by `LEAST_GAIN`; empty if no device is slow. Arguments as for `cut_by_speed`."""
     pool = [strategy for strategy in strategies if strategy.tp > 1]
     if speeds is None or not pool or not can_share(vector):
         return ()
