@@ -144,11 +144,10 @@ _OF_STEP = (
     "num_tokens", "total_s", "switch_s", "load_return_s", "hidden_s", "switch_bytes", "moved_bytes", "frozen_bytes",
     "num_truncated", "num_split", "num_dropped", "num_empty",
 )  # fmt: skip
-_OF_PHASE = (
+_OF_PHASE = (  # the summed fields, by their names in `StepReport` and `PhaseReport`
     "num_packs", "num_sequences", "num_tokens", "compute_s", "wait_s", "moved_s", "hidden_s", "moved_bytes", "unit_s",
     "hidden_unit_s", "unit_bytes", "context_bytes", "squared_tokens", *FIELDS,
 )  # fmt: skip
-"""The summed fields, by their names in `StepReport` and `PhaseReport`."""
 
 _Sums = defaultdict[str, Any]
 

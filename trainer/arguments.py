@@ -54,15 +54,9 @@ from hf_hotspa.versions import warn_of_untried_versions
 
 logger = logging.getLogger(__name__)
 
-OFFLOADS = ("none", "master")
-"""The values of `hotspa_offload`."""
-
-AUTO = "auto"
-"""The value of `hotspa_strategies` that leaves the choice to the program."""
-
-MEASURE = "measure"
-"""The value of `hotspa_calibration` that measures if the cache holds nothing."""
-
+OFFLOADS = ("none", "master")  # the values of `hotspa_offload`
+AUTO = "auto"  # the value of `hotspa_strategies` that leaves the choice to the program
+MEASURE = "measure"  # the value of `hotspa_calibration` that measures if the cache holds nothing
 ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 """The values of three-state flags, as the engine takes them."""
 
@@ -474,9 +468,7 @@ def argument_options(args: HotSPaTrainingArguments) -> dict[str, Any]:
 
 # -- which strategies run which lengths -------------------------------------------------------------------------------
 
-LONGEST, PER_BUCKET = "longest", "buckets"
-"""Values of `hotspa_eval_strategy` beside a strategy of the pool."""
-
+LONGEST, PER_BUCKET = "longest", "buckets"  # values of `hotspa_eval_strategy` beside a strategy of the pool
 _EVALUATED_BY = f"use {LONGEST}, {PER_BUCKET}, or one of the strategies of the run, such as dp4"
 
 

@@ -614,9 +614,7 @@ def check_shared(output: Path, agreement: Agreement) -> None:
         )
 
 
-_WORK = ".hub"
-"""The folder in the output directory that holds the model of a checkpoint while it is pushed."""
-
+_WORK = ".hub"  # the folder in the output directory that holds the model of a checkpoint while it is pushed
 _LAST = "last-checkpoint"
 
 

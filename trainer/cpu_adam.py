@@ -83,9 +83,7 @@ def cpu_adam_class() -> type[Optimizer]:
 
 
 _BATON = "lock"  # the name that torch gives it
-_PATIENCE_S = 1200.0
-"""How long to wait for a living process; less than ranks wait for each other."""
-
+_PATIENCE_S = 1200.0  # how long to wait for a living process; less than ranks wait for each other
 _STALE_S = 600.0
 """The age at which a file is orphaned if no process on this machine holds it; it may be another machine's. Compiling
 takes a minute or two."""

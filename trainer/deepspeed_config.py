@@ -15,10 +15,9 @@ from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 
-AUTO = "auto"
-"""DeepSpeed's word for the value of the training arguments."""
+AUTO = "auto"  # DeepSpeed's word for the value of the training arguments
 
-ARGUMENTS: dict[str, tuple[str, type]] = {
+ARGUMENTS: dict[str, tuple[str, type]] = {  # field -> the argument that it sets, and the type of its value
     "train_batch_size": ("hotspa_mini_batch_size", int),
     "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", int),
     "gradient_accumulation_steps": ("gradient_accumulation_steps", int),
@@ -30,7 +29,6 @@ ARGUMENTS: dict[str, tuple[str, type]] = {
     "optimizer.params.eps": ("adam_epsilon", float),
     "optimizer.params.weight_decay": ("weight_decay", float),
 }
-"""Field -> the argument that it sets, and the type of its value."""
 
 UNUSED: dict[str, tuple[str, ...]] = {
     "": (
@@ -154,16 +152,14 @@ OFF: dict[str, str] = {
 NO_SWITCH = ("expert_parallel", "sparse_attention", "compression_training", "weight_quantization", "pipeline")
 """Sections without `enabled`, which are accepted if empty."""
 
-SPECIAL = (
+SPECIAL = (  # fields that `deepspeed_config` reads itself
     "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "optimizer.type", "optimizer.params.betas",
     "scheduler.type", "scheduler.params",
 )  # fmt: skip
-"""Fields that `deepspeed_config` reads itself."""
 
-KNOWN = frozenset(
+KNOWN = frozenset(  # all fields of the tables
     [section + name for section, names in UNUSED.items() for name in names] + [*ARGUMENTS, *ONLY, *OFF, *SPECIAL]
 )
-"""All fields of the tables."""
 
 
 LOG, LINEAR = "log", "linear"
@@ -500,10 +496,9 @@ def with_batch_size(mapping: DeepSpeedMapping, arguments: Mapping[str, Any], wor
     return replace(mapping, rows=(*mapping.rows, ("", row)))
 
 
-STAGES = {
+STAGES = {  # what is sharded -> its stage of ZeRO; `reshard_after_forward` is true or false, or one of the names
     "full_shard": 3, "true": 3, "1": 3, "shard_grad_op": 2, "false": 2, "2": 2, "no_shard": 0, "3": 0,
 }  # fmt: skip
-"""What is sharded -> its stage of ZeRO; `reshard_after_forward` is true or false, or one of the names."""
 
 FSDP_UNUSED = frozenset(
     (

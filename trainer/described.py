@@ -41,12 +41,11 @@ _BUILT_IN = (
 _CONFIGS = "transformers", "peft", "trl", "accelerate"
 _INSTALLED = ("site-packages", "dist-packages")
 _OURS = __name__.partition(".")[0]
-_ROUTINE = {
+_ROUTINE = {  # attributes of classes that hold no code
     "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__parameters__",
     "__orig_bases__", "__firstlineno__", "__static_attributes__", "__abstractmethods__", "_abc_impl", "__slots__",
     "__dataclass_fields__", "__dataclass_params__", "__match_args__", "__annotate_func__", "__annotations_cache__",
 }  # fmt: skip
-"""Attributes of classes that hold no code."""
 
 _OF_RANKS = re.compile(
     r"rank|process_(index|id)|proc_id|\bpid|node|device|gpu|worker|is_?(main|master|primary|chief|leader|first|zero)"

@@ -45,16 +45,14 @@ from hf_hotspa.trainer.lookers import may_look, refuse_gradients
 
 _COUNTS = ("truncated", "split", "dropped", "empty", "skipped_mini_batches")
 _SHOWN = ("hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/memory_share")
-_OF_TRAINER = (
+_OF_TRAINER = (  # numbers of TRL's trainers that say whether a run learns
     "reward", "reward_std", "kl", "completions/mean_length", "rewards/margins", "rewards/accuracies", "mean_token_accuracy",
     "entropy",
 )  # fmt: skip
-"""Numbers of TRL's trainers that say whether a run learns."""
-_NOT_SHOWN = {
+_NOT_SHOWN = {  # shown in another form, or no news
     "loss", "grad_norm", "learning_rate", "epoch", "num_tokens", "num_input_tokens_seen", "step_time", "total_flos",
     "frac_reward_zero_std", "policy_loss", "entropy_coef",
 }  # fmt: skip
-"""Shown in another form, or no news."""
 _MOST_OF_TRAINER = 6
 _SMALL = 5e-4
 _OF_ROWS = tuple(f"hotspa/{name}" for name in _COUNTS)
@@ -147,13 +145,10 @@ STEP_EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_o
 
 _OF_STEP = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")
-"""The events inside a mini-batch."""
-
+PHASE_EVENTS = ("on_phase_begin", "on_phase_end", "on_switch")  # the events inside a mini-batch
 _OF_TRANSFORMERS = frozenset(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
-_PRINTERS = (ProgressCallback, PrinterCallback)
-"""The callbacks of transformers that print all logs."""
+_PRINTERS = (ProgressCallback, PrinterCallback)  # the callbacks of transformers that print all logs
 
 
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"

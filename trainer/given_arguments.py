@@ -31,10 +31,9 @@ from hf_hotspa.model.options import LONGEST_TIMEOUT_S
 from hf_hotspa.rows.formats import format_of
 from hf_hotspa.rows.table import SequenceTable
 
-OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"
-"""Why the launcher may not lay out the model."""
+OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"  # why the launcher may not lay out the model
 
-_LAYOUTS = {
+_LAYOUTS = {  # variable of accelerate -> what it was told to start, and the fix beside another distributed_type
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", ", and give the JSON file as deepspeed= to the arguments"),
     "ACCELERATE_USE_FSDP": ("FSDP", ", and give fsdp=True to the arguments, or strategies such as dp8+z3"),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", ", and give the degrees as hotspa_strategies"),
@@ -43,7 +42,6 @@ _LAYOUTS = {
         ", and give the degrees as hotspa_strategies, such as dp4tp2:4096",
     ),
 }
-"""Variable of accelerate -> what it was told to start, and the fix beside another distributed_type."""
 
 _WORLDS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _ONE_PROCESS = ("ACCELERATE_USE_CPU", "ACCELERATE_MIXED_PRECISION", "MASTER_PORT")
@@ -157,9 +155,7 @@ def workers_context(args: TrainingArguments) -> Any:
 
 logger = logging.getLogger(__name__)
 
-_SIMILAR = 0.6
-"""The least likeness of two names of which one may be meant for the other, as in `difflib`."""
-
+_SIMILAR = 0.6  # the least likeness of two names of which one may be meant for the other, as in `difflib`
 _warned: set[str] = set()
 
 

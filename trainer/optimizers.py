@@ -46,22 +46,20 @@ from hf_hotspa.trainer.described import text_of
 from hf_hotspa.trainer.step_hooks import attached, check_attached
 from hf_hotspa.versions import version_of
 
-ELEMENTWISE_OPTIMIZERS = (
+ELEMENTWISE_OPTIMIZERS = (  # the values of `--optim` that are elementwise and need no further package or device
     OptimizerNames.ADAMW_TORCH,
     OptimizerNames.ADAMW_TORCH_FUSED,
     OptimizerNames.SGD,
     OptimizerNames.ADAGRAD,
     OptimizerNames.RMSPROP,
 )
-"""The values of `--optim` that are elementwise and need no further package or device."""
 
-_LIBRARIES = {
+_LIBRARIES = {  # the values of `--optim` that run if a library is installed
     BITSANDBYTES: tuple(
         o for o in OptimizerNames if o.value in optimizer_states().keys() - OPTIMIZER_STATES and "torch" not in o.value
     ),
     TORCHAO: (OptimizerNames.ADAMW_TORCH_8BIT, OptimizerNames.ADAMW_TORCH_4BIT),
 }
-"""The values of `--optim` that run if a library is installed."""
 
 _WHY = "every rank updates a flat share of each weight, and only elementwise optimizers are exact on that"
 _REASONS = {
@@ -180,10 +178,8 @@ def _copy(optimizer: Optimizer, parameters: list[list[nn.Parameter]], met: _Met)
 
 _Shapes = list[list[tuple[int, ...]]]  # by group
 _SHAPES = (5,), (3, 4), (4, 3), (2, 3, 4)
-_SIZES = 12, 12_345
-"""The sizes of vectors that are tried: some optimizers keep low-bit states for large ones only."""
-_MOST_ELEMENTS, _FEW = 1 << 18, 4
-"""Most elements of a tensor that is tried; the width of further ones of its shape."""
+_SIZES = 12, 12_345  # the sizes of vectors that are tried: some optimizers keep low-bit states for large ones only
+_MOST_ELEMENTS, _FEW = 1 << 18, 4  # most elements of a tensor that is tried; the width of further ones of its shape
 _SLOPES, _MOST_STEPS, _LEAST_RATE = (1.0, -3.0, 0.5, 1e-3), 300, 1e-3
 
 

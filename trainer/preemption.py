@@ -43,9 +43,7 @@ from hf_hotspa.uncaught import interrupt_is_announced, signal_came
 
 logger = logging.getLogger(__name__)
 
-REPEAT_S = 10.0
-"""How long a repeated SIGTERM counts as the first one."""
-
+REPEAT_S = 10.0  # how long a repeated SIGTERM counts as the first one
 FORWARD_S = 1.0
 """How long after a signal a SIGINT, or after a SIGINT any signal, is the same one, passed on by a launcher."""
 

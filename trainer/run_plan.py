@@ -65,8 +65,7 @@ from hf_hotspa.typed import reading_state
 
 logger = logging.getLogger(__name__)
 
-_ROUNDS = Strategy(pp=2, v=2)
-"""The smallest pipeline with several stages on each rank."""
+_ROUNDS = Strategy(pp=2, v=2)  # the smallest pipeline with several stages on each rank
 
 
 def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may_divide: bool) -> list[Strategy]:
@@ -242,8 +241,7 @@ class RunPlan:
         """Restores a state, also of a run with another pool. Raises `HotspaConfigError` if it is not a state."""
 
 
-START_S = 20.0
-"""About the seconds of measuring before a run whose first mini-batches race the nearest plans."""
+START_S = 20.0  # about the seconds of measuring before a run whose first mini-batches race the nearest plans
 _MIB = 1 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 

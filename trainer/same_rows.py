@@ -25,14 +25,11 @@ from transformers.trainer_utils import has_length
 from hf_hotspa.data.collator import is_stream
 from hf_hotspa.trainer.described import Reader, digest_of
 
-DATA_SETS = "train_dataset", "eval_dataset"
-"""The data sets of a trainer, by the names of its arguments and attributes."""
-
+DATA_SETS = "train_dataset", "eval_dataset"  # the data sets of a trainer, by the names of its arguments and attributes
 _MOST_BYTES, _MOST_ROWS, _DRAWN = 256 << 20, 20_000, 2_000
 """The largest table, and list, whose rows are all compared before training; and how many of a larger one."""
 
-_PROBED = 128
-"""How many rows of any other data set are read before training."""
+_PROBED = 128  # how many rows of any other data set are read before training
 
 
 # -- data sets --------------------------------------------------------------------------------------------------------

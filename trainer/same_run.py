@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _OUTPUT = "shown or logged by this process alone"
 
-ARGUMENTS_MAY_DIFFER: dict[str, str] = {
+ARGUMENTS_MAY_DIFFER: dict[str, str] = {  # arguments that may differ between ranks, and why
     **{name: flag.of_one_rank for name, flag in flags_of(HotSPaTrainingArguments).items() if flag.of_one_rank},
     "local_rank": "the place of a process",
     "deepspeed": "a path; the settings in the file are compared",
@@ -41,9 +41,8 @@ ARGUMENTS_MAY_DIFFER: dict[str, str] = {
     "log_level_replica": _OUTPUT,
     "log_on_each_node": _OUTPUT,
 }
-"""Arguments that may differ between ranks, and why."""
 
-MAY_DIFFER: dict[str, str] = {
+MAY_DIFFER: dict[str, str] = {  # what else may differ between ranks, and why
     "callbacks": "scripts give some to one process; what they change (rates, weights, flags) is compared in each step",
     "the weights of the model": "rank 0's are used on all ranks from the start, as by DistributedDataParallel",
     "rows that are drawn anew at each reading": "augmentations; which rows are read, and their order, is compared",
@@ -52,13 +51,11 @@ MAY_DIFFER: dict[str, str] = {
     "environment variables but those that decide what is computed": "paths, caches, addresses, numbers of threads",
     "the folder of a model": "the last part of its path is compared, and its weights",
 }
-"""What else may differ between ranks, and why."""
 
-_ENVIRONMENT = (
+_ENVIRONMENT = (  # how the names of environment variables begin that decide what is computed
     "ACCELERATE_MIXED", "ACCELERATE_GRADIENT", "ACCELERATE_USE", "ACCELERATE_DYNAMO", "ACCELERATE_DEEPSPEED", "FSDP_",
     "PARALLELISM_CONFIG", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )  # fmt: skip
-"""How the names of environment variables begin that decide what is computed."""
 
 _COMPARED_ELSEWHERE = {
     "model", "args", "callbacks", *DATA_SETS, "model_wrapped", "accelerator", "state", "control", "callback_handler",

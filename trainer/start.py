@@ -260,8 +260,7 @@ def check_given(trainer: Any, given: Mapping[str, Any], agreement: Agreement) ->
 
 # -- what the class behind trains without the mixin -------------------------------------------------------------------
 
-STOCK_TRAINS = (ModelError, UnsupportedError)
-"""Errors after which the stock Trainer trains the model instead."""
+STOCK_TRAINS = (ModelError, UnsupportedError)  # errors after which the stock Trainer trains the model instead
 
 
 def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreement) -> Any:

@@ -38,8 +38,7 @@ _LIBRARIES = {
 }
 _SHAPES = (6, 5), (3, 7), (2, 3, 4), (24,)
 _SLOPES = (1.0, -3.0, 1e-3, 1e3)
-_FIRST = 7
-"""Elements of the first rank's share; of the shapes above, no multiple of a row."""
+_FIRST = 7  # elements of the first rank's share; of the shapes above, no multiple of a row
 
 
 class _Scalars(TorchDispatchMode):

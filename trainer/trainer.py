@@ -778,5 +778,4 @@ def switched(base: type) -> type:
     return inserted(base, (base, HotSPaTrainer if library is Trainer else switched(library)))
 
 
-_MISSED = 2
-"""After so many announced steps for which other batches came, no more steps are announced."""
+_MISSED = 2  # after so many announced steps for which other batches came, no more steps are announced
