@@ -31,23 +31,9 @@ from hf_hotspa.plan.planner import PLANNERS
 from hf_hotspa.seam import Options, argument_classes
 from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.strategy import Bucket, Strategy, check_launch, parse_buckets
+from hf_hotspa.trainer import given_arguments
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, take_fsdp, with_batch_size
-from hf_hotspa.trainer.given_arguments import (
-    CHANGED,
-    SECONDS,
-    Number,
-    check_processes,
-    check_values,
-    explain_arguments,
-    flag,
-    flags_of,
-    recompute_argument,
-    refuse_arguments,
-    refuse_launcher_settings,
-    refuse_misspelt,
-    wants_bf16,
-    warn_of_misspelt,
-)
+from hf_hotspa.trainer.given_arguments import SECONDS, Number, flag, flags_of
 from hf_hotspa.trainer.optimizers import check_optimizer_name
 from hf_hotspa.uncaught import show_errors_once
 from hf_hotspa.versions import warn_of_untried_versions
@@ -293,7 +279,7 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Checks the keyword arguments; here because a user's dataclass that derives from this one replaces `__init__`."""
-        refuse_misspelt(cls, kwargs)
+        given_arguments.refuse_misspelt(cls, kwargs)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -301,10 +287,10 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         warn_of_untried_versions()
         if getattr(self, "disable_tqdm", None) is None and not is_watched():
             self.disable_tqdm = True  # bars fill log files; lines stay
-        warn_of_misspelt([f.name for f in fields(self)])
+        given_arguments.warn_of_misspelt([f.name for f in fields(self)])
         self._check_types()
-        check_values(self)  # before transformers compares them and connects to other processes
-        refuse_launcher_settings()
+        given_arguments.check_values(self)  # before transformers compares them and connects to other processes
+        given_arguments.refuse_launcher_settings()
         given: Any = vars(self)["deepspeed"]
         self._deepspeed: DeepSpeedMapping | None = None
         if given:
@@ -320,9 +306,9 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
 
     def complete(self) -> None:
         """Checks everything and derives the remaining values, once the attributes of `TrainingArguments` are set up."""
-        check_values(self)
-        self.bf16 = bool(vars(self)["bf16"]) or wants_bf16()  # untyped in transformers
-        check_processes(self.world_size)
+        given_arguments.check_values(self)
+        self.bf16 = bool(vars(self)["bf16"]) or given_arguments.wants_bf16()  # untyped in transformers
+        given_arguments.check_processes(self.world_size)
         if not self.hotspa_strategies:
             raise HotspaConfigError(
                 "hotspa_strategies is not set",
@@ -345,13 +331,13 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
             if own.name.startswith("hotspa_") and "choices" in own.metadata:
                 check_choice(own.name, getattr(self, own.name), own.metadata["choices"])
         try:
-            refuse_arguments(self)
+            given_arguments.refuse_arguments(self)
             check_optimizer_name(self.optim)
         except UnsupportedError as unsupported:
             self.leave_to_stock(unsupported)
             return
-        self._given = {name: vars(self)[name] for name in CHANGED}
-        explain_arguments(self)
+        self._given = {name: vars(self)[name] for name in given_arguments.CHANGED}
+        given_arguments.explain_arguments(self)
         _ = self.hotspa_recompute_every
         for part in argument_classes():
             if hasattr(part, "check_feature"):
@@ -445,7 +431,7 @@ class HotSPaTrainingArguments(*argument_classes(), TrainingArguments):  # type: 
         Raises:
             UnsupportedError: an option of `activation_checkpointing_kwargs` cannot be honoured.
         """
-        if not getattr(self, name := recompute_argument(self)):
+        if not getattr(self, name := given_arguments.recompute_argument(self)):
             return 0
         given = getattr(self, f"{name}_kwargs") or {}
         # the same numbers either way
@@ -590,7 +576,7 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
     for ours in fields(HotSPaTrainingArguments):
         if ours.name.startswith("hotspa_"):
             own.__dict__.setdefault(ours.name, ours.default)
-    refuse_launcher_settings()
+    given_arguments.refuse_launcher_settings()
     own.complete()
     if own.process_index == 0:
         logger.warning(

@@ -21,19 +21,8 @@ from transformers.data import data_collator as stock
 from transformers.trainer_utils import has_length
 
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
-from hf_hotspa.data.collator import (
-    ERROR,
-    TAKES_BATCHES,
-    MiniBatchSampler,
-    PackedBucketCollator,
-    RowCollator,
-    is_stock,
-    is_stream,
-    kept_columns,
-    seeded,
-    with_masks,
-    without_padded_from,
-)
+from hf_hotspa.data import collator as collating
+from hf_hotspa.data.collator import MiniBatchSampler, RowCollator, is_stock, is_stream
 from hf_hotspa.data.prepare import prepare_dataset, refuse_guessed, tokenize_rows
 from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import DataError, UnsupportedError
@@ -211,9 +200,13 @@ class Rows:
         collator = getattr(self._trainer, "data_collator", None)
         if isinstance(collator, RowCollator):  # while a loader is made
             return collator.collator
-        if isinstance(collator, PackedBucketCollator):
+        if isinstance(collator, collating.PackedBucketCollator):
             self._say("PackedBucketCollator is for custom training loops; here rows are packed: pass no data_collator")
-        return None if collator is self.default_collator or isinstance(collator, PackedBucketCollator) else collator
+        return (
+            None
+            if collator is self.default_collator or isinstance(collator, collating.PackedBucketCollator)
+            else collator
+        )
 
     def _tokenizer(self) -> Any:
         processing_class = getattr(self._trainer, "processing_class", None)
@@ -233,11 +226,11 @@ class Rows:
             loss_columns=self._loss_columns,
             policy=args.hotspa_overlong,
             skips_empty=args.hotspa_skips_empty,
-            counts=is_training and (args.hotspa_overlong != ERROR or args.hotspa_skips_empty),
+            counts=is_training and (args.hotspa_overlong != collating.ERROR or args.hotspa_skips_empty),
             unsupported=self._unsupported_columns(),
             borders=length_borders(self._config()),
             longest=self._longest,
-            kept=frozenset(signature) | set(kept_columns(names, self._loss_columns)),
+            kept=frozenset(signature) | set(collating.kept_columns(names, self._loss_columns)),
         )
         self._collators.append(collator)
         for border in collator.borders if is_training else ():
@@ -260,7 +253,7 @@ class Rows:
         args, config = self._args, self._trainer.accelerator.dataloader_config
         dispatch, several = config.dispatch_batches, self._args.world_size > 1
         has_context, chosen = hasattr(args, "dataloader_multiprocessing_context"), workers_context(args)
-        changes = args.hotspa_overlong != ERROR or args.hotspa_skips_empty
+        changes = args.hotspa_overlong != collating.ERROR or args.hotspa_skips_empty
         if (changes and (several or is_training)) or (
             several and self._given_collator() is None and is_stream(dataset)
         ):
@@ -299,7 +292,7 @@ class Rows:
 
         def made(rows: Any) -> MiniBatchSampler:
             order = sampler_fn(rows) if sampler_fn is not None else None
-            order = seeded(order if order is not None else range(len(rows)), args.data_seed)
+            order = collating.seeded(order if order is not None else range(len(rows)), args.data_seed)
             self.sampler = MiniBatchSampler(
                 order, size, accumulation, args.process_index, args.world_size, args.dataloader_drop_last
             )
@@ -322,7 +315,7 @@ class Rows:
                     "dataloader_num_workers=1, or pass a data_collator that pads to one width"
                 )
             shard.on_end = None if loader.num_workers else partial(setattr, loader, "remainder")
-        if TAKES_BATCHES:
+        if collating.TAKES_BATCHES:
             return loader
         context = worker_context(loader.num_workers, loader.multiprocessing_context)
         if not (is_training and self.sampler is not None):
@@ -401,7 +394,7 @@ class Rows:
         )
         quiet = args.disable_tqdm or args.process_index != 0
         if len(dataset):
-            with_masks(dataset[0], 0)
+            collating.with_masks(dataset[0], 0)
         with args.main_process_first(desc="scan of the sequence lengths"):
             names = getattr(dataset, "column_names", None)
             if names and tokenizer is not None and "input_ids" not in names:
@@ -498,7 +491,9 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> Sequenc
             )
         lengths = list[int]()
         for batch in islice(loader, batches):
-            batch = {name: value for name, value in without_padded_from(batch).items() if isinstance(value, Tensor)}
+            batch = {
+                name: value for name, value in collating.without_padded_from(batch).items() if isinstance(value, Tensor)
+            }
             known = {name: batch[name] for name in (*ROW_COLUMNS, *FLAT_COLUMNS) if name in batch}
             lengths += [len(document.ids) for document in read_batch(known, _ANY, _ANY, agreement.rank)]
         return lengths

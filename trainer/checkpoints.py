@@ -40,46 +40,15 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
+from hf_hotspa.checkpoint import stock as of_stock
+from hf_hotspa.checkpoint import tensors
+from hf_hotspa.checkpoint.format import manifest
 from hf_hotspa.checkpoint.format.disk import Disk, FileRecord, tensor_file
 from hf_hotspa.checkpoint.format.folder import RunFolder, checkpoint_name, unsavable, write_error
-from hf_hotspa.checkpoint.format.manifest import (
-    BUFFERS,
-    STATE,
-    STATE_FOLDER,
-    TRAINER_STATE,
-    TRAINING_ARGUMENTS,
-    Manifest,
-    format_of,
-    rank_columns,
-    rank_state,
-    rank_tensors,
-)
+from hf_hotspa.checkpoint.format.manifest import Manifest, rank_tensors
 from hf_hotspa.checkpoint.model_files import ModelWeights, export, saved_state
 from hf_hotspa.checkpoint.rng import random_state
-from hf_hotspa.checkpoint.stock import (
-    OPTIMIZER,
-    PICKLED_ARGUMENTS,
-    SCHEDULER,
-    optimizer_state,
-    pickled,
-    random_file,
-    random_states,
-    state_buffers,
-    state_names,
-)
-from hf_hotspa.checkpoint.tensors import (
-    Share,
-    drop_unstepped,
-    named_tensors,
-    optimizer_to_json,
-    saved_parameters,
-    saved_segments,
-    saved_vector,
-    share_of,
-    state_to_json,
-    tensor_bytes,
-    versions,
-)
+from hf_hotspa.checkpoint.tensors import Share
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError
 from hf_hotspa.model.specs import dtype_name
@@ -250,10 +219,10 @@ class CheckpointContents:
         self._optimizer, self._scheduler, self._tokenizer = optimizer, scheduler, tokenizer
         self._rank, self._world, self._rank_tensors = args.process_index, args.world_size, rank_tensors
         self._adapted = engine.description.adapters is not None
-        self._vector = saved_vector(engine.description.vector, self._adapted)
+        self._vector = tensors.saved_vector(engine.description.vector, self._adapted)
         if engine.updates is not None and optimizer is not None:
-            drop_unstepped(engine.master, optimizer, engine.agreement)
-        share = share_of(engine.master, optimizer, self._vector)
+            tensors.drop_unstepped(engine.master, optimizer, engine.agreement)
+        share = tensors.share_of(engine.master, optimizer, self._vector)
         self._share = share.copy() if args.hotspa_async_save else share
         with structure_only():
             self._files = ModelWeights(model, self._vector.specs, self._adapted)
@@ -284,16 +253,22 @@ class CheckpointContents:
                 raise self._failure
             records = []
             if rank == 0:
-                of_others = {name for name, _ in self._files.shards} | {random_file(r, world) for r in range(world)}
+                of_others = {name for name, _ in self._files.shards} | {
+                    of_stock.random_file(r, world) for r in range(world)
+                }
                 records += self._write_model_files(temporary, of_others)
                 records += [disk.write(temporary, name, [text.encode()]) for name, text in self._texts.items()]
-            records += [disk.write(temporary, name, [pickled(value)]) for name, value in self._stock.items()]
+            records += [disk.write(temporary, name, [of_stock.pickled(value)]) for name, value in self._stock.items()]
             if self._optimizer is not None:
                 records.append(disk.write(temporary, rank_tensors(rank, world), self._share.file()))
-                records.append(disk.write(temporary, rank_state(rank, world), [self._random.encode()]))
+                records.append(disk.write(temporary, manifest.rank_state(rank, world), [self._random.encode()]))
                 if self._rank_tensors:
-                    own = named_tensors(self._rank_tensors)
-                    records.append(disk.write(temporary, rank_columns(rank, world), tensor_file(own, tensor_bytes)))
+                    own = tensors.named_tensors(self._rank_tensors)
+                    records.append(
+                        disk.write(
+                            temporary, manifest.rank_columns(rank, world), tensor_file(own, tensors.tensor_bytes)
+                        )
+                    )
             of_model = weights if self._copies is None else self._copies
             return records + self._files.write(disk, temporary, of_model, rank, world)
         finally:
@@ -308,49 +283,50 @@ class CheckpointContents:
         if not self._adapted:
             with structure_only():
                 exported = set(saved_state(model))
-        parameters = saved_parameters(self._vector, self._share.states, dtypes, exported)
+        parameters = tensors.saved_parameters(self._vector, self._share.states, dtypes, exported)
         return Manifest(
             step=self._step,
             world_size=self._world,
             strategies=",".join(map(str, engine.buckets)),
             resumable=self._optimizer is not None,
             run=self._folder.run,
-            versions=versions(),
+            versions=tensors.versions(),
             files=files,
-            segments=saved_segments(self._vector, engine.master),
+            segments=tensors.saved_segments(self._vector, engine.master),
             parameters=parameters,
-            schema_version=format_of(parameters),
+            schema_version=manifest.format_of(parameters),
         )
 
     def _stock_files(self) -> dict[str, Any]:
         engine, optimizer, rank, world = self._engine, self._optimizer, self._rank, self._world
         states = dict[str, dict[str, Tensor]]()
-        files: dict[str, Any] = {PICKLED_ARGUMENTS: self._args} if rank == 0 else {}
+        files: dict[str, Any] = {of_stock.PICKLED_ARGUMENTS: self._args} if rank == 0 else {}
         if optimizer is None:
             return files
-        for key in state_names(engine.master, optimizer):
+        for key in of_stock.state_names(engine.master, optimizer):
             states[key] = {}
-            for name, whole in engine.weights(False, state_buffers(engine.master, optimizer, key)):
+            for name, whole in engine.weights(False, of_stock.state_buffers(engine.master, optimizer, key)):
                 if rank == 0 and name in engine.master.parameters:  # a tied name is not a parameter itself
                     states[key][name] = whole.to("cpu", copy=True).contiguous()
         if rank == 0:
-            files[OPTIMIZER] = optimizer_state(optimizer, engine.master, states)
-            files[SCHEDULER] = deepcopy(self._scheduler.state_dict())
-        return files | {random_file(rank, world): random_states(world)}
+            files[of_stock.OPTIMIZER] = of_stock.optimizer_state(optimizer, engine.master, states)
+            files[of_stock.SCHEDULER] = deepcopy(self._scheduler.state_dict())
+        return files | {of_stock.random_file(rank, world): of_stock.random_states(world)}
 
     def _write_model_files(self, temporary: Path, weights: set[str]) -> list[FileRecord]:
         """Writes config, generation config and tokenizer as transformers does, and the model's buffers. Other ranks may
         write weights at the same time."""
         model, disk = self._model, self._folder.disk
         write_each(side_files(model, self._tokenizer), temporary)
-        records = disk.adopt(temporary, {STATE_FOLDER, *weights})
+        records = disk.adopt(temporary, {manifest.STATE_FOLDER, *weights})
         if is_wrapped(model) or self._args.save_only_model:  # an adapter's buffers are the base model's
             return records
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         with structure_only():
-            tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
-        if tensors:
-            records.append(disk.write(temporary, BUFFERS, tensor_file(named_tensors(tensors), tensor_bytes)))
+            buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+        if buffers:
+            written = tensor_file(tensors.named_tensors(buffers), tensors.tensor_bytes)
+            records.append(disk.write(temporary, manifest.BUFFERS, written))
         return records
 
 
@@ -532,27 +508,31 @@ def _texts(trainer: Any, share: Share) -> dict[str, str]:
             name = type(callback).__name__
             callbacks.setdefault(name, []).append(made(f"the state of the callback {name}", callback.state))
     state.stateful_callbacks = {n: states if len(states) > 1 else states[0] for n, states in callbacks.items()}
-    of_trainer = made(TRAINER_STATE, lambda: dataclasses.asdict(state))
+    of_trainer = made(manifest.TRAINER_STATE, lambda: dataclasses.asdict(state))
     texts = {
-        TRAINER_STATE: json.dumps(of_trainer, indent=2, sort_keys=True) + "\n",
-        TRAINING_ARGUMENTS: made(TRAINING_ARGUMENTS, args.to_json_string) + "\n",
+        manifest.TRAINER_STATE: json.dumps(of_trainer, indent=2, sort_keys=True) + "\n",
+        manifest.TRAINING_ARGUMENTS: made(manifest.TRAINING_ARGUMENTS, args.to_json_string) + "\n",
     }
     if not args.save_only_model:
         assert trainer.optimizer is not None
         scheduler, kind = trainer.lr_scheduler, type(trainer.lr_scheduler).__name__
 
         saved: dict[str, Any] = {
-            "optimizer": made("the state of the optimizer", lambda: optimizer_to_json(trainer.optimizer, share)),
+            "optimizer": made(
+                "the state of the optimizer", lambda: tensors.optimizer_to_json(trainer.optimizer, share)
+            ),
             "scheduler": {
                 "class": kind,
-                "state": made(f"the state of the scheduler {kind}", lambda: state_to_json(scheduler.state_dict())),
+                "state": made(
+                    f"the state of the scheduler {kind}", lambda: tensors.state_to_json(scheduler.state_dict())
+                ),
             },
             "data": {"order": trainer._hotspa_order, "epoch": state.epoch, "mini_batches": state.global_step},
             "hotspa": trainer.hotspa_state(),
         }
         if is_wrapped(trainer.model):
             saved["base model"] = trainer._hotspa_base.of(trainer.switched.engine, trainer.model)
-        texts[STATE] = json.dumps(saved) + "\n"
+        texts[manifest.STATE] = json.dumps(saved) + "\n"
     return texts
 
 
@@ -564,10 +544,10 @@ def try_files(trainer: Any) -> None:
     args, engine = trainer.args, trainer.switched.engine
     check_shared(Path(args.output_dir), engine.agreement)
     optimizer, adapted = None if args.save_only_model else trainer.optimizer, is_wrapped(trainer.model)
-    vector = saved_vector(engine.description.vector, adapted)
+    vector = tensors.saved_vector(engine.description.vector, adapted)
 
     def measured() -> tuple[Share, int]:
-        share = share_of(engine.master, optimizer, vector)
+        share = tensors.share_of(engine.master, optimizer, vector)
         with structure_only():
             files = ModelWeights(trainer.model, vector.specs, adapted)
         return share, rank_bytes(share, files, optimizer, args.process_index, args.world_size)

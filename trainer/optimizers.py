@@ -26,17 +26,7 @@ from hf_hotspa.costs.terms import OPTIMIZER_STATES, optimizer_states
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterShare, bare_optimizer
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.features.low_bit_optimizers.adoption import (
-    BITSANDBYTES,
-    TORCHAO,
-    adopt,
-    check_installed,
-    check_low_bit,
-    cut_state,
-    disown,
-    library_of,
-    overrides_of,
-)
+from hf_hotspa.features.low_bit_optimizers import adoption
 from hf_hotspa.model.model_kind import other_half
 from hf_hotspa.model.replica import to_storage
 from hf_hotspa.parallel.wrapped_model import bare_model
@@ -55,10 +45,10 @@ ELEMENTWISE_OPTIMIZERS = (  # the values of `--optim` that are elementwise and n
 )
 
 _LIBRARIES = {  # the values of `--optim` that run if a library is installed
-    BITSANDBYTES: tuple(
+    adoption.BITSANDBYTES: tuple(
         o for o in OptimizerNames if o.value in optimizer_states().keys() - OPTIMIZER_STATES and "torch" not in o.value
     ),
-    TORCHAO: (OptimizerNames.ADAMW_TORCH_8BIT, OptimizerNames.ADAMW_TORCH_4BIT),
+    adoption.TORCHAO: (OptimizerNames.ADAMW_TORCH_8BIT, OptimizerNames.ADAMW_TORCH_4BIT),
 }
 
 _WHY = "every rank updates a flat share of each weight, and only elementwise optimizers are exact on that"
@@ -77,7 +67,7 @@ def check_optimizer_name(optim: OptimizerNames) -> None:
         return
     for library, optimizers in _LIBRARIES.items():
         if optim in optimizers:
-            check_installed(library, optim.value)
+            adoption.check_installed(library, optim.value)
             return
     needs = next((need for need, parts in _REASONS.items() if any(part in optim.value for part in parts)), None)
     names = ", ".join(o.value for o in (*ELEMENTWISE_OPTIMIZERS, OptimizerNames.ADAMW_8BIT))
@@ -92,7 +82,7 @@ def check_elementwise(optimizer_class: Any, kwargs: dict[str, Any]) -> None:
     """Tries a user's optimizer class on small tensors, complete and as flat shares. Raises `UnsupportedError` if shares
     end up different from complete tensors, or it does not accept 1-D parameters; `HotspaConfigError` if it makes
     numbers that are not finite."""
-    if isinstance(optimizer_class, type) and library_of(optimizer_class) is not None:
+    if isinstance(optimizer_class, type) and adoption.library_of(optimizer_class) is not None:
         return  # its objects are checked before the first step
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     try:
@@ -112,8 +102,8 @@ def check_optimizer(
     name, met = type(optimizer).__name__, _Met(elsewhere or {})
     if name == CPU_ADAM:
         return  # ours; a copy would share the C++ object
-    if library_of(type(optimizer)) is not None:
-        check_low_bit(optimizer)
+    if adoption.library_of(type(optimizer)) is not None:
+        adoption.check_low_bit(optimizer)
         return
     _try_out(name, optimizer, met, shapes or {})
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
@@ -355,7 +345,7 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         )
     if len({id(share) for share in after}) < len(after):
         raise UnsupportedError(f"the optimizer {kind} has a parameter twice", fix=_FIX)
-    shares, overrides = engine.master.shares, overrides_of(bare)
+    shares, overrides = engine.master.shares, adoption.overrides_of(bare)
     for p in given:
         if id(p) in moved:  # marks that a step may read, such as a factor of the rate
             vars(moved[id(p)]).update(vars(p))
@@ -368,8 +358,10 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     by_id = {id(share): shares[name].spec.shape for name, share in engine.master.parameters.items()}
     try:
         check_optimizer(bare, {id(p): name for name, p in model.named_parameters()}, by_id)
-        if library_of(type(bare)) is not None:
-            adopt(bare, engine.master, {id(moved[of]): given for of, given in overrides.items() if of in moved})
+        if adoption.library_of(type(bare)) is not None:
+            adoption.adopt(
+                bare, engine.master, {id(moved[of]): given for of, given in overrides.items() if of in moved}
+            )
         if saved:
             optimizer_to_json(bare, Share())
     except UnsupportedError:
@@ -389,8 +381,8 @@ def _refuse_thawed(names: list[str]) -> None:
 
 def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
     """The state of a parameter, cut to this rank's share."""
-    if library_of(type(optimizer)) is not None:
-        return cut_state(optimizer, state, share)
+    if adoption.library_of(type(optimizer)) is not None:
+        return adoption.cut_state(optimizer, state, share)
     cut, (spec, start, stop, *_) = {}, share
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != (stop - start,):
@@ -409,7 +401,7 @@ def _cut(optimizer: Optimizer, state: Any, share: MasterShare) -> Any:
 def release(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
     """Replaces the shares by the model's parameters; the state stays this rank's share, for `take_over`."""
     bare, parameters = bare_optimizer(optimizer), dict(model.named_parameters())
-    disown(bare)
+    adoption.disown(bare)
     back = {id(share): parameters[name] for name, share in engine.master.parameters.items() if name in parameters}
     for group in bare.param_groups:
         group["params"][:] = [back.get(id(p), p) for p in group["params"]]
@@ -498,7 +490,7 @@ class MasterOptimizer:
         """Takes over an optimizer. Not collective; the same on all ranks."""
         args = self._trainer.args
         saved = args.save_strategy != SaveStrategy.NO and not args.save_only_model
-        library = library_of(type(bare_optimizer(optimizer)))
+        library = adoption.library_of(type(bare_optimizer(optimizer)))
         if saved and library is not None and args.hotspa_stock_checkpoints:
             raise UnsupportedError(
                 f"hotspa_stock_checkpoints with the optimizer {type(bare_optimizer(optimizer)).__name__} of {library}",
@@ -567,7 +559,7 @@ def optimizer_facts(optimizer: Optimizer, scheduler: Any) -> dict[str, str]:
     state = {} if scheduler is None else scheduler.state_dict() | {"functions": vars(scheduler).get("lr_lambdas")}
     bare = bare_optimizer(optimizer)
     kind, plain = type(bare), {k: v for k, v in vars(bare).items() if isinstance(v, bool | int | float | str)}
-    library = library_of(kind)
+    library = adoption.library_of(kind)
     return {
         "the optimizer": text_of(kind) if library is None else f"{kind.__name__} of {library} {version_of(library)}",
         "attributes of the optimizer": text_of(plain),

@@ -19,28 +19,14 @@ from transformers import PreTrainedModel, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import has_length
 
+from hf_hotspa.checkpoint import tensors
+from hf_hotspa.checkpoint.format import manifest as manifests
 from hf_hotspa.checkpoint.format.disk import read_object
 from hf_hotspa.checkpoint.format.folder import check_step, checkpoints, latest_first
-from hf_hotspa.checkpoint.format.manifest import (
-    ADAPTER_WEIGHTS,
-    BUFFERS,
-    STATE,
-    Manifest,
-    rank_state,
-    read_manifest,
-    verify_files,
-)
+from hf_hotspa.checkpoint.format.manifest import Manifest
 from hf_hotspa.checkpoint.model_files import check_rewritten
 from hf_hotspa.checkpoint.rng import set_random_state
 from hf_hotspa.checkpoint.stock import StockCheckpoint, adapter_folder, is_stock, restore_adapter
-from hf_hotspa.checkpoint.tensors import (
-    check_model,
-    copy_buffers,
-    restore,
-    saved_tensors,
-    saved_vector,
-    state_from_json,
-)
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import load_weights
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError, printable
@@ -122,7 +108,7 @@ def _verified(
     manifest = _verified_manifest(path, agreement, world_size, model)
     if not manifest.resumable:  # the model only (save_only_model), as the stock Trainer writes it
         return StockCheckpoint.open(path, _adapter(model))
-    return Resumption(path, manifest, read_object(path, manifest.located(STATE)))
+    return Resumption(path, manifest, read_object(path, manifest.located(manifests.STATE)))
 
 
 def _adapter(model: Any) -> str | None:
@@ -132,11 +118,11 @@ def _adapter(model: Any) -> str | None:
 
 def _verified_manifest(path: Path, agreement: Agreement, world_size: int, model: PreTrainedModel) -> Manifest:
     """The manifest of a checkpoint of ours whose files are complete. The ranks share the hashing."""
-    manifest = read_manifest(path)
+    manifest = manifests.read_manifest(path)
     check_step(path, manifest)
     with structure_only():
         rewritten = partial(check_rewritten, path, manifest, model)
-        verify_files(path, manifest, agreement.rank, world_size, rewritten)
+        manifests.verify_files(path, manifest, agreement.rank, world_size, rewritten)
     return manifest
 
 
@@ -310,9 +296,9 @@ class Restorer:
     def _read(self, path: Path, manifest: Manifest, state: dict[str, Any] | None, optimizer: Optimizer | None) -> None:
         engine = self._engine
         adapted = engine.description.adapters is not None
-        check_model(manifest, saved_vector(engine.description.vector, adapted), str(path))
+        tensors.check_model(manifest, tensors.saved_vector(engine.description.vector, adapted), str(path))
         if state is None:
-            restore(path, manifest, engine.master, None, None)
+            tensors.restore(path, manifest, engine.master, None, None)
         else:
             # the checkpoint holds a digest of an adapter's base; only the main process compares it
             base = adapted and engine.agreement.rank == 0
@@ -323,20 +309,24 @@ class Restorer:
                     why="a checkpoint of an adapter holds the trained weights, and of the base model a digest",
                     fix="load the same base model in the same dtype, and make the adapter with the same config and seed",
                 )
-            restore(path, manifest, engine.master, optimizer, state["optimizer"])
-        copy_buffers(saved_tensors(path, manifest, BUFFERS), [self._model, *engine.part_models])
+            tensors.restore(path, manifest, engine.master, optimizer, state["optimizer"])
+        tensors.copy_buffers(
+            tensors.saved_tensors(path, manifest, manifests.BUFFERS), [self._model, *engine.part_models]
+        )
 
     def _model_files(self, folder: Path, agreement: Agreement) -> None:
         """Restores the master store and the buffers from a Hugging Face model or adapter folder."""
         engine = self._engine
         if (adapters := engine.description.adapters) is not None:
             saved, master = adapter_folder(folder, adapters.name), engine.master
-            engine.agreement.run("resume", lambda: restore_adapter(WeightFiles(saved, ADAPTER_WEIGHTS), master))
+            engine.agreement.run(
+                "resume", lambda: restore_adapter(WeightFiles(saved, manifests.ADAPTER_WEIGHTS), master)
+            )
         else:
             with structure_only():
                 load_weights(folder, self._model, engine.master, agreement)
             engine.master.frozen_version += 1
-            copy_buffers(dict(self._model.named_buffers()), engine.part_models)
+            tensors.copy_buffers(dict(self._model.named_buffers()), engine.part_models)
         self._switched.weights_are(current=False)
 
     def stock(self, stock: StockCheckpoint, optimizer: Optimizer, scheduler: Any, agreement: Agreement) -> None:
@@ -375,10 +365,10 @@ def load_scheduler(resumption: Resumption, scheduler: Any) -> None:
                 where=str(resumption.path),
                 fix="resume with the same lr_scheduler_type",
             )
-        scheduler.load_state_dict(state_from_json(state))
+        scheduler.load_state_dict(tensors.state_from_json(state))
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(
-            f"{STATE!r} holds no scheduler state: {type(error).__name__}: {error}", where=str(resumption.path)
+            f"{manifests.STATE!r} holds no scheduler state: {type(error).__name__}: {error}", where=str(resumption.path)
         ) from error
 
 
@@ -392,5 +382,5 @@ def load_random_state(resumption: Resumption | StockCheckpoint, rank: int, agree
             )
         return
     world = resumption.manifest.world_size
-    name = resumption.manifest.located(rank_state(rank % world, world))
+    name = resumption.manifest.located(manifests.rank_state(rank % world, world))
     set_random_state(read_object(resumption.path, name), str(resumption.path / name))

@@ -25,16 +25,7 @@ from hf_hotspa.callbacks.step_reports import ReportCallback, SwitchOverheadCallb
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.tensors import saved_tensors
-from hf_hotspa.data.collator import (
-    COUNTS,
-    RowCollator,
-    is_stock,
-    is_stream,
-    length_facts,
-    release_others,
-    say_left_out,
-    without_padded_from,
-)
+from hf_hotspa.data import collator as collating
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.engine.master import bare_optimizer
@@ -46,60 +37,19 @@ from hf_hotspa.parallel.wrapped_model import bare_model
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built, structure_only
+from hf_hotspa.trainer import events, preemption, resuming, start
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, hub_error, try_files
-from hf_hotspa.trainer.events import (
-    EVALUATION,
-    LOG,
-    PHASE_EVENTS,
-    SAVE,
-    STARTS,
-    STEP_EVENTS,
-    CallbackEvents,
-    Flags,
-    PhaseDispatcher,
-    is_users,
-)
+from hf_hotspa.trainer.events import CallbackEvents
 from hf_hotspa.trainer.given_arguments import check_values, refuse_longer_rows
 from hf_hotspa.trainer.model_source import ModelSource
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer
-from hf_hotspa.trainer.preemption import (
-    Preemption,
-    SkippedMiniBatches,
-    may_be_skipped,
-    no_labels,
-    say_interrupted,
-    stop_where_told,
-    take_sigterm_from,
-    unreadable,
-)
+from hf_hotspa.trainer.preemption import Preemption, SkippedMiniBatches
 from hf_hotspa.trainer.replaced import Replaced, inserted, library_of, passed_over, replaced_behind, unless_stock
-from hf_hotspa.trainer.resuming import (
-    BaseDigest,
-    Resumption,
-    check_data_order,
-    data_order,
-    find_checkpoint,
-    keep_rows_a_step,
-    load_scheduler,
-    next_pass,
-)
+from hf_hotspa.trainer.resuming import Resumption
 from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.same_run import SameRun
-from hf_hotspa.trainer.start import (
-    STOCK_TRAINS,
-    Ranks,
-    Watchers,
-    check_given,
-    leave_default_group,
-    leave_to_stock,
-    metrics_apart,
-    mixin_of,
-    opened,
-    or_stock,
-    start,
-)
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -129,31 +79,31 @@ class SwitchedMixin(_Base):
     ) -> None:  # fmt: skip
         kwargs = named(rest, kwargs, super().__init__)
         self.args = args = completed(args)
-        self._hotspa_watchers, self._hotspa_ranks, self._hotspa_run = Watchers(), Ranks(args), SameRun(self)
+        self._hotspa_watchers, self._hotspa_ranks, self._hotspa_run = start.Watchers(), start.Ranks(args), SameRun(self)
         agreement = self._hotspa_ranks.agreement()
         given = {**kwargs, "model": model, "token_loss": token_loss, "loss_columns": loss_columns}
-        self._hotspa_loss = check_given(self, given, agreement)
+        self._hotspa_loss = start.check_given(self, given, agreement)
         self._hotspa_ranks.make_output_dir()
-        self._hotspa_source, self._hotspa_base = ModelSource(args), BaseDigest()
+        self._hotspa_source, self._hotspa_base = ModelSource(args), resuming.BaseDigest()
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
         self._hotspa_checkpoints = Checkpoints(args, self._hotspa_ranks.agreement, self._hotspa_pushes)
-        self._hotspa_flags, self._hotspa_rows = Flags(self), Rows(self, loss_columns)
+        self._hotspa_flags, self._hotspa_rows = events.Flags(self), Rows(self, loss_columns)
         self._hotspa_skipped, self._hotspa_preemption = (
             SkippedMiniBatches(args.hotspa_skip_non_finite),
             Preemption(args),
         )
         self._hotspa_resumption: Resumption | StockCheckpoint | None = None
         self._hotspa_state, self._hotspa_order = dict[str, Any](), dict[str, Any]()
-        self._hotspa_place, self._hotspa_pass = next_pass({}, 0), 1
+        self._hotspa_place, self._hotspa_pass = resuming.next_pass({}, 0), 1
         self._hotspa_has_ended = self._hotspa_skips = self._hotspa_began = self._hotspa_tried = False
         self._hotspa_step_loss = 0.0
-        model = opened(self, model, kwargs, agreement)
+        model = start.opened(self, model, kwargs, agreement)
         with self._hotspa_ranks.telling(self, "making the trainer"):
             super().__init__(model, args, **kwargs)
-        atexit.register(leave_default_group)
+        atexit.register(start.leave_default_group)
         if self._hotspa_refusal is not None:
             return
-        if kwargs.get("data_collator") is None and is_stock(self.data_collator):
+        if kwargs.get("data_collator") is None and collating.is_stock(self.data_collator):
             self._hotspa_rows.default_collator = self.data_collator
         self._hotspa_add_callbacks()
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object has no effect
@@ -175,7 +125,7 @@ class SwitchedMixin(_Base):
         args = self.args
         if args.hotspa_deepspeed is not None and args.process_index == 0:
             print(printable(str(args.hotspa_deepspeed)), flush=True)
-        take_sigterm_from(self.callback_handler.callbacks)
+        preemption.take_sigterm_from(self.callback_handler.callbacks)
         handler = self.callback_handler = CallbackEvents(self.callback_handler, self._hotspa_show, self._hotspa_apart)
         handler.after = self._hotspa_take
         handler.add_own(SettingsCallback())
@@ -212,8 +162,8 @@ class SwitchedMixin(_Base):
         model: nn.Module = super().call_model_init(trial)
         try:
             refuse_other_models(model)
-        except STOCK_TRAINS as reason:
-            leave_to_stock(self, reason)
+        except start.STOCK_TRAINS as reason:
+            start.leave_to_stock(self, reason)
         return model
 
     def _hotspa_apart(self) -> AbstractContextManager[None]:
@@ -263,7 +213,7 @@ class SwitchedMixin(_Base):
             if switched.module is not self.model or (between and switched.take_changes(anew=True)):
                 self._hotspa_close(restarts=True)
         if self._hotspa_model is None:
-            self._hotspa_model, self._hotspa_watchers = start(self, loader)
+            self._hotspa_model, self._hotspa_watchers = start.start(self, loader)
         return self._hotspa_model
 
     # -- around training ----------------------------------------------------------------------------------------------
@@ -282,7 +232,7 @@ class SwitchedMixin(_Base):
             DamagedCheckpointError: the named checkpoint does not verify.
             CheckpointLockError: another run writes into `output_dir`.
         """
-        return or_stock(
+        return start.or_stock(
             self,
             lambda: self._hotspa_train(resume_from_checkpoint, *args, **kwargs),
             lambda: self.train(resume_from_checkpoint, *args, **kwargs),
@@ -300,11 +250,11 @@ class SwitchedMixin(_Base):
         try:
             if self.args.save_strategy != SaveStrategy.NO or asked is True:
                 checkpoints.into(folder).lock()
-            resumed = find_checkpoint(asked, folder, self.args, agreement, self.model) if asked else None
+            resumed = resuming.find_checkpoint(asked, folder, self.args, agreement, self.model) if asked else None
             self._hotspa_resumption, path = resumed, str(resumed.path) if resumed else None
             self._hotspa_trains = True
             if not self.args.hotspa_allow_data_order_change:
-                keep_rows_a_step(resumed, self.args, self.train_dataset)
+                resuming.keep_rows_a_step(resumed, self.args, self.train_dataset)
             checkpoints.begin()
             output: TrainOutput = super().train(path, *args, **kwargs)
             checkpoints.check_written()
@@ -328,7 +278,7 @@ class SwitchedMixin(_Base):
                     self.engine.agreement.check({}, self.callback_handler.error, "end of training")
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
-                say_interrupted(self)
+                preemption.say_interrupted(self)
             if alone and self._hotspa_model is not None:  # on several ranks some may be gone
                 self._hotspa_model.show()
             raise
@@ -372,14 +322,14 @@ class SwitchedMixin(_Base):
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         collator = self.data_collator
-        if not isinstance(collator, RowCollator):
+        if not isinstance(collator, collating.RowCollator):
             return super()._remove_unused_columns(dataset, description)
         if not self.args.remove_unused_columns or dataset.format["type"] == "custom":
             return dataset  # a transform may read any column
         return dataset.select_columns([name for name in dataset.column_names if name in collator.kept])
 
     def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
-        if isinstance(data_collator, RowCollator):  # it removes columns itself
+        if isinstance(data_collator, collating.RowCollator):  # it removes columns itself
             return data_collator
         return super()._get_collator_with_removed_columns(data_collator, description)
 
@@ -398,7 +348,7 @@ class SwitchedMixin(_Base):
         begin: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
         self._hotspa_place = {"epoch": begin[0], "batches": begin[1], "read": [None] * begin[0]}
         resumption = self._hotspa_resumption
-        if isinstance(resumption, Resumption) and is_stream(self.train_dataset):
+        if isinstance(resumption, Resumption) and collating.is_stream(self.train_dataset):
             saved = resumption.state.get("hotspa", {}).get("stream")
             if isinstance(saved, dict) and {"epoch", "batches"} <= saved.keys():
                 skipped = 0 if self.args.ignore_data_skip else int(saved["batches"])
@@ -413,7 +363,7 @@ class SwitchedMixin(_Base):
         watchers.begin(max_steps)
         self.load_hotspa_state(self._hotspa_state)
         self._hotspa_rows.begin(train_dataloader, self._hotspa_place.pop("parts", ()))
-        counts = {"number of steps": str(max_steps)} | length_facts(train_dataloader)
+        counts = {"number of steps": str(max_steps)} | collating.length_facts(train_dataloader)
         switched.engine.agreement.check({}, None, "start of training", facts=counts)
         table = self._hotspa_check_rows(switched, train_dataloader)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -421,7 +371,7 @@ class SwitchedMixin(_Base):
         if (
             self._hotspa_place["read"]
             and not hasattr(self.train_dataset, "set_epoch")
-            and is_stream(self.train_dataset)
+            and collating.is_stream(self.train_dataset)
         ):
             for number in self._hotspa_place["read"]:  # the order of a stream may depend on how often it was read
                 for _ in islice(train_dataloader, number):
@@ -442,16 +392,16 @@ class SwitchedMixin(_Base):
         rows, args, given = self._hotspa_rows, self.args, self.eval_dataset
         evaluates = args.eval_strategy != "no" or args.eval_on_start
         evaluated = list(given.values()) if isinstance(given, dict) else [given]
-        if not evaluates or is_users(type(self).get_eval_dataloader):
+        if not evaluates or events.is_users(type(self).get_eval_dataloader):
             evaluated = []
 
         def checked() -> Any:
             table = rows.table(self.train_dataset, switched.longest) if rows.collates_for(loader) else None
             tables = [rows.table(dataset, switched.longest) for dataset in evaluated if dataset is not None]
             refuse_longer_rows(args, type(self), [table, *tables])
-            self._hotspa_order = data_order(args, args.hotspa_rows_a_step, table, switched.longest)
+            self._hotspa_order = resuming.data_order(args, args.hotspa_rows_a_step, table, switched.longest)
             if self._hotspa_resumption is not None and not args.hotspa_allow_data_order_change:
-                check_data_order(self._hotspa_resumption, self._hotspa_order, loader, args)
+                resuming.check_data_order(self._hotspa_resumption, self._hotspa_order, loader, args)
             return table
 
         return switched.engine.agreement.run("data set", checked)
@@ -482,7 +432,7 @@ class SwitchedMixin(_Base):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _hotspa_load(self, resumption: Resumption) -> None:
-        load_scheduler(resumption, self.lr_scheduler)
+        resuming.load_scheduler(resumption, self.lr_scheduler)
         self.load_hotspa_state(resumption.state.get("hotspa", {}))
         parts, args = self._hotspa_watchers.parts, self.args
         if parts and resumption.manifest.world_size == args.world_size:
@@ -496,8 +446,10 @@ class SwitchedMixin(_Base):
         state = self._hotspa_watchers.state() | {"losses": self.switched.assumptions.state_dict()}
         place = dict(self._hotspa_place)
         if self.control.should_epoch_stop:  # a callback ends the pass here
-            place = next_pass(place, place["epoch"] + 1)
-        return state | ({"stream": place | self._hotspa_rows.parts.state()} if is_stream(self.train_dataset) else {})
+            place = resuming.next_pass(place, place["epoch"] + 1)
+        return state | (
+            {"stream": place | self._hotspa_rows.parts.state()} if collating.is_stream(self.train_dataset) else {}
+        )
 
     def load_hotspa_state(self, state: dict[str, Any]) -> None:
         """Resumes from `hotspa_state` before the first mini-batch; the engine may not have been started yet.
@@ -521,7 +473,7 @@ class SwitchedMixin(_Base):
         if self._hotspa_rows.sampler is not None:  # wrappers of the data loader do not pass it on
             self._hotspa_rows.sampler.set_epoch(epoch)
         if self._hotspa_place["epoch"] != epoch:
-            self._hotspa_place = next_pass(self._hotspa_place, epoch, self._hotspa_has_ended)
+            self._hotspa_place = resuming.next_pass(self._hotspa_place, epoch, self._hotspa_has_ended)
         self._hotspa_has_ended = False
         self._hotspa_rows.parts.begin(epoch)
 
@@ -549,12 +501,12 @@ class SwitchedMixin(_Base):
                 else list(islice(epoch_iterator, num_batches))
             )
         except Exception as failure:  # of a data set, or a collator
-            error = error or unreadable(failure, self.args.process_index)
-            release_others(handler.train_dataloader)
-        read = [*map(without_padded_from, batches)]
+            error = error or preemption.unreadable(failure, self.args.process_index)
+            collating.release_others(handler.train_dataloader)
+        read = [*map(collating.without_padded_from, batches)]
         changed, order = any(map(is_not, read, batches)), self._hotspa_rows.order
         if switched.same_batches(len(batches), error, changed, order.words() if order.watches else ""):
-            say_left_out()
+            collating.say_left_out()
         batches, self._hotspa_has_ended = read, not read
         self._hotspa_place["batches"] += len(batches)
         batches, num_items = super().get_batch_samples(iter(batches), len(batches), device)
@@ -562,8 +514,8 @@ class SwitchedMixin(_Base):
             num_items = num_items * (not engine.any_rank(float(num_items) == 0.0))
         cut: Any = 0
         for batch in batches:
-            if isinstance(batch, dict) and COUNTS in batch:
-                cut = cut + batch.pop(COUNTS)
+            if isinstance(batch, dict) and collating.COUNTS in batch:
+                cut = cut + batch.pop(collating.COUNTS)
         switched.cut = dict(zip(CUT, cut.tolist() if isinstance(cut, Tensor) else [0] * len(CUT), strict=True))
         switched.step = self._hotspa_read_for = self.state.global_step
         models_own = (
@@ -582,13 +534,13 @@ class SwitchedMixin(_Base):
             if engine.updates is not None:  # stages step separately
                 of_master.check_attached()
                 engine.updates.step = bare.step
-        engine.observer = PhaseDispatcher(self) if handler.defined(PHASE_EVENTS) else None
+        engine.observer = events.PhaseDispatcher(self) if handler.defined(events.PHASE_EVENTS) else None
         return batches, num_items
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         """As in the class behind, without the labels that `get_batch_samples` leaves out in training."""
-        if (read := without_padded_from(inputs)) is not inputs:
-            say_left_out()
+        if (read := collating.without_padded_from(inputs)) is not inputs:
+            collating.say_left_out()
         return super()._prepare_inputs(read)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -599,10 +551,10 @@ class SwitchedMixin(_Base):
             return torch.zeros((), device=self.args.device)
         try:
             if num_items_in_batch is not None and float(num_items_in_batch) == 0.0:
-                raise no_labels(self.state.global_step)
+                raise preemption.no_labels(self.state.global_step)
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         except HotspaError as failure:
-            if not may_be_skipped(failure):
+            if not preemption.may_be_skipped(failure):
                 raise
             return self._hotspa_skip(failure).to(self.args.device)
         if self.args.hotspa_skip_non_finite:
@@ -631,13 +583,13 @@ class SwitchedMixin(_Base):
         if self._hotspa_checkpoints.writer is not None:
             self._hotspa_checkpoints.poll(self.state)
         if self._hotspa_model is not None and self._hotspa_model.engine.stop_ranks:
-            stop_where_told(self, self._hotspa_preemption)
+            preemption.stop_where_told(self, self._hotspa_preemption)
         with self._hotspa_flags.in_loop() if self.args.world_size > 1 else nullcontext(), self._hotspa_apart():
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
-                self._hotspa_show(LOG)
+                self._hotspa_show(events.LOG)
                 self.__dict__.setdefault("log", self._hotspa_log)
             if self.control.should_save:  # an overridden _save_checkpoint may read the model before it calls ours
-                self._hotspa_show(SAVE)
+                self._hotspa_show(events.SAVE)
             super()._maybe_log_save_evaluate(*args, **kwargs)
         if self._hotspa_checkpoints.writer is not None:
             self._hotspa_checkpoints.amend(self.state)
@@ -647,28 +599,28 @@ class SwitchedMixin(_Base):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """As in the class behind. Collective."""
         run = lambda: super(SwitchedMixin, self).evaluate(*args, **kwargs)  # noqa: E731
-        metrics: dict[str, float] = or_stock(self, run, run)
+        metrics: dict[str, float] = start.or_stock(self, run, run)
         return metrics
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As in the class behind. Collective."""
         run = lambda: super(SwitchedMixin, self).predict(*args, **kwargs)  # noqa: E731
-        return or_stock(self, run, run)
+        return start.or_stock(self, run, run)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self._hotspa_show(EVALUATION)  # an overridden evaluate() may read the model before it calls ours
+        self._hotspa_show(events.EVALUATION)  # an overridden evaluate() may read the model before it calls ours
         metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
         if self.args.save_strategy == SaveStrategy.BEST:  # as before other saves
-            self._hotspa_show(SAVE)
+            self._hotspa_show(events.SAVE)
         self._hotspa_flags.agree()
         return metrics
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As in the class behind, under `hotspa_eval_strategy`. Collective; logits are only computed if read."""
         switched = self._hotspa_start()
-        self._hotspa_show(EVALUATION)
-        with self._hotspa_ranks.telling(self, "evaluation"), switched.routed(), metrics_apart(self):
-            asked = self._hotspa_run.evaluation_facts(self._hotspa_rows.evaluated) | length_facts(dataloader)
+        self._hotspa_show(events.EVALUATION)
+        with self._hotspa_ranks.telling(self, "evaluation"), switched.routed(), start.metrics_apart(self):
+            asked = self._hotspa_run.evaluation_facts(self._hotspa_rows.evaluated) | collating.length_facts(dataloader)
             switched.engine.agreement.check({}, None, "evaluation", facts=asked)
             switched.runs_by(evaluated=self._hotspa_watchers.evaluated(self.args))
             if switched.trains:  # else the start has taken them
@@ -686,11 +638,11 @@ class SwitchedMixin(_Base):
         switched, handler = self._hotspa_model, self.callback_handler
         if switched is None or not has_weights(self.model):
             return
-        if occasion in STARTS:
+        if occasion in events.STARTS:
             looks = switched.engine.agreement.run("callbacks", handler.may_look)
             looks = switched.engine.agreement.gather(looks).amax(0)
             handler.looked_at = frozenset(
-                event for event, any_looks in zip(STEP_EVENTS, looks, strict=True) if any_looks
+                event for event, any_looks in zip(events.STEP_EVENTS, looks, strict=True) if any_looks
             )
         if occasion in handler.looked_at or switched.engine.any_rank(handler.is_looked_at(occasion, self)):
             switched.show()
@@ -774,7 +726,7 @@ def switched(base: type) -> type:
     if issubclass(base, SwitchedMixin):
         return base
     if base is library:
-        return inserted(base, (HotSPaTrainer,) if base is Trainer else (mixin_of(base), base, Replaced))
+        return inserted(base, (HotSPaTrainer,) if base is Trainer else (start.mixin_of(base), base, Replaced))
     return inserted(base, (base, HotSPaTrainer if library is Trainer else switched(library)))
 
 
