@@ -9,7 +9,7 @@ level, imports no torch: plans are also made where none is installed. Hooks impo
 * `describe(model, compute_dtype)`: layers of the user's model whose weights are kept in another form, by name.
 * `attach(replica, description, options)`: adds to a strategy's model, whose parameters exist and are not yet divided over the
   ranks of tp; returns its `Attachment`s (`model.replica`), in order.
-* `runner(options)`: another way to run phases (`model.options.Runner`); None if the engine's own runs.
+* `runner(options)`: another way to run phases or their packs, a `Runner`; None if the engine's own way.
 * `terms`: named terms of the bytes and seconds of plans (`costs.terms`).
 * `measures`: the numbers that its attachments count in a phase, and how reports show them (`Measure`s).
 * `state(engine, args, plan)`: a part of the Trainer's run that lasts from step to step and is saved in checkpoints
@@ -45,9 +45,12 @@ def hooks(name: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class StrategyOption:
-    """An option of a strategy that a feature adds to the grammar: `+name`, or `+name4`.
+    """An option of a strategy that a feature adds to the grammar (`Options.grammar`): `+name`, or `+name4`.
+
+    `Strategy` parses, shows and compares it; `strategy.option(name)` is its number, 1 without numbers, 0 if it is not set.
 
     Args:
+        name: Letters.
         help: What it does, as a part of a sentence.
         numbered: Whether a number follows the name.
         unsupported_reason: Called with a strategy that has the option and a `ModelShape`: why the model cannot run it, or
@@ -100,6 +103,39 @@ def by_name(features: Iterable[object]) -> dict[str, object]:
     """Every feature's settings in a run, by the feature's name; None if the run does not use it."""
     used = {type(each).__module__.split(".")[-2]: each for each in features}
     return {name: used.get(name) for name in FEATURES}
+
+
+class Runner:
+    """Another way to run phases, or their packs. What is not overridden is done in the engine's way.
+
+    Attributes:
+        is_alone: Whether it runs the phases (`of_phase`) of the run's one strategy, with separate switches, which nothing
+            overlaps.
+        by_stage: Whether each stage of that strategy has its part of the master store on its own ranks.
+    """
+
+    is_alone = by_stage = False
+
+    def packs(self, stage: Any, strategy: Any, pair_cost: float) -> Any:
+        """What runs packs on a stage (`parallel.pipeline.PackRunner`), or None.
+
+        Args:
+            stage: One that has all layers, or this rank's last one of a pipeline (`parallel.pipeline.Stage`).
+            pair_cost: Cost of a pair of tokens relative to a token.
+        """
+        return None
+
+    def weight_copies(self, strategy: Any, rank: int) -> int:
+        """The most versions of trained weights that a rank holds."""
+        return 1
+
+    def updates(self, strategy: Any, groups: Any, master: Any) -> Any:
+        """Makes the optimizer steps that replace the caller's (`HotSPaEngine.updates`), or None. Collective."""
+        return None
+
+    def of_phase(self, *shared: Any, updates: Any) -> Any:
+        """Makes a strategy's `engine.phase.PhaseRunner`, with its arguments and the result of `updates`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from typing import Any
 
 from hf_hotspa.errors import LaunchError, StrategyError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.seam import StrategyOption, hooks
 
 AXES = ("dp", "cp", "tp", "pp")
 DEGREES = (*AXES, "ep")
@@ -33,7 +34,9 @@ _CHUNK_FIX = "write the most tokens of a chunk, such as +ck4096, or leave +ck ou
 _STRATEGY = re.compile(rf"(?:(?:{'|'.join(DEGREES)})[0-9]+)+")
 _DEGREE = re.compile(rf"({'|'.join(DEGREES)})([0-9]+)")
 _SWITCHES = ("sp", "kh")
-_OPTION = re.compile(r"sp|kh|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})|kg([1-9][0-9]{0,5})|z([23])|v([1-9][0-9]{0,5})")
+_NUMBER = "([1-9][0-9]{0,5})"
+_OPTIONS = {"sp": "", "kh": "", "rc": f"{_NUMBER}?", "ck": "([0-9]{1,9})", "kg": _NUMBER, "z": "([23])", "v": _NUMBER}
+"""The pattern of the number behind an option; `_added` has more options."""
 
 
 @dataclass(frozen=True, order=True)
@@ -57,17 +60,18 @@ class Strategy:
         sp: Sequence parallel: between the parts of a layer that tp divides, each tp rank holds only its share of the
             tokens (Korthikanti et al., 2022, section 4.2.2). Needs tp > 1.
         rc: Recompute: every rc-th layer keeps only its input and runs again in the backward pass; 0 for none.
-        ck: The most tokens of a chunk: packs, and sequences inside them, are computed a chunk at a time
-            (`features.token_chunks.token_chunks`), also through a pipeline; 0 for whole packs.
+        ck: The most tokens of a chunk: packs, and sequences inside them, are computed a chunk at a time,
+            also through a pipeline; 0 for whole packs.
         kg: How many chunks before the last one of a sequence keep their graphs, so that they run forward once.
         kh: Whether keys and values of earlier chunks, and their summed gradients, are in host memory.
         cp: Ranks that share the tokens of each pack, also inside a sequence (`parallel.context`).
         z: What is complete for one layer at a time only, and otherwise sharded over all ranks: 2 for gradients, 3 for
             gradients and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
-        ep: Neighbouring ranks of a stage that divide the experts of a layer, each with whole experts
-            (`features.experts.experts`). With 1, experts are held, or cut by tp, like other weights. Divides dp * cp * tp.
+        ep: Neighbouring ranks of a stage that divide the experts of a layer, each with whole experts.
+            With 1, experts are held, or cut by tp, like other weights. Divides dp * cp * tp.
         v: Stages on each rank of a pipeline: stage s of pp * v is on the rank with the pp coordinate s mod pp
             (interleaved 1F1B; Narayanan et al., SC'21, section 2.2).
+        added: The options that features add (`seam.StrategyOption`), by name, with their number or 1; see `option`.
         shard_order: The tp shard of each tp coordinate; empty for the identity. A pool of strategies chooses it to keep
             data in place between strategies. Ignored in comparisons.
 
@@ -89,6 +93,7 @@ class Strategy:
     kh: bool = False
     ep: int = 1
     v: int = 1
+    added: tuple[tuple[str, int], ...] = ()
     shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -117,7 +122,12 @@ class Strategy:
             ("z", self.z, self.z),
             ("v", self.v > 1, self.v),
         )
-        return "".join(f"+{name}{number}" for name, is_on, number in named if is_on)
+        more = ((name, True, number if _added()[name].numbered else "") for name, number in self.added)
+        return "".join(f"+{name}{number}" for name, is_on, number in (*named, *more) if is_on)
+
+    def option(self, name: str) -> int:
+        """The number of an option that a feature adds, 1 for one without a number; 0 if it is not set."""
+        return dict(self.added).get(name, 0)
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -235,15 +245,16 @@ class Strategy:
         base, *options = text.split("+")
         numbers: dict[str, int] = {}
         for option in options:
-            match = _OPTION.fullmatch(option)
             name = option.rstrip("0123456789")
+            pattern = _OPTIONS.get(name, _NUMBER if name in _added() and _added()[name].numbered else "")
+            match = re.fullmatch(name + pattern, option) if name in _OPTIONS or name in _added() else None
             if match is None or name in numbers:
                 raise StrategyError(
                     f"strategy {text!r} has the option {option!r}{' twice' if match else ', which does not exist'}",
                     fix="options are +sp (sequence parallel), +rc (recompute every layer), +rc2 (every second layer),"
                     " +ck4096 (compute packs in chunks of 4096 tokens; +kg2 keeps the graphs of two more, +kh keeps keys and values"
                     " in host memory), +z2 (gradients a layer at a time), +z3 (weights, too) and +v2 (two stages on each rank of"
-                    " a pipeline)",
+                    " a pipeline)" + "".join(f"; +{name}{'4' * o.numbered} ({o.help})" for name, o in _added().items()),
                 )
             numbers[name] = int(next(filter(None, match.groups()), 1))
             if numbers.get("v") == 1:
@@ -261,8 +272,10 @@ class Strategy:
             if len(digits) > 7:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
-        named: dict[str, Any] = degrees | numbers | {name: True for name in _SWITCHES if name in numbers}
-        return cls(**named)
+        added = tuple(sorted((name, number) for name, number in numbers.items() if name in _added()))
+        of_core = {name: name in _SWITCHES or number for name, number in numbers.items() if name in _OPTIONS}
+        named: dict[str, Any] = degrees | of_core
+        return cls(**named, added=added)
 
     def unsupported_reason(self, model: ModelShape) -> str | None:
         """Returns why this strategy cannot run the model, or None."""
@@ -291,7 +304,14 @@ class Strategy:
             (self.rc > layers, f"+rc{self.rc} is more than the {layers} layers"),
             (self.num_stages > layers, f"pp{pp}+v{self.v} has {self.num_stages} stages, more than the {layers} layers"),
         )
-        return next((reason for applies, reason in reasons if applies and reason), None)
+        more = ((True, _added()[name].unsupported_reason(self, model)) for name, _ in self.added)
+        return next((reason for applies, reason in (*reasons, *more) if applies and reason), None)
+
+
+@cache
+def _added() -> dict[str, StrategyOption]:
+    """The options that features add, by name."""
+    return {option.name: option for settings in hooks("options") for option in settings.grammar}
 
 
 @cache

@@ -303,8 +303,8 @@ MUTATIONS = [
     Mutation(
         "keys and values of a chunk have no gradients of later chunks",
         "hf_hotspa/features/token_chunks/token_chunks.py",
-        "            roots += [*self.carry.roots(), *(root for more in self.carry.more_roots for root in more())]\n",
-        "            roots += [root for more in self.carry.more_roots for root in more()]\n",
+        "            more = [*self.carry.roots(), *(root for roots in self.carry.more_roots for root in roots())]\n",
+        "            more = [root for roots in self.carry.more_roots for root in roots()]\n",
         "tests/gloo/test_token_chunks.py::test_other_attentions[gpt_neox]",
     ),
     Mutation(

@@ -25,7 +25,6 @@ from hf_hotspa.engine.executor import Buffers, SegmentGate, SwitchJob
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.overlap import GradientWatch, UnitStream, WeightGuard
 from hf_hotspa.engine.switching import Switching
-from hf_hotspa.features.token_chunks.token_chunks import PackRunner
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions, Overlap
@@ -35,7 +34,7 @@ from hf_hotspa.packing.bucketing import MiniBatchPlan, PhasePlan
 from hf_hotspa.packing.pipeline_order import Operation, beats, joint_passes, pack_lengths
 from hf_hotspa.parallel.collectives import CLOCK
 from hf_hotspa.parallel.mesh import StrategyMesh
-from hf_hotspa.parallel.pipeline import PipelineRunner
+from hf_hotspa.parallel.pipeline import PackRunner, PipelineRunner
 from hf_hotspa.plan.switch_plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
 from hf_hotspa.report import COUNTED, MEASURES, PhaseEvent, PhaseMeasure, PhaseReport, SwitchEvent
@@ -143,9 +142,10 @@ class PhaseRunner:
         self._pair_cost = options.pair_costs.get(mesh.strategy.tp, description.shape.quadratic_cost)
         pad = description.config.get_text_config().pad_token_id
         pad = pad if isinstance(pad, int) and pad >= 0 else 0
-        self._runner = PackRunner(self.replica, mesh.strategy, self._pair_cost)
+        cut = (runner.packs(self.replica, mesh.strategy, self._pair_cost) for runner in options.runners)
+        self._runner = self._packs = next((packs for packs in cut if packs is not None), PackRunner(self.replica))
         if mesh.pipeline is not None:
-            self._runner = PipelineRunner(self.parts, mesh, schedule, pad, self._pair_cost)
+            self._runner = PipelineRunner(self.parts, mesh, self._packs, schedule, pad)
         self._gradients: list[Tensor | None] = []
         self._guards: list[WeightGuard] = []
         self._stream: UnitStream | None = None
@@ -428,7 +428,7 @@ class PhaseRunner:
         return joint.passes.operations(here.pp) if self._keeps_step else joint.operations(here.pp, here.dp)
 
     def _forget_idle(self, num_packs: int) -> None:
-        """Drops losses and logits of idle packs. Replicas in chunks leave logits per chunk, but have no idle packs."""
+        """Drops losses and logits of idle packs. Parts of packs leave logits each, but there are no idle ones."""
         for kept in (self.replica.losses, self.replica.logits):
             if kept is not None:
                 del kept[num_packs:]
@@ -492,8 +492,8 @@ class PhaseRunner:
 
     @property
     def host_bytes(self) -> int:
-        """Peak host memory in bytes of `+kh`."""
-        return self._runner.host_bytes
+        """Peak host memory in bytes of packs."""
+        return self._packs.host_bytes
 
     @property
     def forecast(self) -> MemoryForecast:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
 
 import torch
 
@@ -15,8 +14,7 @@ from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.parallel.loss import SequenceLoss, TokenLoss
 from hf_hotspa.plan.planner import PLANNERS
-from hf_hotspa.seam import Options, hooks
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.seam import Options, Runner, hooks
 
 LONGEST_TIMEOUT_S = 1e8
 """Three years: a longer one is a mistake, and overflows in process groups."""
@@ -44,25 +42,6 @@ class Overlap:
 
     def __bool__(self) -> bool:
         return self.load or self.return_gradients
-
-
-class Runner(Protocol):
-    """Another way to run phases (hook `runner`), with separate switches, which nothing overlaps.
-
-    Attributes:
-        by_stage: Whether each stage of the one strategy has its part of the master store on its own ranks.
-    """
-
-    by_stage: bool
-
-    def weight_copies(self, strategy: Strategy, rank: int) -> int:
-        """The most versions of trained weights that a rank holds."""
-
-    def updates(self, strategy: Strategy, groups: Any, master: Any) -> Any:
-        """Makes the optimizer steps that replace the caller's (`HotSPaEngine.updates`), or None. Collective."""
-
-    def of_phase(self, *shared: Any, updates: Any) -> Any:
-        """Makes a strategy's `engine.phase.PhaseRunner`, with its arguments and the result of `updates`."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +146,14 @@ class EngineOptions:
         return RunOptions(self.pipeline_schedule, way, device_type, self.features, capacity)
 
     @property
-    def runner(self) -> "Runner | None":
+    def runners(self) -> tuple[Runner, ...]:
+        """Other ways to run phases or packs."""
+        return tuple(made for hook in hooks("runner") if (made := hook(self)) is not None)
+
+    @property
+    def runner(self) -> Runner | None:
         """What runs phases in the place of the engine's own runner, if a feature has its own way."""
-        return next((made for hook in hooks("runner") if (made := hook(self)) is not None), None)
+        return next((runner for runner in self.runners if runner.is_alone), None)
 
     def overlap(self, device: torch.device) -> Overlap:
         """Which switches run beside the computation."""

@@ -532,8 +532,7 @@ class Replica:
         else:
             if self._num_shares > 1:
                 micro_batch = self._divisible(micro_batch)
-            kh = self.mesh.strategy.kh
-            pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, kh, carried=prefix)
+            pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, carried=prefix)
         for begin in self.calls["begin"]:
             begin(pack, micro_batch, whole)
         positions = micro_batch.position_ids if self._counts_from is None else self._positions(whole, self._counts_from)

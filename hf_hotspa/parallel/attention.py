@@ -286,10 +286,12 @@ class Prefix(Protocol):
         lengths: Tokens before each sequence of the row, 0 if it begins there; may omit zeros at the end. If the ranks of cp
             share these tokens, only this rank's.
         chunks: The tokens of each earlier chunk of the first sequence, on all ranks of cp together.
+        in_host: Whether their keys and values are in host memory; the backward then fetches them again.
     """
 
     lengths: tuple[int, ...]
     chunks: tuple[int, ...]
+    in_host: bool
 
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all prefixes, [1, K, P, D] each, for the row's own [1, K, T, D]. Called once in each call of
@@ -378,7 +380,6 @@ class PackedSequences:
         lengths: Tokens of each sequence, in the order of the row.
         cu_seqlens: int32 [number of sequences + 1], the running sum of the lengths, on the device of the row.
         prefix: The tokens before the row, if a sequence began elsewhere; else None.
-        fetches: Whether the prefix's keys and values are in host memory; the backward then fetches them again.
         divided: How to attend if the row is a part of a pack; None if it is the pack.
         gathered_keys: With `divided`, the keys of each piece of a sequence, if they are gathered.
         num_calls: How often a layer attended to this pack, to check that a family really calls this attention.
@@ -395,7 +396,6 @@ class PackedSequences:
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     prefix: Prefix | None = field(default=None, compare=False)
-    fetches: bool = field(default=False, compare=False)
     divided: AttendsDivided | None = field(default=None, compare=False)
     gathered_keys: tuple[int, ...] | None = field(default=None, compare=False)
     num_calls: int = field(default=0, compare=False)
@@ -543,15 +543,15 @@ def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
 ) -> Tensor:
     """[1, T, H, D] for whole sequences, or sequences with a prefix; see `packed_attention`."""
-    before, takes = None, None
-    if pack.prefix is not None:
-        before, takes = pack.prefix.before(module, key, value), pack.prefix.takes_gradients(module)
+    before, takes, prefix = None, None, pack.prefix
+    if prefix is not None:
+        before, takes = prefix.before(module, key, value), prefix.takes_gradients(module)
     is_fused = call.is_plain or (call.is_fusable and (kernel_takes(query, value) or varlen_takes(query, value)))
     if not is_fused and call.softcap is not None and call.sinks is None and not call.dropout:  # nothing but a cap
         is_fused = varlen_takes(query, value) and capping_kernel() is not None
     scores = None if is_fused else call.scores(module, query, pack)
     kernel = partial(_attend, module, pack, call, scores, takes)
-    if pack.fetches and before is not None and before[0].shape[2] and torch.is_grad_enabled():
+    if before is not None and before[0].shape[2] and prefix is not None and prefix.in_host and torch.is_grad_enabled():
         in_blocks = call.is_plain and kernel_takes(query, value)
         if not in_blocks or call.slides(max(pack.key_lengths)):
             out = checkpoint(kernel, query, key, value, before, use_reentrant=False, preserve_rng_state=False)
@@ -572,7 +572,7 @@ def _attend(
     before: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """[1, T, H, D]; see `attend`. With `scores`, by `explicit_attention`, else by a fused kernel."""
-    if before is not None and before[0].shape[2] and pack.fetches and pack.prefix is not None:
+    if before is not None and before[0].shape[2] and pack.prefix is not None and pack.prefix.in_host:
         before = pack.prefix.fetched(module, before, query.device)
     if scores is not None:
         key, value, key_lengths = pack.joined(before, key, value)

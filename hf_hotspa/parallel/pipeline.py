@@ -9,11 +9,11 @@
 * `torch.distributed.pipelining` (GPipe, 1F1B, interleaved 1F1B) serves micro-batches that share one shape, after padding. A
   schedule object is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every
   micro-batch, so it is made for one run. That costs nothing more: the shapes are given, so torch need not infer them.
-* Packs cut into chunks of tokens (`+ck`, `features.token_chunks.token_chunks`) run in the package's schedule chunk by chunk (Li et al., 2021,
-  "TeraPipe"; Sun et al., 2024, "Seq1F1B"), so one long sequence fills a pipeline, too.
-* Ranks with several stages each (`+v2`) run them in interleaved 1F1B: `InterleavedRun`, also for chunks of packs, or torch's.
+* Packs that are cut into parts run in the package's schedule part by part (Li et al., 2021, "TeraPipe"; Sun et al., 2024,
+  "Seq1F1B"), so one long sequence fills a pipeline, too.
+* Ranks with several stages each (`+v2`) run them in interleaved 1F1B: `InterleavedRun`, also for parts of packs, or torch's.
 
-Without stages, packs run one after the other, whole or in chunks (`token_chunks.PackRunner`).
+Without stages, packs run one after the other (`PackRunner`).
 
 Every rank of a pipeline sees the same micro-batches, and so makes the same choice.
 
@@ -26,9 +26,10 @@ Gradients reach a weight in the order of its stage's backward passes, which is t
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.features.token_chunks.token_chunks import Chunk, PackRunner, Stage, loss_of_packs
 from hf_hotspa.packing.pipeline_order import (
     SCHEDULES,
     InterleavedPasses,
@@ -48,10 +48,157 @@ from hf_hotspa.packing.pipeline_order import (
     choose_passes,
     interleaved_order,
 )
+from hf_hotspa.parallel.attention import ChunkPrefix
 from hf_hotspa.parallel.collectives import CLOCK
 from hf_hotspa.parallel.mesh import StrategyMesh
 
 logger = logging.getLogger(__name__)
+
+
+class Stage(Protocol):
+    """One pipeline stage on this rank, or the whole model."""
+
+    is_first: bool
+    is_last: bool
+    device: torch.device
+    compute_dtype: torch.dtype
+    losses: list[Tensor]
+
+    begin_pass: Callable[[], None] | None
+    """Called before a forward or a backward pass."""
+    end_pass: Callable[[], None] | None
+    """Called after it; the next step may wait for another stage."""
+
+    def tokens_kept(self, num_tokens: int) -> int:
+        """How many tokens of a sequence's chunk have keys and values kept here."""
+
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        hidden: Tensor | None,
+        scale: float,
+        prefix: ChunkPrefix | None = None,
+        with_loss: bool = True,
+    ) -> Tensor:
+        """The next stage's hidden state, or on the last stage the scaled loss (fp64 scalar) if `with_loss`."""
+
+    def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, ...]:
+        """The shape of the hidden state between stages."""
+
+
+@dataclass(eq=False)
+class Pack:
+    """A pack, or a part of one, on this rank's stage: its forward, and the backward through that.
+
+    Args:
+        pack: The index of the pack.
+    """
+
+    micro_batch: MicroBatch
+    pack: int
+
+    def forward(
+        self,
+        stage: Stage,
+        hidden: Tensor | None,
+        scale: float,
+        with_loss: bool = True,
+        prefix: ChunkPrefix | None = None,
+    ) -> Tensor:
+        """Runs the stage; with a graph if gradients are enabled. Arguments as for `Stage.forward`."""
+        if stage.begin_pass is not None:
+            stage.begin_pass()
+        out = stage.forward(self.micro_batch, hidden, scale, prefix, with_loss)
+        if stage.end_pass is not None:
+            stage.end_pass()
+        return out
+
+    def backward(
+        self, stage: Stage, out: Tensor, gradient: Tensor | None, more: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        """Runs backward from the last forward's result, and from more tensors of its graph with their gradients. `gradient`
+        is the loss's gradient to the result; None if the result is the loss."""
+        roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
+        roots += more
+        if stage.begin_pass is not None:
+            stage.begin_pass()
+        if roots:
+            torch.autograd.backward(*zip(*roots, strict=True))
+        if stage.end_pass is not None:
+            stage.end_pass()
+
+    def forget(self) -> None:
+        """Drops what a forward without gradients left."""
+
+
+def loss_of_packs(parts: Sequence[Pack], losses: list[Tensor]) -> None:
+    """Sums the stage's last losses, one for each part, to one for each pack."""
+    if not losses:
+        return
+    of_parts = losses[len(losses) - len(parts) :]
+    del losses[len(losses) - len(parts) :]
+    packs: dict[int, Tensor] = {}
+    for part, loss in zip(parts, of_parts, strict=True):
+        packs[part.pack] = packs[part.pack] + loss if part.pack in packs else loss
+    losses += packs.values()
+
+
+class PackRunner:
+    """Runs a replica's micro-batches on a stage that has all layers, pack by pack."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes of host memory that packs have needed so far."""
+        return 0
+
+    def num_backwards(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """How many backward passes `run` makes through a stage."""
+        return len(micro_batches)
+
+    def chains(self, micro_batches: Sequence[MicroBatch]) -> Sequence[Sequence[Pack]]:
+        """The packs in order, each as a chain of parts that run forward one after the other, and backward in reverse."""
+        return [[Pack(micro_batch, pack)] for pack, micro_batch in enumerate(micro_batches)]
+
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        scale: float,
+        most_tokens: int | None = None,
+        joint: Sequence[Operation] | None = None,
+    ) -> Tensor:
+        """Forward and backward of all micro-batches; adds gradients to the parameters' `.grad`.
+
+        Args:
+            micro_batches: This replica's micro-batches; the same on every stage. May be empty.
+            scale: 1 / (label tokens of the mini-batch).
+            most_tokens: The most tokens in flight on a stage of a pipeline; None for no limit.
+            joint: This stage's operations in order, if stages of all replicas run in lockstep; else None.
+
+        Returns:
+            fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        for (pack,) in self.chains(micro_batches):
+            out = pack.forward(self._stage, None, scale)
+            total += out.detach()
+            pack.backward(self._stage, out, None)
+        return total
+
+    @torch.no_grad()
+    def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """Forward only, in the package's own order whatever the schedule; arguments and result as for `run`."""
+        total, ran = (
+            torch.zeros((), dtype=torch.float64, device=self._stage.device),
+            _joined(self.chains(micro_batches)),
+        )
+        for part in ran:
+            total += part.forward(self._stage, None, scale)
+            part.forget()
+        loss_of_packs(ran, self._stage.losses)
+        return total
 
 
 class InterleavedRun:
@@ -68,7 +215,7 @@ class InterleavedRun:
         stages: Sequence[Stage],
         group: dist.ProcessGroup,
         index: int,
-        chunks: Sequence[Sequence[Chunk]],
+        chunks: Sequence[Sequence[Pack]],
         scale: float,
     ) -> None:
         self._stages, self._group, self._index, self._chunks, self._scale = stages, group, index, chunks, scale
@@ -98,7 +245,7 @@ class InterleavedRun:
     def _stage(self, stage: int) -> Stage:
         return self._stages[stage // self._num_ranks]
 
-    def _chunk(self, turn: Turn) -> Chunk:
+    def _chunk(self, turn: Turn) -> Pack:
         return self._chunks[turn.stage // self._num_ranks][turn.unit]
 
     def _room(self, turn: Turn, target: int) -> Tensor:
@@ -162,9 +309,9 @@ class PipelineRunner(PackRunner):
 
     Args:
         stages: This rank's stage, or several (`+v2`) in the order of the pipeline.
+        packs: What makes chains of packs.
         schedule: One of `SCHEDULES`.
         pad_token_id: The token of padding, for schedules with one shape.
-        pair_cost: Cost of a pair of tokens relative to a token; makes chunks of equal time.
 
     Raises:
         StrategyError: one of torch's schedules in a pipeline of chunks, or its GPipe with several stages on a rank.
@@ -174,13 +321,14 @@ class PipelineRunner(PackRunner):
         self,
         stages: Sequence[Stage],
         mesh: StrategyMesh,
+        packs: PackRunner,
         schedule: str = "auto",
         pad_token_id: int = 0,
-        pair_cost: float = 0.0,
     ) -> None:
         assert schedule in SCHEDULES, schedule
         check_runs(schedule, mesh.strategy)
-        super().__init__(stages[-1], mesh.strategy, pair_cost)
+        super().__init__(stages[-1])
+        self.chains, self.num_backwards = packs.chains, packs.num_backwards  # type: ignore[method-assign]
         self._stages, self._rounds = stages, mesh.strategy.v
         self._schedule, self._pad_token_id = schedule, pad_token_id
         self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
@@ -194,7 +342,7 @@ class PipelineRunner(PackRunner):
         most_tokens: int | None = None,
         joint: Sequence[Operation] | None = None,
     ) -> Tensor:
-        chains = self._packs.chains(micro_batches)
+        chains = self.chains(micro_batches)
         chunks = _joined(chains)
         tokens = [chunk.micro_batch.num_tokens for chunk in chunks]
         sizes = [len(chain) for chain in chains] if len(chunks) > len(micro_batches) else []
@@ -219,13 +367,13 @@ class PipelineRunner(PackRunner):
             of_passes = self._torch.run(passes.kind, padded[first:end], scale)
             if of_passes is None:  # the package's schedule holds as much with fewer packs than stages
                 order = choose_passes("own", passes.tokens[first:end], self._num_stages).operations(self._index)
-                of_passes = self._own(_joined(self._packs.chains(padded[first:end])), scale, order)
+                of_passes = self._own(_joined(self.chains(padded[first:end])), scale, order)
             loss += of_passes
         return loss
 
     @torch.no_grad()
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        chains = self._packs.chains(micro_batches)
+        chains = self.chains(micro_batches)
         chunks = _joined(chains)
         if self._rounds > 1:
             tokens, sizes = [chunk.micro_batch.num_tokens for chunk in chunks], list(map(len, chains))
@@ -233,13 +381,13 @@ class PipelineRunner(PackRunner):
             return self._interleaved(micro_batches, scale).run(order)
         return self._own(chunks, scale, [(i, False) for i in range(len(chunks))])
 
-    def _own(self, chunks: Sequence[Chunk], scale: float, order: Sequence[Operation]) -> Tensor:
+    def _own(self, chunks: Sequence[Pack], scale: float, order: Sequence[Operation]) -> Tensor:
         assert self._group is not None
         return OneForwardOneBackward(self._stage, self._group, self._index).run(chunks, scale, order)
 
     def _interleaved(self, micro_batches: Sequence[MicroBatch], scale: float) -> InterleavedRun:
         assert self._group is not None
-        of_stages = [_joined(self._packs.chains(micro_batches)) for _ in self._stages]
+        of_stages = [_joined(self.chains(micro_batches)) for _ in self._stages]
         return InterleavedRun(self._stages, self._group, self._index, of_stages, scale)
 
     def _say_once(self, passes: Passes | InterleavedPasses, most_tokens: int | None) -> None:
@@ -254,7 +402,7 @@ class PipelineRunner(PackRunner):
             )
 
 
-def _joined(chains: Sequence[list[Chunk]]) -> list[Chunk]:
+def _joined(chains: Sequence[Sequence[Pack]]) -> list[Pack]:
     return [chunk for chain in chains for chunk in chain]
 
 
@@ -276,7 +424,7 @@ class OneForwardOneBackward:
         self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # input and output of a forward
         self._loss = torch.zeros((), dtype=torch.float64, device=stage.device)
 
-    def run(self, chunks: Sequence[Chunk], scale: float, order: Sequence[Operation]) -> Tensor:
+    def run(self, chunks: Sequence[Pack], scale: float, order: Sequence[Operation]) -> Tensor:
         message: _Message | None = None
         for i, is_backward in order:
             wanted = self._wanted_gradient(i) if is_backward else self._wanted_hidden(chunks, i)
@@ -299,7 +447,7 @@ class OneForwardOneBackward:
         self._exchange(message, None)
         return self._exchange(None, wanted)
 
-    def _wanted_hidden(self, chunks: Sequence[Chunk], i: int) -> _Message | None:
+    def _wanted_hidden(self, chunks: Sequence[Pack], i: int) -> _Message | None:
         if self._stage.is_first:
             return None
         shape = self._stage.hidden_shape(chunks[i].micro_batch)
@@ -311,7 +459,7 @@ class OneForwardOneBackward:
         gradient = torch.empty_like(self._in_flight[i][1], memory_format=torch.contiguous_format)
         return gradient, self._index + 1, 2 * i + 1
 
-    def _forward(self, chunks: Sequence[Chunk], i: int, hidden: Tensor | None, scale: float) -> Tensor:
+    def _forward(self, chunks: Sequence[Pack], i: int, hidden: Tensor | None, scale: float) -> Tensor:
         if hidden is not None:
             hidden.requires_grad_()
         out = chunks[i].forward(self._stage, hidden, scale)
@@ -323,7 +471,7 @@ class OneForwardOneBackward:
             self._loss += out.detach()
         return out
 
-    def _backward(self, chunk: Chunk, i: int, grad: Tensor | None) -> _Message | None:
+    def _backward(self, chunk: Pack, i: int, grad: Tensor | None) -> _Message | None:
         hidden, out = self._in_flight.pop(i)
         chunk.backward(self._stage, out, grad)
         if hidden is None:

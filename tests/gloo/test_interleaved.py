@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.features.slow_devices.mode import HandOver
-from hf_hotspa.features.token_chunks.token_chunks import Chunk
 from hf_hotspa.model.pass_through import PassThrough
+from hf_hotspa.parallel.pipeline import Pack
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows
@@ -143,11 +143,11 @@ def events_of(rank: int, world_size: int, rounds: int, counts: tuple[int, ...]) 
     with pytest.MonkeyPatch.context() as patch:
         for is_backward, name in ((False, "forward"), (True, "backward")):
 
-            def recorded(chunk: Chunk, stage: Any, *args: Any, run: Any, back: bool, **options: Any) -> Any:
+            def recorded(chunk: Pack, stage: Any, *args: Any, run: Any, back: bool, **options: Any) -> Any:
                 log.append((stages[id(stage)], chunk.pack, back))
                 return run(chunk, stage, *args, **options)
 
-            patch.setattr(Chunk, name, partialmethod(recorded, run=getattr(Chunk, name), back=is_backward))
+            patch.setattr(Pack, name, partialmethod(recorded, run=getattr(Pack, name), back=is_backward))
         for count in counts:
             log.clear()
             rows = [{"input_ids": [*range(1, 17)], "labels": [*range(1, 17)]}] * count

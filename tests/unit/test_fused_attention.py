@@ -17,7 +17,7 @@ class _Given:
 
     def __init__(self, keys, values):
         self.keys, self.values = keys, values
-        self.lengths = tuple(x.shape[2] for x in keys)
+        self.lengths, self.in_host = tuple(x.shape[2] for x in keys), False
 
     def before(self, module, key, value):
         return torch.cat(self.keys, 2), torch.cat(self.values, 2)

@@ -1,7 +1,7 @@
 """Strategies and buckets: the two grammars, rank arithmetic, and which strategies are legal."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
 
@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_hotspa import strategy as strategy_file
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.seam import Options, StrategyOption
 from hf_hotspa.strategy import (
     AXES,
     Bucket,
@@ -432,3 +434,54 @@ def test_ten_thousand_random_strings(parse: Callable[[str], Strategy | tuple[Buc
 def test_any_text_is_a_value_or_a_strategy_error(text: str) -> None:
     for result in (_value_or_error(Strategy.parse, text), _value_or_error(parse_buckets, text)):
         assert not isinstance(result, StrategyError) or result.fix
+
+
+# ------------------------------------------------------------------------------------------- options of features
+
+
+@pytest.fixture
+def sparse(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A made-up feature with two options."""
+
+    class Sparse(Options):
+        grammar = (
+            StrategyOption("sparse", "every n-th block", numbered=True, unsupported_reason=_of_tp),
+            StrategyOption("quick", "quickly"),
+        )
+
+    def _hooks(name: str) -> tuple[type[Options], ...]:
+        return (Sparse,) if name == "options" else ()
+
+    monkeypatch.setattr(strategy_file, "hooks", _hooks)
+    strategy_file._added.cache_clear()
+    yield
+    monkeypatch.undo()
+    strategy_file._added.cache_clear()
+
+
+def _of_tp(strategy: Strategy, shape: ModelShape) -> str | None:
+    return "+sparse needs whole layers" if strategy.tp > 1 else None
+
+
+@pytest.mark.usefixtures("sparse")
+def test_features_add_options() -> None:
+    strategy = Strategy.parse("dp2+rc+sparse4+quick")
+    assert str(strategy) == str(Strategy.parse("dp2+quick+sparse4+rc")) == "dp2+rc+quick+sparse4"
+    assert (strategy.option("sparse"), strategy.option("quick"), strategy.option("other")) == (4, 1, 0)
+    assert strategy != Strategy.parse("dp2+rc+sparse2+quick")
+    assert strategy.layout == Strategy(2)
+    assert Strategy.parse("dp2+sparse4").unsupported_reason(LLAMA) is None
+    assert Strategy.parse("tp2+sparse4").unsupported_reason(LLAMA) == "+sparse needs whole layers"
+    with pytest.raises(
+        StrategyError, match=r"'sparse', which does not exist.*\+sparse4 \(every n-th block\); \+quick \(quickly\)"
+    ):
+        Strategy.parse("dp2+sparse")
+    with pytest.raises(StrategyError, match="'quick2', which does not exist"):
+        Strategy.parse("dp2+quick2")
+    with pytest.raises(StrategyError, match="'quick' twice"):
+        Strategy.parse("dp2+quick+quick")
+
+
+def test_without_features_their_options_do_not_exist() -> None:
+    with pytest.raises(StrategyError, match="'sparse4', which does not exist"):
+        Strategy.parse("dp2+sparse4")

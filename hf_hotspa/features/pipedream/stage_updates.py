@@ -24,11 +24,11 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.features.pipedream.mode import PipeDream
-from hf_hotspa.features.token_chunks.token_chunks import Chunk
 from hf_hotspa.packing.bucketing import PhasePlan
 from hf_hotspa.packing.pipeline_order import Passes, choose_passes
 from hf_hotspa.parallel.mesh import ProcessGroups
-from hf_hotspa.parallel.pipeline import OneForwardOneBackward
+from hf_hotspa.parallel.pipeline import OneForwardOneBackward, Pack
+from hf_hotspa.seam import Runner
 from hf_hotspa.strategy import Strategy
 
 
@@ -112,10 +112,10 @@ class StageUpdates:
         return self._squares / max(self._num, 1)
 
 
-class StageRunner:
-    """Runs the phases of the one strategy whose stages update by themselves (`model.options.Runner`)."""
+class StageRunner(Runner):
+    """Runs the phases of the one strategy whose stages update by themselves."""
 
-    by_stage = True
+    is_alone = by_stage = True
 
     def __init__(self, mode: PipeDream) -> None:
         self._mode = mode
@@ -142,7 +142,7 @@ class _Run(OneForwardOneBackward):
         super().__init__(runner.replica, group, runner.mesh.coord.pp)
         self._runner, self._labels, self._shares = runner, labels, shares
 
-    def _forward(self, chunks: Sequence[Chunk], i: int, hidden: Tensor | None, scale: float) -> Tensor:
+    def _forward(self, chunks: Sequence[Pack], i: int, hidden: Tensor | None, scale: float) -> Tensor:
         self._runner.use_version_of(i)
         before = self._loss.clone()
         out = super()._forward(chunks, i, hidden, 1.0 / self._labels[i] if self._labels[i] else 0.0)
@@ -150,7 +150,7 @@ class _Run(OneForwardOneBackward):
             self._loss = before + out.detach() * self._shares[i]
         return out
 
-    def _backward(self, chunk: Chunk, i: int, grad: Tensor | None) -> Any:
+    def _backward(self, chunk: Pack, i: int, grad: Tensor | None) -> Any:
         self._runner.use_version_of(i)
         message = super()._backward(chunk, i, grad)
         self._runner.update(i)
@@ -195,7 +195,7 @@ class PipeDreamRunner(PhaseRunner):
         own = plan.replicas[self.mesh.coord.dp]
         run = _Run(self, self._labels, [labels / plan.num_labels for labels in self._labels])
         order = self._passes_of(own, most_tokens).operations(self.mesh.coord.pp)
-        loss = run.run([Chunk(m, i) for i, m in enumerate(micro_batches)], scale, order)
+        loss = run.run([Pack(m, i) for i, m in enumerate(micro_batches)], scale, order)
         for k in range(len(own), len(self._labels)):  # packs of other replicas
             self.update(k)
         self._updates.end()

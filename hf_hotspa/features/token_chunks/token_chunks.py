@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
 from hf_hotspa.packing.cuts import cut_for
-from hf_hotspa.packing.pipeline_order import Operation
 from hf_hotspa.parallel.attention import ChunkPrefix
 from hf_hotspa.parallel.collectives import with_gradient
 from hf_hotspa.parallel.fused_attention import TakesGradients
+from hf_hotspa.parallel.pipeline import Pack, PackRunner, Stage, loss_of_packs
 from hf_hotspa.strategy import Strategy
 
 Pair = tuple[Tensor, Tensor]
@@ -138,37 +138,6 @@ def _in_graph(host: Tensor, copy: Tensor) -> Tensor:
     """The copy, with its gradient going to the tensor in host memory."""
     device = host.device
     return with_gradient(lambda _, copy: copy.view_as(copy), lambda grad: (grad.to(device), None), host, copy)
-
-
-class Stage(Protocol):
-    """One pipeline stage on this rank, or the whole model."""
-
-    is_first: bool
-    is_last: bool
-    device: torch.device
-    compute_dtype: torch.dtype
-    losses: list[Tensor]
-
-    begin_pass: Callable[[], None] | None
-    """Called before a forward or a backward pass."""
-    end_pass: Callable[[], None] | None
-    """Called after it; the next step may wait for another stage."""
-
-    def tokens_kept(self, num_tokens: int) -> int:
-        """How many tokens of a sequence's chunk have keys and values kept here."""
-
-    def forward(
-        self,
-        micro_batch: MicroBatch,
-        hidden: Tensor | None,
-        scale: float,
-        prefix: ChunkPrefix | None = None,
-        with_loss: bool = True,
-    ) -> Tensor:
-        """The next stage's hidden state, or on the last stage the scaled loss (fp64 scalar) if `with_loss`."""
-
-    def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, ...]:
-        """The shape of the hidden state between stages."""
 
 
 @dataclass
@@ -273,6 +242,7 @@ class _Carry:
         self.lengths: tuple[int, ...] = (before,)
         self.chunks = chunks
         self.continues = len(chunks) < len(sequence.chunks)
+        self.in_host = sequence.host is not None
         self.more_roots: list[Callable[[], list[tuple[Tensor, Tensor]]]] = []
         self._sequence, self._own, self._keeps = sequence, own, keeps
         self._states: dict[StateKey, Tensor] = {}
@@ -358,157 +328,96 @@ class _Carry:
 
 
 @dataclass(eq=False)
-class Chunk:
-    """A chunk of a pack on this rank's stage: its forward, and the backward through that.
+class Chunk(Pack):
+    """A chunk of a pack on this rank's stage.
 
     Args:
-        pack: The index of its pack.
         sequence: What chunks of its chain leave for each other; None for a chain of one.
         index: Its place in the chain.
         carry: What its last forward left.
     """
 
-    micro_batch: MicroBatch
-    pack: int
     sequence: _CutSequence | None = None
     index: int = 0
     carry: _Carry | None = None
 
     def forward(
-        self, stage: Stage, hidden: Tensor | None, scale: float, *, keeps: bool = True, with_loss: bool = True
+        self,
+        stage: Stage,
+        hidden: Tensor | None,
+        scale: float,
+        with_loss: bool = True,
+        prefix: ChunkPrefix | None = None,
+        *,
+        keeps: bool = True,
     ) -> Tensor:
-        """Runs the stage on the chunk; with a graph if gradients are enabled.
-
-        Arguments as for `Stage.forward`, and
+        """As for `Pack`, and
 
         Args:
             keeps: Whether to store keys and values for later chunks: not if an earlier forward did.
         """
-        if stage.begin_pass is not None:
-            stage.begin_pass()
-        sequence, at, carry = self.sequence, self.index, None
-        if sequence is not None:
-            kept = [stage.tokens_kept(tokens) for tokens in sequence.chunks]
-            sequence.num_tokens = sum(kept)
-            own = kept[at] if at < len(kept) else 0
-            carry = _Carry(sequence, sum(kept[:at]), own, keeps, sequence.chunks[:at])
-        out = stage.forward(self.micro_batch, hidden, scale, carry, with_loss)
-        if carry is not None:
-            carry.end()
-            self.carry = carry
-        if stage.end_pass is not None:
-            stage.end_pass()
+        sequence, at = self.sequence, self.index
+        if sequence is None:
+            return super().forward(stage, hidden, scale, with_loss)
+        kept = [stage.tokens_kept(tokens) for tokens in sequence.chunks]
+        sequence.num_tokens = sum(kept)
+        own = kept[at] if at < len(kept) else 0
+        carry = _Carry(sequence, sum(kept[:at]), own, keeps, sequence.chunks[:at])
+        out = super().forward(stage, hidden, scale, with_loss, carry)
+        carry.end()
+        self.carry = carry
         return out
 
-    def backward(self, stage: Stage, out: Tensor, gradient: Tensor | None) -> None:
-        """Runs backward from the last forward's result, keys and values, after later chunks' backwards. `gradient` is the
-        loss's gradient to the result; None if the result is the loss."""
-        roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
+    def backward(
+        self, stage: Stage, out: Tensor, gradient: Tensor | None, more: Sequence[tuple[Tensor, Tensor]] = ()
+    ) -> None:
+        """Runs backward from the last forward's result, keys and values, after later chunks' backwards."""
         if self.carry is not None:
-            roots += [*self.carry.roots(), *(root for more in self.carry.more_roots for root in more())]
-        self.carry = self.sequence = None
-        if stage.begin_pass is not None:
-            stage.begin_pass()
-        if roots:
-            torch.autograd.backward(*zip(*roots, strict=True))
-        if stage.end_pass is not None:
-            stage.end_pass()
+            more = [*self.carry.roots(), *(root for roots in self.carry.more_roots for root in roots())]
+        self.forget()
+        super().backward(stage, out, gradient, more)
 
     def forget(self) -> None:
         self.carry = self.sequence = None
 
 
-class ChunkedPacks:
-    """How the packs of one replica are cut into chunks.
+class ChunkRunner(PackRunner):
+    """Runs a replica's packs in chunks.
 
     Args:
-        strategy: Gives the chunk size in tokens; packs stay whole without `+ck`.
+        stage: One that has all layers, or the last of a pipeline on this rank.
+        strategy: Gives the chunk size in tokens.
         pair_cost: See `cut_into_chains`; for pipelines.
-
-    Attributes:
-        host: Counts host memory; None if it is not used.
-        is_cut: Whether packs are cut; else each pack is one chunk.
     """
 
-    def __init__(self, strategy: Strategy, pair_cost: float) -> None:
+    def __init__(self, stage: Stage, strategy: Strategy, pair_cost: float) -> None:
+        super().__init__(stage)
+        self._graphs = strategy.kg
         self._cut = partial(cut_for, strategy, pair_cost=pair_cost)
-        self.is_cut = bool(strategy.ck)
-        self.host = HostBytes() if strategy.kh else None
-
-    def num_chunks(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """How many chunks, and so backwards, some packs have."""
-        if not self.is_cut:
-            return len(micro_batches)
-        return sum(len(chain) for m in micro_batches for chain in self._cut(m.lengths))
-
-    def chains(self, micro_batches: Sequence[MicroBatch]) -> list[list[Chunk]]:
-        """The chains of chunks of all packs, in their order; without `+ck`, one for each pack."""
-        chains = list[list[Chunk]]()
-        for pack, micro_batch in enumerate(micro_batches):
-            for chain in self._cut(micro_batch.lengths) if self.is_cut else ():
-                if len(chain) == 1:
-                    chains.append([Chunk(micro_batch.part(*chain[0]), pack)])
-                else:
-                    sequence = _CutSequence(tuple(stop - first for first, stop in chain[:-1]), host=self.host)
-                    chains.append([Chunk(micro_batch.part(*c), pack, sequence, i) for i, c in enumerate(chain)])
-            if not self.is_cut:
-                chains.append([Chunk(micro_batch, pack)])
-        return chains
-
-
-def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:
-    """Sums the stage's last losses, one for each chunk, to one for each pack."""
-    if not losses:
-        return
-    of_chunks = losses[len(losses) - len(chunks) :]
-    del losses[len(losses) - len(chunks) :]
-    packs: dict[int, Tensor] = {}
-    for chunk, loss in zip(chunks, of_chunks, strict=True):
-        packs[chunk.pack] = packs[chunk.pack] + loss if chunk.pack in packs else loss
-    losses += packs.values()
-
-
-class PackRunner:
-    """Runs a replica's micro-batches on a stage that has all layers, pack by pack, whole or in chunks.
-
-    Args:
-        pair_cost: Cost of a pair of tokens relative to a token; makes chunks of equal time.
-    """
-
-    def __init__(self, stage: Stage, strategy: Strategy, pair_cost: float = 0.0) -> None:
-        self._stage, self._graphs = stage, strategy.kg
-        self._packs = ChunkedPacks(strategy, pair_cost)
-
-    def num_backwards(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """How many backward passes `run` makes through this stage."""
-        return self._packs.num_chunks(micro_batches)
+        self._host = HostBytes() if strategy.kh else None
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes that `+kh` has held in host memory so far."""
-        return self._packs.host.most if self._packs.host is not None else 0
+        return self._host.most if self._host is not None else 0
 
-    def run(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        scale: float,
-        most_tokens: int | None = None,
-        joint: Sequence[Operation] | None = None,
-    ) -> Tensor:
-        """Forward and backward of all micro-batches; adds gradients to the parameters' `.grad`.
+    def num_backwards(self, micro_batches: Sequence[MicroBatch]) -> int:
+        return sum(len(chain) for m in micro_batches for chain in self._cut(m.lengths))
 
-        Args:
-            micro_batches: This replica's micro-batches; the same on every stage. May be empty.
-            scale: 1 / (label tokens of the mini-batch).
-            most_tokens: The most tokens in flight on a stage of a pipeline; None for no limit.
-            joint: This stage's operations in order, if stages of all replicas run in lockstep; else None.
+    def chains(self, micro_batches: Sequence[MicroBatch]) -> Sequence[Sequence[Chunk]]:
+        chains = list[list[Chunk]]()
+        for pack, micro_batch in enumerate(micro_batches):
+            for chain in self._cut(micro_batch.lengths):
+                if len(chain) == 1:
+                    chains.append([Chunk(micro_batch.part(*chain[0]), pack)])
+                else:
+                    sequence = _CutSequence(tuple(stop - first for first, stop in chain[:-1]), host=self._host)
+                    chains.append([Chunk(micro_batch.part(*c), pack, sequence, i) for i, c in enumerate(chain)])
+        return chains
 
-        Returns:
-            fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
-        """
+    def run(self, micro_batches: Sequence[MicroBatch], scale: float, *of_pipelines: Any) -> Tensor:
         stage, ran = self._stage, list[Chunk]()
         total = torch.zeros((), dtype=torch.float64, device=stage.device)
-        for chain in self._packs.chains(micro_batches):
+        for chain in self.chains(micro_batches):
             num_again = max(len(chain) - 1 - self._graphs, 0)
             again, once, outs = chain[:num_again], chain[num_again:], list[Tensor]()
             with torch.no_grad():
@@ -524,18 +433,5 @@ class PackRunner:
                 total += outs[-1].detach()
                 chunk.backward(stage, outs.pop(), None)
             ran += reversed(chain)
-        if self._packs.is_cut:
-            loss_of_packs(ran, stage.losses)
-        return total
-
-    @torch.no_grad()
-    def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Forward only, in the package's own order whatever the schedule; arguments and result as for `run`."""
-        total, ran = torch.zeros((), dtype=torch.float64, device=self._stage.device), list[Chunk]()
-        for chain in self._packs.chains(micro_batches):
-            for chunk in chain:
-                total += chunk.forward(self._stage, None, scale)
-                chunk.forget()
-            ran += chain
-        loss_of_packs(ran, self._stage.losses)
+        loss_of_packs(ran, stage.losses)
         return total
