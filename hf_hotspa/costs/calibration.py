@@ -17,10 +17,9 @@ from statistics import geometric_mean
 from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.fit import Sample, fit_costs, nonnegative_least_squares
+from hf_hotspa.costs.fit import Sample, fit_costs, fit_relative
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
@@ -80,18 +79,15 @@ class CalibrationKey:
         return [f"{name} {mine!r} instead of {theirs!r}" for name, mine, theirs in pairs if mine != theirs]
 
 
+_LEFT_OUT = (
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache"),
+    "quantization_config",
+)
+
+
 def config_digest(config: Mapping[str, Any]) -> str:
     """Digest of a model config's `to_dict` without names, versions and dtypes (the key has the compute dtype)."""
-    left_out = {
-        "_name_or_path",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "architectures",
-        "use_cache",
-        "quantization_config",
-    }
-    kept = {key: value for key, value in config.items() if key not in left_out and not key.endswith("_token_id")}
+    kept = {key: value for key, value in config.items() if key not in _LEFT_OUT and not key.endswith("_token_id")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -117,29 +113,29 @@ class MemorySample:
 
 
 @dataclass(frozen=True)
-class SwitchSample:
-    """One load and one return of gradients of the busiest rank. Raises `StrategyError` if `strategy` is invalid."""
-
-    strategy: str
-    num_parameters: PositiveCount
-    load_s: NotNegative
-    return_s: Positive
+class _OfStrategy:
+    strategy: str  # such as `dp2pp2`; an invalid one raises `StrategyError`
 
     def __post_init__(self) -> None:
         Strategy.parse(self.strategy)
 
 
 @dataclass(frozen=True)
-class PhaseSample:
+class SwitchSample(_OfStrategy):
+    """One load and one return of gradients of the busiest rank."""
+
+    num_parameters: PositiveCount
+    load_s: NotNegative
+    return_s: Positive
+
+
+@dataclass(frozen=True)
+class PhaseSample(_OfStrategy):
     """One complete phase as in training: packs of mixed lengths, all replicas at the same time."""
 
-    strategy: str  # such as `dp2pp2`; an invalid one raises `StrategyError`
     num_layers: PositiveCount  # decoder layers of the measured copy
     replicas: tuple[tuple[tuple[PositiveCount, ...], ...], ...]  # packs of each replica, as sequence lengths
     seconds: Positive  # until the last rank finished, without the switch
-
-    def __post_init__(self) -> None:
-        Strategy.parse(self.strategy)
 
 
 @dataclass(frozen=True)
@@ -332,10 +328,8 @@ class Calibration:
             samples = [s for s in self.exchanges if (s.cp, s.tp, s.name) == (cp, tp, name)]
             if len({s.num_bytes for s in samples}) < 2:
                 continue
-            seconds = np.array([s.seconds for s in samples])
-            rows = np.array([[1.0, s.num_bytes] for s in samples])
-            latency, each = nonnegative_least_squares(rows / seconds[:, None], np.ones(len(samples)))
-            hops.setdefault((cp, tp), {})[name] = Hop(float(latency), float(each) * token_bytes)
+            latency, each = fit_relative([[1.0, s.num_bytes] for s in samples], [s.seconds for s in samples])
+            hops.setdefault((cp, tp), {})[name] = Hop(latency, each * token_bytes)
         return {key: Exchanges(**both) for key, both in hops.items() if len(both) == 2}
 
     def memory_model(
@@ -357,12 +351,13 @@ class Calibration:
             if len(depths) < 2 or len({s.tokens for s in samples}) < 2:
                 continue
             # each copy has a separate constant: memory that does not grow with the tokens, such as free heap
-            fixed = [[float(s.num_layers == depth) for depth in depths] for s in samples]
-            grows = [[s.tokens * s.num_layers, s.tokens] for s in samples]
-            rows, taken = np.hstack([grows, fixed]), np.array([s.num_bytes for s in samples])
-            layer, end, *_ = nonnegative_least_squares(rows / taken[:, None], np.ones(len(samples)))
+            rows = [
+                [s.tokens * s.num_layers, s.tokens, *(float(s.num_layers == depth) for depth in depths)]
+                for s in samples
+            ]
+            layer, end, *_ = fit_relative(rows, [s.num_bytes for s in samples])
             if layer > 0:
-                layers[tp], ends[tp] = float(layer), float(end)
+                layers[tp], ends[tp] = layer, end
         return layers, ends
 
     def cluster(self, world_size: int | None = None) -> Cluster:
@@ -376,35 +371,25 @@ class Calibration:
         tp = min(layer)
         token_s = max(layer[tp].b * tp, 1e-15)
         memory = key.memory_bytes // (1 if key.kind != "cpu" else key.devices_per_node)
+        speed = (4 if key.base else 6) * self.model.layer_parameters / token_s
+        device = Device(memory, {key.dtype: speed}, self.intra.bandwidth)
         return Hardware(
-            f"{key.device} (calibrated)",
-            Device(
-                memory,
-                {key.dtype: (4 if key.base else 6) * self.model.layer_parameters / token_s},
-                self.intra.bandwidth,
-            ),
-            key.devices_per_node,
-            self.intra.bandwidth,
-            inter.bandwidth,
-            None,
-            self.intra.latency_s,
-            inter.latency_s,
-        )
+            f"{key.device} (calibrated)", device, key.devices_per_node, self.intra.bandwidth, inter.bandwidth, None,
+            self.intra.latency_s, inter.latency_s,
+        )  # fmt: skip
 
     @cached_property
     def switch_fit(self) -> tuple[float, float]:
         """`(efficiency, fixed_s)` of switches for `costs.switch_time`: speed relative to the port model, fixed
         seconds."""
-        cluster, rows = self.cluster(), []
-        for sample in self.switches:
-            each = dtype_bytes(self.key.dtype) + _MASTER_BYTES
-            rows.append((port_seconds(Strategy.parse(sample.strategy), sample.num_parameters * each, cluster), sample))
-        if not rows:
+        if not self.switches:
             return 1.0, 0.0
-        matrix = np.array([[moved, 1.0] for moved, _ in rows])
-        seconds = np.array([sample.load_s + sample.return_s for _, sample in rows])
-        slope, fixed = nonnegative_least_squares(matrix / seconds[:, None], np.ones(len(rows)))
-        return min(1.0, 1.0 / slope) if slope > 0 else 1.0, float(fixed)
+        cluster, each = self.cluster(), dtype_bytes(self.key.dtype) + _MASTER_BYTES
+        rows = [
+            [port_seconds(Strategy.parse(s.strategy), s.num_parameters * each, cluster), 1.0] for s in self.switches
+        ]
+        slope, fixed = fit_relative(rows, [s.load_s + s.return_s for s in self.switches])
+        return min(1.0, 1.0 / slope) if slope > 0 else 1.0, fixed
 
     # ------------------------------------------------------------------------------------------------- as a JSON file
 

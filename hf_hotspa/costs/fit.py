@@ -18,6 +18,12 @@ from hf_hotspa.typed import Positive, PositiveCount
 Array = npt.NDArray[np.float64]
 
 
+def fit_relative(rows: Sequence[Sequence[float]], measured: Sequence[float]) -> list[float]:
+    """Returns the x >= 0 that minimises the relative errors of `rows x`."""
+    target = np.array(measured)
+    return [float(v) for v in nonnegative_least_squares(np.array(rows) / target[:, None], np.ones(len(target)))]
+
+
 @dataclass(frozen=True)
 class Sample:
     """Seconds of `num_layers` decoder layers, forward and backward; `with_ends`: plus embedding, head and loss."""
@@ -93,9 +99,7 @@ def _fit(tp: int, samples: Sequence[Sample], depth: Callable[[int], float]) -> t
         end = [tokens, 1.0] if s.with_ends else [0.0, 0.0]
         deep = depth(s.num_layers)
         rows.append([deep * squares, deep * tokens, deep, *end])
-    matrix, seconds = np.array(rows), np.array([s.seconds for s in samples])
     has_ends = any(s.with_ends for s in samples)
     separable = has_ends and len({(s.num_layers, s.with_ends) for s in samples}) > 1
-    used = matrix if separable else matrix[:, :3]
-    x = [float(v) for v in nonnegative_least_squares(used / seconds[:, None], np.ones(len(seconds)))]
+    x = fit_relative([row if separable else row[:3] for row in rows], [s.seconds for s in samples])
     return Cost(*x[:3]), Cost(0.0, *x[3:]) if separable else None

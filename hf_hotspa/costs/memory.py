@@ -172,65 +172,29 @@ class MemoryOptions:
     scoring: Scoring = field(default_factory=Scoring)  # forward passes of a step besides training
 
 
-@dataclass(frozen=True)
 class MemoryStage:
     """The fullest rank of a pipeline position, as terms see it."""
 
-    model: "MemoryModel"
-    strategy: Strategy
-    layer: float  # bytes of a layer for one token, without recomputation
-    index: int  # the position
-
-    @property
-    def options(self) -> MemoryOptions:
-        return self.model.options
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.model.sizes.shape
-
-    @cached_property
-    def own(self) -> StageSizes:
-        return self.model.sizes.stages(self.strategy)[self.index]
+    def __init__(self, model: "MemoryModel", strategy: Strategy, index: int, layer: float) -> None:
+        self.model, self.strategy, self.index = model, strategy, index
+        self.options, self.shape = model.options, model.sizes.shape
+        self.own: StageSizes = model.sizes.stages(strategy)[index]
+        self.layer = layer  # bytes of a layer for one token, without recomputation
+        self.is_last = index == strategy.pp - 1
+        self.recomputes = strategy.rc > 0
+        self.width = dtype_bytes(model.options.compute_dtype)  # bytes of an element of the activations
+        self.hidden = self.shape.hidden_size * self.width  # bytes of the hidden state of a token
+        self.sharers = strategy.tp if strategy.sp else 1  # of the hidden states between blocks
+        self.vocabulary_rows = -(-self.shape.vocab_size // strategy.tp)
+        # layers that hold packs; of several stages each counts as the longest, which may hold most of them
+        stages = model.sizes.layers_of_stages(strategy.pp, strategy.v)[index :: strategy.pp]
+        self.num_layers = strategy.v * max(map(len, stages))
 
     @cached_property
     def master(self) -> MasterSizes:
         """Its share of the master store."""
         of_features = (terms.master(self) for terms in hooks("terms") if terms.master is not None)
         return next((master for master in of_features if master is not None), self.model.master)
-
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.strategy.pp - 1
-
-    @cached_property
-    def width(self) -> int:
-        """Bytes of an element of the activations."""
-        return dtype_bytes(self.options.compute_dtype)
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of the hidden state of a token."""
-        return self.shape.hidden_size * self.width
-
-    @cached_property
-    def num_layers(self) -> int:
-        """Layers that hold packs. With several stages on the rank, each counts as the longest, which may hold most."""
-        pp, v = self.strategy.pp, self.strategy.v
-        return v * max(map(len, self.model.sizes.layers_of_stages(pp, v)[self.index :: pp]))
-
-    @property
-    def recomputes(self) -> bool:
-        return self.strategy.rc > 0
-
-    @property
-    def sharers(self) -> int:
-        """Over how many ranks the hidden states between blocks are divided."""
-        return self.strategy.tp if self.strategy.sp else 1
-
-    @property
-    def vocabulary_rows(self) -> int:
-        return -(-self.shape.vocab_size // self.strategy.tp)
 
     @property
     def inner_gradient(self) -> float:
@@ -463,7 +427,7 @@ class MemoryModel:
         if (strategy, stage) not in self._known_sums:
             if strategy not in self._of_layers:
                 self._of_layers[strategy] = self._layer_bytes(strategy)
-            context = MemoryStage(self, strategy, self._of_layers[strategy], stage)
+            context = MemoryStage(self, strategy, stage, self._of_layers[strategy])
             self._known_sums[strategy, stage] = _Sums(context, self._terms)
         return self._known_sums[strategy, stage]
 

@@ -90,7 +90,7 @@ Shares = Mapping[str | None, float]
 
 
 class Added(Protocol):
-    """Weights that are trained in every decoder layer in the place of the model's, which is frozen."""
+    """Weights of every decoder layer that are trained in the place of the model's, which is frozen."""
 
     @property
     def parameters(self) -> int:
@@ -101,11 +101,10 @@ class Added(Protocol):
 
 
 class Packed(Protocol):
-    """Frozen weights of every decoder layer that are held in another form."""
+    """Frozen weights of every decoder layer that are held in another form. Numbers are of one layer."""
 
     @property
-    def weights(self) -> int:
-        """Of one layer."""
+    def weights(self) -> int: ...
 
     @property
     def weight_bytes(self) -> float:
@@ -246,31 +245,25 @@ class ModelSizes:
         return tuple(stages)
 
     def _from_shape(self, strategy: Strategy) -> tuple[StageSizes, ...]:
-        shape, tp = self.shape, strategy.tp
-        layer, added = self._layer(tp, strategy.ep), self.added_parameters(tp)
-        vocabulary = -(-shape.vocab_size // tp) * shape.hidden_size
-        weight_bytes = dtype_bytes(self.compute_dtype)
-        saved = layer * weight_bytes - self._layer_bytes(tp, strategy.ep)
+        width, tp, tied = dtype_bytes(self.compute_dtype), strategy.tp, self.tied
         gradient_bytes = dtype_bytes(self.gradients.accumulated(self.compute_dtype))
+        added, norm = self.added_parameters(tp), self.shape.hidden_size
+        layer, layer_bytes = self._layer(tp, strategy.ep) + added, self._layer_bytes(tp, strategy.ep) + added * width
+        vocabulary = -(-self.shape.vocab_size // tp) * self.shape.hidden_size
         stages = []
         for stage, layers in enumerate(self.stage_costs.ranks(strategy.pp, strategy.v)):
-            first, last = stage == 0, stage == strategy.pp - 1
-            ends = int(first) + int(last) - int(first and last and self.tied)
-            norm = shape.hidden_size if last else 0
-            kept = vocabulary if self.tied and ends else 0  # a tied weight is resident
-            units = [vocabulary - kept] * first + [layer + added] * len(layers) + [vocabulary - kept + norm] * last
-            whole = len(layers) * (layer + added) + ends * vocabulary + norm
-            weights = whole * weight_bytes - len(layers) * saved
-            if strategy.z == 3:
-                less = [0] * first + [saved] * len(layers) + [0] * last
-                of_units = [unit * weight_bytes - saving for unit, saving in zip(units, less, strict=True)]
-                weights = kept * weight_bytes + max(_of_neighbours(of_units))
-            if self.added is not None:
-                gradients = added * (min(2, len(layers)) if strategy.z else len(layers))
+            first, last, num_layers = stage == 0, stage == strategy.pp - 1, len(layers)
+            kept = vocabulary if tied and (first or last) else 0  # a tied weight is resident
+            before, after = [vocabulary - kept] * first, [vocabulary - kept + norm] * last
+            units = [*before, *[layer] * num_layers, *after]
+            in_bytes = [unit * width for unit in before] + [layer_bytes] * num_layers + [unit * width for unit in after]
+            weights = kept * width + (max(_of_neighbours(in_bytes)) if strategy.z == 3 else sum(in_bytes))
+            if self.added is None:
+                trained = kept + sum(units)
+                gradients = kept + max(_of_neighbours(units)) if strategy.z else trained
             else:
-                gradients = kept + max(_of_neighbours(units)) if strategy.z else whole
-            trained = (whole if self.added is None else len(layers) * added) * weight_bytes
-            stages.append(StageSizes(len(layers), weights, gradients * gradient_bytes, trained))
+                gradients, trained = added * (min(2, num_layers) if strategy.z else num_layers), num_layers * added
+            stages.append(StageSizes(num_layers, weights, gradients * gradient_bytes, trained * width))
         return tuple(stages)
 
     def _head_shares(self, tp: int) -> tuple[float, float]:
