@@ -23,8 +23,7 @@ from hf_hotspa.commands.train_help import HELP, OVERVIEW
 from hf_hotspa.costs.calibration import FrozenBase
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
-from hf_hotspa.costs.scoring import TASKS
-from hf_hotspa.costs.terms import form_names, optimizer_states
+from hf_hotspa.costs.terms import TASKS, form_names, optimizer_states
 from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES

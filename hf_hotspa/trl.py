@@ -29,7 +29,7 @@ from transformers import TrainerCallback, TrainingArguments
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.checkpoint.tensors import saved_tensors
-from hf_hotspa.costs.scoring import Scoring
+from hf_hotspa.costs.terms import Scoring
 from hf_hotspa.data.collator import ERROR
 from hf_hotspa.errors import HotspaConfigError, ModelError, ResumeError, UnsupportedError
 from hf_hotspa.model.model_check import weights_digest

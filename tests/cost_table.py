@@ -21,10 +21,9 @@ from hf_hotspa.costs.cost_model import CostModel
 from hf_hotspa.costs.hardware import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.model_config import ModelConfig, load_model, model_from
-from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import Streams, estimate
-from hf_hotspa.costs.terms import Cost, Exchanges, Hop, optimizer_states
+from hf_hotspa.costs.terms import Cost, Exchanges, Hop, Scoring, optimizer_states
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.features.four_bit.terms import FourBits
 from hf_hotspa.features.lora.terms import Adapter

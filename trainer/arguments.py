@@ -18,7 +18,7 @@ from transformers import TrainingArguments
 from hf_hotspa.callbacks.progress import is_watched
 from hf_hotspa.costs.divided import WAYS
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
-from hf_hotspa.costs.scoring import Scoring
+from hf_hotspa.costs.terms import Scoring
 from hf_hotspa.data.collator import EMPTY_POLICIES, ERROR, SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError, check_choice
 from hf_hotspa.layout.vector import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes

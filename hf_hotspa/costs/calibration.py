@@ -21,7 +21,6 @@ import msgspec
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.fit import Sample, fit_costs, fit_relative
 from hf_hotspa.costs.hardware import Device, Hardware
-from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.costs.switch_time import port_seconds
@@ -31,6 +30,7 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import Count, NotNegative, Positive, PositiveCount, typed
+from hf_hotspa.whole_file import read_json, write_json
 
 REMEDY = "delete the file and calibrate again (hf-hotspa calibrate)"
 

@@ -107,7 +107,7 @@ def check_calibration(
     Args:
         devices_per_node: Processes per node.
         strategies: Strategies that it must cover.
-        base: The frozen base of the run (or the name of its form), if any. The rank of an adapter is not compared.
+        base: The frozen base of the run (or the name of its form), if any. Its rank is not compared.
     """
     key, facts = calibration.key, calibration.model
     none = next((forms.none for forms in packed_forms()), "none")

@@ -21,7 +21,6 @@ from functools import cached_property
 from typing import Any
 
 from hf_hotspa.costs.divided import gathered_bytes, repeated_bytes, tokens_at_a_time
-from hf_hotspa.costs.scoring import Scoring
 from hf_hotspa.costs.sizes import (
     ADAM,
     MasterSizes,
@@ -31,7 +30,7 @@ from hf_hotspa.costs.sizes import (
     dtype_bytes,
     loss_chunk_tokens,
 )
-from hf_hotspa.costs.terms import LOSS, Bytes, MemoryTerm, Packs, Rate
+from hf_hotspa.costs.terms import LOSS, Bytes, MemoryTerm, Packs, Rate, Scoring
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.cuts import num_chunks

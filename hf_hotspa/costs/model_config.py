@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_hotspa.costs.json_file import read_json, read_object
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.whole_file import read_json, read_object
 
 FAMILIES_FILE = Path(__file__).with_name("families.json")
 FAMILIES_KIND = "hf_hotspa model families"

@@ -181,7 +181,7 @@ class ModelSizes:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the weights of one decoder layer with its adapter, computed from the shape."""
+        """Bytes of the weights of one decoder layer, computed from the shape."""
         return self._layer_bytes(1) + self.added_parameters(1) * dtype_bytes(self.compute_dtype)
 
     @property

@@ -132,7 +132,7 @@ class Terms:
     # the master store of a `memory.MemoryStage`, if the feature divides it otherwise
     master: Callable[[Any], MasterSizes | None] | None = None
     optimizer_states: Mapping[str, OptimizerState] = field(default_factory=dict)  # optimizers by `--optim` name
-    # reads weights that are trained on a frozen model (`sizes.Added`) from the text of `--lora` and the linear layers
+    # reads weights that are trained on a frozen model (`sizes.Added`) from the text of a flag and the linear layers
     # of a decoder layer, by name
     added: Callable[[str, Mapping[str, Any]], Any] | None = None
     packed: PackedForms | None = None
@@ -154,7 +154,7 @@ def optimizer_states() -> dict[str, OptimizerState]:
 
 
 def added_weights(text: str, linears: Mapping[str, Any]) -> Any:
-    """Returns what `--lora` adds to the linear layers of a decoder layer; raises `HotspaConfigError` for other text."""
+    """Reads what is added to the linear layers of a decoder layer and trained; raises `HotspaConfigError` for other text."""
     return next(terms.added(text, linears) for terms in hooks("terms") if terms.added is not None)
 
 
@@ -170,3 +170,32 @@ def form_names() -> tuple[str, ...]:
 def packed_weights(name: str, linears: Mapping[str, Any]) -> Any:
     """Returns the linear layers of a decoder layer in a form."""
     return next(forms.of(name, linears) for forms in packed_forms() if name in forms.names)
+
+
+TRAINING_UNITS = 3
+"""Cost of a training pass, in forward passes of all layers."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Forward passes of a step besides training: without gradients, possibly of a second model."""
+
+    forwards: int = 0  # of all tokens
+    reference: bool = False  # whether a second model's weights are kept, divided over the ranks like the master store
+
+    @property
+    def units(self) -> int:
+        """Cost of a step, in forward passes of all layers; recomputation adds one."""
+        return TRAINING_UNITS + self.forwards
+
+
+TASKS = {
+    "sft": Scoring(),
+    "dpo": Scoring(2, reference=True),
+    "dpo-precomputed": Scoring(1),
+    "grpo": Scoring(),
+    "grpo-kl": Scoring(2, reference=True),
+    "rloo": Scoring(3, reference=True),
+}
+"""Scoring by training task: `sft` uses the model's own loss; `dpo` pairs, with a live reference or precomputed; `grpo`
+and `rloo` completions, with TRL's defaults or a KL term."""

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.data.collator import PhaseBatch
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner, peak_memory
@@ -20,6 +19,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError, NonFiniteError, Pha
 from hf_hotspa.packing.bucketing import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause, lost_peer
 from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.whole_file import read_json, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.errors import HotspaConfigError, OverlongError, check_choice
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.typed import reading_state
+from hf_hotspa.whole_file import read_json, write_json
 
 KIND = "hf_hotspa length histogram"
 SCHEMA_VERSION = 1

@@ -16,9 +16,8 @@ from hf_hotspa.costs.hardware import Hardware, load_hardware, parse_bytes, parse
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.run_options import RunOptions
-from hf_hotspa.costs.scoring import TASKS
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
-from hf_hotspa.costs.terms import added_weights, form_names, optimizer_states, packed_weights
+from hf_hotspa.costs.terms import TASKS, added_weights, form_names, optimizer_states, packed_weights
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.vector import IN_FP32, GradientDtypes
 from hf_hotspa.seam import SYNCHRONOUS, Options
@@ -61,7 +60,7 @@ class Setup:
     adapter: Any | None = None  # None to train the model
     features: tuple[Options, ...] = ()  # settings of features (`hf_hotspa.seam`)
     optim: str = "adamw_torch"  # the optimizer, by the name of `--optim`
-    task: str = "sft"  # one of `scoring.TASKS`
+    task: str = "sft"  # one of `terms.TASKS`
     packed: Any | None = None  # the layers of a frozen model that are in another form
 
     @classmethod

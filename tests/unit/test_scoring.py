@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_hotspa.costs.scoring import TASKS, Scoring
+from hf_hotspa.costs.terms import TASKS, Scoring
 from hf_hotspa.search.setup import Setup, make_plan
 from hf_hotspa.strategy import Strategy
 
