@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -73,12 +74,9 @@ def synthetic_lengths(name: str, count: int, longest: int = 32768, seed: int = 0
     return [int(length) for length in np.clip(lengths.astype(np.int64), low, longest)]
 
 
-def _log_normal(uniform: np.typing.NDArray[np.float64], median: float, sigma: float) -> np.typing.NDArray[np.float64]:
-    from statistics import NormalDist
-
-    quantile = NormalDist().inv_cdf
-    normal = np.array([quantile(min(max(u, 1e-6), 1 - 1e-6)) for u in uniform.tolist()])
-    return median * np.exp(sigma * normal)
+def _log_normal(uniform: NDArray[np.float64], median: float, sigma: float) -> NDArray[np.float64]:
+    quantiles = map(NormalDist().inv_cdf, np.clip(uniform, 1e-6, 1 - 1e-6).tolist())
+    return median * np.exp(sigma * np.array(list(quantiles)))
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,12 @@ class Counts:
     """The number of sequences (`sizes` [N] int64) of each length (`lengths` [N] int64, different, at least 1 token),
     and their origin in words."""
 
-    lengths: np.typing.NDArray[np.int64]
-    sizes: np.typing.NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    sizes: NDArray[np.int64]
     source: str = ""
 
     @classmethod
-    def of(cls, lengths: Iterable[int] | np.typing.NDArray[np.int64], source: str = "") -> "Counts":
+    def of(cls, lengths: Iterable[int] | NDArray[np.int64], source: str = "") -> "Counts":
         """Counts some lengths; lengths of 0 tokens are left out."""
         different, sizes = np.unique(np.fromiter(lengths, np.int64), return_counts=True)
         some = different > 0
@@ -107,12 +105,12 @@ class Counts:
         rng, order = np.random.default_rng(seed), np.argsort(self.lengths)
         ends, lengths = np.cumsum(self.sizes[order]), self.lengths[order]
         # one draw from each of `count` equal slices of the sorted lengths; with count == total these are all lengths
-        at = (np.arange(count) * total) // count + (
-            rng.integers(0, max(1, total // count), count) if count < total else 0
-        )
+        at = np.arange(count) * total // count
+        if count < total:
+            at += rng.integers(0, max(1, total // count), count)
         drawn = lengths[np.searchsorted(ends, np.minimum(at, total - 1), side="right")]
         drawn[-1] = int(lengths[ends > ends[-1] - 1][0])
-        return [int(length) for length in rng.permutation(drawn)]
+        return [*map(int, rng.permutation(drawn))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         counts = {str(length): size for length, size in zip(self.lengths.tolist(), self.sizes.tolist(), strict=True)}
@@ -148,15 +146,13 @@ def load_counts(path: str | os.PathLike[str]) -> Counts:
 
 
 def read_lengths(
-    given: str | Counts, mini_batch_size: int, longest: int | None, positions: int | None, overlong: str = "error"
+    given: str | Counts,  # one of `DISTRIBUTIONS`, the path of a histogram, or counts
+    mini_batch_size: int,
+    longest: int | None,  # the longest sequence that must fit; None for the longest given
+    positions: int | None,  # the model's, which limit synthetic lengths; None for no limit
+    overlong: str = "error",  # the policy for longer ones, one of `bucketing.OVERLONG_POLICIES`
 ) -> tuple[list[int], int]:
     """Returns the lengths to plan for, in random order, and the longest sequence that must fit.
-
-    Args:
-        given: One of `DISTRIBUTIONS`, the path of a histogram, or counts.
-        longest: The longest sequence that must fit; None for the longest given.
-        positions: The model's positions, which limit synthetic lengths; None for no limit.
-        overlong: The policy for longer ones, one of `bucketing.OVERLONG_POLICIES`.
 
     Raises:
         HotspaConfigError: no such distribution or file, an impossible size or policy, or the policy leaves nothing.
@@ -219,31 +215,26 @@ class LengthsSeen:
 
     def __init__(self, planned_for: Iterable[int]) -> None:
         self._basis = _histogram(planned_for)
-        self._recent: list[int] = []
+        self.recent: list[int] = []  # the last lengths, in the order of training
         self._mini_batches = 0
-
-    @property
-    def recent(self) -> list[int]:
-        """The last lengths, in the order of training."""
-        return list(self._recent)
 
     def add(self, lengths: Iterable[int]) -> bool:
         """Adds a mini-batch; returns whether another plan is due."""
-        self._recent = [*self._recent, *map(int, lengths)][-_KEPT:]
+        self.recent = [*self.recent, *map(int, lengths)][-_KEPT:]
         self._mini_batches += 1
-        return self._mini_batches % _EVERY == 0 and len(self._recent) >= _LEAST and self.distance > _FAR
+        return self._mini_batches % _EVERY == 0 and len(self.recent) >= _LEAST and self.distance > _FAR
 
     @property
     def distance(self) -> float:
         """The distance of the last lengths from the plan's, from 0 to 1."""
-        return float(np.abs(_histogram(self._recent) - self._basis).sum() / 2)
+        return float(np.abs(_histogram(self.recent) - self._basis).sum() / 2)
 
     def planned(self) -> None:
         """Makes the last lengths the basis, after another plan was made for them."""
-        self._basis = _histogram(self._recent)
+        self._basis = _histogram(self.recent)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"basis": self._basis.tolist(), "recent": self._recent, "mini_batches": self._mini_batches}
+        return {"basis": self._basis.tolist(), "recent": self.recent, "mini_batches": self._mini_batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state. Raises `HotspaConfigError`: the state is invalid."""
@@ -252,7 +243,7 @@ class LengthsSeen:
             recent, number = [int(length) for length in state["recent"]], int(state["mini_batches"])
             if basis.shape != (_BINS,):
                 raise ValueError(f"{basis.shape} bins")
-        self._basis, self._recent, self._mini_batches = basis, recent, number
+        self._basis, self.recent, self._mini_batches = basis, recent, number
 
 
 def _histogram(lengths: Iterable[int]) -> NDArray[np.float64]:

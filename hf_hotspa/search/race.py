@@ -63,17 +63,8 @@ class _Run:
 
 
 class Race:
-    """Decides which plan runs next.
-
-    Args:
-        names: The plans; a run too short for a race uses the first one.
-        num_steps: Mini-batches of the run.
-        order: In which they are tried; as named if not given. If the budget does not suffice, the last ones are not.
-
-    Attributes:
-        plan: The index of the next mini-batch's plan.
-        wants: Whether `observe` needs the predictions of all plans for the next mini-batch, not only of its plan.
-    """
+    """Decides which of some plans runs next; a run too short for a race uses the first one. They are tried in the given
+    `order`, else as named; if the budget does not suffice, the last ones are not."""
 
     def __init__(self, names: Sequence[str], num_steps: int, order: Sequence[int] = ()) -> None:
         self.names, self._budget = tuple(names), SHARE * num_steps
@@ -116,10 +107,12 @@ class Race:
 
     @property
     def plan(self) -> int:
+        """The index of the next mini-batch's plan."""
         return self._queue[0] if self._queue else self._kept
 
     @property
     def wants(self) -> bool:
+        """Whether `observe` needs the predictions of all plans for the next mini-batch, not only of its plan."""
         return len(self.names) > 1 and (self.is_on or self._since % _WATCHED == 0)
 
     def observe(self, seconds: float, predicted: Sequence[float], warm: bool) -> RaceReport | None:
@@ -152,10 +145,10 @@ class Race:
     def _of_rounds(self, plan: int) -> dict[int, float]:
         return {r.round: math.log(r.seconds / r.predicted[plan]) for r in self._runs if r.warm and r.plan == plan}
 
-    def _score(self, plan: int, weights: Sequence[float]) -> float:
+    def _score(self, plan: int) -> float:
         """The logarithm of a mean mini-batch's seconds. A plan that has only run cold is as far from the fastest as
         from that plan's cold run. A plan that has not run follows its prediction and the levels of the others."""
-        plans = range(len(self.names))
+        plans, weights = range(len(self.names)), self._weights()
         warm = {p: median(values.values()) for p in plans if (values := self._of_rounds(p))}
         if plan in warm:
             return weights[plan] + warm[plan]
@@ -172,9 +165,8 @@ class Race:
         return [math.log(r.seconds / r.predicted[plan]) for r in self._runs if not r.warm and r.plan == plan]
 
     def _leader(self) -> int:
-        weights, ran = self._weights(), [plan for plan in self._live if self._of_rounds(plan)]
-        ran = ran or [plan for plan in self._live if self._cold(plan)]
-        return min(ran or self._live, key=lambda plan: self._score(plan, weights))
+        live = self._live
+        return min(list(filter(self._of_rounds, live)) or list(filter(self._cold, live)) or live, key=self._score)
 
     def _differences(self, plan: int, other: int) -> list[float]:
         """How much slower a plan was than another in the rounds of both, as logarithms."""
@@ -185,7 +177,7 @@ class Race:
     def _cost(self) -> float:
         leader = self._leader()
         known = self._of_rounds(leader)
-        level = self._score(leader, self._weights()) - self._weights()[leader]
+        level = self._score(leader) - self._weights()[leader]
         level -= 0.0 if known else math.log(1 + _COLD)
 
         def then(run: _Run) -> float:
@@ -198,10 +190,10 @@ class Race:
 
     def _is_worth(self, plan: int) -> bool:
         """Whether to try a plan: its expected cost is within the budget, and its first run was not far behind."""
-        leader, weights = self._leader(), self._weights()
+        leader = self._leader()
         if plan == leader:
             return True
-        behind, cold_runs = self._score(plan, weights) - self._score(leader, weights), self._cold(plan)
+        behind, cold_runs = self._score(plan) - self._score(leader), self._cold(plan)
         warm_runs = self._of_rounds(plan)
         if behind > _FAR and not warm_runs and cold_runs:
             return False
@@ -209,8 +201,7 @@ class Race:
             behind += min(0.0, min(cold_runs) - max(warm_runs.values()))
         slower = math.exp(behind) - 1
         cold = 0.0 if any(run.plan == plan for run in self._runs) else _COLD
-        expected = max(0.0, self._cost()) + max(0.0, slower) + cold
-        return expected <= self._left
+        return max(0.0, self._cost()) + max(0.0, slower) + cold <= self._left
 
     def _end_round(self) -> None:
         """Removes plans that are clearly slower; begins another round if anything is left to find out."""
@@ -231,13 +222,11 @@ class Race:
         for plan in self._live:  # round by round, which removes what the machine did to all, another may be ahead
             if (apart := self._differences(plan, leader)) and _middle(apart)[0] < 0:
                 leader = plan
-        self._levels = {p: self._score(p, weights) - weights[p] for p in range(len(self.names)) if self._of_rounds(p)}
+        self._levels = {p: self._score(p) - weights[p] for p in range(len(self.names)) if self._of_rounds(p)}
         cost, self._kept = self._cost(), leader
         self._spent += max(0.0, cost)
         tried = {run.plan for run in self._runs}
-        compared = {
-            p: self._differences(p, leader) or [self._score(p, weights) - self._score(leader, weights)] for p in tried
-        }
+        compared = {p: self._differences(p, leader) or [self._score(p) - self._score(leader)] for p in tried}
         compared.pop(leader, None)
         runs, self._runs = self._runs, []
         if not compared:
