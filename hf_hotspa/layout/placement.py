@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -214,7 +215,10 @@ def _slots(
     for spec in specs:
         runs: tuple[Run, ...]
         if ep > 1 and spec.experts:  # whole experts, whatever tp is
-            runs, shape = (_expert_run(spec, ep, expert_shard),), (spec.experts // ep, *spec.shape[1:])
+            # a stretch for each index of the dim that is outermost in storage: dim 0 holds the experts, unless sharded
+            count = spec.shape[spec.shard_dim] if spec.shard_dim else 1
+            row, shape = spec.numel // count, (spec.experts // ep, *spec.shape[1:])
+            runs = (Run(spec.offset + row // ep * expert_shard, row // ep, row, count),)
         elif (rows := stored_rows(vector, strategy, spec, rank)) is None:
             runs, shape = (Run(spec.offset, spec.numel),), spec.shape
         else:
@@ -228,28 +232,19 @@ def _slots(
     return slots
 
 
-def _expert_run(spec: ParameterSpec, ep: int, shard: int) -> Run:
-    """Returns the experts of one ep shard: one stretch for each index of the dim that is outermost in storage."""
-    rows = spec.shape[spec.shard_dim] if spec.shard_dim else 1  # dim 0 holds the experts, and is outermost already
-    row = spec.numel // rows
-    return Run(spec.offset + row // ep * shard, row // ep, row, rows)
-
-
 def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: int | None = None) -> tuple[Slot, ...]:
-    """Returns the parameters that a rank holds under a strategy, in vector order.
+    """Returns the parameters that a rank holds under a strategy, in vector order; `stage`: on one of its stages only.
 
     Ranks that differ only in dp hold the same slots, except experts under ep and MLPs divided by relative step times.
-
-    Args:
-        stage: One of the rank's stages; None for all.
     """
-    coord = strategy.coord(rank)
-    slots: list[Slot] = []
-    for segment in vector.segments:
-        for holder, specs in _holders(vector, strategy, segment):
-            if holder == stage or (stage is None and holder % strategy.pp == coord.pp):
-                slots += _slots(vector, specs, segment.index, strategy, rank)
-    return tuple(slots)
+    pp = strategy.coord(rank).pp
+    return tuple(
+        slot
+        for segment in vector.segments
+        for holder, specs in _holders(vector, strategy, segment)
+        if holder == stage or (stage is None and holder % strategy.pp == pp)
+        for slot in _slots(vector, specs, segment.index, strategy, rank)
+    )
 
 
 def _holders(
@@ -265,37 +260,29 @@ def _holders(
     return holders
 
 
+_KIND = attrgetter("shape", "shard_dim", "parts", "partial_gradient", "trainable", "experts", "packed")
+"""What decides a parameter's placement, beside its offset; equal for the same parameter of two layers."""
+
+
 def _placed(
     name: str, vector: ParameterVector, strategy: Strategy, intervals: Callable[[Slot, int], list[Interval]]
 ) -> Layout:
+    """Lays out the intervals that slots have on a tp coordinate, once for segments of one kind."""
     known: dict[tuple[object, ...], Placement] = {}
     placements = []
     uneven = is_uneven(vector, strategy)
     for segment in vector.segments:
         holders = [(stage % strategy.pp, specs) for stage, specs in _holders(vector, strategy, segment)]
-        key = (
-            segment.stop - segment.start,
-            tuple((stage, tuple(_kind(spec, segment.start) for spec in specs)) for stage, specs in holders),
-            vector.unit_costs.get(segment.unit) if uneven else None,
-        )
+        kinds = [(stage, spec.offset - segment.start, _KIND(spec)) for stage, specs in holders for spec in specs]
+        key = (segment.numel, *kinds, vector.unit_costs.get(segment.unit) if uneven else None)
         if key not in known:
             known[key] = _place(vector, strategy, segment, holders, intervals, uneven)
         placements.append(known[key])
-    return Layout(name, strategy.world_size, tuple(segment.start for segment in vector.segments), tuple(placements))
+    return Layout(name, strategy.world_size, _bases(vector), tuple(placements))
 
 
-def _kind(spec: ParameterSpec, base: int) -> tuple[object, ...]:
-    """Everything that decides a parameter's placement; equal for the same parameter of two layers."""
-    return (
-        spec.offset - base,
-        spec.shape,
-        spec.shard_dim,
-        spec.parts,
-        spec.partial_gradient,
-        spec.trainable,
-        spec.experts,
-        spec.packed,
-    )
+def _bases(vector: ParameterVector) -> tuple[int, ...]:
+    return tuple(segment.start for segment in vector.segments)
 
 
 def _place(
@@ -306,22 +293,21 @@ def _place(
     intervals: Callable[[Slot, int], list[Interval]],
     uneven: bool,
 ) -> Placement:
-    blocks, sizes = [], np.zeros(strategy.world_size, dtype=np.int64)
+    blocks, sizes = [np.empty((0, 4), np.int64)], np.zeros(strategy.world_size, dtype=np.int64)
     ep = strategy.ep if any(spec.experts for _, specs in holders for spec in specs) else 1
     # ranks of a stage that are `kinds` apart hold the same, unless shares are uneven
     kinds = strategy.stage_size if uneven else math.lcm(strategy.tp, ep)
     copies = strategy.stage_size // kinds
     for stage, specs in holders:
         for kind in range(kinds):
-            tp_coord = kind % strategy.tp
             slots = _slots(vector, specs, segment.index, strategy, stage * strategy.stage_size + kind)
-            chosen = [interval for slot in slots for interval in intervals(slot, tp_coord)]
+            chosen = [interval for slot in slots for interval in intervals(slot, kind % strategy.tp)]
             ranks = np.arange(copies, dtype=np.int64) * kinds + stage * strategy.stage_size + kind
             sizes[ranks] = sum(slot.numel for slot in slots)
             if chosen:
                 one = np.array([(i.start - segment.start, i.stop - segment.start, i.offset) for i in chosen], np.int64)
                 blocks.append(np.column_stack((np.repeat(ranks, len(chosen)), np.tile(one, (copies, 1)))))
-    return place(np.concatenate(blocks) if blocks else np.empty((0, 4), np.int64), sizes)
+    return place(np.concatenate(blocks), sizes)
 
 
 def strategy_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
@@ -356,9 +342,8 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
         spec = slot.spec
         if not spec.trainable:
             return []
-        if spec.shard_dim is not None or spec.partial_gradient or strategy.sp or tp == 1:
-            return slot.intervals()
-        if spec.experts and strategy.ep > 1:
+        divided = spec.shard_dim is not None or (spec.experts and strategy.ep > 1)
+        if divided or spec.partial_gradient or strategy.sp or tp == 1:
             return slot.intervals()
         low, high = slot.numel * tp_coord // tp, slot.numel * (tp_coord + 1) // tp
         return [Interval(spec.offset + low, spec.offset + high, slot.segment, slot.offset + low)] if high > low else []
@@ -379,13 +364,11 @@ def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy |
         starts = tuple(spec.offset - segment.start for spec in vector.specs_of(segment))
         key = owners, segment.numel, starts
         if key not in known:
-            cuts, num = _master_cuts(starts, segment.numel, len(owners)), len(owners)
-            rows = np.column_stack((np.array(owners), cuts[:-1], cuts[1:], np.zeros(num, np.int64)))
-            sizes = np.zeros(world_size, np.int64)
+            cuts, sizes = _master_cuts(starts, segment.numel, len(owners)), np.zeros(world_size, np.int64)
             sizes[owners.start : owners.stop] = np.diff(cuts)
-            known[key] = place(rows[cuts[1:] > cuts[:-1]], sizes)
+            known[key] = place(np.column_stack((owners, cuts[:-1], cuts[1:], np.zeros_like(owners))), sizes)
         placements.append(known[key])
-    return Layout("master store", world_size, tuple(segment.start for segment in vector.segments), tuple(placements))
+    return Layout("master store", world_size, _bases(vector), tuple(placements))
 
 
 def _master_cuts(starts: Sequence[int], numel: int, num: int) -> NDArray[np.int64]:

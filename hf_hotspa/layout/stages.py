@@ -9,10 +9,10 @@ is, and growing tp moves nothing. Integer arithmetic on plain data.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, permutations, product
+from itertools import accumulate, islice, permutations, product
 
 import numpy as np
 import numpy.typing as npt
@@ -200,18 +200,15 @@ def _prime_factors(number: int) -> list[int]:
 
 def _factor_orders(number: int) -> list[Order]:
     """Returns the distinct orders of the prime factors, lexicographic, at most `_MOST_ORDERS`."""
-    orders: list[Order] = []
 
-    def extend(prefix: Order, left: Order) -> None:
+    def orders(left: Order) -> Iterator[Order]:
         if not left:
-            orders.append(prefix)
+            yield ()
         for factor in sorted(set(left)):
-            if len(orders) < _MOST_ORDERS:
-                at = left.index(factor)
-                extend((*prefix, factor), left[:at] + left[at + 1 :])
+            at = left.index(factor)
+            yield from ((factor, *rest) for rest in orders(left[:at] + left[at + 1 :]))
 
-    extend((), tuple(_prime_factors(number)))
-    return orders
+    return list(islice(orders(tuple(_prime_factors(number))), _MOST_ORDERS))
 
 
 def _digit_reversals(tp: int) -> list[Order]:
@@ -223,16 +220,14 @@ def _digit_reversals(tp: int) -> list[Order]:
 
 def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[dict[int, int]]:
     """Starting points of the ascent: the identity, and all degrees' factors sorted by one order of the primes."""
-    starts = [dict.fromkeys(degrees, 0)]
-    primes = sorted({p for tp in degrees for p in _prime_factors(tp)})
+    factors = {tp: _prime_factors(tp) for tp in degrees}
+    primes = sorted({prime for each in factors.values() for prime in each})
     priorities = list(permutations(primes)) if len(primes) <= 3 else [tuple(primes), tuple(reversed(primes))]
-    for priority in priorities:
-        start = {}
-        for tp in degrees:
-            order = digit_reversal(sorted(_prime_factors(tp), key=priority.index))
-            start[tp] = candidates[tp].index(order) if order in candidates[tp] else 0
-        starts.append(start)
-    return starts
+    sorted_by = [{tp: digit_reversal(sorted(factors[tp], key=p.index)) for tp in degrees} for p in priorities]
+    starts = [
+        {tp: candidates[tp].index(o) if o in candidates[tp] else 0 for tp, o in each.items()} for each in sorted_by
+    ]
+    return [dict.fromkeys(degrees, 0), *starts]
 
 
 def _pair_scores(

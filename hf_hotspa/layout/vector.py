@@ -270,14 +270,10 @@ class ParameterVector:
         return len(self.layer_costs)
 
     def segment_of(self, spec: ParameterSpec) -> Segment:
-        return self.segments[bisect_right(self._segment_starts, spec.offset) - 1]
+        return self.segments[bisect_right(self.segments, spec.offset, key=lambda segment: segment.start) - 1]
 
     def specs_of(self, segment: Segment) -> tuple[ParameterSpec, ...]:
         return self._specs_by_segment[segment.index]
-
-    @cached_property
-    def _segment_starts(self) -> list[int]:
-        return [segment.start for segment in self.segments]
 
     @cached_property
     def _specs_by_segment(self) -> list[tuple[ParameterSpec, ...]]:
@@ -295,10 +291,6 @@ def trained_part(vector: ParameterVector) -> ParameterVector:
     """Returns the vector of the trained parameters alone, in the same order."""
     trained = [spec for spec in vector.specs if spec.trainable]
     return build_vector(trained, vector.layer_costs, vector.head_cost).with_measured(vector.measured)
-
-
-def _unit_order(unit: int, num_layers: int) -> int:
-    return {EMBEDDING: -1, HEAD: num_layers}.get(unit, unit)
 
 
 def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], head_cost: int) -> ParameterVector:
@@ -319,7 +311,8 @@ def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], hea
             raise ModelError(
                 f"a part of parameter {spec.name!r} {spec.shape} does not divide into its groups and items"
             )
-        key = (_unit_order(spec.unit, len(layer_costs)), spec.dtype, not spec.trainable, spec.master_dtype)
+        order = {EMBEDDING: -1, HEAD: len(layer_costs)}.get(spec.unit, spec.unit)
+        key = (order, spec.dtype, not spec.trainable, spec.master_dtype)
         ordered.setdefault(key, []).append(spec)
     placed: list[ParameterSpec] = []
     segments: list[Segment] = []
