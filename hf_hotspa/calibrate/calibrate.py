@@ -276,9 +276,7 @@ class _Session:
         self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
         with freeing_at_once():
             few, more = self.agreement.run(
-                "calibration",
-                lambda: list(map(self._trained, layer_counts(self.config))),
-                otherwise=_of_any_kind,
+                "calibration", lambda: list(map(self._trained, layer_counts(self.config))), otherwise=_of_any_kind
             )
             # an engine on each copy; complete phases run on the copy with more layers
             probes = [Probe(few, degrees, self.dtype, measuring), Probe(more, degrees, self.dtype, measuring, whole)]

@@ -25,15 +25,7 @@ import numpy as np
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Numbers
 from hf_hotspa.plan.direct import Pieces
-from hf_hotspa.plan.switch_plan import (
-    RELAY,
-    TARGET,
-    PortLoads,
-    SegmentPlan,
-    canonical,
-    nic_bandwidth,
-    node_bandwidths,
-)
+from hf_hotspa.plan.switch_plan import RELAY, TARGET, PortLoads, SegmentPlan, canonical, nic_bandwidth, node_bandwidths
 
 Shares = tuple[tuple[int, float], ...]
 """Ranks and their fractions, by rank; their sum is 1."""

@@ -60,12 +60,7 @@ def _that_may_chunk(strategies: Iterable[Strategy], schedule: str) -> list[Strat
 
 
 def chunks_alone(
-    strategies: Sequence[Strategy],
-    longest: int,
-    tokens: Held,
-    shape: ModelShape,
-    *,
-    schedule: str = "auto",
+    strategies: Sequence[Strategy], longest: int, tokens: Held, shape: ModelShape, *, schedule: str = "auto"
 ) -> list[Strategy]:
     """Returns strategies in chunks that could be faster than all that hold a sequence, by `tokens`, at once: chunked
     from those that do not hold it, unless a holding one has no more ranks to a replica or shards, and no
@@ -215,11 +210,7 @@ def make_evaluator(lengths: Sequence[int], cost: CostModel, mini_batch_size: int
 
 
 def sharing_layouts(
-    strategies: Iterable[Strategy],
-    cost: CostModel,
-    longest: int,
-    tokens: Held,
-    evaluator: Evaluator,
+    strategies: Iterable[Strategy], cost: CostModel, longest: int, tokens: Held, evaluator: Evaluator
 ) -> list[list[Strategy]]:
     """Returns the strategies of each layout whose replicas share the packs of long rows, for the layouts that could be
     the fastest. As in Megatron and verl: without fully sharded strategies, chunks, or divided experts."""
