@@ -48,11 +48,9 @@ class Holders:
 
     def between(self, piece: Numbers, low: Numbers, high: Numbers) -> tuple[Numbers, Numbers]:
         """The first row, and the row after the last, of each piece's holders in ranks `low` to `high` - 1."""
-        base = piece * self.world_size
-        return (
-            np.searchsorted(self._key, base + low),
-            np.searchsorted(self._key, base + np.minimum(high, self.world_size)),
-        )
+        ends = piece * self.world_size + (low, np.minimum(high, self.world_size))
+        first, last = np.searchsorted(self._key, ends)
+        return first, last
 
     @cached_property
     def counts(self) -> Numbers:
@@ -66,18 +64,9 @@ class Holders:
     @cached_property
     def groups(self) -> tuple[Numbers, list[tuple[int, ...]]]:
         """The index of each piece's set of holders, and the sets."""
-        known: dict[bytes, int] = {}
-        sets: list[tuple[int, ...]] = []
-        index = np.empty(len(self.first) - 1, np.int64)
-        bounds = self.first.tolist()
-        for piece in range(len(index)):
-            ranks = self.rank[bounds[piece] : bounds[piece + 1]]
-            key = ranks.tobytes()
-            if key not in known:
-                known[key] = len(sets)
-                sets.append(tuple(ranks.tolist()))
-            index[piece] = known[key]
-        return index, sets
+        known: dict[tuple[int, ...], int] = {}
+        index = [known.setdefault(tuple(self.of(piece)), len(known)) for piece in range(len(self.counts))]
+        return np.array(index, np.int64), list(known)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,20 +86,15 @@ def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement
     bounds = [column + shift for placement, shift in sides for column in (placement.starts, placement.stops)]
     cuts = np.unique(np.concatenate(bounds)) if bounds else np.empty(0, np.int64)
     stores = (SOURCE, SECOND)
-    rows = [_rows(placement, shift, cuts, store) for (placement, shift), store in zip(sources, stores, strict=False)]
-    held_rows = np.concatenate(rows)
+    held_rows = np.concatenate([_rows(*side, cuts, store) for side, store in zip(sources, stores, strict=False)])
     needed = _rows(*target, cuts, 0)
     wanted = np.zeros(max(len(cuts) - 1, 0), bool)
     wanted[needed[:, 0]] = True
     number = np.cumsum(wanted) - 1
     held_rows = held_rows[wanted[held_rows[:, 0]]]
     count = int(wanted.sum())
-    return Pieces(
-        cuts[:-1][wanted],
-        np.diff(cuts)[wanted],
-        _holders(held_rows, number, count, world_size),
-        _holders(needed, number, count, world_size),
-    )
+    holders = (_holders(rows, number, count, world_size) for rows in (held_rows, needed))
+    return Pieces(cuts[:-1][wanted], np.diff(cuts)[wanted], *holders)
 
 
 def _rows(placement: Placement, shift: int, cuts: Numbers, store: int) -> Numbers:
@@ -194,18 +178,9 @@ def plan_direct(
 def _table(pieces: Pieces, source_rows: Numbers, world_size: int) -> SegmentPlan:
     """Makes the plan in which row `source_rows[i]` of the holders serves need i."""
     needed, holders = pieces.needed, pieces.holders
-    table = np.column_stack(
-        (
-            holders.store[source_rows],
-            holders.rank[source_rows],
-            holders.offset[source_rows],
-            np.full(len(source_rows), TARGET, np.int64),
-            needed.rank,
-            needed.offset,
-            pieces.starts[needed.piece],
-            pieces.lengths[needed.piece],
-        )
-    )
+    sent = holders.store[source_rows], holders.rank[source_rows], holders.offset[source_rows]
+    got = np.full(len(source_rows), TARGET, np.int64), needed.rank, needed.offset
+    table = np.column_stack((*sent, *got, pieces.starts[needed.piece], pieces.lengths[needed.piece]))
     return SegmentPlan((canonical(table),), np.zeros(world_size, np.int64))
 
 

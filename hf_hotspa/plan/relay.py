@@ -17,8 +17,9 @@ one fixed order, and gradients are not overwritten. Everything is visited in a f
 Not needed on one node, nor if a device's port inside its node is slower than its share of the NICs (`relay_pays`).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,12 +28,19 @@ from hf_hotspa.layout.placement import Numbers
 from hf_hotspa.plan.direct import Pieces
 from hf_hotspa.plan.switch_plan import RELAY, TARGET, PortLoads, SegmentPlan, canonical, nic_bandwidth, node_bandwidths
 
+K = TypeVar("K")
+
 Shares = tuple[tuple[int, float], ...]
 """Ranks and their fractions, by rank; their sum is 1."""
+_Ranks = tuple[int, ...]
+_Amounts = dict[_Ranks, float]
+"""Bytes of each set of ranks (or nodes) that may send or get them."""
+_Parts = dict[_Ranks, dict[int, float]]
+"""How they are split over the ranks."""
 SHARE_ALIGNMENT = 64
 """Shares of a stream of pieces begin on multiples of this many elements."""
 
-_Landings = dict[tuple[int, tuple[int, ...]], int]
+_Landings = dict[tuple[int, _Ranks], int]
 """The number of each `(node, its needers)`, by first appearance."""
 
 TOLERANCE = 0.01
@@ -77,7 +85,7 @@ class _Arrivals:
         self.piece, self.node, self.landing = rows[:, 0], rows[:, 1], rows[:, 2]
         self._size = size
 
-    def count_pulls(self, pulls: dict[tuple[tuple[int, ...], int], float], weight: int) -> None:
+    def count_pulls(self, pulls: dict[tuple[_Ranks, int], float], weight: int) -> None:
         """Adds the bytes that needers get from owners in their node, by these owners."""
         holders, needed = self.pieces.holders, self.pieces.needed
         near = self.has_owner[needed.piece, needed.rank // self._size] & (holders.find(needed.piece, needed.rank) < 0)
@@ -90,17 +98,17 @@ class _Arrivals:
         for key, total in zip(present.tolist(), num_bytes.tolist(), strict=True):
             needer = key % world_size
             owners = tuple(rank for rank in sets[key // world_size] if rank // self._size == needer // self._size)
-            pulls[owners, needer] = pulls.get((owners, needer), 0.0) + total
+            _count(pulls, (owners, needer), total)
 
 
 class _Decided(NamedTuple):
     """The decisions for sets of ranks, over all kinds: each landing key's needers and landing shares; who sends, by
     owners (empty: each rank sends what it alone holds, uncut); who serves its own node, by owners there."""
 
-    needers: list[tuple[int, ...]]
+    needers: list[_Ranks]
     landing: list[Shares]
-    sending: dict[tuple[int, ...], Shares]
-    pulling: dict[tuple[int, ...], Shares]
+    sending: dict[_Ranks, Shares]
+    pulling: dict[_Ranks, Shares]
 
 
 def plan_relay(
@@ -115,15 +123,14 @@ def plan_relay(
     landings: _Landings = {}
     arrivals = [_Arrivals(pieces, cluster, landings) for pieces in kinds]
     shares = _decide(arrivals, weights, landings, cluster)
-    plans = [_Materialised(c, shares, cluster, sums) for c in arrivals]
-    if any(len(plan.feed) for plan in plans):
-        return [SegmentPlan((plan.feed, plan.cross, plan.forward), plan.relay_sizes) for plan in plans]
-    return [SegmentPlan((plan.cross, plan.forward), plan.relay_sizes) for plan in plans]
+    tables = [_Tables(arrival, shares, cluster, sums) for arrival in arrivals]
+    without = 0 if any(len(t.feed) for t in tables) else 1
+    return [SegmentPlan((t.feed, t.cross, t.forward)[without:], t.relay_sizes) for t in tables]
 
 
 def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _Landings, cluster: Cluster) -> _Decided:
     num_bytes = np.zeros(len(landings), np.int64)
-    pulls: dict[tuple[tuple[int, ...], int], float] = {}
+    pulls: dict[tuple[_Ranks, int], float] = {}
     for arrival, weight in zip(arrivals, weights, strict=True):
         np.add.at(num_bytes, arrival.landing, arrival.pieces.lengths[arrival.piece] * weight)
         arrival.count_pulls(pulls, weight)
@@ -138,24 +145,21 @@ def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _La
         if rank != lander
     ]
     inside = PortLoads.zero(cluster)
-    _add(inside, moves)
+    if moves:
+        inside.add(*zip(*moves, strict=True))
     pulling = pulling_shares(pulled, dict(enumerate(inside.sent_intra.tolist())))
-    pulls_from = [(server, to, total * part) for near, to, total in pulled for server, part in pulling[near]]
-    _add(inside, pulls_from)
+    moves = [(server, to, total * part) for near, to, total in pulled for server, part in pulling[near]]
+    if moves:
+        inside.add(*zip(*moves, strict=True))
     sending = _sending_shares(arrivals, weights, cluster, inside)
     landing = [landers.get(key, ()) for key in landings]
     return _Decided([needers for _, needers in landings], landing, sending, pulling)
 
 
-def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
-    if moves:
-        loads.add(*(np.array(column) for column in zip(*moves, strict=True)))
-
-
 def _sending_shares(
     arrivals: Sequence[_Arrivals], weights: Sequence[int], cluster: Cluster, inside: PortLoads
-) -> dict[tuple[int, ...], Shares]:
-    amounts: dict[tuple[int, ...], float] = {}
+) -> dict[_Ranks, Shares]:
+    amounts: _Amounts = {}
     entering = np.zeros(cluster.num_nodes)
     for arrival, weight in zip(arrivals, weights, strict=True):
         group_of, sets = arrival.pieces.holders.groups
@@ -164,7 +168,7 @@ def _sending_shares(
         totals = np.zeros(len(sets), np.int64)
         np.add.at(totals, group_of[arrival.piece], num_bytes)
         for group in np.flatnonzero(totals).tolist():
-            amounts[sets[group]] = amounts.get(sets[group], 0.0) + float(totals[group])
+            _count(amounts, sets[group], float(totals[group]))
     sending = sender_shares(amounts, entering.tolist(), cluster, inside)
     # a master store where no owner's NIC exceeds the unavoidable load
     sole = all(share == ((owners[0], 1.0),) and len(owners) == 1 for owners, share in sending.items())
@@ -177,16 +181,16 @@ def _sending_shares(
 class Demand(NamedTuple):
     """Bytes that a node lacks: `owners` are other nodes' ranks that hold them, `needers` (>= 1) its own ranks."""
 
-    owners: tuple[int, ...]
+    owners: _Ranks
     node: int
-    needers: tuple[int, ...]
+    needers: _Ranks
     num_bytes: float
 
 
 class Pull(NamedTuple):
     """Bytes that a rank lacks, and the `owners` in its node that hold them."""
 
-    owners: tuple[int, ...]
+    owners: _Ranks
     needer: int
     num_bytes: float
 
@@ -200,21 +204,19 @@ def relay_pays(cluster: Cluster) -> bool:
     return cluster.num_nodes > 1 and cluster.devices_per_node > 1 and cluster.intra_bandwidth > nic_bandwidth(cluster)
 
 
-def pulling_shares(
-    pulls: Iterable[Pull], forwarded: Mapping[int, float] | None = None
-) -> dict[tuple[int, ...], Shares]:
+def pulling_shares(pulls: Iterable[Pull], forwarded: Mapping[int, float] | None = None) -> dict[_Ranks, Shares]:
     """Which owners serve needs inside their node: balanced, with the least load of the busiest sender. `pulls`: what
     moves inside nodes only. `forwarded`: bytes that each rank forwards inside its node after landing. Returns for each
     owner set its ranks with their fractions; even in regular layouts."""
-    amounts: dict[tuple[int, ...], float] = {(rank,): num_bytes for rank, num_bytes in (forwarded or {}).items()}
+    amounts: _Amounts = {(rank,): num_bytes for rank, num_bytes in (forwarded or {}).items()}
     for owners, _, num_bytes in pulls:
-        amounts[owners] = amounts.get(owners, 0.0) + num_bytes
+        _count(amounts, owners, num_bytes)
     return {owners: shares_of(part) for owners, part in balance(amounts)[0].items()}
 
 
 def landing_shares(
     demands: Iterable[Demand], cluster: Cluster, pulls: Sequence[Pull] = ()
-) -> dict[tuple[int, tuple[int, ...]], Shares]:
+) -> dict[tuple[int, _Ranks], Shares]:
     """On which devices of its node the bytes of each (node, needers) land.
 
     A landing device forwards its bytes to every (other) needer. Needers land first, with the least load of the busiest
@@ -229,23 +231,20 @@ def landing_shares(
     Returns:
         For each (node, needers) the landing ranks with their fractions.
     """
-    by_node: dict[int, dict[tuple[int, ...], float]] = {}
+    by_node: dict[int, _Amounts] = {}
     for _, node, needers, num_bytes in demands:
-        amounts = by_node.setdefault(node, {})
-        amounts[needers] = amounts.get(needers, 0.0) + num_bytes
+        _count(by_node.setdefault(node, {}), needers, num_bytes)
     nic = cluster.node_bandwidth if cluster.shares_nics else nic_bandwidth(cluster)
     intra = cluster.intra_bandwidth
-    served: list[dict[tuple[int, ...], float]] = [{} for _ in range(cluster.num_nodes)]
+    served: list[_Amounts] = [{} for _ in range(cluster.num_nodes)]
     pulled: dict[int, float] = {}
     for owners, rank, num_bytes in pulls:
-        inside = served[cluster.node(rank)]
-        inside[owners] = inside.get(owners, 0.0) + num_bytes
-        pulled[rank] = pulled.get(rank, 0.0) + num_bytes
+        _count(served[cluster.node(rank)], owners, num_bytes)
+        _count(pulled, rank, num_bytes)
     busiest = max(max(balance(inside)[1].values(), default=0.0) for inside in served)
     pulls_s = max(busiest, max(pulled.values(), default=0.0)) / intra
     result = {}
-    for node in sorted(by_node):
-        amounts = by_node[node]
+    for node, amounts in sorted(by_node.items()):
         devices = cluster.ranks(node)
         level_s = max(sum(amounts.values()) / nic / (1 if cluster.shares_nics else len(devices)), pulls_s)
         wanted = {rank: pulled.get(rank, 0.0) for rank in devices}
@@ -257,7 +256,7 @@ def landing_shares(
         if cluster.shares_nics:
             forwards = dict(served[node])
             for needers, num_bytes in amounts.items():
-                forwards[needers] = forwards.get(needers, 0.0) + num_bytes * (len(needers) - 1)
+                _count(forwards, needers, num_bytes * (len(needers) - 1))
             balanced = {needers: shares_of(part) for needers, part in balance(forwards)[0].items()}
             parts = {n: {rank: share * num_bytes for rank, share in balanced[n]} for n, num_bytes in amounts.items()}
         else:
@@ -270,13 +269,13 @@ def landing_shares(
 
 
 def sender_shares(
-    amounts: Mapping[tuple[int, ...], float],
+    amounts: Mapping[_Ranks, float],
     entering: Sequence[float],
     cluster: Cluster,
     background: PortLoads | None = None,
     *,
     neighbours: bool = True,
-) -> dict[tuple[int, ...], Shares]:
+) -> dict[_Ranks, Shares]:
     """Which ranks send the bytes of each owner set, over all destinations.
 
     Starts with the split among owners with the least load of the busiest NIC. If a NIC is then busier (by more than
@@ -314,38 +313,31 @@ def sender_shares(
     return {owners: shares_of(part) for owners, part in parts.items()}
 
 
-def _through_nodes(
-    amounts: Mapping[tuple[int, ...], float], cluster: Cluster
-) -> tuple[dict[tuple[int, ...], dict[int, float]], dict[int, float]]:
+def _through_nodes(amounts: Mapping[_Ranks, float], cluster: Cluster) -> tuple[_Parts, dict[int, float]]:
     """Splits over owner nodes by egress, evenly over each node's owners; also returns each node's egress."""
     nodes_of = {owners: tuple(dict.fromkeys(map(cluster.node, owners))) for owners in amounts}
-    totals: dict[tuple[int, ...], float] = {}
+    totals: _Amounts = {}
     for owners, num_bytes in amounts.items():
-        totals[nodes_of[owners]] = totals.get(nodes_of[owners], 0.0) + num_bytes
+        _count(totals, nodes_of[owners], num_bytes)
     split, leaving = balance(totals, node_bandwidths(cluster))
     parts = {}
     for owners, num_bytes in amounts.items():
         nodes = nodes_of[owners]
         factor = num_bytes / totals[nodes] if totals[nodes] > 0 else 0.0
-        inside = dict.fromkeys(nodes, 0)
-        for rank in owners:
-            inside[cluster.node(rank)] += 1
-        parts[owners] = {
-            rank: split[nodes][node] * factor / inside[node] for rank in owners for node in (cluster.node(rank),)
-        }
+        inside = Counter(map(cluster.node, owners))
+        parts[owners] = {r: split[nodes][node] * factor / inside[node] for r in owners for node in [cluster.node(r)]}
     return parts, leaving
 
 
 def _with_neighbours(
-    node_parts: Mapping[tuple[int, ...], Mapping[int, float]], level: float, cluster: Cluster, background: PortLoads
-) -> dict[tuple[int, ...], dict[int, float]]:
+    node_parts: Mapping[_Ranks, Mapping[int, float]], level: float, cluster: Cluster, background: PortLoads
+) -> _Parts:
     """Splits each node's sends over its owners, then, above `level` bytes, over its other devices."""
     nic, intra = nic_bandwidth(cluster), cluster.intra_bandwidth
-    amounts: dict[int, dict[tuple[int, ...], float]] = {}
+    amounts: dict[int, _Amounts] = {}
     for part in node_parts.values():
         for inside, num_bytes in _by_node(part, cluster):
-            in_node = amounts.setdefault(cluster.node(inside[0]), {})
-            in_node[inside] = in_node.get(inside, 0.0) + num_bytes
+            _count(amounts.setdefault(cluster.node(inside[0]), {}), inside, num_bytes)
     balanced = {node: balance(totals) for node, totals in amounts.items()}
     # An owner's bytes leave by its NIC or, to a neighbour, by its intra-node port, which also carries the background:
     # both ports together limit how far the NIC is relieved.
@@ -353,7 +345,7 @@ def _with_neighbours(
         for rank, num_bytes in loads.items():
             level = max(level, (num_bytes + background.sent_intra[rank]) / (intra + nic) * nic)
     # Neighbours that are busy receiving leave less capacity: then more leaves by the owners' NICs.
-    split: dict[tuple[int, ...], dict[int, float]] = {}
+    split: _Parts = {}
     for node, (parts, loads) in balanced.items():
         devices = cluster.ranks(node)
         free: dict[int, float] = {}
@@ -367,7 +359,7 @@ def _with_neighbours(
             highest *= 1 + TOLERANCE / 2
         spill(parts, loads, devices, highest, free)
         split.update(parts)
-    result: dict[tuple[int, ...], dict[int, float]] = {}
+    result: _Parts = {}
     for owners, part in node_parts.items():
         result[owners] = {}
         for inside, num_bytes in _by_node(part, cluster):
@@ -377,7 +369,7 @@ def _with_neighbours(
     return result
 
 
-def _by_node(part: Mapping[int, float], cluster: Cluster) -> list[tuple[tuple[int, ...], float]]:
+def _by_node(part: Mapping[int, float], cluster: Cluster) -> list[tuple[_Ranks, float]]:
     groups: dict[int, list[int]] = {}
     for rank in part:
         groups.setdefault(cluster.node(rank), []).append(rank)
@@ -387,33 +379,25 @@ def _by_node(part: Mapping[int, float], cluster: Cluster) -> list[tuple[tuple[in
 # -- water-filling -----------------------------------------------------------------------------------------------------
 
 
+def _count(amounts: dict[K, float], key: K, num_bytes: float) -> None:
+    amounts[key] = amounts.get(key, 0.0) + num_bytes
+
+
 def balance(
-    amounts: Mapping[tuple[int, ...], float], capacity: Sequence[float] | None = None
-) -> tuple[dict[tuple[int, ...], dict[int, float]], dict[int, float]]:
-    """Splits each amount over its places to minimise the load of the fullest place.
+    amounts: Mapping[_Ranks, float], capacity: Sequence[float] | None = None
+) -> tuple[_Parts, dict[int, float]]:
+    """Splits each amount over its places to minimise the load of the fullest place; also returns the loads.
 
     Repeated water-filling, one amount after the other (fewest places first, then largest): block coordinate descent on
     the sum of squared loads. Its minimum also has the smallest maximum, and the least above any level.
-
-    Returns:
-        The split of each amount, and the load of each place.
     """
+    free = [places for places in amounts if len(places) > 1]
+    parts: _Parts = {places: {places[0]: amount} for places, amount in amounts.items() if len(places) == 1}
+    parts |= {places: dict.fromkeys(places, 0.0) for places in free}
     loads: dict[int, float] = {}
-    parts: dict[tuple[int, ...], dict[int, float]] = {}
-    free = []
-    for places, amount in amounts.items():
-        if len(places) == 1:
-            (place,) = places
-            parts[places] = {place: amount}
-            loads[place] = loads.get(place, 0.0) + amount
-        else:
-            free.append(places)
-    if not free:
-        return parts, loads
-    for places in free:
-        parts[places] = dict.fromkeys(places, 0.0)
-        for place in places:
-            loads.setdefault(place, 0.0)
+    for part in parts.values():
+        for place, num_bytes in part.items():
+            loads[place] = loads.get(place, 0.0) + num_bytes
     free.sort(key=lambda places: (len(places), -amounts[places], places))
     enough = _SETTLED * sum(amounts.values())
     for sweep in range(MOST_SWEEPS):
@@ -447,7 +431,7 @@ def _fill(loads: Sequence[float], capacity: Sequence[float] | None, amount: floa
 
 
 def spill(
-    parts: dict[tuple[int, ...], dict[int, float]],
+    parts: _Parts,
     loads: Mapping[int, float],
     devices: Sequence[int],
     level: float,
@@ -481,8 +465,8 @@ def spill(
 
 
 def relieve(
-    parts: dict[tuple[int, ...], dict[int, float]],  # bytes that land, by needers and device
-    served: Mapping[tuple[int, ...], float],  # bytes that are pulled inside the node, by owners
+    parts: _Parts,  # bytes that land, by needers and device
+    served: Mapping[_Ranks, float],  # bytes that are pulled inside the node, by owners
     # bytes that each rank of the node needs and lacks; its intra-node port receives what does not land on it
     wanted: Mapping[int, float],
     level_s: float,  # seconds up to which a port is not a bottleneck
@@ -507,7 +491,7 @@ def relieve(
                 received_s[device] += num_bytes / nic
                 forwarded_s[device] += num_bytes * cost[needers][device]
                 handed[device] -= num_bytes if device in needers else 0.0
-        sends: dict[tuple[int, ...], float] = {(device,): seconds * intra for device, seconds in forwarded_s.items()}
+        sends: _Amounts = {(device,): seconds * intra for device, seconds in forwarded_s.items()}
         for owners, num_bytes in served.items():
             sends[owners] = sends.get(owners, 0.0) + num_bytes
         sent_s = {device: num_bytes / intra for device, num_bytes in balance(sends)[1].items()}
@@ -531,7 +515,7 @@ def relieve(
 
 def _fill_two_ports(
     amount: float,
-    needers: tuple[int, ...],
+    needers: _Ranks,
     received_s: Mapping[int, float],
     sent_s: Mapping[int, float],
     step: Mapping[int, float],
@@ -620,7 +604,7 @@ def _last_of_stream(cut_at: Numbers, points: Numbers, limits: Numbers, counts: S
     return np.searchsorted(keys, points * (len(limits) + 1) + stream_of_point, side="right") - 1
 
 
-class _Materialised:
+class _Tables:
     """The tables of one kind of segment."""
 
     def __init__(self, arrival: _Arrivals, shares: _Decided, cluster: Cluster, sums: bool) -> None:
@@ -643,8 +627,8 @@ class _Materialised:
         store = np.where(in_target, TARGET, RELAY)
         landed_at = np.where(in_target, needed.offset[wanted] + offset, relay_offset)
         start = starts[piece] + offset
-        sent_from = np.where(fed, RELAY, holders.store[source])
-        self.cross = canonical(_table(sent_from, sender, sent_offset, store, land, landed_at, start, length))
+        sent = np.where(fed, RELAY, holders.store[source]), sender, sent_offset
+        self.cross = canonical(np.column_stack((*sent, store, land, landed_at, start, length)))
         self.feed = canonical(feed)
         # forwarding: each landed part to the node's needers on which it did not land
         counts = set_sizes[landing_of]
@@ -654,10 +638,8 @@ class _Materialised:
         to = flat[np.repeat(begins, counts) + np.arange(len(part)) - np.repeat(np.cumsum(counts) - counts, counts)]
         keep = ~(in_target[part] & (to == land[part]))
         part, to = part[keep], to[keep]
-        into = needed.offset[needed.find(piece[part], to)] + offset[part]
-        forward = _table(
-            store[part], land[part], landed_at[part], np.full(len(part), TARGET), to, into, start[part], length[part]
-        )
+        got = np.full(len(part), TARGET), to, needed.offset[needed.find(piece[part], to)] + offset[part]
+        forward = np.column_stack((store[part], land[part], landed_at[part], *got, start[part], length[part]))
         self.forward = canonical(np.concatenate((forward, self._inside())))
 
     def _assign_senders(
@@ -701,10 +683,9 @@ class _Materialised:
         sub, sub_offset, sub_length, rank = self._share_out(low, high, who, extent, None)
         row = holders.find(which[sub], rank)
         shift = begin[sub] % span + sub_offset
-        start = self._arrivals.pieces.starts[which[sub]] + shift
-        relay = np.full(len(row), RELAY)
-        into = places[sub] + sub_offset
-        table = _table(holders.store[row], rank, holders.offset[row] + shift, relay, who[sub], into, start, sub_length)
+        sent = holders.store[row], rank, holders.offset[row] + shift
+        got = np.full(len(row), RELAY), who[sub], places[sub] + sub_offset
+        table = np.column_stack((*sent, *got, self._arrivals.pieces.starts[which[sub]] + shift, sub_length))
         return places[stretch] + at - begin[stretch], sizes, table
 
     def _inside(self) -> Numbers:
@@ -723,21 +704,12 @@ class _Materialised:
         shift = np.concatenate((np.zeros(int(simple.sum()), np.int64), part_offset))
         length = np.concatenate((pieces.lengths[piece[simple]], part_length))
         row = np.concatenate((np.where(own >= 0, own, low)[simple], holders.find(piece[several[sub]], part_rank)))
-        target = np.full(len(row), TARGET)
-        start = pieces.starts[piece[chosen]] + shift
-        return _table(
-            holders.store[row],
-            holders.rank[row],
-            holders.offset[row] + shift,
-            target,
-            rank[chosen],
-            offset[chosen] + shift,
-            start,
-            length,
-        )
+        sent = holders.store[row], holders.rank[row], holders.offset[row] + shift
+        got = np.full(len(row), TARGET), rank[chosen], offset[chosen] + shift
+        return np.column_stack((*sent, *got, pieces.starts[piece[chosen]] + shift, length))
 
     def _share_out(
-        self, low: Numbers, high: Numbers, to: Numbers, length: Numbers, shares_of: dict[tuple[int, ...], Shares] | None
+        self, low: Numbers, high: Numbers, to: Numbers, length: Numbers, shares_of: dict[_Ranks, Shares] | None
     ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Divides each row between the holders in rows `low` to `high`; equally without `shares_of`. Each receiver
         begins with another holder, which keeps all holders busy."""
@@ -754,10 +726,6 @@ class _Materialised:
             shares.append(share[first:] + share[:first])
         sub, sub_offset, sub_length, chosen = split_streams(length[order], stream[order], shares)
         return order[sub], sub_offset, sub_length, chosen
-
-
-def _table(*columns: Numbers) -> Numbers:
-    return np.column_stack(columns).astype(np.int64, copy=False)
 
 
 def _relay_offsets(holder: Numbers, relayed: Numbers, filled: Numbers) -> tuple[Numbers, Numbers]:

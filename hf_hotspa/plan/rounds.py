@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from hf_hotspa.errors import HotspaConfigError, PlanError
 from hf_hotspa.layout.placement import Numbers
@@ -141,13 +140,9 @@ class _Cutter:
         return [tuple(group) for group in groups]
 
     def _busiest(self, kind: int) -> int:
-        most = 0
-        for table in self._plan.kinds[kind].hops:
-            moves = table[table[:, SRC] != table[:, DST]]
-            for end in (SRC, DST):
-                if len(moves):
-                    most = max(most, int(np.bincount(moves[:, end], weights=moves[:, LENGTH]).max()))
-        return most
+        moves = (table[table[:, SRC] != table[:, DST]] for table in self._plan.kinds[kind].hops)
+        ends = ((table[:, end], table[:, LENGTH]) for table in moves if len(table) for end in (SRC, DST))
+        return max((int(np.bincount(rank, weights=length).max()) for rank, length in ends), default=0)
 
     def _windows(self, group: tuple[int, ...], hop: int) -> "_Windows":
         """The windows of a group and hop: as many as the fullest route (load) or destination (return) has."""
@@ -170,28 +165,23 @@ class _Cutter:
         if self._plan.accumulate:
             ends = self._bases(group, hop)[1]
             return _Windows(max(1, -(-int(ends.max()) // window)), window, 0)
-        joined: dict[str, list[Numbers]] = {"routes": [], "sizes": []}
-        direct: dict[str, list[Numbers]] = {"routes": [], "sizes": []}
+        joined: list[tuple[Numbers, Numbers]] = []  # routes, and their sizes
+        direct: list[tuple[Numbers, Numbers]] = []
         for segment, table in zip(group, tables, strict=True):
             itemsize = self._wires[segment].itemsize
             moves = table[table[:, SRC] != table[:, DST]]
-            long = self._is_direct(moves[:, SRC_STORE], moves[:, LENGTH] * itemsize)
+            long = np.isin(moves[:, SRC_STORE], self._native) & (moves[:, LENGTH] * itemsize >= DIRECT_BYTES)
             routes = moves[:, SRC] * self._plan.world_size + moves[:, DST]
             if not long.all():
                 route, inverse = np.unique(routes[~long], return_inverse=True)
                 length = np.bincount(inverse, weights=moves[~long, LENGTH]).astype(np.int64)
-                joined["routes"].append(route)
-                joined["sizes"].append(_align(length * itemsize))
+                joined.append((route, _align(length * itemsize)))
             if long.any():
-                direct["routes"].append(routes[long])
-                direct["sizes"].append(-(-moves[long, LENGTH] * itemsize // DIRECT_LIMIT))
+                direct.append((routes[long], -(-moves[long, LENGTH] * itemsize // DIRECT_LIMIT)))
         # direct messages of a route in a round, limited by the operations of a rank
         per_round = max(1, MOST_OPERATIONS // (2 * max(1, peers)) - len(self._channels))
-        count = max(-(-_fullest(**joined) // window), -(-_fullest(**direct) // per_round), 1)
+        count = max(-(-_fullest(joined) // window), -(-_fullest(direct) // per_round), 1)
         return _Windows(count, window, per_round)
-
-    def _is_direct(self, store: Numbers, num_bytes: Numbers) -> NDArray[np.bool_]:
-        return np.isin(store, self._native) & (num_bytes >= DIRECT_BYTES)
 
     def _most_peers(self, tables: Sequence[Numbers]) -> int:
         """The most peers of any rank in one direction and round. The same on every rank."""
@@ -297,11 +287,11 @@ class _Windows(NamedTuple):
     direct: int
 
 
-def _fullest(routes: Sequence[Numbers], sizes: Sequence[Numbers]) -> int:
-    if not routes:
+def _fullest(routes_and_sizes: Sequence[tuple[Numbers, Numbers]]) -> int:
+    if not routes_and_sizes:
         return 0
-    _, inverse = np.unique(np.concatenate(routes), return_inverse=True)
-    return int(np.bincount(inverse, weights=np.concatenate(sizes)).max())
+    routes, sizes = map(np.concatenate, zip(*routes_and_sizes, strict=True))
+    return int(np.bincount(np.unique(routes, return_inverse=True)[1], weights=sizes).max())
 
 
 def _align(sizes: Numbers) -> Numbers:
